@@ -1,0 +1,17 @@
+"""The one exception a user is meant to read.
+
+`UserError` is a ValueError whose message says what was given, what is allowed and what to change. The command
+line prints it as one line and exits with 2; every other exception is a defect of ours and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """Something the user gave cannot work; the message says what to do about it."""
+
+
+def suggest(given: str, allowed: list[str]) -> str:
+    """' Did you mean X?' for the closest allowed name, or '' when nothing is close."""
+    import difflib
+
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,111 @@
+"""Format: what a weight is.
+
+A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It says how a weight
+[out, in] is stored (`encode`), what the stored parts mean (`decode`), what training multiplies with (`fake`) and how a
+packed weight is applied (`linear`). `FormatLinear` hosts every Format; nothing else in the package knows one by name.
+
+The laws every Format obeys are tested in tests/formats/test_laws.py:
+ 1. decode(encode(w)) stays within `error_bound(w)`.
+ 2. `linear` agrees with F.linear on the decoded weight.
+ 3. encode, decode and fake take the weight in the compute dtype, compute in fp32 and round once;
+    fake(w) equals decode(encode(w)) bit for bit, eager and compiled.
+ 4. dict and safetensors round trips lose nothing.
+ 5. encode(shard) equals the shard of encode(w) for every cut on `block` boundaries.
+ 6. pack encodes weight.to(compute_dtype): the decoded parts equal what the last training forward multiplied with.
+
+Left out on purpose: modules, devices, process groups, files. A Format sees the local, plain tensor only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Parts = dict[str, Tensor]
+AuxKind = Literal["rows", "trained", "whole", "clock"]
+
+
+@dataclass(frozen=True)
+class Aux:
+    """One tensor that a Format keeps beside the weight while training.
+
+    rows: cut like the weight, `block` elements of the weight per element along each dim; a frozen Parameter.
+    trained: a Parameter that may get gradients. whole: a replicated buffer. clock: a 0-dim buffer.
+    """
+
+    tensor: Tensor
+    kind: AuxKind
+    block: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Format:
+    """The protocol and its defaults; see the module docstring for the laws."""
+
+    name: ClassVar[str]
+
+    # -- geometry ---------------------------------------------------------------------------------------------
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """(rows, cols): a weight of `shape` may be cut only at multiples of these."""
+        return (1, 1)
+
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raise UserError when a weight of this [out, in] shape cannot be held, saying what would fit."""
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits per weight including scales, zeros and tables."""
+        raise NotImplementedError
+
+    # -- meaning ----------------------------------------------------------------------------------------------
+    def state(self, w: Tensor) -> dict[str, Aux]:
+        return {}
+
+    def encode(self, w: Tensor, state: Parts) -> Parts:
+        raise NotImplementedError
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
+        """Uninitialised parts of the right names, shapes and dtypes, for loading a packed weight into."""
+        raise NotImplementedError
+
+    def fake(self, w: Tensor, state: Parts) -> Tensor:
+        """decode(encode(w)) with an identity gradient."""
+        return straight_through(w, self.decode(self.encode(w.detach(), state), w.dtype))
+
+    def error_bound(self, w: Tensor) -> Tensor:
+        """Elementwise bound on |decode(encode(w)) - w|."""
+        raise NotImplementedError
+
+    # -- use --------------------------------------------------------------------------------------------------
+    def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.fake(w, state), bias)
+
+    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.decode(parts, x.dtype), bias)
+
+    # -- config -----------------------------------------------------------------------------------------------
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+class _StraightThrough(torch.autograd.Function):
+    # `w + (q - w).detach()` does not return q bit for bit; an autograd.Function does.
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, q: Tensor) -> Tensor:
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def straight_through(w: Tensor, q: Tensor) -> Tensor:
+    """q in the forward pass, identity to w in the backward pass."""
+    return _StraightThrough.apply(w, q)

@@ -1,0 +1,166 @@
+"""The one decoder, for training and for serving.
+
+Single-device code: sharding, recomputation, compilation and formats are applied from outside (`parallel.py`,
+`formats.convert`). Precision is explicit: master weights keep their dtype, activations run in `compute_dtype`, norms and
+rotary angles in fp32.
+
+Parameter names (hf.py maps them to and from Hugging Face):
+    embed.weight  positions.weight  blocks.N.{attn_norm,mlp_norm}.{weight,bias}
+    blocks.N.attn.{q,k,v,o}.{weight,bias}  blocks.N.attn.{q_norm,k_norm}.weight
+    blocks.N.mlp.{gate,up,down}.{weight,bias}  norm.{weight,bias}  head.weight (absent when tied)
+
+Shapes: B batch, T rows, D model width, H query heads, G key/value heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.formats import FormatLinear
+from shoestring.formats.linear import local
+from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
+from shoestring.model.spec import ModelSpec
+
+R = TypeVar("R")
+
+
+class Head(NamedTuple):
+    """What turns hidden states into logits. Under tensor parallelism `weight` holds this rank's vocabulary rows."""
+
+    weight_VD: Tensor
+
+
+Readout = Callable[[Tensor, Head], R]
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dim, computed in fp32."""
+
+    def __init__(self, width: int, spec: ModelSpec, *, kind: str | None = None) -> None:
+        super().__init__()
+        self.kind = kind or spec.norm
+        self.eps = spec.norm_eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if self.kind == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight).float()
+        if self.kind == "layer":
+            assert self.bias is not None
+            return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(x.dtype)
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, spec.head_dim, spec.window(layer)
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q = FormatLinear(spec.d_model, q_width, bias=spec.qkv_bias)
+        self.k = FormatLinear(spec.d_model, kv_width, bias=spec.qkv_bias)
+        self.v = FormatLinear(spec.d_model, kv_width, bias=spec.qkv_bias)
+        self.o = FormatLinear(q_width, spec.d_model, bias=spec.out_bias)
+        self.q_norm = Norm(spec.head_dim, spec, kind="rms") if spec.qk_norm else None
+        self.k_norm = Norm(spec.head_dim, spec, kind="rms") if spec.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Attend | None) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
+        q, k, v = self.q(x_BTD).view(heads), self.k(x_BTD).view(heads), self.v(x_BTD).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        if attend is None:
+            out = causal_attention(q, k, v, window=self.window)
+        else:
+            out = attend(self.layer, q, k, v)
+        return self.o(out.flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.act = spec.act
+        if spec.act == "swiglu":
+            self.gate = FormatLinear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
+        self.up = FormatLinear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
+        self.down = FormatLinear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.act == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = Norm(spec.d_model, spec), Attention(spec, layer)
+        self.mlp_norm, self.mlp = Norm(spec.d_model, spec), Mlp(spec)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Attend | None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), rope, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.compute_dtype = torch.float32
+        self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
+        if spec.positions == "learned":
+            self.positions = nn.Embedding(spec.max_positions, spec.d_model)
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
+        self.norm = Norm(spec.d_model, spec)
+        # A tied head is the embedding itself, not a second module: sharding one of two modules would untie them.
+        self.head = None if spec.tied else FormatLinear(spec.d_model, spec.vocab_size, bias=False)
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, attend: Attend | None = None) -> Tensor:
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        x = self.embed(tokens_BT).to(self.compute_dtype)
+        rope = None
+        if self.spec.positions == "learned":
+            x = x + self.positions(positions_BT).to(x.dtype)
+        else:
+            # Recomputed per forward: a few microseconds, and no buffer that a meta build would leave empty.
+            rope = rope_tables(rope_frequencies(self.spec, x.device), positions_BT, x.dtype)
+        for block in self.blocks:
+            x = block(x, rope, attend)
+        return self.norm(x)
+
+    def read_head(self, dtype: torch.dtype) -> Head:
+        if self.head is not None:
+            return Head(self.head.effective_weight(dtype))
+        return Head(local(self.embed.weight).to(dtype))
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        *,
+        attend: Attend | None = None,
+        rows: Tensor | None = None,
+        readout: Readout[Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] in compute dtype; of the flat rows `rows` only, as [len(rows), V], where given.
+
+        `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs inside this
+        forward because a sharded head is whole only here.
+        """
+        x = self.hidden(tokens_BT, positions_BT, attend)
+        if rows is not None:
+            x = x.flatten(0, 1)[rows]
+        if readout is not None:
+            return readout(x, self.read_head(x.dtype))
+        if self.head is not None:
+            return self.head(x)
+        return F.linear(x, self.read_head(x.dtype).weight_VD)
