@@ -1,0 +1,69 @@
+"""Shared fixtures: where the optional assets are, and a way to start real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of texts, tasks and models that are not ours to ship; its absence skips the test."""
+    path = Path(os.environ.get("SHOESTRING_ASSETS", REPO.parent / "shared" / "assets"))
+    if not path.is_dir():
+        pytest.skip(f"no assets at {path}; set SHOESTRING_ASSETS to run this test")
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., str]:
+    """run_ranks(n, script_path, *args) runs the script on n gloo processes and returns rank 0's output.
+
+    Plain subprocesses with torchrun's environment: a failing rank fails the test with its own output.
+    """
+
+    def start(num_ranks: int, script: Path | str, *args: str, timeout: float = 300) -> str:
+        env = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "OMP_NUM_THREADS": "1",
+        }
+        procs = [
+            subprocess.Popen(
+                [sys.executable, str(script), *args],
+                env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for r in range(num_ranks)
+        ]
+        try:
+            outputs = [p.communicate(timeout=timeout)[0] for p in procs]
+        finally:
+            for p in procs:
+                p.kill()
+        for rank, (p, out) in enumerate(zip(procs, outputs, strict=True)):
+            assert p.returncode == 0, f"rank {rank} of {num_ranks} failed:\n{out}"
+        return outputs[0]
+
+    return start
