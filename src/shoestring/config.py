@@ -1,0 +1,244 @@
+"""Configs are frozen dataclasses; the command line sets their fields with `key=value`.
+
+A recipe declares `Config` with `option(default, "what it does")` fields; `apply_overrides(Config,
+["steps=20", "mesh.dp=2"])` builds it. Types come from the annotations, nested dataclasses are reached with
+dots. An unknown key, a value of the wrong type, a key given twice and a missing required key are each a
+UserError that says what to write.
+
+Left out on purpose: config files, interpolation, inheritance. A variant of a recipe is a Python file that
+calls `dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from shoestring.errors import UserError, suggest
+
+T = TypeVar("T")
+_MISSING: Any = dataclasses.MISSING
+
+
+def option(default: Any = _MISSING, help: str = "") -> Any:
+    """A dataclass field with a help text; without a default the key must be given."""
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        return dataclasses.field(default_factory=lambda: default, metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+class Option(NamedTuple):
+    """One settable key, as `shoestring recipes NAME` lists it."""
+
+    key: str
+    type: str
+    default: str
+    help: str
+
+
+def apply_overrides(cls: type[T], overrides: list[str]) -> T:
+    """Build `cls` from its defaults and `key=value` strings."""
+    given: dict[str, str] = {}
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UserError(
+                f"{item!r} is not key=value; write for example steps=100{suggest(item, _keys(cls))}"
+            )
+        if key in given:
+            raise UserError(f"{key!r} is given twice ({given[key]!r} and {value!r}); give it once")
+        given[key] = value
+    unknown = [k for k in given if k not in _keys(cls)]
+    if unknown:
+        raise UserError(_unknown(cls, unknown[0]))
+    return _build(cls, given, prefix="")
+
+
+def to_json(cfg: Any) -> Any:
+    """A config as plain JSON values: dicts, lists, numbers, strings, None."""
+    if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
+        return {f.name: to_json(getattr(cfg, f.name)) for f in dataclasses.fields(cfg)}
+    if isinstance(cfg, tuple | list):
+        return [to_json(v) for v in cfg]
+    if isinstance(cfg, dict):
+        return {str(k): to_json(v) for k, v in cfg.items()}
+    return str(cfg) if isinstance(cfg, Path) else cfg
+
+
+def from_json(cls: type[T], values: dict[str, Any]) -> T:
+    """The inverse of `to_json`; unknown keys are errors, missing ones take the default."""
+    hints, built = typing.get_type_hints(cls), {}
+    names = {f.name for f in dataclasses.fields(_as_dataclass(cls))}
+    for key, value in values.items():
+        if key not in names:
+            raise UserError(_unknown(cls, key))
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            value = from_json(typing.cast(type, hint), value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif hint is Path:
+            value = Path(value)
+        built[key] = value
+    return cls(**built)
+
+
+def describe(cls: type, start: Any = _MISSING) -> list[Option]:
+    """Every key of a config class, nested ones dotted, in the order they are declared."""
+    hints, rows = typing.get_type_hints(cls), []
+    for f in dataclasses.fields(_as_dataclass(cls)):
+        hint, default = hints[f.name], _default(f) if start is _MISSING else getattr(start, f.name)
+        if dataclasses.is_dataclass(hint):
+            nested = describe(typing.cast(type, hint), default)
+            rows += [row._replace(key=f"{f.name}.{row.key}", help=row.help or _help(f)) for row in nested]
+        else:
+            rows.append(Option(f.name, type_name(hint), _show(default), _help(f)))
+    return rows
+
+
+def type_name(hint: Any) -> str:
+    """How a type is named to a user: 'int', 'a or b', 'float or none'."""
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(str(a) for a in typing.get_args(hint))
+    if _is_union(hint):
+        return " | ".join("none" if a is type(None) else type_name(a) for a in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"{type_name(typing.get_args(hint)[0])},..."
+    return {str: "text", Path: "path", bool: "true | false"}.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def parse_value(hint: Any, text: str, key: str = "value") -> Any:
+    """`text` as a value of the annotated type."""
+    if _is_union(hint):
+        if type(None) in typing.get_args(hint) and text.lower() in ("none", "null", ""):
+            return None
+        return _first_that_parses([a for a in typing.get_args(hint) if a is not type(None)], hint, text, key)
+    if typing.get_origin(hint) is Literal:
+        return _choice(hint, text, key)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return tuple(parse_value(item, part.strip(), key) for part in text.split(",") if part.strip())
+    try:
+        return _PARSERS[hint](text)
+    except ValueError:
+        raise UserError(f"{key}={text!r} is not a value of type {type_name(hint)}{_example(hint)}") from None
+
+
+# -- parsing ---------------------------------------------------------------------------------------
+
+
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)  # 1e4 is how people write ten thousand
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _parse_bool(text: str) -> bool:
+    words = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "1": True,
+        "false": False,
+        "no": False,
+        "off": False,
+        "0": False,
+    }
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
+_PARSERS: dict[Any, Any] = {int: _parse_int, float: float, bool: _parse_bool, str: str, Path: Path}
+
+
+def _example(hint: Any) -> str:
+    examples = {int: "2000", float: "1e-3", bool: "true"}
+    return f"; write for example {examples[hint]}" if hint in examples else ""
+
+
+def _choice(hint: Any, text: str, key: str) -> Any:
+    allowed = {str(a): a for a in typing.get_args(hint)}
+    if text not in allowed:
+        raise UserError(f"{key}={text!r}: allowed are {', '.join(allowed)}.{suggest(text, list(allowed))}")
+    return allowed[text]
+
+
+def _first_that_parses(hints: list[Any], whole: Any, text: str, key: str) -> Any:
+    for hint in hints:
+        try:
+            return parse_value(hint, text, key)
+        except UserError:
+            continue
+    raise UserError(f"{key}={text!r} is not a value of type {type_name(whole)}")
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def _build(cls: Any, given: dict[str, str], prefix: str, start: Any = _MISSING) -> Any:
+    """`cls` with the given keys set, the rest from `start` where there is one, else from the defaults."""
+    hints, values = typing.get_type_hints(cls), {}
+    for f in dataclasses.fields(cls):
+        key, hint = prefix + f.name, hints[f.name]
+        default = _default(f) if start is _MISSING else getattr(start, f.name)
+        if dataclasses.is_dataclass(hint):
+            values[f.name] = _build(hint, given, key + ".", default)
+        elif key in given:
+            values[f.name] = parse_value(hint, given[key], key)
+        elif default is _MISSING:
+            about = f" ({_help(f)})" if _help(f) else ""
+            raise UserError(f"{key}=... is required{about}; add it to the command")
+        else:
+            values[f.name] = default
+    return cls(**values)
+
+
+def _keys(cls: type) -> list[str]:
+    return [row.key for row in describe(cls)]
+
+
+def _unknown(cls: type, key: str) -> str:
+    keys = _keys(cls)
+    nested = [k for k in keys if k.startswith(key + ".")]
+    if nested:
+        return f"{key!r} is a group of settings; set one of {', '.join(nested)}"
+    hint = suggest(key, keys) or f" Known are {', '.join(keys)}."
+    return f"unknown setting {key!r}.{hint}"
+
+
+def _as_dataclass(cls: Any) -> Any:
+    assert dataclasses.is_dataclass(cls), f"{cls!r} is not a dataclass"
+    return cls
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    factory: Any = f.default_factory
+    return f.default if factory is _MISSING else factory()
+
+
+def _help(f: dataclasses.Field[Any]) -> str:
+    return str(f.metadata.get("help", ""))
+
+
+def _show(value: Any) -> str:
+    if value is _MISSING:
+        return "(required)"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)

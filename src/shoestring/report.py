@@ -1,0 +1,314 @@
+"""report.html: one self-contained page per run, with curves, tables and plots.
+
+A report is a list of sections (`Curves`, `Table`, `Scatter`, `Text`), each a frozen dataclass with an
+`html()`; `write_report` puts them on a page with inline CSS and SVG. No script, no font, no network: the file
+opens in any browser, offline, in light and dark, and can be mailed. Hovering a mark shows its value.
+`run_sections(folder)` reads the usual sections of a run folder: loss curve, evaluations, config, versions.
+
+Left out on purpose: zooming and smoothing (TensorBoard reads the same scalars from tb/).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoestring.runlog import read_jsonl, versions, write_atomically
+
+WIDTH, HEIGHT = 720, 320
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44
+NUM_COLORS = 6
+
+
+class Section(Protocol):
+    def html(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Curves:
+    title: str
+    series: Sequence[Series]
+    x_label: str = "step"
+    y_label: str = "loss"
+
+    def html(self) -> str:
+        kept = [s for s in (_finite(s) for s in self.series) if s.xs]
+        if not kept:
+            return ""
+        axes = _Axes([x for s in kept for x in s.xs], [y for s in kept for y in s.ys])
+        marks = []
+        for color, s in enumerate(kept):
+            points = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in zip(s.xs, s.ys, strict=True))
+            marks.append(f'<polyline class="line c{color % NUM_COLORS}" points="{points}"/>')
+            marks += [
+                f'<circle class="hover" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="5">'
+                f"<title>{escape(s.name)}: {_num(y)} at {escape(self.x_label)} {_num(x)}</title></circle>"
+                for x, y in _thin(list(zip(s.xs, s.ys, strict=True)), 200)
+            ]
+        legend = _legend([s.name for s in kept]) if len(kept) > 1 else ""
+        return _section(self.title, legend + axes.svg("".join(marks), self.x_label, self.y_label, self.title))
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Named points; every point carries its label."""
+
+    title: str
+    points: Sequence[tuple[str, float, float]]
+    x_label: str
+    y_label: str
+
+    def html(self) -> str:
+        kept = [(n, x, y) for n, x, y in self.points if math.isfinite(x) and math.isfinite(y)]
+        if not kept:
+            return ""
+        axes = _Axes([p[1] for p in kept], [p[2] for p in kept], pad=0.12)
+        marks = []
+        for color, (name, x, y) in enumerate(kept):
+            px, py = axes.x(x), axes.y(y)
+            side = "end" if px > WIDTH * 0.75 else "start"
+            dx = -10 if side == "end" else 10
+            marks.append(
+                f'<circle class="dot c{color % NUM_COLORS}" cx="{px:.1f}" cy="{py:.1f}" r="6">'
+                f"<title>{escape(name)}: {escape(self.x_label)} {_num(x)}, "
+                f"{escape(self.y_label)} {_num(y)}</title>"
+                f'</circle><text class="label" x="{px + dx:.1f}" y="{py - 8:.1f}" text-anchor="{side}">'
+                f"{escape(name)}</text>"
+            )
+        return _section(self.title, axes.svg("".join(marks), self.x_label, self.y_label, self.title))
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+
+    def html(self) -> str:
+        if not self.rows:
+            return ""
+        head = "".join(f"<th>{escape(h)}</th>" for h in self.headers)
+        body = "".join("<tr>" + "".join(_cell(v) for v in row) + "</tr>" for row in self.rows)
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return _section(self.title, note + f'<div class="wide">{table}</div>')
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph, or verbatim text (`code`) such as a sample or a list of commands."""
+
+    title: str
+    body: str
+    code: bool = False
+
+    def html(self) -> str:
+        text = escape(self.body)
+        return _section(self.title, f"<pre>{text}</pre>" if self.code else f"<p>{text}</p>")
+
+
+def write_report(folder: Path, title: str, sections: Sequence[Section], *, subtitle: str = "") -> Path:
+    """Write folder/report.html; sections without content leave no trace."""
+    body = "\n".join(s.html() for s in sections)
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>"
+        f"<h1>{escape(title)}</h1><p class='sub'>{escape(subtitle)}</p>\n{body}\n</main></body></html>\n"
+    )
+    path = folder / "report.html"
+    write_atomically(path, page)
+    return path
+
+
+def run_sections(folder: Path) -> list[Section]:
+    """Loss curve, evaluations, config and versions of a run folder."""
+    config = read_config(folder)
+    ran = config.get("versions") or versions()
+    settings = config.get("config", {})
+    return [
+        loss_curves(read_jsonl(folder / "metrics.jsonl")),
+        eval_table(read_jsonl(folder / "evals.jsonl")),
+        Text("Command", str(config.get("command", "")), code=True),
+        Table("Config", ["key", "value"], [[k, v] for k, v in _flatten(settings).items()]),
+        Table("Versions", ["package", "version"], [[k, v] for k, v in ran.items()]),
+    ]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def loss_curves(metrics: list[dict[str, Any]]) -> Curves:
+    """Every logged scalar whose name holds 'loss', against the step."""
+    names = sorted({k for row in metrics for k in row if "loss" in k})
+    series = []
+    for name in names:
+        rows = [row for row in metrics if row.get(name) is not None]
+        series.append(Series(name, [row["step"] for row in rows], [row[name] for row in rows]))
+    return Curves("Loss", series, "step", "loss (nats per token)")
+
+
+EVAL_COLUMNS = {
+    "model": "model",
+    "format": "format",
+    "text": "text",
+    "perplexity": "perplexity",
+    "num_tokens": "tokens",
+    "context": "context",
+    "stride": "stride",
+    "task": "task",
+    "accuracy": "accuracy",
+    "num": "items",
+    "megabytes": "MB",
+    "bits_per_weight": "bits per weight",
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "decode_tokens_per_s": "decode tokens/s",
+}
+
+
+def eval_table(rows: list[dict[str, Any]], title: str = "Evaluations") -> Table:
+    """The columns that any row has, in a fixed order."""
+    used = [k for k in EVAL_COLUMNS if any(row.get(k) is not None for row in rows)]
+    return Table(title, [EVAL_COLUMNS[k] for k in used], [[row.get(k) for k in used] for row in rows])
+
+
+# -- drawing -----------------------------------------------------------------------------------------
+
+
+class _Axes:
+    """Maps data to pixels and draws frame, grid and tick labels."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float], pad: float = 0.04) -> None:
+        self.x_low, self.x_high = _spread(min(xs), max(xs), pad if pad > 0.1 else 0.0)
+        self.y_low, self.y_high = _spread(min(ys), max(ys), pad)
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+
+    def svg(self, marks: str, x_label: str, y_label: str, title: str) -> str:
+        grid = []
+        for tick in nice_ticks(self.y_low, self.y_high):
+            y = f"{self.y(tick):.1f}"
+            grid.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+            grid.append(f'<text x="{LEFT - 8}" y="{y}" dy="4" text-anchor="end">{_num(tick)}</text>')
+        for tick in nice_ticks(self.x_low, self.x_high):
+            x = f"{self.x(tick):.1f}"
+            grid.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{_num(tick)}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        grid.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+        turned = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)" text-anchor="middle"'
+        grid.append(f"<text {turned}>{escape(y_label)}</text>")
+        base = HEIGHT - BOTTOM
+        grid.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+            f'aria-label="{escape(title, quote=True)}">{"".join(grid)}{marks}</svg>'
+        )
+
+
+def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
+    """About `target` round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    raw = (high - low) / target
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _spread(low: float, high: float, pad: float) -> tuple[float, float]:
+    span = (high - low) or abs(high) or 1.0
+    if high == low:
+        return low - span / 2, high + span / 2
+    return low - pad * span, high + pad * span
+
+
+def _finite(series: Series) -> Series:
+    pairs = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if y is not None and math.isfinite(y)]
+    return Series(series.name, [x for x, _ in pairs], [y for _, y in pairs])
+
+
+def _thin(items: list[Any], limit: int) -> list[Any]:
+    return items[:: max(1, -(-len(items) // limit))]
+
+
+def _legend(names: Sequence[str]) -> str:
+    keys = "".join(
+        f'<span><i class="key k{i % NUM_COLORS}"></i>{escape(name)}</span>' for i, name in enumerate(names)
+    )
+    return f'<p class="legend">{keys}</p>'
+
+
+def _section(title: str, inner: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{inner}</section>"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "<td></td>"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f'<td class="num">{_num(value)}</td>'
+    return f"<td>{escape(str(value))}</td>"
+
+
+def _num(value: float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = str(value) if isinstance(value, bool | list) else value
+    return flat
+
+
+# The six hues are those of Okabe and Ito, told apart with every common colour blindness, darker on light.
+_STYLE = """
+:root{--bg:#fff;--fg:#1d2129;--soft:#5b6472;--rule:#dfe3e8;--panel:#f6f7f9;
+--c0:#0072b2;--c1:#d55e00;--c2:#007a5a;--c3:#b0518f;--c4:#8a6d00;--c5:#3a8fc4}
+@media(prefers-color-scheme:dark){:root{--bg:#14171c;--fg:#e6e8eb;--soft:#9aa4b2;--rule:#333a45;--panel:#1c2129;
+--c0:#56b4e9;--c1:#e98a4b;--c2:#2fbf95;--c3:#d893bd;--c4:#e0c341;--c5:#8fc7ea}}
+*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
+font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:820px;margin:0 auto;padding:32px 20px 64px}h1{font-size:1.7rem;margin:0}
+h2{font-size:1.1rem;margin:2.2rem 0 .6rem}.sub{color:var(--soft);margin:.2rem 0 0}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:12px}
+svg text.label{fill:var(--fg);font-size:13px}
+.grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}.line{fill:none;stroke-width:2}
+.dot{stroke:var(--bg);stroke-width:2}.hover{fill:transparent}.hover:hover{fill:var(--soft)}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;width:100%}
+th{text-align:left;color:var(--soft);font-weight:600}
+th,td{padding:.35rem .8rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
+td.num{font-variant-numeric:tabular-nums}
+pre{background:var(--panel);padding:12px 14px;border-radius:6px;overflow-x:auto;
+white-space:pre-wrap;font-size:.85rem}
+.legend{display:flex;flex-wrap:wrap;gap:1rem;margin:0;color:var(--soft);font-size:.9rem}
+.key{display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:middle}
+""" + "".join(
+    f".line.c{i}{{stroke:var(--c{i})}}.dot.c{i}{{fill:var(--c{i})}}.key.k{i}{{background:var(--c{i})}}"
+    for i in range(NUM_COLORS)
+)

@@ -1,0 +1,258 @@
+"""RunLog: everything a run says, on the console and in its folder.
+
+A run folder is
+    config.json     the resolved config, the command and the versions
+    metrics.jsonl   one JSON object per logged step: step, time, scalars
+    tb/             the same scalars as TensorBoard events (when tensorboard is installed)
+    checkpoints/    step-00000100/ ...
+    model/          the finished Hugging Face folder
+    evals.jsonl     one JSON object per evaluation
+    report.html     plots and tables of the above
+A resumed run continues metrics.jsonl: what was logged after the resumed step is cut off first, so that the
+file reads as if the run had never stopped. Ranks other than the first write and print nothing.
+
+Left out on purpose: remote trackers. metrics.jsonl is one `json.loads` per line away from any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PLAIN_PROGRESS_SECONDS = 10.0
+
+
+class RunLog:
+    def __init__(self, folder: Path | str | None = None, *, main: bool = True, quiet: bool = False) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.main = main
+        self.quiet = quiet
+        self.history: list[dict[str, Any]] = []
+        self._tensorboard: Any = None
+        self._purge_step: int | None = None
+        if self.folder is not None and main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.history = read_jsonl(self.folder / "metrics.jsonl")
+
+    # -- metrics -----------------------------------------------------------------------------------
+    def log(self, step: int, **scalars: float) -> None:
+        """Record scalars of one step."""
+        if not self.main:
+            return
+        row = {"step": int(step), "time": round(time.time(), 3), **{k: float(v) for k, v in scalars.items()}}
+        self.history.append(row)
+        if self.folder is None:
+            return
+        append_jsonl(self.folder / "metrics.jsonl", row)
+        writer = self._open_tensorboard()
+        for name, value in row.items():
+            if writer and name not in ("step", "time"):
+                writer.add_scalar(name, value, row["step"], walltime=row["time"])
+
+    def truncate_after(self, step: int) -> None:
+        """Forget everything logged after `step`: the run goes on from there."""
+        self.history = [row for row in self.history if row["step"] <= step]
+        self._purge_step = step + 1
+        if not self.main or self.folder is None:
+            return
+        text = "".join(_line(row) for row in self.history)
+        write_atomically(self.folder / "metrics.jsonl", text)
+
+    def save_config(self, config: dict[str, Any]) -> None:
+        """config.json: the resolved config with the command and versions that ran it."""
+        if self.main and self.folder is not None:
+            full = {
+                **config,
+                "command": _command(),
+                "versions": versions(),
+                "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+            write_atomically(self.folder / "config.json", json.dumps(full, indent=2) + "\n")
+
+    def evaluated(self, **row: Any) -> None:
+        """Append one evaluation to evals.jsonl."""
+        if self.main and self.folder is not None:
+            append_jsonl(self.folder / "evals.jsonl", {"time": round(time.time(), 3), **row})
+
+    def close(self) -> None:
+        if self._tensorboard:
+            self._tensorboard.close()
+        self._tensorboard = None
+
+    def _open_tensorboard(self) -> Any:
+        if self._tensorboard is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                self._tensorboard = False
+                self.say("tensorboard is not installed: scalars go to metrics.jsonl only")
+            else:
+                self._tensorboard = SummaryWriter(f"{self.folder}/tb", purge_step=self._purge_step)
+        return self._tensorboard
+
+    # -- console -----------------------------------------------------------------------------------
+    def say(self, text: str) -> None:
+        """One line on the console."""
+        if self.main and not self.quiet:
+            print(text, flush=True)
+
+    @contextmanager
+    def progress(self, total: int, description: str) -> Iterator[Progress]:
+        """A bar on a terminal, a plain line every ten seconds elsewhere, nothing on the other ranks."""
+        if not self.main or self.quiet:
+            yield Progress(total, description)
+        elif sys.stdout.isatty():
+            yield from _rich_progress(total, description)
+        else:
+            bar = _PlainProgress(total, description)
+            yield bar
+            bar.finish()
+
+
+class Progress:
+    """Counts, and says nothing."""
+
+    def __init__(self, total: int, description: str) -> None:
+        self.total, self.description = total, description
+        self.done = 0
+        self.fields: dict[str, Any] = {}
+
+    def advance(self, n: int = 1, **fields: Any) -> None:
+        self.done += n
+        self.fields.update(fields)
+
+    def text(self) -> str:
+        return " ".join(
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items()
+        )
+
+
+class _PlainProgress(Progress):
+    def __init__(self, total: int, description: str) -> None:
+        super().__init__(total, description)
+        self.started = self.said = time.monotonic()
+
+    def advance(self, n: int = 1, **fields: Any) -> None:
+        super().advance(n, **fields)
+        if time.monotonic() - self.said >= PLAIN_PROGRESS_SECONDS and self.done < self.total:
+            self._say()
+
+    def finish(self) -> None:
+        if self.done:
+            self._say()
+
+    def _say(self) -> None:
+        self.said = time.monotonic()
+        seconds = self.said - self.started
+        print(
+            f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip(),
+            flush=True,
+        )
+
+
+class _RichProgress(Progress):
+    def __init__(self, total: int, description: str, bar: Any, task: Any) -> None:
+        super().__init__(total, description)
+        self.bar, self.task = bar, task
+
+    def advance(self, n: int = 1, **fields: Any) -> None:
+        super().advance(n, **fields)
+        self.bar.update(self.task, advance=n, text=self.text())
+
+
+def _rich_progress(total: int, description: str) -> Iterator[Progress]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with RichProgress(*columns) as bar:
+        task = bar.add_task(description, total=total, text="")
+        yield _RichProgress(total, description, bar, task)
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def new_run_folder(name: str, base: Path | str = "runs") -> Path:
+    """Create runs/<name>-YYYYmmdd-HHMMSS; a second run in the same second gets -2."""
+    stem = f"{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    count = 1
+    while True:
+        folder = Path(base) / (stem if count == 1 else f"{stem}-{count}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            count += 1
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; a last line that a killed process left half-written is dropped."""
+    if not path.is_file():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise
+    return rows
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(row))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old or the new one, never half of either."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in ("shoestring", "torch", "triton", "tokenizers", "safetensors", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    # JSON has no NaN; null keeps the line readable for every other tool.
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite) + "\n"
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["shoestring", *sys.argv[1:]])

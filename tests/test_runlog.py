@@ -1,0 +1,118 @@
+"""What a run writes: metrics that survive a kill and a resume, TensorBoard events, folders that never collide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.dom import minidom
+
+import pytest
+
+from shoestring.report import Scatter, Table, Text, nice_ticks, run_sections, write_report
+from shoestring.runlog import RunLog, new_run_folder, read_jsonl
+
+
+def test_metrics_are_one_json_object_per_step(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.log(1, loss=2.5, lr=1e-3)
+    log.log(2, loss=float("nan"))
+    log.close()
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["step"], first["loss"], first["lr"]) == (1, 2.5, 1e-3)
+    assert second["loss"] is None  # JSON has no NaN
+
+
+def test_resuming_forgets_what_came_after_the_resumed_step(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step in range(1, 6):
+        log.log(step, loss=float(step))
+    log.close()
+    again = RunLog(tmp_path)
+    again.truncate_after(3)
+    again.log(4, loss=40.0)
+    again.close()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["loss"]) for r in rows] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert rows == again.history
+
+
+def test_tensorboard_reads_the_same_scalars_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path)
+    for step in range(1, 5):
+        log.log(step, loss=float(step))
+    log.close()
+    again = RunLog(tmp_path)
+    again.truncate_after(2)
+    again.log(3, loss=30.0)
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_half_written_last_line_is_dropped_but_a_broken_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_jsonl(path) == [{"step": 1}]
+    path.write_text('{"step"\n{"step": 2}\n')
+    with pytest.raises(json.JSONDecodeError):
+        read_jsonl(path)
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(tmp_path / "run", main=False)
+    log.log(1, loss=1.0)
+    log.save_config({"config": {}})
+    log.evaluated(perplexity=3.0)
+    log.say("hello")
+    with log.progress(3, "working") as bar:
+        bar.advance(3)
+    log.close()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_without_a_terminal_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(None).progress(4, "training") as bar:
+        for _ in range(4):
+            bar.advance(1, loss=1.23456)
+    assert capsys.readouterr().out == "training: 4/4 in 0s loss 1.235\n"
+
+
+def test_run_folders_never_collide(tmp_path: Path) -> None:
+    folders = {new_run_folder("train/dense", tmp_path) for _ in range(5)}
+    assert len(folders) == 5
+    assert all(f.is_dir() and f.parent == tmp_path and f.name.startswith("train-dense-20") for f in folders)
+
+
+def test_report_is_wellformed_selfcontained_and_complete(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.save_config({"recipe": "train/dense", "config": {"data": "<a&b>", "mesh": {"dp": 2}}})
+    for step in range(0, 300):
+        log.log(step, loss=5.0 / (step + 1), val_loss=float("inf") if step == 7 else 1.0)
+    log.evaluated(model="tiny", perplexity=12.5, text="docs", context=64)
+    log.close()
+    extra = [
+        Scatter("Size", [("int4", 1.0, 9.0), ("nf3", 0.8, 11.0)], "MB", "perplexity"),
+        Scatter("One point", [("a", 1.0, 2.0)], "x", "y"),
+        Table("Nothing", ["a"], []),
+        Text("Sample", "<script>alert(1)</script>", code=True),
+    ]
+    page = write_report(tmp_path, "A <run>", [*run_sections(tmp_path), *extra]).read_text()
+    minidom.parseString(
+        page.split("\n", 1)[1]
+    )  # the page without its doctype is well-formed XML, SVG included
+    assert page.count("<svg") == 3
+    for needle in ("val_loss", "12.5", "mesh.dp", "&lt;a&amp;b&gt;", "nf3", "prefers-color-scheme", "torch"):
+        assert needle in page
+    assert "<script" not in page and "Nothing" not in page
+    assert page.count("http") == page.count("http://www.w3.org/2000/svg")  # nothing is fetched
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert nice_ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
+    assert nice_ticks(1.3, 1.9) == [1.4, 1.6, 1.8]
+    assert nice_ticks(-0.04, 0.11) == [0, 0.05, 0.1]
