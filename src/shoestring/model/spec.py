@@ -48,6 +48,7 @@ class ModelSpec:
     first_window_layer: int = 0  # layers below this attend to everything (Qwen2's max_window_layers)
     bos_id: int | None = None
     eos_id: int | None = None
+    extra_eos_ids: tuple[int, ...] = ()  # further tokens that end a text (Llama 3's end of turn)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -56,7 +57,13 @@ class ModelSpec:
                 "grouped-query attention needs a whole number of query heads per key/value head"
             )
         if self.positions == "rope" and self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim} is odd; rotary positions rotate pairs and need it even")
+            raise UserError(
+                f"head_dim={self.head_dim} is odd; rotary positions rotate pairs and need it even"
+            )
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return (() if self.eos_id is None else (self.eos_id,)) + self.extra_eos_ids
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window if layer >= self.first_window_layer else None

@@ -1,0 +1,619 @@
+"""Hugging Face config.json and tensor names, to and from ours.
+
+`spec_from_hf` reads a config.json of model_type llama (SmolLM2 too), mistral, qwen2, qwen3 or gpt2 into a ModelSpec, with
+the defaults that `transformers` gives to a missing field; `spec_to_hf` writes it back and proves, by reading its own
+output, that nothing was lost. A field that asks for arithmetic the decoder does not have (another rotary type, experts,
+logit caps, ...) is an error, never an approximation.
+
+Names are a pure mapping. Each of our tensors is a row range of one Hugging Face tensor, possibly transposed (`Source`);
+only GPT-2 needs either: its Conv1D stores weights as [in, out] and fuses q, k and v. A packed GPT-2 (`weight_codes`, ...)
+cannot be fused or transposed, so packed folders keep q, k and v apart as attn.{q,k,v}_proj, all weights [out, in].
+
+Left out on purpose: files (folder.py), GGUF (gguf.py), generation settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError, suggest
+from shoestring.model.spec import ModelSpec, RopeScaling
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+_ARCHITECTURE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+# Fields that change the arithmetic, and the values under which they do not. Anything else is refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "logit_scale": (None, 1.0),
+    "clip_qkv": (None,),
+    "alibi": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+}
+_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+_REQUIRED: Any = object()
+
+
+# -- config.json -> spec ------------------------------------------------------------------------------------------
+
+
+def _int(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> Any:
+    value = _look(config, key, default)
+    if value is default and value is not _REQUIRED:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"config.json: {key} must be a positive whole number, not {value!r}")
+    return value
+
+
+def _float(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> float:
+    value = _look(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"config.json: {key} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
+    value = _look(config, key, default)
+    if not isinstance(value, bool):
+        raise UserError(f"config.json: {key} must be true or false, not {value!r}")
+    return value
+
+
+def _look(config: dict[str, Any], key: str, default: Any) -> Any:
+    value = config.get(key, default)
+    if value is _REQUIRED or (value is None and default is _REQUIRED):
+        raise UserError(
+            f"config.json has no {key!r}, which a {config.get('model_type')!r} model needs; add it"
+        )
+    return default if value is None else value
+
+
+def _token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise UserError(f"config.json: {key} must be a token id, a list of token ids or null, not {value!r}")
+    return tuple(ids)
+
+
+def _refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
+    for key, neutral in _NEUTRAL.items():
+        if key in config and config[key] not in neutral:
+            raise UserError(
+                f"config.json: {key}={config[key]!r} asks for arithmetic the decoder does not have; "
+                f"only {' or '.join(repr(n) for n in neutral)} is supported"
+            )
+    quantized = config.get("quantization_config")
+    if quantized is not None and (
+        not isinstance(quantized, dict) or quantized.get("quant_method") != "shoestring"
+    ):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UserError(
+            f"config.json: quantization_config says the weights are packed by {method!r}, which is not read; "
+            "give the folder of the unquantized model (float32, float16 or bfloat16 safetensors)"
+        )
+
+
+def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
+    """The ModelSpec of a parsed config.json; UserError where it cannot be computed faithfully."""
+    if not isinstance(config, dict):
+        raise UserError(f"config.json must hold a JSON object, not {type(config).__name__}")
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise UserError("config.json has no 'model_type'; this is not the folder of a Hugging Face model")
+    if model_type not in MODEL_TYPES:
+        raise UserError(
+            f"config.json: model_type {model_type!r} is not supported; supported: "
+            f"{', '.join(MODEL_TYPES)} (SmolLM2 is llama).{suggest(str(model_type), list(MODEL_TYPES))}"
+        )
+    _refuse_unknown_arithmetic(config)
+    return _from_gpt2(config) if model_type == "gpt2" else _from_llama_like(config, model_type)
+
+
+def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
+    act = config.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise UserError(
+            f"config.json: hidden_act={act!r} is not supported for {model_type}; only 'silu' is (SwiGLU)"
+        )
+    num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
+    d_model = _int(config, "hidden_size")
+    # `transformers` has other defaults for Mistral (8) and Qwen (32): a guess either way, so the field must be there.
+    kv_default = num_heads if model_type == "llama" or "num_key_value_heads" in config else _REQUIRED
+    window, first_window_layer = _windows(config, model_type, num_layers)
+    attention_bias = model_type in ("llama", "qwen3") and _bool(config, "attention_bias", False)
+    eos = _token_ids(config, "eos_token_id")
+    theta, scaling = _rope(config)
+    return ModelSpec(
+        vocab_size=_int(config, "vocab_size"),
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_int(config, "num_key_value_heads", kv_default),
+        head_dim=_head_dim(config, model_type, d_model, num_heads),
+        d_ff=_int(config, "intermediate_size"),
+        max_positions=_int(config, "max_position_embeddings"),
+        model_type=model_type,
+        norm_eps=_float(config, "rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qk_norm=model_type == "qwen3",
+        qkv_bias=attention_bias or model_type == "qwen2",
+        out_bias=attention_bias,
+        mlp_bias=model_type == "llama" and _bool(config, "mlp_bias", False),
+        tied=_bool(config, "tie_word_embeddings", False),
+        sliding_window=window,
+        first_window_layer=first_window_layer,
+        bos_id=next(iter(_token_ids(config, "bos_token_id")), None),
+        eos_id=next(iter(eos), None),
+        extra_eos_ids=eos[1:],
+    )
+
+
+def _head_dim(config: dict[str, Any], model_type: str, d_model: int, num_heads: int) -> int:
+    head_dim = _int(config, "head_dim", None)
+    if head_dim is not None:
+        return head_dim
+    if model_type == "qwen3":
+        return 128  # what `transformers` assumes for Qwen3, whatever the width
+    return _divide_width(d_model, num_heads, "hidden_size", "num_attention_heads")
+
+
+def _divide_width(d_model: int, num_heads: int, width_key: str, heads_key: str) -> int:
+    if d_model % num_heads:
+        raise UserError(
+            f"config.json: {width_key}={d_model} is not a multiple of {heads_key}={num_heads} and there is no head_dim"
+        )
+    return d_model // num_heads
+
+
+def _windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, int]:
+    """(sliding window, first layer that has it)."""
+    if model_type == "llama":
+        window, first = None, 0
+    elif model_type == "mistral":
+        # Absent means 4096 in `transformers`; null means no window.
+        window, first = (_int(config, "sliding_window", None) if "sliding_window" in config else 4096), 0
+    else:
+        window = _int(config, "sliding_window", 4096) if _bool(config, "use_sliding_window", False) else None
+        first = config.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise UserError(f"config.json: max_window_layers must be a whole number, not {first!r}")
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        first = _first_window_layer(kinds, num_layers)
+        if model_type == "mistral" and first not in (0 if window is not None else num_layers, num_layers):
+            raise UserError("config.json: layer_types of a mistral model must be all the same kind")
+        if first < num_layers and window is None:
+            raise UserError(
+                f"config.json: layer_types asks for sliding_attention in a {model_type} model without a sliding window"
+            )
+        if model_type == "mistral":
+            first = 0  # `transformers` applies Mistral's window to every layer, whatever layer_types says
+    if window is None or first >= num_layers:
+        return None, 0
+    return window, first
+
+
+def _first_window_layer(kinds: Any, num_layers: int) -> int:
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise UserError(
+            f"config.json: layer_types must be a list with one entry for each of the {num_layers} layers"
+        )
+    unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(
+            f"config.json: layer_types has {unknown[0]!r}; supported: 'full_attention' and 'sliding_attention'"
+        )
+    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else num_layers
+    if "full_attention" in kinds[first:]:
+        raise UserError(
+            "config.json: layer_types mixes full_attention above sliding_attention; only full layers "
+            "followed by sliding layers are supported"
+        )
+    return first
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Both spellings: rope_theta + rope_scaling (transformers 4) and rope_parameters (transformers 5)."""
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"config.json: {key} must be an object or null, not {value!r}")
+    theta = _float(config, "rope_theta", 10000.0)
+    found = [
+        _rope_fields(r, key, theta, config)
+        for key, r in (("rope_scaling", old), ("rope_parameters", new))
+        if r
+    ]
+    if len(found) == 2 and found[0] != found[1]:
+        raise UserError(
+            "config.json: rope_scaling and rope_parameters disagree; keep the one the model was trained with"
+        )
+    return found[0] if found else (theta, None)
+
+
+def _rope_fields(
+    rope: dict[str, Any], key: str, theta: float, config: dict[str, Any]
+) -> tuple[float, RopeScaling | None]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(v, dict) for v in rope.values()):
+        raise UserError(
+            f"config.json: {key} differs by layer type; one rotary setting for all layers is supported"
+        )
+    if kind not in ("default", "llama3"):
+        raise UserError(f"config.json: {key} has rope_type {kind!r}; supported: 'default' and 'llama3'")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise UserError(
+            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
+        )
+    theta = _float(rope, "rope_theta", theta)
+    if kind == "default":
+        return theta, None
+    original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    scaling = RopeScaling(
+        factor=_float(rope, "factor"),
+        low_freq_factor=_float(rope, "low_freq_factor"),
+        high_freq_factor=_float(rope, "high_freq_factor"),
+        original_positions=_int(
+            {"original_max_position_embeddings": original}, "original_max_position_embeddings"
+        ),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise UserError(f"config.json: {key} needs high_freq_factor > low_freq_factor")
+    return theta, scaling
+
+
+def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
+    # `transformers` accepts the Llama spellings of these fields for GPT-2 too.
+    other = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    other["n_positions"] = "max_position_embeddings"
+    config = {**config, **{k: config[v] for k, v in other.items() if k not in config and v in config}}
+    act = config.get("activation_function", "gelu_new")
+    if act not in _GELU:
+        raise UserError(
+            f"config.json: activation_function={act!r} is not supported for gpt2; supported: {', '.join(_GELU)}"
+        )
+    d_model, num_heads = _int(config, "n_embd"), _int(config, "n_head")
+    eos = _token_ids(config, "eos_token_id")
+    return ModelSpec(
+        vocab_size=_int(config, "vocab_size"),
+        d_model=d_model,
+        num_layers=_int(config, "n_layer"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=_divide_width(d_model, num_heads, "n_embd", "n_head"),
+        d_ff=_int(config, "n_inner", 4 * d_model),
+        max_positions=_int(config, "n_positions"),
+        model_type="gpt2",
+        norm="layer",
+        norm_eps=_float(config, "layer_norm_epsilon", 1e-5),
+        act=cast(Literal["gelu_tanh", "gelu"], _GELU[act]),
+        positions="learned",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=_bool(config, "tie_word_embeddings", True),
+        bos_id=next(iter(_token_ids(config, "bos_token_id")), None),
+        eos_id=next(iter(eos), None),
+        extra_eos_ids=eos[1:],
+    )
+
+
+# -- spec -> config.json ------------------------------------------------------------------------------------------
+
+
+def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """A config.json that `transformers` computes exactly like `spec`; UserError where its model_type cannot say it."""
+    lost = _lost(spec)
+    if not lost:
+        return _write(spec)
+    fits = [m for m in MODEL_TYPES if not _lost(dataclasses.replace(spec, model_type=m))]
+    remedy = (
+        f"use model_type {fits[0]!r}"
+        if fits
+        else "no supported model_type has this combination; change the spec"
+    )
+    raise UserError(f"a Hugging Face {spec.model_type!r} model cannot have {', '.join(lost)}; {remedy}")
+
+
+def _lost(spec: ModelSpec) -> list[str]:
+    """The fields that do not survive a trip through config.json."""
+    if spec.model_type not in MODEL_TYPES:
+        return [f"model_type={spec.model_type!r}"]
+    if spec.model_type == "llama" and spec.d_model % spec.num_heads:
+        return [f"d_model={spec.d_model} with num_heads={spec.num_heads} (not a multiple)"]
+    try:
+        back = spec_from_hf(_write(spec))
+    except UserError as error:
+        return [str(error)]
+    want = _normal(spec)
+    return [
+        f"{f.name}={getattr(want, f.name)!r}"
+        for f in dataclasses.fields(ModelSpec)
+        if getattr(back, f.name) != getattr(want, f.name)
+    ]
+
+
+def _normal(spec: ModelSpec) -> ModelSpec:
+    """The same arithmetic with the fields that do not matter at their defaults."""
+    if spec.sliding_window is None or spec.first_window_layer >= spec.num_layers:
+        spec = dataclasses.replace(spec, sliding_window=None, first_window_layer=0)
+    if spec.positions == "learned":
+        spec = dataclasses.replace(spec, rope_theta=10000.0, rope_scaling=None)
+    return spec
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    eos: Any = list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_id
+    shared = {
+        "architectures": [_ARCHITECTURE[spec.model_type]],
+        "model_type": spec.model_type,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tied,
+        "bos_token_id": spec.bos_id,
+        "eos_token_id": eos,
+        "use_cache": True,
+    }
+    if spec.model_type == "gpt2":
+        return {
+            **shared,
+            "n_embd": spec.d_model,
+            "n_layer": spec.num_layers,
+            "n_head": spec.num_heads,
+            "n_positions": spec.max_positions,
+            "n_ctx": spec.max_positions,
+            "n_inner": spec.d_ff,
+            "activation_function": "gelu" if spec.act == "gelu" else "gelu_new",
+            "layer_norm_epsilon": spec.norm_eps,
+            # The decoder has no dropout; a fine-tuning run elsewhere should not add it unasked.
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+    return {**shared, **_write_llama_like(spec)}
+
+
+def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "hidden_size": spec.d_model,
+        "intermediate_size": spec.d_ff,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.norm_eps,
+        **_write_rope(spec),
+    }
+    if spec.model_type in ("llama", "qwen3"):
+        out["attention_bias"] = spec.qkv_bias
+    if spec.model_type == "llama":
+        out["mlp_bias"] = spec.mlp_bias
+    if spec.model_type == "mistral":
+        out["sliding_window"] = spec.sliding_window
+    if spec.model_type in ("qwen2", "qwen3"):
+        out["use_sliding_window"] = spec.sliding_window is not None
+        out["sliding_window"] = spec.sliding_window
+        out["max_window_layers"] = spec.first_window_layer if spec.sliding_window else spec.num_layers
+        out["layer_types"] = [
+            "full_attention" if spec.window(i) is None else "sliding_attention"
+            for i in range(spec.num_layers)
+        ]
+    return out
+
+
+def _write_rope(spec: ModelSpec) -> dict[str, Any]:
+    """Both spellings, so that transformers 4 and 5 read the same angles."""
+    s = spec.rope_scaling
+    if s is None:
+        parameters = {"rope_type": "default", "rope_theta": spec.rope_theta}
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None, "rope_parameters": parameters}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": s.factor,
+        "low_freq_factor": s.low_freq_factor,
+        "high_freq_factor": s.high_freq_factor,
+        "original_max_position_embeddings": s.original_positions,
+    }
+    return {
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**scaling, "rope_theta": spec.rope_theta},
+    }
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+_LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_LLAMA_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_GPT2_TOP = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+_GPT2_BLOCK = {
+    "attn_norm": "ln_1",
+    "attn.q": "attn.q_proj",
+    "attn.k": "attn.k_proj",
+    "attn.v": "attn.v_proj",
+    "attn.o": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_GPT2_QKV = ("attn.q", "attn.k", "attn.v")
+_GPT2_CONV1D = ("attn.o", "mlp.up", "mlp.down")
+# Constants that older checkpoints store beside the weights: rotary angles, GPT-2's causal mask.
+_CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our tensors lies: rows [start, stop) of Hugging Face tensor `name`, after transposing it."""
+
+    name: str
+    rows: tuple[int, int] | None = None
+    transpose: bool = False
+
+    def take(self, t: Tensor) -> Tensor:
+        t = t.t() if self.transpose else t
+        return (t if self.rows is None else t[self.rows[0] : self.rows[1]]).contiguous()
+
+
+def _tables(spec: ModelSpec) -> tuple[dict[str, str], dict[str, str], str]:
+    if spec.model_type == "gpt2":
+        return _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
+    return _LLAMA_TOP, _LLAMA_BLOCK, "model.layers"
+
+
+def hf_module(spec: ModelSpec, module: str) -> str:
+    """Our module name in Hugging Face's words: blocks.3.mlp.up -> model.layers.3.mlp.up_proj."""
+    top, block, prefix = _tables(spec)
+    if module in top:
+        return top[module]
+    _, layer, inner = module.split(".", 2)
+    return f"{prefix}.{layer}.{block[inner]}"
+
+
+def our_module(spec: ModelSpec, module: str) -> str | None:
+    """The inverse of `hf_module`; None for a module we do not have."""
+    top, block, prefix = _tables(spec)
+    for ours, theirs in top.items():
+        if module == theirs:
+            return ours
+    found = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.(.+)", module)
+    if not found or int(found[1]) >= spec.num_layers:
+        return None
+    return next((f"blocks.{found[1]}.{ours}" for ours, theirs in block.items() if theirs == found[2]), None)
+
+
+def source_of(spec: ModelSpec, name: str, *, packed: bool = False) -> Source:
+    """Which Hugging Face tensor holds our tensor `name`. `packed`: the folder holds packed weights."""
+    module, leaf = name.rsplit(".", 1)
+    inner = module.split(".", 2)[2] if module.startswith("blocks.") else module
+    if spec.model_type == "gpt2" and not packed:
+        if inner in _GPT2_QKV:
+            start = _GPT2_QKV.index(inner) * spec.d_model
+            fused = hf_module(spec, module).rsplit(".", 1)[0] + ".c_attn"
+            return Source(f"{fused}.{leaf}", (start, start + spec.d_model), transpose=leaf == "weight")
+        if inner in _GPT2_CONV1D:
+            return Source(f"{hf_module(spec, module)}.{leaf}", transpose=leaf == "weight")
+    return Source(f"{hf_module(spec, module)}.{leaf}")
+
+
+def targets_of(spec: ModelSpec, name: str, *, packed: bool = False) -> list[str]:
+    """Which of our tensors lie in Hugging Face tensor `name`; [] for a name that is not ours."""
+    module, _, leaf = name.rpartition(".")
+    if spec.model_type == "gpt2" and not packed and module.endswith(".attn.c_attn"):
+        modules = [our_module(spec, module[: -len("c_attn")] + f"{x}_proj") for x in "qkv"]
+    else:
+        modules = [our_module(spec, module)]
+    ours = [f"{m}.{leaf}" for m in modules if m is not None]
+    return [o for o in ours if source_of(spec, o, packed=packed).name == name]
+
+
+def is_constant(spec: ModelSpec, name: str) -> bool:
+    """True for a stored tensor that carries no weight: rotary angles, masks, the copy of a tied embedding."""
+    return bool(_CONSTANTS.search(name)) or (spec.tied and name == "lm_head.weight")
+
+
+def with_prefix(spec: ModelSpec, names: Iterable[str]) -> dict[str, str]:
+    """{full name: stored name}. Folders saved from the bare model (openai-community/gpt2) lack the first word."""
+    prefix = _tables(spec)[2].split(".")[0] + "."
+    names = list(names)
+    if any(n.startswith(prefix) for n in names):
+        return {n: n for n in names}
+    return {n if n.startswith("lm_head.") else prefix + n: n for n in names}
+
+
+def is_packed(names: Iterable[str]) -> bool:
+    """Whether a state dict holds packed weights: parts without the weight they were made from."""
+    names = set(names)
+    return any(
+        leaf.startswith("weight_") and f"{module}.weight" not in names
+        for module, _, leaf in (n.rpartition(".") for n in names)
+    )
+
+
+def merge_plan(spec: ModelSpec, names: Iterable[str], *, packed: bool) -> dict[str, list[str]]:
+    """{Hugging Face tensor: our tensors, in row order, that it is made of}."""
+    plan: dict[str, list[str]] = {}
+    for name in names:
+        plan.setdefault(source_of(spec, name, packed=packed).name, []).append(name)
+    for ours in plan.values():
+        ours.sort(key=lambda n: (source_of(spec, n, packed=packed).rows or (0, 0))[0])
+    return plan
+
+
+def merge(spec: ModelSpec, names: list[str], tensors: list[Tensor], *, packed: bool) -> Tensor:
+    """One Hugging Face tensor from our tensors `names`."""
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return whole.t().contiguous() if source_of(spec, names[0], packed=packed).transpose else whole
+
+
+def to_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A whole state dict in Hugging Face's names and shapes; packed parts keep their shapes."""
+    packed = is_packed(state)
+    plan = merge_plan(spec, state, packed=packed)
+    return {hf: merge(spec, ours, [state[n] for n in ours], packed=packed) for hf, ours in plan.items()}
+
+
+def from_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_hf_names`. Constants are dropped; a name that is not the model's is a UserError."""
+    packed = is_packed(state)
+    ours: dict[str, Tensor] = {}
+    for name, stored in with_prefix(spec, state).items():
+        targets = targets_of(spec, name, packed=packed)
+        if is_constant(spec, name):
+            continue
+        if not targets:
+            raise UserError(
+                f"tensor {stored!r} does not belong to a {spec.model_type} model of this config.json"
+            )
+        for target in targets:
+            ours[target] = source_of(spec, target, packed=packed).take(state[stored])
+    return ours
