@@ -1,4 +1,4 @@
-"""Parity with `transformers` on tiny random models, config.json both ways, names both ways, refused configs."""
+"""Parity with `transformers` on tiny random models; config.json and names both ways; refused configs."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_several_end_tokens_survive() -> None:
 
 
 def test_names_of_a_bare_checkpoint_and_constants() -> None:
-    """openai-community/gpt2 stores no 'transformer.' prefix, and its causal masks; old Llamas store inv_freq."""
+    """openai-community/gpt2 has no 'transformer.' prefix, but its causal masks; old Llamas have inv_freq."""
     model = reference(CONFIGS["gpt2"])
     spec = spec_from_hf(CONFIGS["gpt2"])
     bare = {k.removeprefix("transformer."): v for k, v in model.state_dict().items() if k != "lm_head.weight"}

@@ -1,30 +1,23 @@
-"""Hugging Face config.json and tensor names, to and from ours.
+"""Hugging Face config.json, to and from a ModelSpec.
 
-`spec_from_hf` reads a config.json of model_type llama (SmolLM2 too), mistral, qwen2, qwen3 or gpt2 into a ModelSpec, with
-the defaults that `transformers` gives to a missing field; `spec_to_hf` writes it back and proves, by reading its own
-output, that nothing was lost. A field that asks for arithmetic the decoder does not have (another rotary type, experts,
-logit caps, ...) is an error, never an approximation.
+`spec_from_hf` reads a config.json of model_type llama (SmolLM2 too), mistral, qwen2, qwen3 or gpt2, with the
+defaults that `transformers` gives to a missing field; `spec_to_hf` writes it back and proves, by reading its
+own output, that nothing was lost. A field that asks for arithmetic the decoder does not have (another rotary
+type, experts, logit caps, ...) is an error, never an approximation.
 
-Names are a pure mapping. Each of our tensors is a row range of one Hugging Face tensor, possibly transposed (`Source`);
-only GPT-2 needs either: its Conv1D stores weights as [in, out] and fuses q, k and v. A packed GPT-2 (`weight_codes`, ...)
-cannot be fused or transposed, so packed folders keep q, k and v apart as attn.{q,k,v}_proj, all weights [out, in].
-
-Left out on purpose: files (folder.py), GGUF (gguf.py), generation settings.
+Left out on purpose: tensor names (hf_names.py, offered from here too), files (folder.py), GGUF (gguf.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor
-
 from shoestring.errors import UserError, suggest
+from shoestring.model.hf_names import from_hf_names, to_hf_names
 from shoestring.model.spec import ModelSpec, RopeScaling
+
+__all__ = ["MODEL_TYPES", "from_hf_names", "spec_from_hf", "spec_to_hf", "to_hf_names"]
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 _ARCHITECTURE = {
@@ -62,7 +55,7 @@ _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gel
 _REQUIRED: Any = object()
 
 
-# -- config.json -> spec ------------------------------------------------------------------------------------------
+# -- config.json -> spec -------------------------------------------------------------------------------------
 
 
 def _int(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> Any:
@@ -147,7 +140,7 @@ def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
         )
     num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
     d_model = _int(config, "hidden_size")
-    # `transformers` has other defaults for Mistral (8) and Qwen (32): a guess either way, so the field must be there.
+    # `transformers` has other defaults for Mistral (8) and Qwen (32), right for few: the field must be there.
     kv_default = num_heads if model_type == "llama" or "num_key_value_heads" in config else _REQUIRED
     window, first_window_layer = _windows(config, model_type, num_layers)
     attention_bias = model_type in ("llama", "qwen3") and _bool(config, "attention_bias", False)
@@ -191,7 +184,8 @@ def _head_dim(config: dict[str, Any], model_type: str, d_model: int, num_heads: 
 def _divide_width(d_model: int, num_heads: int, width_key: str, heads_key: str) -> int:
     if d_model % num_heads:
         raise UserError(
-            f"config.json: {width_key}={d_model} is not a multiple of {heads_key}={num_heads} and there is no head_dim"
+            f"config.json: {width_key}={d_model} is not a multiple of {heads_key}={num_heads} "
+            "and there is no head_dim"
         )
     return d_model // num_heads
 
@@ -215,7 +209,8 @@ def _windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[
             raise UserError("config.json: layer_types of a mistral model must be all the same kind")
         if first < num_layers and window is None:
             raise UserError(
-                f"config.json: layer_types asks for sliding_attention in a {model_type} model without a sliding window"
+                f"config.json: layer_types asks for sliding_attention in a {model_type} model "
+                "without a sliding window"
             )
         if model_type == "mistral":
             first = 0  # `transformers` applies Mistral's window to every layer, whatever layer_types says
@@ -232,7 +227,7 @@ def _first_window_layer(kinds: Any, num_layers: int) -> int:
     unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(
-            f"config.json: layer_types has {unknown[0]!r}; supported: 'full_attention' and 'sliding_attention'"
+            f"config.json: layer_types has {unknown[0]!r}; supported: full_attention, sliding_attention"
         )
     first = kinds.index("sliding_attention") if "sliding_attention" in kinds else num_layers
     if "full_attention" in kinds[first:]:
@@ -274,7 +269,8 @@ def _rope_fields(
         raise UserError(f"config.json: {key} has rope_type {kind!r}; supported: 'default' and 'llama3'")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise UserError(
-            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
+            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; "
+            "only 1.0 is"
         )
     theta = _float(rope, "rope_theta", theta)
     if kind == "default":
@@ -301,7 +297,8 @@ def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
     act = config.get("activation_function", "gelu_new")
     if act not in _GELU:
         raise UserError(
-            f"config.json: activation_function={act!r} is not supported for gpt2; supported: {', '.join(_GELU)}"
+            f"config.json: activation_function={act!r} is not supported for gpt2; "
+            f"supported: {', '.join(_GELU)}"
         )
     d_model, num_heads = _int(config, "n_embd"), _int(config, "n_head")
     eos = _token_ids(config, "eos_token_id")
@@ -329,11 +326,11 @@ def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-# -- spec -> config.json ------------------------------------------------------------------------------------------
+# -- spec -> config.json -------------------------------------------------------------------------------------
 
 
 def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """A config.json that `transformers` computes exactly like `spec`; UserError where its model_type cannot say it."""
+    """A config.json that `transformers` computes exactly like `spec`; UserError where no such one exists."""
     lost = _lost(spec)
     if not lost:
         return _write(spec)
@@ -451,169 +448,3 @@ def _write_rope(spec: ModelSpec) -> dict[str, Any]:
         "rope_scaling": scaling,
         "rope_parameters": {**scaling, "rope_theta": spec.rope_theta},
     }
-
-
-# -- names --------------------------------------------------------------------------------------------------------
-
-_LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LLAMA_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-_GPT2_TOP = {
-    "embed": "transformer.wte",
-    "positions": "transformer.wpe",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-_GPT2_BLOCK = {
-    "attn_norm": "ln_1",
-    "attn.q": "attn.q_proj",
-    "attn.k": "attn.k_proj",
-    "attn.v": "attn.v_proj",
-    "attn.o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_GPT2_QKV = ("attn.q", "attn.k", "attn.v")
-_GPT2_CONV1D = ("attn.o", "mlp.up", "mlp.down")
-# Constants that older checkpoints store beside the weights: rotary angles, GPT-2's causal mask.
-_CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one of our tensors lies: rows [start, stop) of Hugging Face tensor `name`, after transposing it."""
-
-    name: str
-    rows: tuple[int, int] | None = None
-    transpose: bool = False
-
-    def take(self, t: Tensor) -> Tensor:
-        t = t.t() if self.transpose else t
-        return (t if self.rows is None else t[self.rows[0] : self.rows[1]]).contiguous()
-
-
-def _tables(spec: ModelSpec) -> tuple[dict[str, str], dict[str, str], str]:
-    if spec.model_type == "gpt2":
-        return _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
-    return _LLAMA_TOP, _LLAMA_BLOCK, "model.layers"
-
-
-def hf_module(spec: ModelSpec, module: str) -> str:
-    """Our module name in Hugging Face's words: blocks.3.mlp.up -> model.layers.3.mlp.up_proj."""
-    top, block, prefix = _tables(spec)
-    if module in top:
-        return top[module]
-    _, layer, inner = module.split(".", 2)
-    return f"{prefix}.{layer}.{block[inner]}"
-
-
-def our_module(spec: ModelSpec, module: str) -> str | None:
-    """The inverse of `hf_module`; None for a module we do not have."""
-    top, block, prefix = _tables(spec)
-    for ours, theirs in top.items():
-        if module == theirs:
-            return ours
-    found = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.(.+)", module)
-    if not found or int(found[1]) >= spec.num_layers:
-        return None
-    return next((f"blocks.{found[1]}.{ours}" for ours, theirs in block.items() if theirs == found[2]), None)
-
-
-def source_of(spec: ModelSpec, name: str, *, packed: bool = False) -> Source:
-    """Which Hugging Face tensor holds our tensor `name`. `packed`: the folder holds packed weights."""
-    module, leaf = name.rsplit(".", 1)
-    inner = module.split(".", 2)[2] if module.startswith("blocks.") else module
-    if spec.model_type == "gpt2" and not packed:
-        if inner in _GPT2_QKV:
-            start = _GPT2_QKV.index(inner) * spec.d_model
-            fused = hf_module(spec, module).rsplit(".", 1)[0] + ".c_attn"
-            return Source(f"{fused}.{leaf}", (start, start + spec.d_model), transpose=leaf == "weight")
-        if inner in _GPT2_CONV1D:
-            return Source(f"{hf_module(spec, module)}.{leaf}", transpose=leaf == "weight")
-    return Source(f"{hf_module(spec, module)}.{leaf}")
-
-
-def targets_of(spec: ModelSpec, name: str, *, packed: bool = False) -> list[str]:
-    """Which of our tensors lie in Hugging Face tensor `name`; [] for a name that is not ours."""
-    module, _, leaf = name.rpartition(".")
-    if spec.model_type == "gpt2" and not packed and module.endswith(".attn.c_attn"):
-        modules = [our_module(spec, module[: -len("c_attn")] + f"{x}_proj") for x in "qkv"]
-    else:
-        modules = [our_module(spec, module)]
-    ours = [f"{m}.{leaf}" for m in modules if m is not None]
-    return [o for o in ours if source_of(spec, o, packed=packed).name == name]
-
-
-def is_constant(spec: ModelSpec, name: str) -> bool:
-    """True for a stored tensor that carries no weight: rotary angles, masks, the copy of a tied embedding."""
-    return bool(_CONSTANTS.search(name)) or (spec.tied and name == "lm_head.weight")
-
-
-def with_prefix(spec: ModelSpec, names: Iterable[str]) -> dict[str, str]:
-    """{full name: stored name}. Folders saved from the bare model (openai-community/gpt2) lack the first word."""
-    prefix = _tables(spec)[2].split(".")[0] + "."
-    names = list(names)
-    if any(n.startswith(prefix) for n in names):
-        return {n: n for n in names}
-    return {n if n.startswith("lm_head.") else prefix + n: n for n in names}
-
-
-def is_packed(names: Iterable[str]) -> bool:
-    """Whether a state dict holds packed weights: parts without the weight they were made from."""
-    names = set(names)
-    return any(
-        leaf.startswith("weight_") and f"{module}.weight" not in names
-        for module, _, leaf in (n.rpartition(".") for n in names)
-    )
-
-
-def merge_plan(spec: ModelSpec, names: Iterable[str], *, packed: bool) -> dict[str, list[str]]:
-    """{Hugging Face tensor: our tensors, in row order, that it is made of}."""
-    plan: dict[str, list[str]] = {}
-    for name in names:
-        plan.setdefault(source_of(spec, name, packed=packed).name, []).append(name)
-    for ours in plan.values():
-        ours.sort(key=lambda n: (source_of(spec, n, packed=packed).rows or (0, 0))[0])
-    return plan
-
-
-def merge(spec: ModelSpec, names: list[str], tensors: list[Tensor], *, packed: bool) -> Tensor:
-    """One Hugging Face tensor from our tensors `names`."""
-    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return whole.t().contiguous() if source_of(spec, names[0], packed=packed).transpose else whole
-
-
-def to_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A whole state dict in Hugging Face's names and shapes; packed parts keep their shapes."""
-    packed = is_packed(state)
-    plan = merge_plan(spec, state, packed=packed)
-    return {hf: merge(spec, ours, [state[n] for n in ours], packed=packed) for hf, ours in plan.items()}
-
-
-def from_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_hf_names`. Constants are dropped; a name that is not the model's is a UserError."""
-    packed = is_packed(state)
-    ours: dict[str, Tensor] = {}
-    for name, stored in with_prefix(spec, state).items():
-        targets = targets_of(spec, name, packed=packed)
-        if is_constant(spec, name):
-            continue
-        if not targets:
-            raise UserError(
-                f"tensor {stored!r} does not belong to a {spec.model_type} model of this config.json"
-            )
-        for target in targets:
-            ours[target] = source_of(spec, target, packed=packed).take(state[stored])
-    return ours

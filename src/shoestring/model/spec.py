@@ -1,7 +1,7 @@
 """ModelSpec: everything that decides the shape and the arithmetic of a decoder.
 
-One spec covers Llama, Mistral, Qwen2, Qwen3, SmolLM2 and GPT-2; `hf.py` reads it from and writes it to a Hugging Face
-config.json. Whatever is not here (dtype, device, sharding, formats) is decided outside the model.
+One spec covers Llama, Mistral, Qwen2, Qwen3, SmolLM2 and GPT-2; `hf.py` reads it from and writes it to a
+Hugging Face config.json. What is not here (dtype, device, sharding, formats) is decided outside the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoestring.errors import UserError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 frequency scaling: long wavelengths are divided by `factor`, short ones kept, the rest blended."""
+    """Llama-3 frequency scaling: long wavelengths divided by `factor`, short ones kept, the rest blended."""
 
     factor: float
     low_freq_factor: float
@@ -82,6 +82,6 @@ class ModelSpec:
         return total
 
     def flops_per_token(self, context: int) -> float:
-        """Training FLOPs per token: 6 per matrix parameter (head included) + 12*L*H*d_head*context for attention."""
+        """Training FLOPs per token: 6 a matrix parameter (head too) + 12*L*H*d_head*context of attention."""
         matrix = self.num_params(with_embeddings=False) + self.vocab_size * self.d_model
         return 6.0 * matrix + 12.0 * self.num_layers * self.num_heads * self.head_dim * context
