@@ -9,6 +9,10 @@ class UserError(ValueError):
     """Something the user gave cannot work; the message says what to do about it."""
 
 
+class Interrupted(UserError):
+    """Training was asked to stop and did, after saving; the message says how to continue."""
+
+
 def suggest(given: str, allowed: list[str]) -> str:
     """' Did you mean X?' for the closest allowed name, or '' when nothing is close."""
     import difflib

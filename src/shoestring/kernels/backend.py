@@ -1,0 +1,39 @@
+"""Whether a Triton kernel may run on a tensor, decided in one place.
+
+On a GPU: yes, if triton imports. On a CPU: only under TRITON_INTERPRET=1, which is how kernels are tested without one.
+Where triton is missing on a GPU the reference runs instead; that is said once, and SHOESTRING_STRICT=1 makes it an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def triton_usable(t: Tensor) -> bool:
+    if t.is_cuda:
+        return _has_triton() or _fall_back("triton is not installed (pip install 'shoestring[gpu]')")
+    # The interpreter's bf16 dot is wrong and fp64 is not supported by every kernel: fp16 and fp32 only.
+    return interpreting() and _has_triton() and t.dtype in (torch.float16, torch.float32)
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _fall_back(reason: str) -> bool:
+    if os.environ.get("SHOESTRING_STRICT") == "1":
+        raise RuntimeError(f"SHOESTRING_STRICT=1 and a kernel cannot run: {reason}")
+    warnings.warn(f"using the plain torch reference instead of a kernel: {reason}", stacklevel=3)
+    return False

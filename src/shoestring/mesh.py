@@ -1,0 +1,156 @@
+"""Mesh: which process this is, and the named axes it shares with others.
+
+Three axes, outermost first: `replica` (whole copies of the sharded state, kept equal by the trainer's reducer; never given to
+fully_shard), `dp` (FSDP2 shards over it; 1 = not applied) and `tp` (tensor parallel). A batch is split over replica x dp;
+tensor-parallel ranks see the same rows. One process touches no process group at all, so the same code runs in a notebook.
+
+torch is imported inside functions: this module sits below everything and must be free to import.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shoestring.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("replica", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    dp: int = field(default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"})
+    tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)"})
+    replica: int = field(default=1, metadata={"help": "whole copies of the sharded state"})
+
+
+@dataclass(frozen=True)
+class Mesh:
+    rank: int
+    world_size: int
+    device: torch.device
+    replica: int = 1
+    dp: int = 1
+    tp: int = 1
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's share of the batch, counted over replica x dp."""
+        return self.rank // self.tp
+
+    @property
+    def dp_size(self) -> int:
+        return self.replica * self.dp
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """The sub-mesh of one axis, or None where it has one member."""
+        assert name in AXES
+        if self.device_mesh is None or getattr(self, name) == 1:
+            return None
+        return self.device_mesh[name]
+
+    def group(self, name: str) -> ProcessGroup | None:
+        sub = self.axis(name)
+        return None if sub is None else sub.get_group()
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Sum over every share of the batch (replica x dp); the same tensor back on one process."""
+        import torch.distributed as dist
+
+        for name in ("replica", "dp"):
+            group = self.group(name)
+            if group is not None:
+                dist.all_reduce(t, group=group)
+        return t
+
+    def any(self, flag: bool) -> bool:
+        """True on every process when it is true on one: how all ranks agree to stop."""
+        if self.world_size == 1:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        t = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(t, op=dist.ReduceOp.MAX)
+        return bool(t.item())
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def broadcast_object(self, obj: Any) -> Any:
+        """Rank 0's object on every rank."""
+        if self.world_size == 1:
+            return obj
+        import torch.distributed as dist
+
+        box = [obj]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def close(self) -> None:
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
+    """Read torchrun's environment, join the process group and build the named mesh.
+
+    Raises UserError when the axes do not multiply to the number of processes.
+    """
+    import torch
+
+    cfg = cfg or MeshConfig()
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    sizes = (cfg.replica, cfg.dp, cfg.tp)
+    if min(sizes) < 1:
+        raise UserError(f"mesh axes must be at least 1, got replica={cfg.replica} dp={cfg.dp} tp={cfg.tp}")
+    wanted = cfg.replica * cfg.dp * cfg.tp
+    if wanted != world_size:
+        raise UserError(
+            f"the mesh replica={cfg.replica} x dp={cfg.dp} x tp={cfg.tp} needs {wanted} processes but {world_size} "
+            f"{'is' if world_size == 1 else 'are'} running; start it with `torchrun --nproc-per-node {wanted} "
+            "-m shoestring run ...` or change mesh.dp / mesh.tp / mesh.replica"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device={device} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto")
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    if world_size == 1:
+        return Mesh(rank=0, world_size=1, device=place)
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", rank=rank, world_size=world_size)
+    device_mesh = init_device_mesh(place.type, sizes, mesh_dim_names=AXES)
+    return Mesh(rank, world_size, place, cfg.replica, cfg.dp, cfg.tp, device_mesh)

@@ -1,0 +1,200 @@
+"""Composing parallelism, recomputation and compilation around a Decoder, from outside it.
+
+The order is fixed and matters: convert (formats, on meta) -> tensor parallel -> recompute -> compile -> FSDP2 -> materialise ->
+load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints and FSDP2 know its place, while the
+module multiplies with its plain local shard and hooks put the collectives around it:
+
+    column (q k v gate up head)   rows of the weight cut; input copied to all, output stays cut
+    row    (o down)               columns cut; partial products summed, bias added once after
+    vocabulary (embed, head)      rows cut when the vocabulary divides evenly, else kept whole on every rank
+
+On one data-parallel process fully_shard is not applied; masters stay fp32 and every layer casts on use.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear
+from shoestring.formats.linear import local
+from shoestring.mesh import Mesh
+from shoestring.model import collectives
+from shoestring.model.spec import ModelSpec
+from shoestring.model.transformer import Block, Decoder
+from shoestring.state.boxes import local_box
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    recompute: bool = False  # recompute each block in the backward pass: one activation per block is kept
+    compile: bool = False  # torch.compile each block; blocks share one compiled graph
+    compute_dtype: torch.dtype = torch.float32
+
+
+def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
+    """Apply everything in `cfg` and `mesh` to a Decoder (best built on the meta device); returns the same object."""
+    model.compute_dtype = cfg.compute_dtype
+    tp = mesh.axis("tp")
+    if tp is not None:
+        tensor_parallel_(model, tp)
+    for block in model.blocks:
+        if cfg.recompute:
+            recompute_(block)
+        if cfg.compile:
+            block.compile()
+    dp = mesh.axis("dp")
+    if dp is not None:
+        shard_(model, dp, cfg.compute_dtype)
+    return model
+
+
+# -- tensor parallel --------------------------------------------------------------------------------------------
+
+
+def tensor_parallel_(model: Decoder, tp: DeviceMesh) -> None:
+    check_divides(model.spec, tp.size())
+    group = tp.get_group()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        attn, mlp = block.attn, block.mlp
+        for linear in (attn.q, attn.k, attn.v, mlp.up, *([mlp.gate] if model.spec.act == "swiglu" else [])):
+            column_parallel_(linear, tp)
+        for linear in (attn.o, mlp.down):
+            row_parallel_(linear, tp)
+        for norm in (attn.q_norm, attn.k_norm):
+            if norm is not None:
+                norm.weight_group = group
+    if model.spec.vocab_size % tp.size() == 0:
+        _shard_param_(model.embed, "weight", tp, 0)
+        model.embed.group = group
+        if model.head is not None:
+            column_parallel_(model.head, tp)
+
+
+def check_divides(spec: ModelSpec, tp: int) -> None:
+    for field in ("num_heads", "num_kv_heads", "d_ff"):
+        count = getattr(spec, field)
+        if count % tp:
+            raise UserError(f"mesh.tp={tp} does not divide {field}={count}; choose a tp that divides it")
+
+
+def column_parallel_(linear: FormatLinear, tp: DeviceMesh) -> None:
+    """Cut the output features over `tp`."""
+    _shard_linear_(linear, tp, dim=0)
+    linear.register_forward_pre_hook(functools.partial(_copy_input, tp.get_group()))
+
+
+def row_parallel_(linear: FormatLinear, tp: DeviceMesh) -> None:
+    """Cut the input features over `tp`; the bias is added after the sum."""
+    _shard_linear_(linear, tp, dim=1)
+    linear.defer_bias = linear.bias is not None
+    linear.register_forward_hook(functools.partial(_sum_output, tp.get_group()))
+
+
+def _copy_input(group: ProcessGroup, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (collectives.copy_to(args[0], group), *args[1:])
+
+
+def _sum_output(group: ProcessGroup, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    out = collectives.sum_over(out, group)
+    if getattr(module, "defer_bias", False):
+        out = out + local(module.bias).to(out.dtype)  # type: ignore[arg-type]
+    return out
+
+
+def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
+    shape = (linear.out_features, linear.in_features)
+    block = linear.format.block(shape)[dim]
+    share = shape[dim] // tp.size()
+    if shape[dim] % tp.size() or share % block:
+        raise UserError(
+            f"tensor parallel over {tp.size()} ranks would cut a {shape[0]}x{shape[1]} weight into pieces of "
+            f"{shape[dim] / tp.size():g} along dim {dim}, but its format {linear.format} can only be cut at multiples of "
+            f"{block}; use a smaller mesh.tp or a smaller group"
+        )
+    _shard_param_(linear, "weight", tp, dim)
+    if linear.bias is not None and dim == 0:
+        _shard_param_(linear, "bias", tp, 0)
+    for name, kind in linear.state_kinds.items():
+        if kind in ("rows", "trained"):
+            _shard_param_(linear, f"weight_{name}", tp, dim)
+
+
+def _shard_param_(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = getattr(module, name)
+    piece = whole.detach().chunk(tp.size(), dim)[tp.get_local_rank()].contiguous()
+    sharded = DTensor.from_local(piece, tp, [Shard(dim)], run_check=False)
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+
+
+# -- recompute and FSDP2 ----------------------------------------------------------------------------------------
+
+
+def recompute_(block: nn.Module) -> None:
+    """Keep only the block's input; run its forward again in the backward pass. Names stay as they are."""
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2 per block and for the rest, summing gradients: objectives return sums over counted tokens."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=dp, mp_policy=policy)
+    fully_shard(model, mesh=dp, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model built on meta real, uninitialised memory."""
+    model.to_empty(device=device)
+
+
+@torch.no_grad()
+def init_weights(model: Decoder, seed: int) -> None:
+    """GPT-2's initialisation: normal(0.02), residual projections scaled by 1/sqrt(2L), norms one, biases zero.
+
+    Every tensor is drawn whole from a generator keyed by (seed, name) and cut to the local box, so that the weights are
+    the same on any mesh.
+    """
+    residual = 0.02 / (2 * model.spec.num_layers) ** 0.5
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            continue
+        leaf = name.rsplit(".", 2)[-2:]
+        if leaf[-1] == "bias":
+            local(param).zero_()
+        elif "norm" in leaf[0]:
+            local(param).fill_(1.0)
+        elif leaf[-1] == "weight":
+            _draw_(param, seed, name, residual if leaf[0] in ("o", "down") else 0.02)
+
+
+def _draw_(param: Tensor, seed: int, name: str, std: float) -> None:
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+    device = local(param).device
+    whole = torch.empty(param.shape, device=device, dtype=torch.float32)
+    whole.normal_(0.0, std, generator=torch.Generator(device).manual_seed(key))
+    box = local_box(param)
+    local(param).copy_(whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))])

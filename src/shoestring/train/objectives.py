@@ -1,0 +1,229 @@
+"""Objectives: what a training step minimises, as sums over counted tokens.
+
+`objective(model, micro)` returns a SUM and `objective.count(micro)` how many tokens it counted; the trainer divides by the
+count of the whole step over all micro-batches and ranks, which is exact for masked prompts and ragged batches.
+
+The logits of a large vocabulary never exist at once: the head runs in chunks of rows inside one autograd function that
+computes each chunk's loss and gradient together and keeps only the gradient of the hidden states and of the head. That is the
+same three matrix products as the plain loss, without its [tokens, vocabulary] tensors.
+
+Under tensor parallelism the head holds a range of the vocabulary; maxima, sums and hidden gradients are summed over its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.kernels.cross_entropy import cross_entropy_
+from shoestring.model.collectives import all_sum, max_over
+from shoestring.model.transformer import Head
+from shoestring.train.micro import IGNORED, Micro
+
+# (logits of rows lo..hi, lo, hi) -> (summed loss, gradient of that sum; may overwrite the logits)
+ChunkLoss = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+
+# Logits of one chunk take about this many bytes: large enough for full-rate matrix products, small beside the model.
+CHUNK_BYTES = 512 * 2**20
+
+
+class CrossEntropy:
+    """Next-token cross entropy. `chunk` rows of logits at a time; 0 picks a size, None computes all logits at once."""
+
+    def __init__(self, chunk: int | None = 0) -> None:
+        self.chunk = chunk
+
+    def count(self, micro: Micro) -> int:
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        targets = micro.targets_BT
+        if self.chunk is None:
+            logits = model(micro.tokens_BT)
+            return F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        return model(micro.tokens_BT, readout=lambda hidden, head: self.readout(hidden, head, targets))
+
+    def readout(self, hidden_BTD: Tensor, head: Head, targets_BT: Tensor) -> Tensor:
+        target_N = targets_BT.flatten()
+
+        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            if head.group is None:
+                loss_N, grad = cross_entropy_(logits, target_N[lo:hi].contiguous())
+                return loss_N.sum(), grad
+            return vocab_parallel_cross_entropy(logits, target_N[lo:hi], head)
+
+        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Distill:
+    """Knowledge distillation: `kl` * T^2 * KL(teacher || student) at temperature T, plus `ce` * cross entropy.
+
+    Teacher and student must share the vocabulary. The teacher runs without gradients and, like the student, never has more
+    than a chunk of logits.
+    """
+
+    def __init__(
+        self, teacher: nn.Module, *, temperature: float = 1.0, kl: float = 1.0, ce: float = 0.0, chunk: int = 0
+    ) -> None:
+        if temperature <= 0:
+            raise UserError(f"temperature={temperature} must be positive")
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.temperature, self.kl, self.ce, self.chunk = temperature, kl, ce, chunk
+
+    def count(self, micro: Micro) -> int:
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        box: list[tuple[Tensor, Head]] = []
+
+        def keep(hidden: Tensor, head: Head) -> Tensor:
+            box.append((hidden, head))
+            return hidden
+
+        with torch.no_grad():
+            self.teacher(micro.tokens_BT, readout=keep)
+        teacher_hidden, teacher_head = box[0]
+        return model(
+            micro.tokens_BT,
+            readout=lambda hidden, head: self.readout(hidden, head, teacher_hidden, teacher_head, micro.targets_BT),
+        )
+
+    def readout(
+        self, hidden_BTD: Tensor, head: Head, teacher_BTD: Tensor, teacher_head: Head, targets_BT: Tensor
+    ) -> Tensor:
+        if head.weight_VD.shape[0] != teacher_head.weight_VD.shape[0]:
+            raise UserError(
+                f"the student's vocabulary ({head.weight_VD.shape[0]}) differs from the teacher's "
+                f"({teacher_head.weight_VD.shape[0]}); distillation needs the same tokenizer on both sides"
+            )
+        teacher_ND, target_N = teacher_BTD.flatten(0, 1), targets_BT.flatten()
+        teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
+        temperature = self.temperature
+
+        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            counted = (target_N[lo:hi] != IGNORED)[:, None]
+            z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight)
+            logp = vocab_log_softmax(z_teacher.float() / temperature, teacher_head)
+            logq = vocab_log_softmax(logits.float() / temperature, head)
+            p, q = logp.exp(), logq.exp()
+            loss = self.kl * temperature**2 * (p * (logp - logq) * counted).sum()
+            loss = loss if head.group is None else all_sum(loss, head.group)
+            grad = self.kl * temperature * (q - p) * counted
+            if self.ce:
+                ce_loss, ce_grad = vocab_parallel_cross_entropy(logits, target_N[lo:hi], head)
+                loss, grad = loss + self.ce * ce_loss, grad + self.ce * ce_grad.float()
+            return loss, grad.to(logits.dtype)
+
+        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+# -- vocabulary-parallel pieces -----------------------------------------------------------------------------------
+
+
+def vocab_log_softmax(z_NV: Tensor, head: Head) -> Tensor:
+    """log softmax over the whole vocabulary, of which z may be this rank's range."""
+    if head.group is None:
+        return torch.log_softmax(z_NV, dim=-1)
+    peak = max_over(z_NV.amax(-1, keepdim=True), head.group)
+    total = all_sum((z_NV - peak).exp().sum(-1, keepdim=True), head.group)
+    return z_NV - peak - total.log()
+
+
+def vocab_parallel_cross_entropy(logits_NV: Tensor, target_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    logp = vocab_log_softmax(logits_NV.float(), head)
+    width = logits_NV.shape[1]
+    start = 0 if head.group is None else head.group.rank() * width
+    mine = target_N - start
+    held = (mine >= 0) & (mine < width) & (target_N != IGNORED)
+    column = mine.clamp(0, width - 1)[:, None]
+    loss = -(logp.gather(1, column)[:, 0] * held).sum()
+    grad = logp.exp() * (target_N != IGNORED)[:, None]
+    grad.scatter_add_(1, column, -held[:, None].to(grad.dtype))
+    return (loss if head.group is None else all_sum(loss, head.group)), grad.to(logits_NV.dtype)
+
+
+# -- the chunked head ---------------------------------------------------------------------------------------------
+
+
+def chunked_head(hidden_BTD: Tensor, head: Head, chunk_loss: ChunkLoss, chunk: int = 0) -> Tensor:
+    """Sum of chunk_loss over chunks of rows of `hidden @ head.T`, with gradients to hidden and head."""
+    hidden_ND = hidden_BTD.flatten(0, 1)
+    chunk = chunk or default_chunk(hidden_ND.shape[0], head.weight_VD.shape[0], hidden_ND.element_size())
+    return _ChunkedHead.apply(hidden_ND, head.weight_VD, head, chunk_loss, chunk)
+
+
+def default_chunk(num_rows: int, vocab: int, element_size: int) -> int:
+    """Equal chunks of about CHUNK_BYTES of logits, a multiple of 128 rows."""
+    limit = max(128, CHUNK_BYTES // (vocab * element_size))
+    num_chunks = -(-num_rows // limit)
+    return -(-num_rows // num_chunks // 128) * 128
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, head: Head, chunk_loss: ChunkLoss, chunk: int
+    ) -> Tensor:
+        num_rows, vocab = hidden_ND.shape[0], weight_VD.shape[0]
+        weight = weight_VD.to(hidden_ND.dtype)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32) if wants_weight else None
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        # Rows start 16-byte aligned whatever the vocabulary: tensor cores run at a fraction of their rate otherwise.
+        pitch = -(-vocab // 16) * 16
+        buffer = hidden_ND.new_empty(min(chunk, num_rows), pitch)
+        for lo in range(0, num_rows, chunk):
+            hi = min(lo + chunk, num_rows)
+            logits = torch.mm(hidden_ND[lo:hi], weight.t(), out=buffer[: hi - lo, :vocab])
+            loss, grad = chunk_loss(logits, lo, hi)
+            total += loss
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[lo:hi])
+            if grad_weight is not None:
+                _add_product_(grad_weight, grad, hidden_ND[lo:hi])
+        if grad_hidden is not None and head.group is not None:
+            grad_hidden = all_sum(grad_hidden, head.group)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        scale = grads[0]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * scale.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _add_product_(total_VD: Tensor, grad_NV: Tensor, hidden_ND: Tensor) -> None:
+    """total += grad.T @ hidden, accumulated in fp32 over all chunks."""
+    if grad_NV.dtype == torch.float32:
+        total_VD.addmm_(grad_NV.t(), hidden_ND)
+    elif grad_NV.is_cuda:
+        # fp32 in the epilogue of the same kernel, without a 16-bit product in between.
+        torch.addmm(total_VD, grad_NV.t(), hidden_ND, out_dtype=torch.float32, out=total_VD)
+    else:
+        total_VD += torch.mm(grad_NV.t(), hidden_ND)

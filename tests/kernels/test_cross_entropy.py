@@ -1,0 +1,73 @@
+"""The kernel under Triton's interpreter, against the reference in fp64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoestring.kernels.cross_entropy import cross_entropy_, cross_entropy_ref
+
+
+def case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rows * 1000 + vocab)
+    logits = (torch.randn(rows, vocab, generator=g) * 4).to(dtype)
+    target = torch.randint(0, vocab, (rows,), generator=g)
+    target[::3] = -100
+    return logits, target
+
+
+def test_reference_is_torch_cross_entropy_and_its_gradient() -> None:
+    logits, target = case(17, 101, torch.float64)
+    logits.requires_grad_()
+    want = F.cross_entropy(logits, target, ignore_index=-100, reduction="none")
+    want.sum().backward()
+    loss, grad = cross_entropy_ref(logits.detach(), target)
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(grad, logits.grad)
+
+
+def test_overwrites_its_input_and_survives_huge_logits() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0]])
+    loss, grad = cross_entropy_(logits, torch.tensor([1, -100]))
+    assert grad is logits
+    assert loss.tolist() == [2e4, 0.0]
+    assert grad.tolist() == [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+INTERPRETED = """
+import torch
+from shoestring.kernels.cross_entropy import _cross_entropy_op, cross_entropy_ref, cross_entropy_
+from test_cross_entropy import case
+for rows, vocab, dtype in [(5, 7, torch.float32), (3, 8192, torch.float32), (4, 9001, torch.float16), (1, 1, torch.float32)]:
+    logits, target = case(rows, vocab, dtype)
+    # A pitch wider than the row, as the chunked head uses: what lies between rows must stay untouched.
+    buffer = torch.full((rows, vocab + 5), 7.0, dtype=dtype)
+    view = buffer[:, :vocab]
+    view.copy_(logits)
+    want_loss, want_grad = cross_entropy_ref(logits.double(), target)
+    ref_loss, ref_grad = cross_entropy_ref(logits, target)
+    loss, grad = cross_entropy_(view, target)
+    assert grad.data_ptr() == buffer.data_ptr()
+    rms = lambda a, b: (a.double() - b).square().mean().sqrt().item()
+    assert rms(loss, want_loss) <= 2 * rms(ref_loss, want_loss) + 1e-6, (rows, vocab)
+    assert rms(grad, want_grad) <= 2 * rms(ref_grad, want_grad) + 1e-9, (rows, vocab)
+    assert (buffer[:, vocab:] == 7.0).all()
+print("kernel ran")
+"""
+
+
+@pytest.mark.slow
+def test_kernel_matches_reference_under_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="the kernel is Triton's; install the gpu extra")
+    out = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**__import__("os").environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(__import__("pathlib").Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 0, out.stderr
+    assert "kernel ran" in out.stdout

@@ -1,0 +1,108 @@
+"""Chunked losses against the plain ones: values, gradients and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoestring.errors import UserError
+from shoestring.model import Decoder, ModelSpec
+from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.objectives import CrossEntropy, Distill, chunked_head, default_chunk
+
+
+def tiny(vocab: int = 97, *, tied: bool = True, seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(ModelSpec(vocab, 32, 2, 4, 2, 8, 64, 64, tied=tied))
+
+
+def masked_micro(vocab: int = 97) -> Micro:
+    g = torch.Generator().manual_seed(1)
+    stream = torch.randint(0, vocab, (3, 21), generator=g)
+    targets = stream[:, 1:].clone()
+    targets[0, :7] = IGNORED
+    targets[2] = IGNORED
+    return Micro(stream[:, :-1].contiguous(), targets, torch.arange(60).view(3, 20))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 60, 1000, 0])
+def test_chunked_cross_entropy_equals_plain(tied: bool, chunk: int) -> None:
+    micro = masked_micro()
+    assert micro.num_counted == 13 + 20
+    plain, chunked = tiny(tied=tied), tiny(tied=tied)
+    want = CrossEntropy(chunk=None)(plain, micro)
+    got = CrossEntropy(chunk=chunk)(chunked, micro)
+    (want / 33).backward()
+    (got / 33).backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for (name, a), b in zip(plain.named_parameters(), chunked.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_all_masked_rows_give_zero_loss_and_gradient() -> None:
+    micro = masked_micro()
+    micro = Micro(micro.tokens_BT, torch.full_like(micro.targets_BT, IGNORED), micro.index_BT)
+    model = tiny()
+    loss = CrossEntropy()(model, micro)
+    loss.backward()
+    assert micro.num_counted == 0
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_largest_tensor_of_a_chunked_loss_is_one_chunk_of_logits() -> None:
+    biggest = 0
+
+    def watch(logits: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal biggest
+        biggest = max(biggest, logits.numel())
+        return logits.sum(), torch.ones_like(logits)
+
+    hidden = torch.randn(2, 50, 8, requires_grad=True)
+    weight = torch.randn(1000, 8, requires_grad=True)
+    from shoestring.model import Head
+
+    chunked_head(hidden, Head(weight), watch, chunk=16).backward()
+    assert biggest == 16 * 1000
+    torch.testing.assert_close(hidden.grad, weight.sum(0).detach().expand_as(hidden))
+    torch.testing.assert_close(weight.grad, hidden.flatten(0, 1).sum(0).detach().expand_as(weight), rtol=1e-4, atol=1e-4)
+
+
+def test_default_chunks_are_even_and_bounded() -> None:
+    assert default_chunk(16384, 128256, 2) <= 2176
+    assert default_chunk(100, 50, 4) == 128
+    rows = default_chunk(32768, 50304, 2)
+    assert rows % 128 == 0 and -(-32768 // rows) * rows - 32768 < rows
+
+
+def test_distillation_is_the_kl_of_the_definition() -> None:
+    micro, temperature = masked_micro(), 2.0
+    student, teacher = tiny(seed=1), tiny(seed=2)
+    plain = tiny(seed=1)
+    got = Distill(teacher, temperature=temperature, kl=0.7, ce=0.3, chunk=9)(student, micro)
+    with torch.no_grad():
+        p = F.log_softmax(teacher(micro.tokens_BT) / temperature, -1)
+    logits = plain(micro.tokens_BT)
+    q = F.log_softmax(logits / temperature, -1)
+    counted = micro.targets_BT != IGNORED
+    kl = (p.exp() * (p - q)).sum(-1)[counted].sum() * temperature**2
+    ce = F.cross_entropy(logits.flatten(0, 1), micro.targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    want = 0.7 * kl + 0.3 * ce
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for (name, a), b in zip(plain.named_parameters(), student.named_parameters(), strict=True):
+        torch.testing.assert_close(b[1].grad, a.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(not t.requires_grad for t in teacher.parameters())
+
+
+def test_a_student_equal_to_its_teacher_has_no_loss() -> None:
+    loss = Distill(tiny(seed=1))(tiny(seed=1), masked_micro())
+    assert abs(loss.item()) < 1e-4
+
+
+def test_distillation_refuses_another_vocabulary() -> None:
+    with pytest.raises(UserError, match="vocabulary"):
+        Distill(tiny(50))(tiny(97), Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long()))
