@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,9 +67,26 @@ def test_kernel_matches_reference_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="the kernel is Triton's; install the gpu extra")
     out = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
-        env={**__import__("os").environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(__import__("pathlib").Path(__file__).parent)},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
     )
     assert out.returncode == 0, out.stderr
     assert "kernel ran" in out.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "vocab"), [(5, 7), (33, 50257), (64, 128256), (1, 1)])
+def test_kernel_matches_reference_on_the_gpu(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits, target = (t.cuda() for t in case(rows, vocab, dtype))
+    want_loss, want_grad = cross_entropy_ref(logits.double(), target)
+    ref_loss, ref_grad = cross_entropy_ref(logits, target)
+    loss, grad = cross_entropy_(logits, target)
+
+    def rms(a: torch.Tensor, b: torch.Tensor) -> float:
+        return (a.double() - b).square().mean().sqrt().item()
+
+    assert rms(loss, want_loss) <= 2 * rms(ref_loss, want_loss) + 1e-6
+    assert rms(grad, want_grad) <= 2 * rms(ref_grad, want_grad) + 1e-9
