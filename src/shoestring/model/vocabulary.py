@@ -1,0 +1,140 @@
+"""Vocabularies as `tokenizers` backends: byte-level BPE, and SentencePiece's BPE.
+
+What a backend needs beside tokens and merges is the way text is cut before merging. Hugging Face files
+spell it out; GGUF files give it a name (`tokenizer.ggml.pre`), which is looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from shoestring.errors import UserError
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# tokenizer.ggml.pre -> how text is cut before merging. "digits" is GPT-2's pattern with every digit cut off
+# first.
+_GGUF_SPLITS = {
+    **dict.fromkeys(("default", "gpt-2", "gpt2"), "gpt2"),
+    **dict.fromkeys(("smollm", "starcoder"), "digits"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+}
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+
+
+def plain_post_processor() -> processors.PostProcessor:
+    return processors.TemplateProcessing(single=["$A"], pair=["$A", "$B:1"], special_tokens=[])
+
+
+def set_byte_level(backend: Tokenizer, split: str) -> None:
+    """Pre-tokenizer, decoder and post-processor of a byte-level BPE that cuts text in the way `split`
+    names.
+    """
+    if split in ("gpt2", "digits"):
+        cut: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        if split == "digits":
+            cut = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), cut])
+    else:
+        pattern = {"llama3": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}[split]
+        cut = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    if split == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = cut
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = plain_post_processor()
+
+
+def build_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], where: str, **options: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{where} is not a consistent BPE vocabulary: {error}") from error
+
+
+def gguf_byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    tokens = need(fields, "tokenizer.ggml.tokens")
+    merges = need(fields, "tokenizer.ggml.merges")
+    pre = fields.get("tokenizer.ggml.pre", "default")
+    if pre not in _GGUF_SPLITS:
+        raise UserError(
+            f"the GGUF vocabulary cuts text in the way {pre!r} (tokenizer.ggml.pre), which is not "
+            f"known here; "
+            f"known: {', '.join(_GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
+        )
+    split = _GGUF_SPLITS[pre]
+    # A merge may start with a space of its own, never end with one: cut at the first space behind the first
+    # character.
+    pairs = [(m[: (i := m.find(" ", 1))], m[i + 1 :]) for m in merges]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = build_bpe(vocab, pairs, "the GGUF vocabulary", ignore_merges=split == "llama3")
+    set_byte_level(backend, split)
+    return backend, split == "llama3"
+
+
+def gguf_sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece joins the neighbours whose joined piece has the best score; as BPE, merges ranked by
+    that score.
+    """
+    tokens = need(fields, "tokenizer.ggml.tokens")
+    scores = need(fields, "tokenizer.ggml.scores")
+    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not len(tokens) == len(scores) == len(types):
+        raise UserError(
+            f"the GGUF vocabulary has {len(tokens)} tokens, {len(scores)} scores, {len(types)} "
+            f"types; it is damaged"
+        )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == 1}
+    ranked: list[tuple[float, int, str, str]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        if token in normal:
+            cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+            ranked += [
+                (-score, vocab[left], left, right)
+                for left, right in cuts
+                if left in normal and right in normal
+            ]
+    ranked.sort(key=lambda row: row[:2])
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = build_bpe(
+        vocab,
+        [(left, right) for _, _, left, right in ranked],
+        "the GGUF vocabulary",
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces])
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    backend.post_processor = plain_post_processor()
+    return backend
+
+
+def added_tokens(
+    tokens: list[str], types: list[int], wanted: tuple[int, ...], *, special: bool
+) -> list[AddedToken]:
+    chosen = [token for token, kind in zip(tokens, types, strict=True) if kind in wanted]
+    return [AddedToken(token, normalized=False, special=special) for token in chosen]
+
+
+def need(fields: Mapping[str, Any], key: str) -> Any:
+    if fields.get(key) is None:
+        raise UserError(
+            f"the GGUF file has no {key}: it carries no usable vocabulary; use a complete GGUF file"
+        )
+    return fields[key]
