@@ -1,0 +1,382 @@
+"""Checkpoints of a training run: save, load on any mesh, keep the last few, resume from the newest.
+
+State is a nested dict of tensors (DTensors included) and JSON values. It is flattened into names: every tensor gets
+the dotted path to it; every branch without tensors is one JSON value. DCP works out which rank writes and reads which
+box, so a checkpoint from one mesh loads on any other; storage.py is where it goes.
+
+Entries below a key `private` belong to one rank (random generators, residuals, cursors). Their name carries the
+rank's place in the mesh; otherwise DCP would take them for copies of the same thing and keep one.
+
+Left out: writing in the background and keeping copies in memory or on peers. `Checkpointer.after_step` is the place
+where that decision is made; the trainer knows no other entry point.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh
+from shoestring.state.manifest import MANIFEST, Manifest, decode_value, encode_value
+from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state
+from shoestring.state.storage import GONE, NEW, GoneError, SafeReader, SafeWriter, hidden, sweep
+
+PRIVATE = "private"
+_STEP = re.compile(r"step-([0-9]{8,})")
+_PRIVATE_NAME = re.compile(r"(^|\.)private@")
+
+
+# -- nested state to names and back ---------------------------------------------------------------------------------
+
+
+def coordinate(mesh: Mesh | None) -> str:
+    """The rank's place in the mesh, as it appears in names of private entries."""
+    return "dp0-tp0" if mesh is None else f"dp{mesh.dp_rank}-tp{mesh.tp_rank}"
+
+
+def flatten(state: dict[str, Any], where: str = "dp0-tp0") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors by name, encoded JSON values by name). The first level is always split."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+
+    def add(store: dict[str, Any], name: str, value: Any) -> None:
+        if name in tensors or name in values:
+            raise UserError(f"two entries of the state are called {name!r}; rename one of them")
+        store[name] = value
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, Tensor):
+            add(tensors, name, node)
+        elif not _is_split(node):
+            add(values, name, encode_value(name, node))
+        else:
+            for key, child in _children(node):
+                visit(f"{name}.{_label(key, where)}", child)
+
+    for key, child in state.items():
+        visit(_label(key, where), child)
+    return tensors, values
+
+
+def unflatten(state: dict[str, Any], values: dict[str, Any], where: str = "dp0-tp0") -> list[str]:
+    """Put decoded values into the state by name, in place; the names that `values` does not have come back."""
+    absent: list[str] = []
+
+    def visit(name: str, node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return node
+        if not _is_split(node):
+            if name in values:
+                return decode_value(values[name])
+            absent.append(name)
+            return node
+        new = {key: visit(f"{name}.{_label(key, where)}", child) for key, child in _children(node)}
+        if isinstance(node, dict):
+            node.update(new)
+            return node
+        if isinstance(node, list):
+            node[:] = new.values()
+            return node
+        return tuple(new.values())
+
+    for key in state:
+        state[key] = visit(_label(key, where), state[key])
+    return absent
+
+
+def _label(key: Any, where: str) -> str:
+    return f"{PRIVATE}@{where}" if key == PRIVATE else str(key)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+
+
+def _is_split(node: Any) -> bool:
+    """Whether a branch has a tensor or a private entry somewhere below, so that it cannot be one shared value."""
+    if isinstance(node, Tensor):
+        return True
+    if isinstance(node, dict):
+        return PRIVATE in node or any(_is_split(v) for v in node.values())
+    return isinstance(node, (list, tuple)) and any(_is_split(v) for v in node)
+
+
+# -- save and load --------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    path: Path | str,
+    state: dict[str, Any],
+    mesh: Mesh | None = None,
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write one checkpoint folder, all ranks together; every rank raises when one fails."""
+    path = Path(path)
+    tensors, values = agree(mesh, lambda: flatten(state, coordinate(mesh)))
+    # Values were encoded above, where a bad one can be named; the writer meets plain JSON only.
+    flat = {**tensors, **{n: decode_value(v) for n, v in values.items()}}
+    try:
+        with _quiet():
+            dcp.save(
+                flat,
+                storage_writer=SafeWriter(path, step=step, overwrite=overwrite),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=_alone(mesh),
+            )
+    except CheckpointException as e:
+        if mesh is None or mesh.is_main:
+            shutil.rmtree(hidden(path.absolute(), NEW), ignore_errors=True)
+        raise _cause(e) from e
+
+
+def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None = None) -> list[str]:
+    """Fill the tensors of `state` in place and replace its JSON values; the mesh may differ from the saving one.
+
+    Everything shared must be there with the same shape and dtype, and nothing else. Private entries that the
+    checkpoint does not have for this rank stay as they are; their names are returned.
+    """
+    path, where = Path(path), coordinate(mesh)
+
+    def prepare() -> tuple[SafeReader, dict[str, Tensor]]:
+        reader = SafeReader(path)
+        tensors, values = flatten(state, where)
+        _check_fits(path, reader.manifest, tensors, values)
+        return reader, tensors
+
+    reader, tensors = agree(mesh, prepare)
+    found = {n: t for n, t in tensors.items() if n in reader.manifest.tensors}
+    try:
+        with _quiet():
+            dcp.load(
+                dict(found),
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=_alone(mesh),
+            )
+    except CheckpointException as e:
+        raise _cause(e) from e
+    absent = unflatten(state, reader.manifest.values, where)
+    return sorted([*(n for n in tensors if n not in found), *absent])
+
+
+def _check_fits(path: Path, saved: Manifest, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    mine, theirs = {*tensors, *values}, {*saved.tensors, *saved.values}
+    missing = sorted(n for n in mine - theirs if not _PRIVATE_NAME.search(n))
+    unexpected = sorted(n for n in theirs - mine if not _PRIVATE_NAME.search(n))
+    wrong = [
+        f"{n} (a tensor on one side only)"
+        for n in sorted(mine & theirs)
+        if (n in tensors) != (n in saved.tensors)
+    ]
+    for name in sorted(tensors.keys() & saved.tensors.keys()):
+        there, here = saved.tensors[name], tensors[name]
+        if there.shape != tuple(here.shape) or there.dtype != here.dtype:
+            wrong.append(
+                f"{name} (saved {there.dtype} {list(there.shape)}, here {here.dtype} {list(here.shape)})"
+            )
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        for what, names in (
+            ("missing in the checkpoint", missing),
+            ("not expected here", unexpected),
+            ("different", wrong),
+        )
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"the checkpoint {path} does not fit this run: {'; '.join(problems)}; resume with the configuration "
+            "that wrote it, or start a new run"
+        )
+
+
+def agree(mesh: Mesh | None, action: Callable[[], Any]) -> Any:
+    """Run the action on every rank; when it fails on one, raise on all, so that nobody waits for the others."""
+    if _alone(mesh):
+        return action()
+    error: Exception | None = None
+    result = None
+    try:
+        result = action()
+    except Exception as e:
+        error = e
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            kind, _, text = message.partition(": ")
+            raise UserError(text) if kind == "UserError" else RuntimeError(f"rank {rank}: {message}")
+    return result
+
+
+def _alone(mesh: Mesh | None) -> bool:
+    return mesh is None or mesh.world_size == 1
+
+
+def _cause(e: CheckpointException) -> BaseException:
+    """What DCP's exception is about: the user's error, an interrupt, or a defect with all its tracebacks."""
+    causes = [exc for exc, _ in e.failures.values()]
+    users = sorted((c for c in causes if isinstance(c, UserError)), key=lambda c: isinstance(c, GoneError))
+    if users:
+        return UserError(str(users[0]))
+    interrupts = [c for c in causes if isinstance(c, (KeyboardInterrupt, SystemExit))]
+    return interrupts[0] if interrupts else RuntimeError(str(e))
+
+
+class _quiet(warnings.catch_warnings):
+    """DCP warns about running without a process group, which is normal here."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+# -- folders of checkpoints -----------------------------------------------------------------------------------------
+
+
+def step_folder(folder: Path | str, step: int) -> Path:
+    return Path(folder) / f"step-{step:08d}"
+
+
+def _complete(folder: Path | str) -> list[tuple[int, Path]]:
+    """(step, path) of the complete checkpoints, oldest first. The rename at the end of a save makes them complete."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [(m, p) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()]
+    return sorted((int(m[1]), p) for m, p in found)
+
+
+def latest(folder: Path | str) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    complete = _complete(folder)
+    return complete[-1][1] if complete else None
+
+
+def prune(folder: Path | str, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` complete checkpoints (at least one stays); what was deleted comes back."""
+    doomed = [path for _, path in _complete(folder)[: -max(keep, 1)]]
+    for path in doomed:
+        # Renamed first: a half deleted checkpoint must not look like a checkpoint.
+        gone = hidden(path, GONE)
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    return doomed
+
+
+# -- a training run -------------------------------------------------------------------------------------------------
+
+
+class RunLike(Protocol):
+    step: int
+    model: Any
+    optimizer: Any
+    mesh: Any
+    log: Any
+
+
+def rng_state() -> dict[str, Tensor]:
+    """The generators of torch in this process."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class Checkpointer:
+    """Saves a run into `folder`/step-00000100, ... every `every` steps (0: only when asked) and keeps `keep` of them.
+
+    A checkpoint holds the step, the model (frozen and integer tensors too), the optimizer, the random generators of
+    each rank, and `state_dict()` of every part of the run (data, objective, hooks, ...).
+    """
+
+    def __init__(self, folder: Path | str, *, every: int, keep: int = 2) -> None:
+        if every < 0 or keep < 1:
+            raise UserError(f"a checkpointer needs every >= 0 and keep >= 1, got every={every} keep={keep}")
+        self.folder = Path(folder).absolute()
+        self.every = every
+        self.keep = keep
+        self.saved_step: int | None = None  # the newest step this process saved or resumed from
+
+    def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
+        """Called by the trainer after every optimizer step; run.step counts the finished steps."""
+        if self.every and run.step % self.every == 0:
+            self.save(run, parts)
+
+    def save(self, run: RunLike, parts: dict[str, Any]) -> Path:
+        """Save now, all ranks together, unless this step is saved already; then delete what is too old."""
+        path = step_folder(self.folder, run.step)
+        if self.saved_step == run.step:
+            return path
+        self._on_main(run.mesh, sweep, self.folder)
+        state = agree(run.mesh, lambda: self._state(run, parts))
+        # A folder of this name can only stem from a future that this run did not resume from.
+        save_checkpoint(path, state, run.mesh, step=run.step, overwrite=True)
+        self.saved_step = run.step
+        self._on_main(run.mesh, prune, self.folder, self.keep)
+        return path
+
+    def resume(self, run: RunLike, parts: dict[str, Any]) -> bool:
+        """Load the newest checkpoint into the run and its parts; False when there is none."""
+        self._on_main(run.mesh, sweep, self.folder)
+        path = self._on_main(run.mesh, latest, self.folder)  # rank 0 decides: all load the same one
+        if path is None:
+            return False
+        saved = agree(run.mesh, lambda: SafeReader(path).manifest)
+        prefix = "optimizer.state."
+        names = {n for n in (*saved.tensors, *saved.values) if n.startswith(prefix)}
+        if names:
+            init_state(run.optimizer)
+        forget_absent(run.model, run.optimizer, {n.removeprefix(prefix) for n in names})
+        state = agree(run.mesh, lambda: self._state(run, parts))
+        absent = load_checkpoint(path, state, run.mesh)
+        set_model_state_dict(run.model, state["model"])
+        load_optimizer_state(run.model, run.optimizer, state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state["parts"][name])
+        set_rng_state(state["rng"][PRIVATE])
+        run.step = state["step"]
+        self.saved_step = run.step
+        if run.log is not None:
+            elsewhere = f"; {len(absent)} entries private to other ranks start anew" if absent else ""
+            run.log.say(f"resumed from {path} at step {run.step}{elsewhere}")
+        return True
+
+    def _on_main(self, mesh: Mesh | None, action: Callable[..., Any], *args: Any) -> Any:
+        """Run on rank 0 only and hand its result to all; an error is raised on all."""
+        if mesh is None:
+            return action(*args)
+        return mesh.broadcast_object(agree(mesh, lambda: action(*args) if mesh.is_main else None))
+
+    def _state(self, run: RunLike, parts: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "step": run.step,
+            "model": get_model_state_dict(run.model),
+            "optimizer": optimizer_state(run.model, run.optimizer),
+            "rng": {PRIVATE: rng_state()},
+            "parts": {name: part.state_dict() for name, part in parts.items()},
+        }

@@ -1,0 +1,301 @@
+"""manifest.json: what a checkpoint folder holds. Pure parsing, writing and checking; no tensor is touched.
+
+The first line of the file is `{"checksum": "<sha256>",` and the checksum is that of every byte after this line; the
+file as a whole is one JSON object. `read_manifest` trusts nothing: names of parts, dtypes, shapes, that the boxes of
+each tensor tile it exactly, that the folder holds the parts in the right sizes and nothing else.
+
+Left out: the bytes of the parts (storage.py checks them while it loads).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoestring.errors import UserError
+from shoestring.state.boxes import Box, check_cover
+
+MANIFEST = "manifest.json"
+FORMAT = "shoestring-checkpoint"
+VERSION = 1
+
+# safetensors names of the dtypes that both it and torch know.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PART = re.compile(r"part-[0-9]{5,}\.safetensors")
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def part_name(rank: int) -> str:
+    return f"part-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    box: Box
+    part: str
+    key: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    world_size: int
+    step: int | None
+    parts: dict[str, PartInfo] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # encoded: see encode_value
+
+
+# -- values that are not tensors ------------------------------------------------------------------------------------
+
+
+def encode_value(name: str, value: Any) -> Any:
+    """The value as plain JSON that decode_value turns back into exactly the same value.
+
+    None, bool, int, float, str, lists and dicts with string keys are themselves. A tuple, a float that JSON does not
+    know, and a dict with other keys become an object with the single key `__tuple__`, `__float__` or `__dict__`.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # Subclasses (numpy's float64, torch.Size, OrderedDict) become the plain type they behave as.
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, list):
+        return [encode_value(name, v) for v in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode_value(name, v) for v in value]}
+    if isinstance(value, dict):
+        if all(type(k) is str and not k.startswith("__") for k in value):
+            return {k: encode_value(name, v) for k, v in value.items()}
+        return {"__dict__": [[encode_value(name, k), encode_value(name, v)] for k, v in value.items()]}
+    raise UserError(
+        f"{name!r} holds a {type(value).__name__}; a checkpoint takes tensors and JSON values (None, bool, int, "
+        "float, str, list, tuple, dict): make it one of these in state_dict()"
+    )
+
+
+def decode_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [decode_value(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"__float__": "nan" | "inf" | "-inf" as text}:
+            return float(text)
+        case {"__tuple__": list(items)}:
+            return tuple(decode_value(v) for v in items)
+        case {"__dict__": list(items)}:
+            return {decode_value(k): decode_value(v) for k, v in items}
+    return {k: decode_value(v) for k, v in value.items()}
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def dump_manifest(m: Manifest) -> bytes:
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": m.world_size,
+        "step": m.step,
+        "parts": {n: {"bytes": p.bytes, "sha256": p.sha256} for n, p in sorted(m.parts.items())},
+        "tensors": {
+            name: {
+                "dtype": _NAMES[t.dtype],
+                "shape": list(t.shape),
+                "boxes": [
+                    {"start": list(b.box.start), "stop": list(b.box.stop), "part": b.part, "key": b.key}
+                    for b in t.boxes
+                ],
+            }
+            for name, t in sorted(m.tensors.items())
+        },
+        "values": dict(sorted(m.values.items())),
+    }
+    rest = json.dumps(body, indent=1, allow_nan=False).removeprefix("{").lstrip("\n").encode() + b"\n"
+    return f'{{"checksum": "{hashlib.sha256(rest).hexdigest()}",\n'.encode() + rest
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a checkpoint folder; a UserError names the bad file and what to do."""
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        raise UserError(f"no checkpoint at {folder}: there is no such folder")
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError as e:
+        raise UserError(
+            f"{folder} is not a checkpoint: it has no {MANIFEST}; point to a folder such as step-00000100"
+        ) from e
+    except OSError as e:
+        raise UserError(f"cannot read {file}: {e.strerror or e}") from e
+    manifest = parse_manifest(data, file)
+    _check_files(folder, manifest)
+    return manifest
+
+
+def parse_manifest(data: bytes, file: Path) -> Manifest:
+    bad = _Bad(file)
+    try:
+        root = json.loads(data, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as e:
+        raise bad(f"is not valid JSON ({e})") from e
+    if not isinstance(root, dict) or root.get("format") != FORMAT:
+        raise bad("is not a checkpoint manifest of Shoestring")
+    if root.get("version") != VERSION:
+        raise bad(f"has version {root.get('version')!r}, this program reads {VERSION}; update Shoestring")
+    first, _, rest = data.partition(b"\n")
+    if first != f'{{"checksum": "{hashlib.sha256(rest).hexdigest()}",'.encode():
+        raise bad("is damaged: its own checksum does not fit")
+    if set(root) != {"checksum", "format", "version", "world_size", "step", "parts", "tensors", "values"}:
+        raise bad("has unknown or missing fields")
+    if not _is_int(root["world_size"]) or not (root["step"] is None or _is_int(root["step"])):
+        raise bad("has a bad world_size or step")
+    for kind in ("parts", "tensors", "values"):
+        if not isinstance(root[kind], dict):
+            raise bad(f"has bad {kind}")
+    parts = {name: _part(bad, name, entry) for name, entry in root["parts"].items()}
+    tensors = {name: _tensor(bad, name, entry, parts) for name, entry in root["tensors"].items()}
+    keys = [(b.part, b.key) for t in tensors.values() for b in t.boxes]
+    if len(set(keys)) != len(keys):
+        raise bad("uses the same key of a part for two boxes")
+    if both := set(tensors) & set(root["values"]):
+        raise bad(f"has {min(both)!r} both as a tensor and as a value")
+    try:
+        for value in root["values"].values():
+            decode_value(value)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise bad(f"holds a value that cannot be decoded ({e})") from e
+    if unused := set(parts) - {b.part for t in tensors.values() for b in t.boxes}:
+        raise bad(f"lists {min(unused)}, which no tensor uses")
+    return Manifest(root["world_size"], root["step"], parts, tensors, root["values"])
+
+
+class _Bad:
+    """Builds the UserErrors about one file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, what: str) -> UserError:
+        return UserError(f"{self.file} {what}; do not use this checkpoint, take an earlier one")
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("the same key twice in one object")
+    return result
+
+
+def _part(bad: _Bad, name: str, entry: Any) -> PartInfo:
+    if not _PART.fullmatch(name):
+        raise bad(
+            f"lists the part {name!r}; parts are named part-00000.safetensors and lie in the folder itself"
+        )
+    if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"} or not _is_int(entry["bytes"]):
+        raise bad(f"has a bad entry for {name}")
+    if not isinstance(entry["sha256"], str) or not _HEX.fullmatch(entry["sha256"]):
+        raise bad(f"has a bad checksum for {name}")
+    return PartInfo(entry["bytes"], entry["sha256"])
+
+
+def _ints(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_int(v) for v in value)
+
+
+def _tensor(bad: _Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "boxes"} or not _ints(entry["shape"]):
+        raise bad(f"has a bad entry for tensor {name!r}")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+        raise bad(f"gives tensor {name!r} the unknown dtype {entry['dtype']!r}")
+    if not isinstance(entry["boxes"], list):
+        raise bad(f"has bad boxes for tensor {name!r}")
+    boxes = tuple(_box(bad, name, b, parts) for b in entry["boxes"])
+    shape = tuple(entry["shape"])
+    try:
+        check_cover(name, shape, [b.box for b in boxes])
+    except UserError as e:
+        raise bad(f"is inconsistent: {e}") from e
+    return StoredTensor(DTYPES[entry["dtype"]], shape, boxes)
+
+
+def _box(bad: _Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredBox:
+    if not isinstance(entry, dict) or set(entry) != {"start", "stop", "part", "key"}:
+        raise bad(f"has a bad box for tensor {name!r}")
+    if not isinstance(entry["part"], str) or entry["part"] not in parts:
+        raise bad(f"puts tensor {name!r} into the unknown part {entry['part']!r}")
+    start, stop, key = entry["start"], entry["stop"], entry["key"]
+    if not _ints(start) or not _ints(stop) or not isinstance(key, str) or len(start) != len(stop):
+        raise bad(f"has a bad box for tensor {name!r}")
+    if any(a >= b for a, b in zip(start, stop, strict=True)):
+        raise bad(f"has an empty box for tensor {name!r}")
+    return StoredBox(Box(tuple(start), tuple(stop)), entry["part"], key)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    present = {p.name for p in folder.iterdir()}
+    if extra := present - set(manifest.parts) - {MANIFEST}:
+        raise UserError(
+            f"{folder / min(extra)} does not belong to this checkpoint ({MANIFEST} does not list it); "
+            "move it away if you know it, or do not use this checkpoint"
+        )
+    for name, info in manifest.parts.items():
+        part = folder / name
+        if part.is_symlink() or (part.exists() and not part.is_file()):
+            raise UserError(f"{part} is not a plain file; do not use this checkpoint, take an earlier one")
+        if not part.exists():
+            raise UserError(f"{part} is missing; copy the whole folder again, or use an earlier checkpoint")
+        if part.stat().st_size != info.bytes:
+            raise UserError(
+                f"{part} has {part.stat().st_size} bytes instead of {info.bytes}: it is cut off or was changed; "
+                "copy the whole folder again, or use an earlier checkpoint"
+            )

@@ -1,0 +1,303 @@
+"""Checkpoints of a run on one process: exact resume, names, pruning, and what does not fit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoestring.errors import UserError
+from shoestring.state.checkpoint import (
+    Checkpointer,
+    flatten,
+    latest,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+    step_folder,
+    unflatten,
+)
+from shoestring.state.manifest import read_manifest
+from shoestring.state.optimizer import optimizer_state
+from shoestring.state.storage import OLD, hidden
+
+
+class Net(nn.Module):
+    """Dropout (needs the generator), a frozen weight, an integer parameter, a buffer, a compiled block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.mask = nn.Parameter(torch.randint(0, 2, (8,), dtype=torch.int8), requires_grad=False)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.block(self.first(x)), 0.3, self.training)
+        return self.last(self.norm(x) @ self.frozen * self.mask)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Data:
+    """A part with a cursor, a growing list and a tensor."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {
+            "cursor": 0,
+            "seen": [],
+            "sums": torch.zeros(2),
+            "private": {"lag": None},
+        }
+
+    def batch(self) -> torch.Tensor:
+        x = torch.randn(16, 6)
+        self.state["cursor"] += 16
+        self.state["seen"].append(float(x.sum()))
+        self.state["sums"] += x.sum()
+        self.state["private"]["lag"] = ("lag", float(x[0, 0]))
+        return x
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@dataclass
+class Run:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    mesh: None = None
+    log: Log = field(default_factory=Log)
+
+
+def new_run(seed: int = 0, lr: float = 0.01) -> tuple[Run, Data]:
+    torch.manual_seed(seed)
+    model = Net()
+    groups = [
+        {"params": list(model.first.parameters()), "lr": lr * 2},
+        {"params": [p for n, p in model.named_parameters() if not n.startswith("first")]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9))
+    return Run(model, optimizer), Data()
+
+
+def train(run: Run, data: Data, steps: int, checkpointer: Checkpointer | None = None) -> list[float]:
+    losses = []
+    while run.step < steps:
+        loss = run.model(data.batch()).square().mean()
+        loss.backward()
+        for group in run.optimizer.param_groups:
+            group["lr"] *= 0.9
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.step += 1
+        losses.append(loss.item())
+        if checkpointer:
+            checkpointer.after_step(run, {"data": data})
+    return losses
+
+
+def everything(run: Run, data: Data) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    state = {
+        "model": run.model.state_dict(),
+        "optimizer": optimizer_state(run.model, run.optimizer),
+        "data": data.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+    tensors, values = flatten(state)
+    return {k: v.clone() for k, v in tensors.items()}, values
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(at: int, tmp_path: Path) -> None:
+    run, data = new_run()
+    whole = train(run, data, 6)
+    tensors, values = everything(run, data)
+
+    run, data = new_run()
+    checkpointer = Checkpointer(tmp_path, every=0)
+    first = train(run, data, at)
+    checkpointer.save(run, {"data": data})
+    # Saving must not disturb the run that goes on (an optimizer that has not stepped, the generators).
+    assert first + train(run, data, 6) == whole
+
+    run, data = new_run(seed=99, lr=0.5)
+    torch.manual_seed(1234)
+    if at:
+        run.model.block.compile(backend="eager")
+    assert Checkpointer(tmp_path, every=0).resume(run, {"data": data})
+    assert run.step == at and run.log.lines == [f"resumed from {step_folder(tmp_path, at)} at step {at}"]
+    assert first + train(run, data, 6) == whole
+    again_tensors, again_values = everything(run, data)
+    assert again_values == values and again_tensors.keys() == tensors.keys()
+    for name, t in tensors.items():
+        assert again_tensors[name].dtype == t.dtype and torch.equal(again_tensors[name], t), name
+
+
+def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    run, data = new_run()
+    train(run, data, 2, Checkpointer(tmp_path, every=2))
+    saved = read_manifest(step_folder(tmp_path, 2))
+    assert saved.step == 2 and saved.values["step"] == 2
+    assert saved.tensors["model.mask"].dtype == torch.int8 and "model.frozen" in saved.tensors
+    assert "model.norm.running_mean" in saved.tensors
+    assert saved.tensors["optimizer.state.block.0.weight.exp_avg"].shape == (8, 8)
+    assert saved.tensors["optimizer.state.block.0.weight.step"].shape == ()
+    assert not any("frozen" in n or "unused" in n for n in saved.tensors if n.startswith("optimizer"))
+    groups = saved.values["optimizer.param_groups"]
+    assert groups[0]["lr"] == 0.02 * 0.9 * 0.9 and groups[0]["betas"] == {"__tuple__": [0.8, 0.9]}
+    assert groups[0]["params"] == ["first.weight", "first.bias"]
+    assert (
+        saved.values["parts.data.seen"] == data.state["seen"] and "rng.private@dp0-tp0.cpu" in saved.tensors
+    )
+    assert saved.values["parts.data.private@dp0-tp0"] == {
+        "lag": {"__tuple__": ["lag", data.state["private"]["lag"][1]]}
+    }
+
+
+def test_state_in_another_dtype_than_its_parameter_stays_exact(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 3).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].float() + 1e-4
+        return model, optimizer
+
+    model, optimizer = make()
+    Checkpointer(tmp_path, every=0).save(Run(model, optimizer), {})
+    want = optimizer.state[model.weight]["momentum_buffer"].clone()
+    other, other_optimizer = make()
+    other_optimizer.state[other.weight]["momentum_buffer"].zero_()
+    Checkpointer(tmp_path, every=0).resume(Run(other, other_optimizer), {})
+    got = other_optimizer.state[other.weight]["momentum_buffer"]
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    run, data = new_run()
+    assert Checkpointer(tmp_path / "none", every=1).resume(run, {"data": data}) is False
+    assert latest(tmp_path / "none") is None and run.step == 0
+
+
+def test_saves_on_time_keeps_the_newest_and_saves_a_step_once(tmp_path: Path) -> None:
+    run, data = new_run()
+    checkpointer = Checkpointer(tmp_path, every=2, keep=2)
+    train(run, data, 7, checkpointer)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000006"]
+    checkpointer.save(run, {"data": data})
+    before = (tmp_path / "step-00000007").stat().st_ino
+    checkpointer.save(run, {"data": data})
+    assert (tmp_path / "step-00000007").stat().st_ino == before
+    with pytest.raises(UserError, match="keep >= 1"):
+        Checkpointer(tmp_path, every=1, keep=0)
+
+
+def test_prune_and_latest_look_at_complete_checkpoints_only(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        save_checkpoint(step_folder(tmp_path, step), {"a": torch.zeros(1)}, step=step)
+    (tmp_path / "step-00000099").mkdir()
+    (tmp_path / ".shoestring-new-step-00000098").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert latest(tmp_path) == step_folder(tmp_path, 10)
+    assert prune(tmp_path, 2) == [step_folder(tmp_path, 1)]
+    assert prune(tmp_path, 0) == [step_folder(tmp_path, 2)]
+    assert prune(tmp_path, 1) == []
+    names = [".shoestring-new-step-00000098", "notes", "step-00000010", "step-00000099"]
+    assert sorted(os.listdir(tmp_path)) == names
+
+
+def test_a_crash_while_replacing_puts_the_old_one_back(tmp_path: Path) -> None:
+    run, data = new_run()
+    train(run, data, 2, Checkpointer(tmp_path, every=2))
+    path = step_folder(tmp_path, 2)
+    path.rename(hidden(path, OLD))
+    hidden(path, ".shoestring-new-").mkdir()
+    run, data = new_run(1)
+    assert Checkpointer(tmp_path, every=2).resume(run, {"data": data}) and run.step == 2
+    assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_explained(tmp_path: Path) -> None:
+    run, data = new_run()
+    Checkpointer(tmp_path, every=0).save(run, {"data": data})
+
+    def resume(model: nn.Module, parts: dict[str, Any]) -> None:
+        optimizer = torch.optim.AdamW(model.parameters())
+        Checkpointer(tmp_path, every=0).resume(Run(model, optimizer), parts)
+
+    wide = Net()
+    wide.last = nn.Linear(8, 2)
+    with pytest.raises(
+        UserError, match=r"model.last.bias \(saved torch.float32 \[1\], here torch.float32 \[2\]\)"
+    ):
+        resume(wide, {"data": data})
+    more = Net()
+    more.extra = nn.Linear(2, 2)
+    with pytest.raises(
+        UserError, match=r"2 missing in the checkpoint: model.extra.bias, model.extra.weight;"
+    ):
+        resume(more, {"data": data})
+    less = Net()
+    del less.norm
+    with pytest.raises(UserError, match=r"5 not expected here: model.norm.bias, .*, \.\.\.; resume with"):
+        resume(less, {"data": data})
+    with pytest.raises(UserError, match="dtype|float64"):
+        resume(Net().double(), {"data": data})
+    with pytest.raises(UserError, match="not expected here: parts.data.cursor"):
+        resume(Net(), {})
+    with pytest.raises(UserError, match="parameter groups"):
+        resume(Net(), {"data": data})
+
+
+def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
+    run = Run(Net(), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+    with pytest.raises(UserError, match="not the model's"):
+        Checkpointer(tmp_path, every=0).save(run, {})
+
+
+def test_flatten_and_unflatten_nested_state() -> None:
+    t = torch.arange(3)
+    state = {"a": [1, {"b": t, "c": (1, None)}], "private": {"x": t, "y": 2}, "e": {}, "t": (t, "s")}
+    tensors, values = flatten(state, "dp1-tp0")
+    assert set(tensors) == {"a.1.b", "private@dp1-tp0.x", "t.0"}
+    assert values == {
+        "a.0": 1,
+        "a.1.c": {"__tuple__": [1, None]},
+        "private@dp1-tp0.y": 2,
+        "e": {},
+        "t.1": "s",
+    }
+    values = {"a.0": 5, "a.1.c": [7], "e": {"k": 1}, "t.1": "u"}
+    assert unflatten(state, values, "dp1-tp0") == ["private@dp1-tp0.y"]
+    assert state["a"][0] == 5 and state["a"][1]["c"] == [7] and state["a"][1]["b"] is t
+    assert state["e"] == {"k": 1} and state["t"] == (t, "u") and state["private"] == {"x": t, "y": 2}
+
+
+def test_private_entries_of_another_place_are_reported(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", {"w": torch.ones(2), "private": {"a": torch.ones(1), "n": 1}})
+    state = {"w": torch.zeros(2), "private": {"a": torch.zeros(1), "n": 2, "late": torch.zeros(1)}}
+    assert load_checkpoint(tmp_path / "c", state) == ["private@dp0-tp0.late"]
+    assert state["private"]["a"].item() == 1 and state["private"]["n"] == 1
