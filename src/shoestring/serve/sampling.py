@@ -1,0 +1,180 @@
+"""Sampling: from logits to one token, as a pure function of the logits, the settings and (seed, position).
+
+A token is argmax(logits / temperature + Gumbel noise), which draws from softmax(logits / temperature). The
+noise comes from no generator with a state: it is a hash of (seed, absolute position of the token, vocabulary
+index). So the same seed gives the same text alone, in any batch, in any chunking, and with or without
+speculative drafts. Greedy decoding is the same argmax without noise.
+
+top_k, top_p and min_p each turn into a threshold on the logit; what lies below the largest of the thresholds
+is removed. Tokens tied with the last one kept are kept too, so the result does not depend on the order of a
+sort.
+
+Left out: penalties, logit bias and grammars, which change logits before they come here.
+
+Shapes: R rows (one per token to choose), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request chooses its tokens and when it stops. The default is greedy."""
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 = all
+    top_p: float = 1.0  # keep the likeliest tokens that together hold this probability; 1 = all
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0 = all
+    seed: int | None = None  # None = the engine draws one per request
+    max_tokens: int = 128  # new tokens at most
+    stop: tuple[str, ...] = ()  # the first of these to appear ends the text, which is cut before it
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        _check(
+            "temperature",
+            self.temperature,
+            _is_number(self.temperature) and self.temperature >= 0,
+            "0 or more",
+        )
+        _check(
+            "top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "0 (off) or a positive whole number"
+        )
+        _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 is off")
+        _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 is off")
+        _check(
+            "seed",
+            self.seed,
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "a whole number of at most 64 bits",
+        )
+        _check("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "1 or more")
+        _check("stop", stop, all(isinstance(s, str) and s for s in stop), "non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """One token id per row, [R] int64. positions[r] is the index that the token will have in its request."""
+    num_rows, vocab = logits_RV.shape
+    assert len(samplings) == len(positions) == num_rows
+    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    tokens = logits.argmax(dim=-1)
+    drawn = [r for r in range(num_rows) if not samplings[r].greedy]
+    if drawn:
+        chosen = [samplings[r] for r in drawn]
+        device = logits.device
+        scaled = logits[torch.tensor(drawn, device=device)] if len(drawn) < num_rows else logits
+        # Subtracting the maximum first keeps a tiny temperature from overflowing.
+        scaled = scaled - scaled.amax(dim=-1, keepdim=True)
+        scaled = (
+            scaled / torch.tensor([s.temperature for s in chosen], device=device, dtype=scaled.dtype)[:, None]
+        )
+        scaled = keep_likely(scaled, chosen)
+        noise = gumbel_noise([_seed_of(s) for s in chosen], [positions[r] for r in drawn], vocab, device)
+        tokens[torch.tensor(drawn, device=device)] = (scaled.double() + noise).argmax(dim=-1)
+    return tokens
+
+
+def keep_likely(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Logits after temperature -> the same with everything that top_k, top_p and min_p remove at -inf.
+
+    top_p looks at the distribution that top_k left; min_p compares with the likeliest token, which all of
+    them keep.
+    """
+    if all(s.top_k == 0 and s.top_p == 1 and s.min_p == 0 for s in samplings):
+        return logits_RV
+    floor_R = torch.stack([_floor(row_V, s) for row_V, s in zip(logits_RV, samplings, strict=True)])
+    return logits_RV.masked_fill(logits_RV < floor_R[:, None], -torch.inf)
+
+
+def _floor(row_V: Tensor, s: Sampling) -> Tensor:
+    """The smallest logit that one row keeps, as a 0-dim tensor."""
+    floor = row_V.amin()
+    if 0 < s.top_k < len(row_V):
+        floor = torch.topk(row_V, s.top_k).values[-1]
+    if s.top_p < 1:
+        ordered_V = row_V.masked_fill(row_V < floor, -torch.inf).sort(descending=True).values
+        prob_V = ordered_V.softmax(dim=-1)
+        # A token is kept while those before it do not reach top_p yet: the likeliest always is.
+        kept_V = (prob_V.cumsum(dim=-1) - prob_V < s.top_p) & (ordered_V > -torch.inf)
+        floor = torch.maximum(floor, ordered_V.masked_fill(~kept_V, torch.inf).amin())
+    if s.min_p > 0:
+        floor = torch.maximum(floor, row_V.amax() + math.log(s.min_p))
+    return floor
+
+
+# -- noise --------------------------------------------------------------------------------------------------
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+
+
+def gumbel_noise(
+    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str
+) -> Tensor:
+    """Standard Gumbel noise [R, V], fp64: entry (r, v) is a function of (seeds[r], positions[r], v).
+
+    Row r is the output of a SplitMix64 generator whose state is a hash of (seed, position), read at counter
+    v.
+    """
+    seed_R = torch.tensor([_signed(s) for s in seeds], device=device)
+    position_R = torch.tensor(list(positions), device=device, dtype=torch.int64)
+    state_R = _mix(_mix(seed_R + _signed(_GOLDEN)) ^ (position_R * _signed(_MIX1)))
+    counter_V = torch.arange(1, vocab + 1, device=device) * _signed(_GOLDEN)
+    bits_RV = _mix(state_R[:, None] + counter_V)
+    # 52 bits, centred: exact in fp64 and never 0 or 1, so both logarithms stay finite.
+    uniform_RV = (_shift(bits_RV, 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform_RV))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64, whose products wrap around as unsigned ones do."""
+    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; `>>` on int64 drags the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    x &= 2**64 - 1
+    return x - 2**64 if x >= 2**63 else x
+
+
+def _seed_of(s: Sampling) -> int:
+    if s.seed is None:
+        raise UserError(
+            f"sampling with temperature={s.temperature} needs a seed here; give Sampling(seed=...)"
+        )
+    return s.seed
+
+
+def _check(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise UserError(f"{name}={value!r} is not allowed; it must be {allowed}")
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
