@@ -1,4 +1,16 @@
+from shoestring.model.folder import Loaded, load_into, load_model, save_model
 from shoestring.model.spec import ModelSpec, RopeScaling
+from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder, Head
 
-__all__ = ["Decoder", "Head", "ModelSpec", "RopeScaling"]
+__all__ = [
+    "Decoder",
+    "Head",
+    "Loaded",
+    "ModelSpec",
+    "RopeScaling",
+    "Tokenizer",
+    "load_into",
+    "load_model",
+    "save_model",
+]

@@ -1,0 +1,307 @@
+"""Model folders: load one, or fill a sharded model from one. `save_model` (save.py) is offered here too.
+
+A finished model is a Hugging Face folder: config.json, safetensors, tokenizer files. `load_model` also takes
+a run folder (its model/) and a GGUF file. `load_into` fills a model that is already built and maybe sharded,
+reading only this process's box of each tensor.
+
+Left out on purpose: checkpoints of a running training (state/), pickled weights (never read), downloads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats.linear import local
+from shoestring.model import hf_names
+from shoestring.model.hf import spec_from_hf
+from shoestring.model.save import PACKED_VERSION, linears, save_model
+from shoestring.model.spec import ModelSpec
+from shoestring.model.tensor_files import TensorFiles, read_json
+from shoestring.model.transformer import Decoder
+from shoestring.state.boxes import Box, local_box
+
+if TYPE_CHECKING:
+    from shoestring.model.tokenizer import Tokenizer
+
+__all__ = ["Loaded", "load_into", "load_model", "save_model"]
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Decoder
+    tokenizer: Tokenizer | None
+    spec: ModelSpec
+    path: Path  # the folder or file that was read
+
+
+def load_model(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Loaded:
+    """A Decoder with weights and compute in `dtype`, from a Hugging Face folder, run folder or .gguf file.
+
+    Packed modules keep their stored parts; `dtype` is what they are decoded to.
+    """
+    device = _check_device(device)
+    where, source = _open_source(path)
+    with torch.device("meta"):
+        model = Decoder(source.spec)
+    model.to(dtype)
+    if source.formats:
+        from shoestring.formats import prepare_packed
+
+        prepare_packed(model, source.formats, source.packed_dtype)
+    model.to_empty(device=device)
+    _fill(model, source)
+    model.compute_dtype = dtype
+    tokenizer = source.tokenizer()
+    if tokenizer is not None and tokenizer.vocab_size > source.spec.vocab_size:
+        raise UserError(
+            f"{where}: the tokenizer has {tokenizer.vocab_size} tokens but the embedding only "
+            f"{source.spec.vocab_size} rows (vocab_size); use the tokenizer the model was trained with"
+        )
+    return Loaded(model.eval(), tokenizer, source.spec, where)
+
+
+def load_into(model: Decoder, path: str | Path) -> None:
+    """Fill a built, maybe sharded model from a folder or .gguf file; each process reads its boxes only."""
+    where, source = _open_source(path)
+    ours, theirs = dataclasses.asdict(model.spec), dataclasses.asdict(source.spec)
+    free = {"bos_id", "eos_id", "extra_eos_ids", "model_type"}
+    if model.spec.positions == "rope":
+        free.add("max_positions")
+    differ = [
+        f"{k} (model {ours[k]!r}, file {theirs[k]!r})" for k in ours if k not in free and ours[k] != theirs[k]
+    ]
+    if differ:
+        raise UserError(
+            f"{where} holds another model: {', '.join(differ)}; build the model with the spec of the file"
+        )
+    packed = {name for name, m in linears(model) if m.packed}
+    if packed != set(source.formats):
+        raise UserError(
+            f"{where} holds {'packed' if source.formats else 'unpacked'} weights, the model does not; use "
+            "load_model, or unpack before saving"
+        )
+    _fill(model, source)
+
+
+class _WeightSource(Protocol):
+    """Somewhere our tensors can be read from, by our names."""
+
+    spec: ModelSpec
+    formats: dict[str, dict[str, Any]]  # our module name -> Format as JSON, for packed modules
+    packed_dtype: torch.dtype
+
+    def tokenizer(self) -> Tokenizer | None: ...
+    def check_names(self, expected: set[str]) -> None: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, box: Box) -> Tensor: ...
+
+
+class _GgufSource:
+    def __init__(self, path: Path) -> None:
+        from shoestring.model.gguf import load_gguf
+
+        self.path = path
+        self.spec, self._state, self._tokenizer = load_gguf(path)
+        self.formats: dict[str, dict[str, Any]] = {}
+        self.packed_dtype = torch.float32
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    def check_names(self, expected: set[str]) -> None:
+        if missing := sorted(expected - set(self._state)):
+            raise UserError(f"{self.path} lacks {missing[0]!r} ({len(missing)} missing); download it again")
+        if extra := sorted(set(self._state) - expected):
+            raise UserError(f"{self.path} has {extra[0]!r}, which a {self.spec.model_type} model does not")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._state[name].shape)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._state[name][box.slices()]
+
+
+class _FolderSource:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spec = _with_generation_eos(spec_from_hf(read_json(folder / "config.json")), folder)
+        self.formats, self.packed_dtype = _read_packing(folder, self.spec)
+        self._packed = (folder / "shoestring.json").is_file()
+        self._files = TensorFiles(folder, "packed" if self._packed else "model")
+        self._stored = hf_names.with_prefix(self.spec, self._files.names)
+
+    def tokenizer(self) -> Tokenizer | None:
+        from shoestring.model.tokenizer import Tokenizer
+
+        known = ("tokenizer.json", "vocab.json", "vocab.bpe")
+        return Tokenizer.from_file(self.folder) if any((self.folder / k).is_file() for k in known) else None
+
+    def _source(self, name: str) -> hf_names.Source:
+        return hf_names.source_of(self.spec, name, packed=self._packed)
+
+    def check_names(self, expected: set[str]) -> None:
+        missing = sorted(n for n in expected if self._source(n).name not in self._stored)
+        if missing:
+            remedy = "download the folder again or correct config.json"
+            if missing == ["head.weight"]:
+                remedy = "if the model ties it to the embedding, set tie_word_embeddings to true"
+            raise UserError(
+                f"{self.folder}: tensor {self._source(missing[0]).name!r} is missing "
+                f"({len(missing)} in all) although config.json asks for it; {remedy}"
+            )
+        for name, stored in self._stored.items():
+            if hf_names.is_constant(self.spec, name):
+                continue
+            if not set(hf_names.targets_of(self.spec, name, packed=self._packed)) & expected:
+                raise UserError(
+                    f"{self.folder}: tensor {stored!r} has no place in the model that config.json describes; "
+                    "correct config.json (num_hidden_layers, biases, model_type?)"
+                )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Ours, not the stored one: transposed, and the rows that are ours."""
+        source = self._source(name)
+        shape = self._files.shape(self._stored[source.name])
+        shape = shape[::-1] if source.transpose else shape
+        # A fused tensor of the wrong height shows as a wrong share of it.
+        return (
+            shape if source.rows is None else (shape[0] - 2 * (source.rows[1] - source.rows[0]), *shape[1:])
+        )
+
+    def read(self, name: str, box: Box) -> Tensor:
+        source = self._source(name)
+        stored = self._stored[source.name]
+        in_parts = name.rpartition(".")[2].startswith("weight_")
+        if not in_parts and (dtype := self._files.dtype(stored)) not in _FLOATS:
+            raise UserError(
+                f"{self.folder}: tensor {stored!r} is stored as {dtype}; weights must be "
+                f"{', '.join(_FLOATS)}: give the folder of the unquantized model"
+            )
+        index = list(box.slices())
+        if source.rows is not None:
+            index[0] = slice(index[0].start + source.rows[0], index[0].stop + source.rows[0])
+        if source.transpose:
+            return self._files.read(stored, tuple(reversed(index))).t()
+        return self._files.read(stored, tuple(index))
+
+
+def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
+    path = Path(path).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"{path} does not exist; give a .gguf file or a model folder")
+        return path, _GgufSource(path)
+    folder = _find_model_folder(path)
+    return folder, _FolderSource(folder)
+
+
+def _find_model_folder(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist; give a Hugging Face folder, a run folder or a .gguf file on this machine"
+        )
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file"
+        )
+    is_run = (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
+    if (path / "model" / "config.json").is_file() and (is_run or not (path / "config.json").is_file()):
+        return path / "model"
+    if is_run:
+        found = sorted(p.name for p in path.glob("checkpoints/step-*"))
+        have = f"its checkpoints are {', '.join(found[-3:])}" if found else "it has no checkpoint either"
+        raise UserError(
+            f"{path} is a run without a finished model ({have}); resume the run to its last step, which "
+            "writes model/"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} has no config.json; give a Hugging Face model folder, a run folder or a .gguf file"
+        )
+    return path
+
+
+def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Chat models name their end-of-turn token only in generation_config.json."""
+    file = folder / "generation_config.json"
+    ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = ids if isinstance(ids, list) else [ids]
+    new = [i for i in ids if isinstance(i, int) and i not in spec.eos_ids]
+    if spec.eos_id is None and new:
+        return dataclasses.replace(spec, eos_id=new[0], extra_eos_ids=tuple(new[1:]))
+    return dataclasses.replace(spec, extra_eos_ids=(*spec.extra_eos_ids, *new))
+
+
+def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, Any]], torch.dtype]:
+    file = folder / "shoestring.json"
+    if not file.is_file():
+        if "quantization_config" in read_json(folder / "config.json"):
+            raise UserError(
+                f"{file} is missing, but config.json says the weights are packed; copy the whole folder"
+            )
+        return {}, torch.float32
+    packing = read_json(file)
+    if packing.get("version") != PACKED_VERSION:
+        raise UserError(
+            f"{file} has version {packing.get('version')!r}; this release reads {PACKED_VERSION}: update"
+        )
+    modules, dtype = packing.get("modules"), getattr(torch, str(packing.get("compute_dtype")), None)
+    if not isinstance(modules, dict) or not isinstance(dtype, torch.dtype):
+        raise UserError(
+            f"{file} needs 'modules' (an object) and 'compute_dtype' (float32, bfloat16, ...); save it again"
+        )
+    formats = {}
+    for name, entry in modules.items():
+        ours = hf_names.our_module(spec, name)
+        if ours is None or not isinstance(entry, dict) or not isinstance(entry.get("format"), dict):
+            raise UserError(
+                f"{file}: {name!r} is not a module of this model with a 'format'; save the folder again"
+            )
+        formats[ours] = entry["format"]
+    return formats, dtype
+
+
+def _fill(model: Decoder, source: _WeightSource) -> None:
+    format_state = {f"{name}.weight_{s}" for name, m in linears(model) for s in m.state_names}
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in format_state}
+    source.check_names(set(state))
+    for name, tensor in state.items():
+        if source.shape(name) != tuple(tensor.shape):
+            raise UserError(
+                f"tensor {name!r}: the file has shape {list(source.shape(name))}, config.json says "
+                f"{list(tensor.shape)}; correct config.json or use the weights that belong to it"
+            )
+        box = local_box(tensor)
+        if box.size == 0:
+            continue
+        data = source.read(name, box)
+        if data.dtype != tensor.dtype and not (data.is_floating_point() and tensor.is_floating_point()):
+            raise UserError(
+                f"tensor {name!r} is stored as {data.dtype}, its format needs {tensor.dtype}; save it again"
+            )
+        with torch.no_grad():
+            local(tensor).copy_(data)
+    for _, linear in linears(model):
+        if linear.state_names:
+            linear.init_state()
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {str(device)!r} is not known; use cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda was asked for, but there is no usable GPU here; use device cpu")
+    return device
