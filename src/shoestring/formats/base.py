@@ -1,17 +1,19 @@
 """Format: what a weight is.
 
-A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It says how a weight
-[out, in] is stored (`encode`), what the stored parts mean (`decode`), what training multiplies with (`fake`) and how a
-packed weight is applied (`linear`). `FormatLinear` hosts every Format; nothing else in the package knows one by name.
+A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It says how a
+weight [out, in] is stored (`encode`), what the stored parts mean (`decode`), what training multiplies with
+(`fake`) and how a packed weight is applied (`linear`). `FormatLinear` hosts every Format; nothing else in the
+package knows one by name.
 
 The laws every Format obeys are tested in tests/formats/test_laws.py:
- 1. decode(encode(w)) stays within `error_bound(w)`.
+ 1. decode(encode(w)) stays within `error_bound(w, state)`.
  2. `linear` agrees with F.linear on the decoded weight.
  3. encode, decode and fake take the weight in the compute dtype, compute in fp32 and round once;
     fake(w) equals decode(encode(w)) bit for bit, eager and compiled.
  4. dict and safetensors round trips lose nothing.
  5. encode(shard) equals the shard of encode(w) for every cut on `block` boundaries.
- 6. pack encodes weight.to(compute_dtype): the decoded parts equal what the last training forward multiplied with.
+ 6. pack encodes weight.to(compute_dtype): the decoded parts equal what the last training forward multiplied
+    with.
 
 Left out on purpose: modules, devices, process groups, files. A Format sees the local, plain tensor only.
 """
@@ -48,8 +50,16 @@ class Format:
     """The protocol and its defaults; see the module docstring for the laws."""
 
     name: ClassVar[str]
+    # Parts that are replicated. Every other part is [rows, cols, ...] with dims 0 and 1 in proportion to the
+    # weight's.
+    whole_parts: ClassVar[tuple[str, ...]] = ()
 
-    # -- geometry ---------------------------------------------------------------------------------------------
+    @property
+    def label(self) -> str:
+        """The short spelling, as `parse_format` reads it."""
+        return self.name
+
+    # -- geometry --------------------------------------------------------------------------------------------
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """(rows, cols): a weight of `shape` may be cut only at multiples of these."""
         return (1, 1)
@@ -57,12 +67,15 @@ class Format:
     def check(self, shape: tuple[int, int]) -> None:
         """Raise UserError when a weight of this [out, in] shape cannot be held, saying what would fit."""
 
-    def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        """Stored bits per weight including scales, zeros and tables."""
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        """Stored bits per weight including scales, zeros and tables; `dtype` is that of weights kept as they
+        are.
+        """
         raise NotImplementedError
 
-    # -- meaning ----------------------------------------------------------------------------------------------
+    # -- meaning ---------------------------------------------------------------------------------------------
     def state(self, w: Tensor) -> dict[str, Aux]:
+        """What to keep beside the whole (logical, never a shard of the) weight `w` while training."""
         return {}
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
@@ -79,20 +92,40 @@ class Format:
         """decode(encode(w)) with an identity gradient."""
         return straight_through(w, self.decode(self.encode(w.detach(), state), w.dtype))
 
-    def error_bound(self, w: Tensor) -> Tensor:
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
         """Elementwise bound on |decode(encode(w)) - w|."""
         raise NotImplementedError
 
-    # -- use --------------------------------------------------------------------------------------------------
+    def cut(self, parts: Parts, shape: tuple[int, int], rows: slice, cols: slice) -> Parts:
+        """The parts of w[rows, cols], out of the parts of a w of `shape`; the cut must lie on `block`
+        boundaries.
+        """
+        return {
+            n: t
+            if n in self.whole_parts
+            else t[scale_slice(rows, shape[0], t.shape[0]), scale_slice(cols, shape[1], t.shape[1])]
+            for n, t in parts.items()
+        }
+
+    # -- use -------------------------------------------------------------------------------------------------
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.fake(w, state), bias)
 
     def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.decode(parts, x.dtype), bias)
 
-    # -- config -----------------------------------------------------------------------------------------------
+    # -- config ----------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **dataclasses.asdict(self)}
+
+
+def scale_slice(s: slice, size: int, part_size: int) -> slice:
+    """The slice of a part's dim that belongs to slice `s` of a weight's dim of `size`."""
+    start, stop, _ = s.indices(size)
+    assert start * part_size % size == 0 and stop * part_size % size == 0, (
+        f"{s} cuts a part of {part_size} for {size}"
+    )
+    return slice(start * part_size // size, stop * part_size // size)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -16,8 +16,8 @@ from shoestring.formats.base import Format, Parts
 class Dense(Format):
     name: ClassVar[str] = "dense"
 
-    def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        return 16.0
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        return 8.0 * dtype.itemsize
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
         return {"weight": w}
@@ -31,7 +31,7 @@ class Dense(Format):
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         return w
 
-    def error_bound(self, w: Tensor) -> Tensor:
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
         return torch.zeros_like(w)
 
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:

@@ -1,20 +1,27 @@
 """FormatLinear: the one module that hosts every Format.
 
-Two phases. Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of the
-activations and hands it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and buffers).
-Packed: `weight` is gone, the parts are buffers named `weight_<part>`, and the forward is `format.linear`.
+Two phases. Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of
+the activations and hands it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and
+buffers). Packed: `weight` is gone, the parts are buffers named `weight_<part>`, and the forward is
+`format.linear`.
 
-Formats see plain tensors only: on a sharded weight the module passes the local shard, and the parallel styles of
-`model.parallel` put the collectives around the module.
+Formats see plain tensors only: on a sharded weight the module passes the local shard, and the parallel styles
+of `model.parallel` put the collectives around the module. Packing a sharded weight gives parts sharded the
+same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from shoestring.formats.base import Format, Parts
+from shoestring.errors import UserError
+from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
+from shoestring.formats.rounding import cast_weight
 
 
 def local(t: Tensor) -> Tensor:
@@ -22,7 +29,23 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype the matrix product will run in: autocast's inside an autocast region, else that of x.
+
+    Quantizing has to see this dtype: autocast would otherwise round the decoded weight a second time.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
 class FormatLinear(nn.Linear):
+    format: Format
+    packed: bool
+    part_names: tuple[str, ...]
+    state_names: tuple[str, ...]
+    defer_bias: bool
+
     def __init__(
         self,
         in_features: int,
@@ -34,30 +57,192 @@ class FormatLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.format: Format = format or Dense()
+        self._host()
+        if format is not None:
+            self.set_format(format)
+
+    def _host(self) -> None:
+        """The attributes that make an nn.Linear a FormatLinear; also called on modules that `convert` adopts."""
+        self.format = Dense()
         self.packed = False
-        self.part_names: tuple[str, ...] = ()
-        self.state_names: tuple[str, ...] = ()
+        self.part_names = ()
+        self.state_names = ()
         # Set by the row-parallel style: the bias is added once, after the partial products are summed.
         self.defer_bias = False
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of the logical weight."""
+        return (self.out_features, self.in_features)
+
+    # -- reading ---------------------------------------------------------------------------------------------
     def format_state(self) -> Parts:
         return {n: local(getattr(self, f"weight_{n}")) for n in self.state_names}
 
     def parts(self) -> Parts:
-        return {n: getattr(self, f"weight_{n}") for n in self.part_names}
+        return {n: local(getattr(self, f"weight_{n}")) for n in self.part_names}
 
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight the forward multiplies with, in `dtype`."""
         if self.packed:
             return self.format.decode(self.parts(), dtype)
-        return self.format.fake(local(self.weight).to(dtype), self.format_state())
+        return self.format.fake(cast_weight(local(self.weight), dtype), self.format_state())
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None or self.defer_bias else local(self.bias).to(x.dtype)
+        dtype = compute_dtype(x)
+        x = x.to(dtype)
+        bias = None if self.bias is None or self.defer_bias else local(self.bias).to(dtype)
         if self.packed:
             return self.format.linear(x, self.parts(), bias)
-        return self.format.train_linear(x, local(self.weight).to(x.dtype), self.format_state(), bias)
+        return self.format.train_linear(x, cast_weight(local(self.weight), dtype), self.format_state(), bias)
+
+    # -- changing the Format ---------------------------------------------------------------------------------
+    def set_format(self, format: Format) -> None:
+        """Train with `format` from now on. The weight stays; the state of the old Format goes."""
+        if self.packed:
+            raise UserError(
+                f"A packed {self.format.label} weight cannot change its format: call unpack(model) first."
+            )
+        format.check(self.shape)
+        check_cut(self.weight, format, self.shape)
+        self._drop(self.state_names)
+        self.format = format
+        self.state_names = ()
+        self.init_state()
+
+    def init_state(self) -> None:
+        """(Re)compute the Format's state from the weight; needed after a meta build has been filled."""
+        if self.packed:
+            return
+        with torch.no_grad():
+            state = self.format.state(full(self.weight))
+            for name, aux in state.items():
+                self._set_state(f"weight_{name}", aux)
+        self.state_names = tuple(state)
+
+    def _set_state(self, name: str, aux: Aux) -> None:
+        value = like_weight(aux.tensor, self.weight) if aux.kind in ("rows", "trained") else aux.tensor
+        old = getattr(self, name, None)
+        if old is not None and old.shape == value.shape and old.is_meta == value.is_meta:
+            old.copy_(value)  # in place: optimizers and FSDP hold this tensor
+        elif aux.kind in ("rows", "trained"):
+            setattr(self, name, nn.Parameter(value, requires_grad=aux.kind == "trained"))
+        else:
+            self.register_buffer(name, value)
+
+    # -- packing ---------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def encode(self, dtype: torch.dtype) -> Parts:
+        """The parts that `pack` would store; those of a sharded weight are sharded like it."""
+        w = cast_weight(local(self.weight), dtype)
+        if not w.isfinite().all():
+            raise UserError(
+                "The weight holds NaN or infinite values; packing would hide them. Check the training run."
+            )
+        parts = self.format.encode(w, self.format_state())
+        with torch.device("meta"):
+            shapes = {n: t.shape for n, t in self.format.empty_parts(self.shape, dtype).items()}
+        return {
+            n: t.clone() if n in self.format.whole_parts else like_shard(t, self.weight, shapes[n])
+            for n, t in parts.items()
+        }
+
+    def pack(self, dtype: torch.dtype = torch.float32) -> None:
+        """Replace weight and state by the stored parts of weight.to(dtype)."""
+        self._hold(self.encode(dtype))
+
+    def prepare_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
+        """Become a packed module with uninitialised parts, for load_state_dict to fill."""
+        format.check(self.shape)
+        with torch.device(self.bias.device if self.weight is None else self.weight.device):
+            parts = format.empty_parts(self.shape, dtype)
+        self._drop(self.state_names)
+        self.format = format
+        self._hold(parts)
+
+    def unpack(self, dtype: torch.dtype = torch.float32) -> None:
+        """A dense weight again: what the packed module multiplied with, in `dtype`."""
+        weight = self.effective_weight(dtype)
+        any_part = next(t for n, t in self._held().items() if n not in self.format.whole_parts)
+        self._drop(self.part_names)
+        self.weight = nn.Parameter(like_shard(weight, any_part, torch.Size(self.shape)))
+        self.format, self.packed, self.part_names = Dense(), False, ()
+
+    def _hold(self, parts: Parts) -> None:
+        self._drop(self.state_names)
+        self._drop(self.part_names)
+        self.weight = None  # type: ignore[assignment]
+        for name, part in parts.items():
+            self.register_buffer(f"weight_{name}", part)
+        self.packed, self.part_names, self.state_names = True, tuple(parts), ()
+
+    def _held(self) -> Parts:
+        return {n: getattr(self, f"weight_{n}") for n in self.part_names}
+
+    def _drop(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            delattr(self, f"weight_{name}")
+
+    # -- nn.Module -------------------------------------------------------------------------------------------
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FormatLinear:
+        # model.to(torch.bfloat16) is about weights and activations; a table or scale in another dtype is
+        # another weight. They follow to another device, never to another dtype.
+        kept = {f"weight_{n}": getattr(self, f"weight_{n}") for n in self.part_names + self.state_names}
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = getattr(self, name)
+            if new.dtype != old.dtype:
+                restored = old.detach().to(new.device)
+                if isinstance(new, nn.Parameter):
+                    restored = nn.Parameter(restored, requires_grad=new.requires_grad)
+                setattr(self, name, restored)
+        return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, format={self.format}, packed={self.packed}"
+        return f"{super().extra_repr()}, format={self.format.label}{', packed' if self.packed else ''}"
+
+
+# -- sharded weights -----------------------------------------------------------------------------------------
+def full(t: Tensor) -> Tensor:
+    """The logical tensor, gathered when it is sharded."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def like_weight(t: Tensor, weight: Any) -> Tensor:
+    """The logical tensor `t` sharded as `weight` is (every rank has all of `t`, so nothing is sent)."""
+    if not hasattr(weight, "placements"):
+        return t
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def like_shard(t: Tensor, other: Any, shape: torch.Size) -> Tensor:
+    """The local `t` as this rank's shard of a logical tensor of `shape`, cut as `other` is."""
+    if not hasattr(other, "placements"):
+        return t.detach()
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        t.detach().contiguous(),
+        other.device_mesh,
+        other.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+
+
+def check_cut(weight: Tensor, format: Format, shape: tuple[int, int]) -> None:
+    """Raise UserError when this rank's shard of `weight` does not end on the Format's block boundaries."""
+    if not hasattr(weight, "placements"):
+        return
+    block = format.block(shape)
+    for dim in (0, 1):
+        have = local(weight).shape[dim]
+        if have != shape[dim] and have % block[dim]:
+            raise UserError(
+                f"{format.label} cannot cut a weight of {list(shape)} into shards of {have} along dim {dim}: "
+                f"shards must be multiples of {block[dim]}. Use fewer ranks or a smaller group."
+            )

@@ -1,0 +1,339 @@
+"""Give the linear layers of any model a Format, pack them, and take them back.
+
+    report = convert(model, [("blocks.0.*", Dense()), ("*", IntAsym(bits=4))])  # then train with any loop
+    pack(model)  # weights become codes and scales
+
+Rules are (glob, Format) pairs on dotted module names; the first that matches wins; `*` also crosses dots. A
+rule that matches nothing is an error, and so is one that earlier rules leave nothing to. Modules whose last
+name is in `skip` (the output head) are only touched by a rule that spells that last name out.
+
+Modules are changed in place: an nn.Linear becomes a FormatLinear by changing its class, so its name,
+Parameters, hooks and every reference to it stay. transformers' Conv1D (GPT-2) becomes a FormatLinear too; its
+weight is a new Parameter, transposed to [out, in]. A weight that two modules share (a tied head) is never
+converted: packing would untie it.
+
+Left out on purpose: embeddings, convolutions, and subclasses of nn.Linear, whose forward is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError, suggest
+from shoestring.formats.base import Format
+from shoestring.formats.dense import Dense
+from shoestring.formats.linear import FormatLinear
+from shoestring.formats.registry import from_json
+
+Rule = tuple[str, Format]
+
+
+@dataclass(frozen=True)
+class Changed:
+    name: str
+    shape: tuple[int, int]
+    before: str
+    format: Format
+
+
+@dataclass(frozen=True)
+class Left:
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class ConvertReport:
+    """What `convert` did; `print(report)` shows it as a table, with layer numbers folded."""
+
+    changed: list[Changed] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight over the changed layers, once packed."""
+        weights = sum(c.shape[0] * c.shape[1] for c in self.changed)
+        bits = sum(c.format.bits_per_weight(c.shape) * c.shape[0] * c.shape[1] for c in self.changed)
+        return bits / weights if weights else 0.0
+
+    def __str__(self) -> str:
+        rows: dict[tuple[str, ...], int] = {}
+        for c in self.changed:
+            bits = f"{c.format.bits_per_weight(c.shape):.2f} bits per weight"
+            _count(
+                rows, fold(c.name), f"{c.shape[0]} x {c.shape[1]}", f"{c.before} -> {c.format.label}", bits
+            )
+        for x in self.left:
+            _count(rows, fold(x.name), x.kind, "left alone", x.reason)
+        cells = [(key[0], f"x{n}" if n > 1 else "", *key[1:]) for key, n in rows.items()]
+        widths = [max(len(row[i]) for row in cells) for i in range(5)] if cells else []
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        summary = f"{len(self.changed)} changed ({self.bits_per_weight:.2f} bits per weight)"
+        return "\n".join([*lines, f"{summary}, {len(self.left)} left alone"])
+
+
+def _count(rows: dict[tuple[str, ...], int], *key: str) -> None:
+    rows[key] = rows.get(key, 0) + 1
+
+
+def fold(name: str) -> str:
+    """blocks.12.attn.q -> blocks.*.attn.q"""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+# -- which modules -------------------------------------------------------------------------------------------
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D: y = x @ weight + bias with weight [in, out]. By name, so transformers is not
+    imported.
+    """
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def weight_shape(module: nn.Module) -> tuple[int, int]:
+    """[out, in]"""
+    if isinstance(module, nn.Linear):
+        return (module.out_features, module.in_features)
+    assert isinstance(module.weight, Tensor)
+    return (module.weight.shape[1], module.weight.shape[0])
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module that multiplies with a weight matrix, convertible or not, by its first dotted name."""
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear | nn.Embedding) or is_conv1d(m)
+    }
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """{module name: the other module that holds the same weight Parameter}."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return {n: next(o for o in names if o != n) for names in owners.values() if len(names) > 1 for n in names}
+
+
+def obstacle(module: nn.Module, name: str, tied: dict[str, str]) -> str | None:
+    """Why this module cannot be converted at all, or None."""
+    if isinstance(module, nn.Embedding):
+        return "embeddings stay as they are"
+    if not (isinstance(module, FormatLinear) or type(module) is nn.Linear or is_conv1d(module)):
+        return f"{type(module).__name__} may not use its weight as nn.Linear does"
+    if name in tied:
+        return f"its weight is tied to {tied[name]}"
+    if "forward" in module.__dict__:
+        return "its forward has been replaced (remove the wrapper, convert, then wrap again)"
+    return None
+
+
+def spells_out(glob: str, name: str) -> bool:
+    """Whether the rule gives the module's last name letter by letter."""
+    return glob.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]
+
+
+def assign(
+    modules: dict[str, nn.Module], rules: Sequence[Rule], skip: Iterable[str], tied: dict[str, str]
+) -> tuple[dict[str, Format], list[Left]]:
+    """Which Format each module gets, and why the others get none; raises UserError on a rule without effect."""
+    skip = tuple(skip)
+    chosen: dict[str, Format] = {}
+    left: list[Left] = []
+    matched: dict[int, list[str]] = {i: [] for i in range(len(rules))}
+    used: set[int] = set()
+    for name, module in modules.items():
+        hits = [i for i, (glob, _) in enumerate(rules) if fnmatchcase(name, glob)]
+        for i in hits:
+            matched[i].append(name)
+        skipped = any(fnmatchcase(name, s) or fnmatchcase(name.rsplit(".", 1)[-1], s) for s in skip)
+        if skipped:
+            hits = [i for i in hits if spells_out(rules[i][0], name)]
+        reason = obstacle(module, name, tied)
+        if reason and hits and rules[hits[0]][0] == name and not isinstance(rules[hits[0]][1], Dense):
+            raise UserError(f"{name} cannot be converted: {reason}. Remove it from the rules.")
+        if reason or not hits:
+            why = reason or (
+                "the output head; name it in a rule to convert it" if skipped else "no rule matches"
+            )
+            left.append(Left(name, type(module).__name__, why))
+            continue
+        used.add(hits[0])
+        chosen[name] = rules[hits[0]][1]
+    for i, (glob, _) in enumerate(rules):
+        if i not in used:
+            raise UserError(idle_rule(glob, matched[i], chosen, left, list(modules)))
+    return chosen, left
+
+
+def idle_rule(
+    glob: str, matched: list[str], chosen: dict[str, Format], left: list[Left], names: list[str]
+) -> str:
+    """The message for a rule that changes nothing."""
+    if not matched:
+        hint = suggest(glob, names) or f" There are: {', '.join(sorted({fold(n) for n in names})[:8])}."
+        return f"Rule {glob!r} matches no linear layer.{hint}"
+    if all(n in chosen for n in matched):
+        return f"Rule {glob!r} has nothing left: earlier rules take all it matches. Put it before them."
+    reason = next(x.reason for x in left if x.name in matched)
+    return f"Rule {glob!r} matches only layers that are left alone ({matched[0]}: {reason})."
+
+
+# -- convert -------------------------------------------------------------------------------------------------
+def convert(
+    model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("head", "lm_head")
+) -> ConvertReport:
+    """Give layers Formats, in place; nothing is changed when a rule or a shape is wrong.
+
+    Works on meta tensors too: fill the weights, then call `init_state(model)`.
+    """
+    modules = candidates(model)
+    chosen, left = assign(modules, rules, skip, tied_names(model))
+    for name, format in chosen.items():
+        module = modules[name]
+        if isinstance(module, FormatLinear) and module.packed:
+            raise UserError(
+                f"{name} is packed as {module.format.label}: call unpack(model) before converting again."
+            )
+        try:
+            format.check(weight_shape(module))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+    report = ConvertReport(left=left)
+    for name, format in chosen.items():
+        module = modules[name]
+        if isinstance(format, Dense) and not isinstance(module, FormatLinear):
+            report.left.append(Left(name, type(module).__name__, "dense by rule"))
+            continue
+        before = module.format.label if isinstance(module, FormatLinear) else type(module).__name__
+        adopt(module).set_format(format)
+        report.changed.append(Changed(name, weight_shape(module), before, format))
+    return report
+
+
+def adopt(module: nn.Module) -> FormatLinear:
+    """Turn an nn.Linear or Conv1D into a dense FormatLinear, in place."""
+    if isinstance(module, FormatLinear):
+        return module
+    attributes: Any = module
+    if is_conv1d(module):
+        out_features, in_features = weight_shape(module)
+        weight = attributes.weight
+        with torch.no_grad():
+            turned = weight.t().contiguous()
+        attributes.weight = nn.Parameter(turned, requires_grad=weight.requires_grad)
+        attributes.in_features, attributes.out_features = in_features, out_features
+        del attributes.nx, attributes.nf
+    module.__class__ = FormatLinear
+    assert isinstance(module, FormatLinear)
+    module._host()
+    return module
+
+
+def init_state(model: nn.Module) -> None:
+    """Compute the Formats' state (tables, masks) from the weights: after a meta build has been filled."""
+    for _, module in format_linears(model):
+        module.init_state()
+
+
+# -- pack ----------------------------------------------------------------------------------------------------
+def format_linears(model: nn.Module) -> Iterator[tuple[str, FormatLinear]]:
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, FormatLinear))
+
+
+def formats_of(model: nn.Module) -> dict[str, Format]:
+    """{module name: Format} of every layer that is not dense, packed or not."""
+    return {name: m.format for name, m in format_linears(model) if not isinstance(m.format, Dense)}
+
+
+def pack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Replace the weight of every layer with a Format by its stored parts, in place; returns their names.
+
+    `dtype` is the one the model computes in: the parts encode weight.to(dtype), which is what training
+    multiplied with.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise UserError(
+            "A model under fully_shard cannot be packed in place: use packed_state(model) and save that."
+        )
+    names = []
+    for name, module in format_linears(model):
+        if module.packed or isinstance(module.format, Dense):
+            continue
+        try:
+            module.pack(dtype)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        names.append(name)
+    return names
+
+
+def packed_state(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The state_dict that `pack` would leave, without touching the model (sharded weights give sharded
+    parts).
+    """
+    state = {name: t.detach() for name, t in model.state_dict().items()}
+    for name, module in format_linears(model):
+        if module.packed or isinstance(module.format, Dense):
+            continue
+        prefix = f"{name}.weight" if name else "weight"
+        for old in ("", *(f"_{n}" for n in module.state_names)):
+            state.pop(prefix + old, None)
+        state.update({f"{prefix}_{part}": t for part, t in module.encode(dtype).items()})
+    return state
+
+
+def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Packed layers become dense ones with the weights they stood for, in place; returns their names."""
+    names = []
+    for name, module in format_linears(model):
+        if module.packed:
+            module.unpack(dtype)
+            names.append(name)
+    return names
+
+
+def prepare_packed(
+    model: nn.Module, formats: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32
+) -> None:
+    """Make the named layers packed ones with uninitialised parts, so that load_state_dict can fill them.
+
+    `formats` is {module name: Format.to_json()}, as `{n: f.to_json() for n, f in formats_of(model).items()}`
+    gives it.
+    """
+    modules = candidates(model)
+    tied = tied_names(model)
+    for name, data in formats.items():
+        if name not in modules:
+            raise UserError(f"The model has no linear layer {name!r}.{suggest(name, list(modules))}")
+        if reason := obstacle(modules[name], name, tied):
+            raise UserError(f"{name} cannot hold packed weights: {reason}.")
+        format = from_json(data)
+        try:
+            format.check(weight_shape(modules[name]))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        if not isinstance(format, Dense):
+            adopt(modules[name]).prepare_packed(format, dtype)
+
+
+def bits_per_weight(model: nn.Module) -> float:
+    """Stored bits per weight over all FormatLinears; a dense weight counts in the dtype it has."""
+    weights, bits = 0, 0.0
+    for _, m in format_linears(model):
+        numel = m.shape[0] * m.shape[1]
+        dtype = torch.bfloat16 if m.weight is None else m.weight.dtype
+        weights, bits = weights + numel, bits + numel * m.format.bits_per_weight(m.shape, dtype)
+    return bits / weights if weights else 0.0

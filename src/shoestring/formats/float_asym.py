@@ -1,0 +1,184 @@
+"""FloatAsym: levels from a table, with one scale per group or one for each sign.
+
+NF tables put the levels at quantiles of a normal distribution, FP tables at the values of a tiny float. With
+two scales (AFPQ) positive and negative weights of a group are scaled apart, which keeps the dense middle of
+the table at zero where a zero point would shift it away. Per group, with C the table's largest value:
+
+    s+ = max(w, 0) / C,  s- = max(-w, 0) / C, rounded to 16 bits        (one scale: both are the larger)
+    q  = the level nearest to w among T[q] * s+ (w > 0) or T[q] * s- (otherwise); a tie goes to the lower one
+    w' = T[q] * (s+ if T[q] > 0 else s-)
+
+Stored parts: codes uint8 [out, in*b/8] (kernels/packing.py), scale 16 bits [out, groups, scales] with s+
+first, table fp32 [2**b] in rising order. The table travels with the weight because two published "NF3" tables
+differ; decode uses the stored one. FP tables have an odd number of values: their last code is never written
+and repeats the largest value.
+
+Left out on purpose: a gradient to the scales, and tables without a zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError, suggest
+from shoestring.formats.base import Aux, Format, Parts, straight_through
+from shoestring.formats.groups import (
+    SCALE_DTYPES,
+    check_settings,
+    check_width,
+    group_width,
+    rounding_slack,
+    split,
+    storable_scale,
+)
+from shoestring.formats.rounding import to_dtype
+from shoestring.kernels.packing import pack_bits, packed_width, unpack_bits
+
+
+def normal_float_table(bits: int) -> tuple[float, ...]:
+    """NF levels: quantiles of the standard normal, one more on the positive side, scaled to [-1, 1].
+
+    The offset of the outermost quantile is the mean of those that 2**b and 2**b - 1 levels would have. bits=4
+    gives the NF4 of QLoRA and bitsandbytes, bits=3 the NF3 of BitDistiller.
+    """
+    from statistics import NormalDist
+
+    half = 2 ** (bits - 1)
+    offset = (1 / 2 ** (bits + 1) + 1 / (2 ** (bits + 1) - 2)) / 2
+
+    def quantiles(count: int) -> list[float]:
+        step = (0.5 - offset) / (count - 1)
+        return [
+            NormalDist().inv_cdf(1 - offset - i * step) for i in range(count - 1)
+        ]  # without 0.5, which is 0
+
+    negative, positive = quantiles(half), quantiles(half + 1)
+    largest = positive[0]
+    return (*(-v / largest for v in negative), 0.0, *(v / largest for v in reversed(positive)))
+
+
+def small_float_table(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+    return (*(-m for m in reversed(magnitudes)), 0.0, *magnitudes)
+
+
+TABLES: dict[str, tuple[float, ...]] = {
+    "nf2": normal_float_table(2),
+    "nf3": normal_float_table(3),
+    "nf4": normal_float_table(4),
+    "fp3": small_float_table((1.0, 2.0, 4.0)),  # E2M0
+    "fp4": small_float_table((0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),  # E2M1
+}
+
+
+@dataclass(frozen=True)
+class FloatAsym(Format):
+    """`table` nf2, nf3, nf4, fp3 or fp4; `scales` 1 or 2 per `group` weights (group 0: the whole row)."""
+
+    table: str = "nf3"
+    scales: int = 2
+    group: int = 64
+    scale_dtype: str = "float16"
+
+    name: ClassVar[str] = "float_asym"
+    whole_parts: ClassVar[tuple[str, ...]] = ("table",)
+
+    def __post_init__(self) -> None:
+        if self.table not in TABLES:
+            allowed = ", ".join(TABLES)
+            raise UserError(
+                f"There is no table {self.table!r}: use {allowed}.{suggest(self.table, list(TABLES))}"
+            )
+        if self.scales not in (1, 2):
+            raise UserError(
+                f"FloatAsym with {self.scales} scales is not possible: use 1, or 2 for one per sign."
+            )
+        check_settings(self.group, self.scale_dtype)
+
+    @property
+    def label(self) -> str:
+        suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
+        return f"{self.table}:s{self.scales}:g{self.group}{suffix}"
+
+    @property
+    def bits(self) -> int:
+        return int(self.table[-1])
+
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return (1, group_width(shape[1], self.group))
+
+    def check(self, shape: tuple[int, int]) -> None:
+        check_width(shape, self.group)
+
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        table_bits = 32 * 2**self.bits / (shape[0] * shape[1])
+        return self.bits + 16 * self.scales / group_width(shape[1], self.group) + table_bits
+
+    def state(self, w: Tensor) -> dict[str, Aux]:
+        levels = TABLES[self.table]
+        padded = levels + levels[-1:] * (2**self.bits - len(levels))
+        return {"table": Aux(torch.tensor(padded, dtype=torch.float32, device=w.device), "whole")}
+
+    def quantize(self, w: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 codes [out, groups, group] and fp32 scale [out, groups, scales]."""
+        w_g = split(w, self.group)
+        sides = torch.cat([w_g.amax(-1, keepdim=True), -w_g.amin(-1, keepdim=True)], dim=-1).clamp(min=0)
+        if self.scales == 1:
+            sides = sides.amax(-1, keepdim=True)
+        scale = storable_scale(sides * (1 / TABLES[self.table][-1]), self.scale_dtype)
+        middle = (table[1:] + table[:-1]) * 0.5
+        # Comparing with middle * scale instead of looking up w / scale: a product rounds the same way
+        # everywhere, a division does not. A middle has the sign of its outer level, hence the scale of that
+        # sign; for a weight of the other sign the comparison comes out right whatever the scale.
+        edges = middle * torch.where(middle > 0, scale[..., :1], scale[..., -1:])
+        codes = torch.zeros_like(w_g, dtype=torch.uint8)
+        for k in range(len(TABLES[self.table]) - 1):
+            codes = codes + (w_g > edges[..., k : k + 1]).to(torch.uint8)
+        return codes, scale
+
+    def dequantize(self, codes: Tensor, scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        level = table[codes.to(torch.int32)]
+        return to_dtype((level * torch.where(level > 0, scale[..., :1], scale[..., -1:])).flatten(-2), dtype)
+
+    def encode(self, w: Tensor, state: Parts) -> Parts:
+        codes, scale = self.quantize(w, state["table"])
+        return {
+            "codes": pack_bits(codes.flatten(-2), self.bits),
+            "scale": scale.to(SCALE_DTYPES[self.scale_dtype]),
+            "table": state["table"],
+        }
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        scale = parts["scale"].float()
+        codes = unpack_bits(parts["codes"], self.bits).unflatten(-1, (scale.shape[-2], -1))
+        return self.dequantize(codes, scale, parts["table"], dtype)
+
+    def fake(self, w: Tensor, state: Parts) -> Tensor:
+        # decode(encode(w)) without packing the codes and unpacking them again.
+        codes, scale = self.quantize(w.detach(), state["table"])
+        return straight_through(w, self.dequantize(codes, scale, state["table"], w.dtype))
+
+    def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
+        rows, width = shape
+        groups = width // group_width(width, self.group)
+        return {
+            "codes": torch.empty(rows, packed_width(width, self.bits), dtype=torch.uint8),
+            "scale": torch.empty(rows, groups, self.scales, dtype=SCALE_DTYPES[self.scale_dtype]),
+            "table": torch.empty(2**self.bits, dtype=torch.float32),
+        }
+
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
+        """Half the table's widest gap on the weight's side of zero, plus what the stored scale cuts off."""
+        table = state["table"]
+        w_g = split(w, self.group)
+        _, scale = self.quantize(w, table)
+        gaps, middle = table[1:] - table[:-1], (table[1:] + table[:-1]) * 0.5
+        up, down = gaps[middle > 0].max(), gaps[middle < 0].max()
+        side_gap = torch.where(w_g > 0, up, down) / 2
+        side_scale = torch.where(w_g > 0, scale[..., :1], scale[..., -1:])
+        side_end = torch.where(w_g > 0, table[-1], -table[0]) * side_scale
+        grid = (side_gap * side_scale + (w_g.abs() - side_end).clamp(min=0)).flatten(-2)
+        return grid + rounding_slack(w, grid)

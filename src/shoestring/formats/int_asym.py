@@ -1,0 +1,126 @@
+"""IntAsym: evenly spaced levels with a scale and a zero point per group.
+
+Per group of weights, with lo = min(w, 0) and hi = max(w, 0), so that 0 is always a level:
+
+    s = (hi - lo) / (2**b - 1), rounded to 16 bits        z = round(-lo / s)
+    q = clamp(round(w / s) + z, 0, 2**b - 1)              w' = (q - z) * s
+
+Stored parts: codes uint8 [out, in*b/8] (kernels/packing.py), scale 16 bits [out, groups], zero uint8 [out,
+groups].
+
+The published rule takes lo and hi from the weights alone and clamps z; a group of one sign then loses its far
+end. Left out on purpose: a gradient to scale and zero (they follow the weight's extremes at every step).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats.base import Format, Parts, straight_through
+from shoestring.formats.groups import (
+    SCALE_DTYPES,
+    check_settings,
+    check_width,
+    group_width,
+    rounding_slack,
+    split,
+    storable_scale,
+)
+from shoestring.formats.rounding import to_dtype
+from shoestring.kernels.packing import pack_bits, packed_width, unpack_bits
+
+
+def round_quotient(x: Tensor, scale: Tensor) -> Tensor:
+    """The integer n with -scale/2 <= x - n*scale < scale/2, for |n| <= 512; larger quotients are clamped.
+
+    GPU compilers replace a division by an approximation that may land on the other side of a tie. The
+    remainder x - n*scale is exact (see groups.py), so one step of correction makes the result the same
+    everywhere.
+    """
+    n = torch.round(x / scale).clamp(-512, 512)
+    rest = x - n * scale
+    return n + (rest >= 0.5 * scale).float() - (rest < -0.5 * scale).float()
+
+
+@dataclass(frozen=True)
+class IntAsym(Format):
+    """`bits` 2, 3, 4 or 8; `group` weights share a scale and a zero point (0: one pair per output row)."""
+
+    bits: int = 4
+    group: int = 64
+    scale_dtype: str = "float16"
+
+    name: ClassVar[str] = "int_asym"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 8):
+            raise UserError(f"IntAsym with {self.bits} bits is not possible: use 2, 3, 4 or 8.")
+        check_settings(self.group, self.scale_dtype)
+
+    @property
+    def label(self) -> str:
+        suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
+        return f"int{self.bits}:g{self.group}{suffix}"
+
+    @property
+    def top(self) -> int:
+        return 2**self.bits - 1
+
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return (1, group_width(shape[1], self.group))
+
+    def check(self, shape: tuple[int, int]) -> None:
+        check_width(shape, self.group)
+
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        return self.bits + (16 + 8) / group_width(shape[1], self.group)
+
+    def quantize(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """fp32 codes [out, groups, group], scale and zero [out, groups, 1]."""
+        w_g = split(w, self.group)
+        low, high = w_g.amin(-1, keepdim=True).clamp(max=0), w_g.amax(-1, keepdim=True).clamp(min=0)
+        # Multiplied, not divided: eager CUDA, Triton and the CPU round a division by a constant differently.
+        scale = storable_scale((high - low) * (1 / self.top), self.scale_dtype)
+        zero = round_quotient(-low, scale).clamp(0, self.top)
+        codes = (round_quotient(w_g, scale) + zero).clamp(0, self.top)
+        return codes, scale, zero
+
+    def encode(self, w: Tensor, state: Parts) -> Parts:
+        codes, scale, zero = self.quantize(w)
+        return {
+            "codes": pack_bits(codes.flatten(-2).to(torch.uint8), self.bits),
+            "scale": scale.squeeze(-1).to(SCALE_DTYPES[self.scale_dtype]),
+            "zero": zero.squeeze(-1).to(torch.uint8),
+        }
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        scale, zero = parts["scale"].float().unsqueeze(-1), parts["zero"].float().unsqueeze(-1)
+        codes = unpack_bits(parts["codes"], self.bits).float().unflatten(-1, (scale.shape[-2], -1))
+        return to_dtype(((codes - zero) * scale).flatten(-2), dtype)
+
+    def fake(self, w: Tensor, state: Parts) -> Tensor:
+        # decode(encode(w)) without packing the codes and unpacking them again.
+        codes, scale, zero = self.quantize(w.detach())
+        return straight_through(w, to_dtype(((codes - zero) * scale).flatten(-2), w.dtype))
+
+    def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
+        rows, width = shape
+        groups = width // group_width(width, self.group)
+        return {
+            "codes": torch.empty(rows, packed_width(width, self.bits), dtype=torch.uint8),
+            "scale": torch.empty(rows, groups, dtype=SCALE_DTYPES[self.scale_dtype]),
+            "zero": torch.empty(rows, groups, dtype=torch.uint8),
+        }
+
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
+        """Half a step, plus what the rounded (or saturated) scale cuts off the group's range."""
+        w_g = split(w, self.group)
+        _, scale, _ = self.quantize(w)
+        span = w_g.amax(-1, keepdim=True).clamp(min=0) - w_g.amin(-1, keepdim=True).clamp(max=0)
+        grid = (scale / 2 + (span - self.top * scale).clamp(min=0)).expand_as(w_g).flatten(-2)
+        return grid + rounding_slack(w, grid)

@@ -1,0 +1,69 @@
+"""Formats by name: the short spelling of a command line, and JSON as a packed checkpoint carries it.
+
+    parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
+
+`parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of your own joins
+with `FORMATS[MyFormat.name] = MyFormat`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shoestring.errors import UserError, suggest
+from shoestring.formats.base import Format
+from shoestring.formats.dense import Dense
+from shoestring.formats.float_asym import TABLES, FloatAsym
+from shoestring.formats.groups import SCALE_DTYPES
+from shoestring.formats.int_asym import IntAsym
+
+FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym)}
+SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES)
+
+
+def parse_format(text: str) -> Format:
+    """`<kind>[:g<group>][:s<scales>]`: kind as in SPELLINGS, group 0 for one per row, scales for nf and fp
+    only.
+    """
+    head, *options = text.strip().lower().split(":")
+    if head not in SPELLINGS:
+        raise UserError(
+            f"There is no format {text!r}: use {', '.join(SPELLINGS)}.{suggest(head, list(SPELLINGS))}"
+        )
+    settings: dict[str, Any] = {}
+    for option in options:
+        letter, number = option[:1], option[1:]
+        if option in SCALE_DTYPES and head != "dense":
+            settings["scale_dtype"] = option
+        elif letter == "g" and number.isdigit() and head != "dense":
+            settings["group"] = int(number)
+        elif letter == "s" and number.isdigit() and head in TABLES:
+            settings["scales"] = int(number)
+        else:
+            raise UserError(
+                f"Format {text!r} has no option {option!r}: write for example int4:g64, nf3:s1:g32 or dense."
+            )
+    if head == "dense":
+        return Dense()
+    if head in TABLES:
+        return FloatAsym(table=head, **settings)
+    return IntAsym(bits=int(head[3:]), **settings)
+
+
+def from_json(data: dict[str, Any]) -> Format:
+    """The Format that `to_json` described."""
+    settings = dict(data)
+    name = settings.pop("name", None)
+    if name not in FORMATS:
+        raise UserError(
+            f"There is no format named {name!r}: this version knows {', '.join(FORMATS)}."
+            f"{suggest(str(name), list(FORMATS))}"
+        )
+    known = [f.name for f in dataclasses.fields(FORMATS[name])]
+    for key in settings:
+        if key not in known:
+            raise UserError(
+                f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}"
+            )
+    return FORMATS[name](**settings)
