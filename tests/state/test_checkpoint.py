@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,10 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.dropout(self.block(self.first(x)), 0.3, self.training)
         return self.last(self.norm(x) @ self.frozen * self.mask)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
 
 
 class Log:
@@ -153,6 +156,35 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(at: int, tmp_pat
         assert again_tensors[name].dtype == t.dtype and torch.equal(again_tensors[name], t), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_resumed_run_on_a_gpu_goes_on_with_its_generator(tmp_path: Path) -> None:
+    def start(seed: int) -> Run:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).cuda()
+        return Run(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+
+    def steps(run: Run, number: int) -> list[float]:
+        losses = []
+        for _ in range(number):
+            loss = run.model(torch.randn(4, 8, device="cuda")).square().mean()
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.step += 1
+            losses.append(loss.item())
+        return losses
+
+    run = start(0)
+    steps(run, 2)
+    Checkpointer(tmp_path, every=0).save(run, {})
+    rest = steps(run, 3)
+    again = start(1)
+    assert Checkpointer(tmp_path, every=0).resume(again, {}) and again.step == 2
+    assert steps(again, 3) == rest
+    assert all(p.is_cuda for state in again.optimizer.state.values() for p in state.values())
+
+
 def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     run, data = new_run()
     train(run, data, 2, Checkpointer(tmp_path, every=2))
@@ -206,7 +238,7 @@ def test_saves_on_time_keeps_the_newest_and_saves_a_step_once(tmp_path: Path) ->
     run, data = new_run()
     checkpointer = Checkpointer(tmp_path, every=2, keep=2)
     train(run, data, 7, checkpointer)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000006"]
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
     checkpointer.save(run, {"data": data})
     before = (tmp_path / "step-00000007").stat().st_ino
     checkpointer.save(run, {"data": data})
@@ -225,8 +257,8 @@ def test_prune_and_latest_look_at_complete_checkpoints_only(tmp_path: Path) -> N
     assert prune(tmp_path, 2) == [step_folder(tmp_path, 1)]
     assert prune(tmp_path, 0) == [step_folder(tmp_path, 2)]
     assert prune(tmp_path, 1) == []
-    names = [".shoestring-new-step-00000098", "notes", "step-00000010", "step-00000099"]
-    assert sorted(os.listdir(tmp_path)) == names
+    left = [".shoestring-new-step-00000098", "notes", "step-00000010", "step-00000099"]
+    assert names(tmp_path) == left
 
 
 def test_a_crash_while_replacing_puts_the_old_one_back(tmp_path: Path) -> None:
@@ -237,7 +269,7 @@ def test_a_crash_while_replacing_puts_the_old_one_back(tmp_path: Path) -> None:
     hidden(path, ".shoestring-new-").mkdir()
     run, data = new_run(1)
     assert Checkpointer(tmp_path, every=2).resume(run, {"data": data}) and run.step == 2
-    assert os.listdir(tmp_path) == ["step-00000002"]
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_a_checkpoint_that_does_not_fit_is_explained(tmp_path: Path) -> None:
@@ -250,23 +282,19 @@ def test_a_checkpoint_that_does_not_fit_is_explained(tmp_path: Path) -> None:
 
     wide = Net()
     wide.last = nn.Linear(8, 2)
-    with pytest.raises(
-        UserError, match=r"model.last.bias \(saved torch.float32 \[1\], here torch.float32 \[2\]\)"
-    ):
+    with pytest.raises(UserError, match=r"last.bias \(saved torch.float32 \[1\], here torch.float32 \[2\]\)"):
         resume(wide, {"data": data})
     more = Net()
     more.extra = nn.Linear(2, 2)
-    with pytest.raises(
-        UserError, match=r"2 missing in the checkpoint: model.extra.bias, model.extra.weight;"
-    ):
+    with pytest.raises(UserError, match=r"2 missing in the checkpoint: model.extra.bias, model.extra.weight"):
         resume(more, {"data": data})
     less = Net()
     del less.norm
     with pytest.raises(UserError, match=r"5 not expected here: model.norm.bias, .*, \.\.\.; resume with"):
         resume(less, {"data": data})
-    with pytest.raises(UserError, match="dtype|float64"):
+    with pytest.raises(UserError, match=r"saved torch\.float32 \[8\], here torch\.float64"):
         resume(Net().double(), {"data": data})
-    with pytest.raises(UserError, match="not expected here: parts.data.cursor"):
+    with pytest.raises(UserError, match=r"not expected here: parts.data.cursor"):
         resume(Net(), {})
     with pytest.raises(UserError, match="parameter groups"):
         resume(Net(), {"data": data})

@@ -1,8 +1,9 @@
 """Boxes: where the pieces of every tensor live, and who sends what to whom.
 
-A Box is a half-open range per dimension. A Layout says for each tensor name which owner holds which Box. From two
-Layouts `plan` computes the copies that fill the second from the first; `check_cover` says whether boxes tile a
-tensor exactly. The same few functions serve checkpoints, loading on another mesh and moving weights between jobs.
+A Box is a half-open range per dimension. A Layout says for each tensor name which owner holds which Box. From
+two Layouts `plan` computes the copies that fill the second from the first; `check_cover` says whether boxes
+tile a tensor exactly. The same few functions serve checkpoints, loading on another mesh and moving weights
+between jobs.
 
 Everything but `local_box` is pure Python on integers. Left out: transport (storage.py and others do it) and
 strided ranges: a piece that is not one box is several boxes.
@@ -100,8 +101,8 @@ class Copy:
 def plan(src: Layout, dst: Layout) -> list[Copy]:
     """The copies that fill every box of `dst`, each of its elements exactly once.
 
-    Where several owners hold an element, an owner that needs it itself keeps its own copy; otherwise the owner that
-    has sent the fewest elements so far sends it. An element that nobody holds is a UserError.
+    Where several owners hold an element, an owner that needs it itself keeps its own copy; otherwise the
+    owner that has sent the fewest elements so far sends it. An element that nobody holds is a UserError.
     """
     copies: list[Copy] = []
     sent: dict[Owner, int] = {}
@@ -118,10 +119,10 @@ def plan(src: Layout, dst: Layout) -> list[Copy]:
                 ]
                 if not found:
                     raise UserError(
-                        f"tensor {name!r}: nobody holds elements {list(piece.start)} to {list(piece.stop)} that "
-                        f"{dst_owner!r} needs; the source layout must cover the destination"
+                        f"tensor {name!r}: nobody holds elements {list(piece.start)} to {list(piece.stop)} "
+                        f"that {dst_owner!r} needs; the source layout must cover the destination"
                     )
-                # A local copy is free; then the least loaded sender; then the larger piece, for fewer messages.
+                # A local copy is free; then the least loaded sender; then the larger piece.
                 owner, common = min(
                     found, key=lambda f: (f[0] != dst_owner, sent.get(f[0], 0), -f[1].size, str(f[0]))
                 )
@@ -142,7 +143,7 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None. Sweeps along dimension 0, so a plain row split is near linear."""
+    """Two boxes that share an element, or None. Sweeps along dimension 0: near linear for a row split."""
     active: list[Box] = []
     for box in sorted(b for b in boxes if b.size):
         active = [a for a in active if not a.stop or a.stop[0] > box.start[0]]
@@ -159,7 +160,7 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     for box in boxes:
         if len(box.start) != len(whole.start) or not whole.contains(box):
             raise UserError(
-                f"tensor {name!r} of shape {list(shape)}: box {list(box.start)}-{list(box.stop)} lies outside it"
+                f"tensor {name!r} of shape {list(shape)}: box {list(box.start)}-{list(box.stop)} lies outside"
             )
     if (pair := overlapping(boxes)) is not None:
         a, b = pair
@@ -176,21 +177,20 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def local_box(t: Tensor) -> Box:
-    """The box of the whole tensor that this process holds: everything for a plain tensor, the shard for a DTensor."""
+    """The box that this process holds: everything of a plain tensor, its shard of a DTensor."""
     if not hasattr(t, "device_mesh"):
         return Box.full(t.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _refuse_interleaved(t)
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)  # type: ignore[attr-defined]
-    if math.prod(shape) == 0 or len(offset) != len(t.shape):
-        # No element here (more ranks than rows, or this process is outside the mesh of the tensor).
+    if len(offset) != len(t.shape):  # this process is outside the mesh of the tensor
         return Box((0,) * len(t.shape), (0,) * len(t.shape))
     return Box.at(offset, shape)
 
 
 def _refuse_interleaved(t: Tensor) -> None:
-    """FSDP2 over TP marks its axis as strided; the shard is one box only because the TP axis cuts the same dim too."""
+    """FSDP2 over TP marks its axis as strided; a shard is one box because TP cuts the same dim too."""
     placements, mesh = t.placements, t.device_mesh  # type: ignore[attr-defined]
     for axis, p in enumerate(placements):
         factor = getattr(p, "split_factor", 1)

@@ -1,14 +1,14 @@
 """Checkpoints of a training run: save, load on any mesh, keep the last few, resume from the newest.
 
-State is a nested dict of tensors (DTensors included) and JSON values. It is flattened into names: every tensor gets
-the dotted path to it; every branch without tensors is one JSON value. DCP works out which rank writes and reads which
-box, so a checkpoint from one mesh loads on any other; storage.py is where it goes.
+State is a nested dict of tensors (DTensors included) and JSON values. It is flattened into names: every
+tensor gets the dotted path to it; every branch without tensors is one JSON value. DCP works out which rank
+writes and reads which box, so a checkpoint from one mesh loads on any other; storage.py is where it goes.
 
-Entries below a key `private` belong to one rank (random generators, residuals, cursors). Their name carries the
-rank's place in the mesh; otherwise DCP would take them for copies of the same thing and keep one.
+Entries below a key `private` belong to one rank (random generators, residuals, cursors). Their name carries
+the rank's place in the mesh; otherwise DCP would take them for copies of the same thing and keep one.
 
-Left out: writing in the background and keeping copies in memory or on peers. `Checkpointer.after_step` is the place
-where that decision is made; the trainer knows no other entry point.
+Left out: writing in the background and keeping copies in memory or on peers. `Checkpointer.after_step` is the
+place where that decision is made; the trainer knows no other entry point.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STEP = re.compile(r"step-([0-9]{8,})")
 _PRIVATE_NAME = re.compile(r"(^|\.)private@")
 
 
-# -- nested state to names and back ---------------------------------------------------------------------------------
+# -- nested state to names and back --------------------------------------------------------------------------
 
 
 def coordinate(mesh: Mesh | None) -> str:
@@ -72,7 +72,7 @@ def flatten(state: dict[str, Any], where: str = "dp0-tp0") -> tuple[dict[str, Te
 
 
 def unflatten(state: dict[str, Any], values: dict[str, Any], where: str = "dp0-tp0") -> list[str]:
-    """Put decoded values into the state by name, in place; the names that `values` does not have come back."""
+    """Put decoded values into the state by name, in place; returns the names that `values` does not have."""
     absent: list[str] = []
 
     def visit(name: str, node: Any) -> Any:
@@ -106,7 +106,7 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_split(node: Any) -> bool:
-    """Whether a branch has a tensor or a private entry somewhere below, so that it cannot be one shared value."""
+    """Whether a branch has a tensor or a private entry below it, so that it cannot be one value."""
     if isinstance(node, Tensor):
         return True
     if isinstance(node, dict):
@@ -114,7 +114,7 @@ def _is_split(node: Any) -> bool:
     return isinstance(node, (list, tuple)) and any(_is_split(v) for v in node)
 
 
-# -- save and load --------------------------------------------------------------------------------------------------
+# -- save and load -------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -145,7 +145,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None = None) -> list[str]:
-    """Fill the tensors of `state` in place and replace its JSON values; the mesh may differ from the saving one.
+    """Fill the tensors of `state` in place and replace its JSON values; any mesh reads any other's.
 
     Everything shared must be there with the same shape and dtype, and nothing else. Private entries that the
     checkpoint does not have for this rank stay as they are; their names are returned.
@@ -200,13 +200,13 @@ def _check_fits(path: Path, saved: Manifest, tensors: dict[str, Tensor], values:
     ]
     if problems:
         raise UserError(
-            f"the checkpoint {path} does not fit this run: {'; '.join(problems)}; resume with the configuration "
-            "that wrote it, or start a new run"
+            f"the checkpoint {path} does not fit this run: {'; '.join(problems)}; "
+            "resume with the configuration that wrote it, or start a new run"
         )
 
 
 def agree(mesh: Mesh | None, action: Callable[[], Any]) -> Any:
-    """Run the action on every rank; when it fails on one, raise on all, so that nobody waits for the others."""
+    """Run the action on every rank; when it fails on one, raise on all, so that nobody waits."""
     if _alone(mesh):
         return action()
     error: Exception | None = None
@@ -248,7 +248,7 @@ class _quiet(warnings.catch_warnings):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-# -- folders of checkpoints -----------------------------------------------------------------------------------------
+# -- folders of checkpoints ----------------------------------------------------------------------------------
 
 
 def step_folder(folder: Path | str, step: int) -> Path:
@@ -256,7 +256,7 @@ def step_folder(folder: Path | str, step: int) -> Path:
 
 
 def _complete(folder: Path | str) -> list[tuple[int, Path]]:
-    """(step, path) of the complete checkpoints, oldest first. The rename at the end of a save makes them complete."""
+    """(step, path) of the complete checkpoints, oldest first."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -271,7 +271,7 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def prune(folder: Path | str, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` complete checkpoints (at least one stays); what was deleted comes back."""
+    """Delete all but the newest `keep` complete checkpoints (one always stays); returns the deleted."""
     doomed = [path for _, path in _complete(folder)[: -max(keep, 1)]]
     for path in doomed:
         # Renamed first: a half deleted checkpoint must not look like a checkpoint.
@@ -282,7 +282,7 @@ def prune(folder: Path | str, keep: int) -> list[Path]:
     return doomed
 
 
-# -- a training run -------------------------------------------------------------------------------------------------
+# -- a training run ------------------------------------------------------------------------------------------
 
 
 class RunLike(Protocol):
@@ -308,10 +308,10 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 
 
 class Checkpointer:
-    """Saves a run into `folder`/step-00000100, ... every `every` steps (0: only when asked) and keeps `keep` of them.
+    """Saves a run into `folder`/step-00000100, ... every `every` steps (0: when asked) and keeps `keep`.
 
-    A checkpoint holds the step, the model (frozen and integer tensors too), the optimizer, the random generators of
-    each rank, and `state_dict()` of every part of the run (data, objective, hooks, ...).
+    A checkpoint holds the step, the model (frozen and integer tensors too), the optimizer, the random
+    generators of each rank, and `state_dict()` of every part of the run (data, objective, hooks, ...).
     """
 
     def __init__(self, folder: Path | str, *, every: int, keep: int = 2) -> None:

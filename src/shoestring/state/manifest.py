@@ -1,8 +1,8 @@
 """manifest.json: what a checkpoint folder holds. Pure parsing, writing and checking; no tensor is touched.
 
-The first line of the file is `{"checksum": "<sha256>",` and the checksum is that of every byte after this line; the
-file as a whole is one JSON object. `read_manifest` trusts nothing: names of parts, dtypes, shapes, that the boxes of
-each tensor tile it exactly, that the folder holds the parts in the right sizes and nothing else.
+The first line of the file is `{"checksum": "<sha256>",` and the checksum is that of every byte after this
+line; the file as a whole is one JSON object. `read_manifest` trusts nothing: names of parts, dtypes, shapes,
+that the boxes of each tensor tile it exactly, that the folder holds the parts in the right sizes and no more.
 
 Left out: the bytes of the parts (storage.py checks them while it loads).
 """
@@ -83,14 +83,15 @@ class Manifest:
     values: dict[str, Any] = field(default_factory=dict)  # encoded: see encode_value
 
 
-# -- values that are not tensors ------------------------------------------------------------------------------------
+# -- values that are not tensors -----------------------------------------------------------------------------
 
 
 def encode_value(name: str, value: Any) -> Any:
     """The value as plain JSON that decode_value turns back into exactly the same value.
 
-    None, bool, int, float, str, lists and dicts with string keys are themselves. A tuple, a float that JSON does not
-    know, and a dict with other keys become an object with the single key `__tuple__`, `__float__` or `__dict__`.
+    None, bool, int, float, str, lists and dicts with string keys are themselves. A tuple, a float that JSON
+    does not know, and a dict with other keys become an object with the single key `__tuple__`, `__float__` or
+    `__dict__`.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -110,8 +111,8 @@ def encode_value(name: str, value: Any) -> Any:
             return {k: encode_value(name, v) for k, v in value.items()}
         return {"__dict__": [[encode_value(name, k), encode_value(name, v)] for k, v in value.items()]}
     raise UserError(
-        f"{name!r} holds a {type(value).__name__}; a checkpoint takes tensors and JSON values (None, bool, int, "
-        "float, str, list, tuple, dict): make it one of these in state_dict()"
+        f"{name!r} holds a {type(value).__name__}; a checkpoint takes tensors and JSON values (None, bool, "
+        "int, float, str, list, tuple, dict): make it one of these in state_dict()"
     )
 
 
@@ -130,7 +131,7 @@ def decode_value(value: Any) -> Any:
     return {k: decode_value(v) for k, v in value.items()}
 
 
-# -- writing --------------------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------
 
 
 def dump_manifest(m: Manifest) -> bytes:
@@ -157,7 +158,7 @@ def dump_manifest(m: Manifest) -> bytes:
     return f'{{"checksum": "{hashlib.sha256(rest).hexdigest()}",\n'.encode() + rest
 
 
-# -- reading --------------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -296,6 +297,6 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             raise UserError(f"{part} is missing; copy the whole folder again, or use an earlier checkpoint")
         if part.stat().st_size != info.bytes:
             raise UserError(
-                f"{part} has {part.stat().st_size} bytes instead of {info.bytes}: it is cut off or was changed; "
-                "copy the whole folder again, or use an earlier checkpoint"
+                f"{part} has {part.stat().st_size} bytes instead of {info.bytes}: it is cut off or was "
+                "changed; copy the whole folder again, or use an earlier checkpoint"
             )

@@ -1,10 +1,11 @@
 """Optimizer state by parameter name, so that it can be resharded like the model.
 
-    {"state": {parameter name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"params": [names], "lr": ...}]}
+    {"state": {parameter name: {"exp_avg": tensor, "step": tensor, ...}},
+     "param_groups": [{"params": [parameter names], "lr": 0.001, ...}]}
 
-Why not torch's get/set_optimizer_state_dict: asking it for the state of an optimizer that has not stepped yet takes a
-step (AdamW then counts from one), and setting casts every state tensor to the dtype of its parameter. Here state is
-read as it is, and loaded in place into tensors that already exist.
+Why not torch's get/set_optimizer_state_dict: asking it for the state of an optimizer that has not stepped yet
+takes a step (AdamW then counts from one), and setting casts every state tensor to the dtype of its parameter.
+Here state is read as it is, and loaded in place into tensors that already exist.
 
 Left out: FSDP1 (flat parameters) and optimizers over parameters that are not the model's.
 """
@@ -24,7 +25,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """Name of each parameter without wrapper prefixes; a tied parameter has the name it is first met under."""
+    """Name of each parameter without wrapper prefixes; a tied parameter has the first of its names."""
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -36,8 +37,8 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def _name(names: dict[Tensor, str], parameter: Tensor) -> str:
     if parameter not in names:
         raise UserError(
-            f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make the "
-            "optimizer from model.parameters() after the model was converted and sharded"
+            f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make "
+            "the optimizer from model.parameters() after the model was converted and sharded"
         )
     return names[parameter]
 
@@ -54,7 +55,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def init_state(optimizer: Optimizer) -> None:
-    """Create the state tensors of an optimizer that has not stepped, by a step with zero gradients and zero rate."""
+    """Create the state of an optimizer that has not stepped, by a step with zero gradients and zero rate."""
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     if all(optimizer.state.get(p) for p in parameters):
         return
@@ -81,15 +82,15 @@ def forget_absent(model: nn.Module, optimizer: Optimizer, saved: set[str]) -> No
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """Take over what is not a tensor (learning rate, betas, counters) and check that the groups are the same."""
+    """Take over what is not a tensor (learning rate, betas, counters); the groups must be the same."""
     names = parameter_names(model)
     groups = loaded["param_groups"]
     here = [[_name(names, p) for p in g["params"]] for g in optimizer.param_groups]
     there = [g["params"] for g in groups]
     if here != there:
         raise UserError(
-            f"the checkpoint has {len(there)} parameter groups of {[len(g) for g in there]} parameters, the optimizer "
-            f"{len(here)} of {[len(g) for g in here]}, or in another order; build the optimizer as in the saved run"
+            f"the checkpoint has parameter groups of {[len(g) for g in there]} parameters, the optimizer of "
+            f"{[len(g) for g in here]}, or in another order; build the optimizer as in the saved run"
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})

@@ -1,15 +1,16 @@
-"""SafeWriter and SafeReader: storage for `torch.distributed.checkpoint` (DCP) that never runs code from a file.
+"""SafeWriter and SafeReader: storage for `torch.distributed.checkpoint` (DCP) that never runs code.
 
-A checkpoint is a folder: one safetensors part per rank, and manifest.json that says which box of which tensor lies
-in which part, with a checksum per part, and holds everything that is not a tensor as JSON. It is written into a
-hidden folder beside the target; the manifest comes last, every file and folder is flushed to disk, then one rename
-makes it visible. So a folder with its final name is complete, whatever was killed when.
+A checkpoint is a folder: one safetensors part per rank, and manifest.json that says which box of which tensor
+lies in which part, with a checksum per part, and holds everything that is not a tensor as JSON. It is written
+into a hidden folder beside the target; the manifest comes last, every file and folder is flushed to disk,
+then one rename makes it visible. So a folder with its final name is complete, whatever was killed when.
 
-DCP's own storage keeps its metadata and every non-tensor as pickles, which run code when they are read. Here nothing
-is unpickled: a non-tensor must be JSON (tuples and non-finite floats are tagged), everything else is refused.
+DCP's own storage keeps its metadata and every non-tensor as pickles, which run code when they are read. Here
+nothing is unpickled: a non-tensor must be JSON (tuples and non-finite floats are tagged), everything else is
+refused.
 
-Left out: compression, object stores, and parts that several ranks share. docs/checkpoint.md has the exact layout;
-manifest.py parses and checks it.
+Left out: compression, object stores, and parts that several ranks share. docs/checkpoint.md has the exact
+layout; manifest.py parses and checks it.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def tensor_bytes(t: Tensor) -> memoryview:
 
 
 def write_part(path: Path, items: Sequence[tuple[str, torch.dtype, tuple[int, ...], Any]]) -> PartInfo:
-    """A safetensors file from (key, dtype, shape, callable that gives the tensor), one tensor in memory at a time."""
+    """A safetensors file from (key, dtype, shape, callable for the tensor), one tensor at a time."""
     # Larger elements first: then every tensor is aligned to its element size without padding.
     items = sorted(items, key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {}
@@ -215,8 +216,8 @@ class SafeWriter(StorageWriter):
         for item in plan.items:
             if item.tensor_data is not None and item.tensor_data.properties.dtype not in DTYPE_NAMES:
                 raise UserError(
-                    f"tensor {item.index.fqn!r} has dtype {item.tensor_data.properties.dtype}, which safetensors "
-                    f"cannot hold; convert it to one of {', '.join(DTYPES)}"
+                    f"tensor {item.index.fqn!r} has dtype {item.tensor_data.properties.dtype}, which "
+                    f"safetensors cannot hold; convert it to one of {', '.join(DTYPES)}"
                 )
         return plan
 
@@ -288,7 +289,7 @@ class SafeWriter(StorageWriter):
             raise
 
     def _give_up(self, error: BaseException, needed: int = 0) -> None:
-        """Remove what was written (DCP makes every rank raise when one does) and say what a disk error means."""
+        """Remove what was written (DCP makes every rank raise when one does); explain a disk error."""
         if isinstance(error, FileNotFoundError) and not self.temp.exists():
             raise GoneError(
                 f"{self.temp} vanished or is not visible to this rank: another rank could not write, or "
@@ -323,7 +324,7 @@ def _value_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
     name = item.index.fqn
     if not hasattr(planner, "lookup_object"):
         raise UserError(
-            f"{name!r} is not a tensor and {type(planner).__name__} can only pickle it; use DefaultSavePlanner"
+            f"{name!r} is not a tensor and {type(planner).__name__} can only pickle it; use the default one"
         )
     return _result(item.index, _Written(value=encode_value(name, planner.lookup_object(item.index))))
 
@@ -346,9 +347,9 @@ def sweep(folder: Path) -> None:
 class SafeReader(StorageReader):
     """`torch.distributed.checkpoint.load(state, storage_reader=SafeReader(path))`.
 
-    The constructor reads and checks the manifest and the sizes of the parts; loading checks the checksum of every
-    part that any rank reads, each part once, shared out over the ranks. All failures are UserErrors; after one the
-    tensors given to `load` may be half filled.
+    The constructor reads and checks the manifest and the sizes of the parts; loading checks the checksum of
+    every part that any rank reads, each part once, shared out over the ranks. All failures are UserErrors;
+    after one the tensors given to `load` may be half filled.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -459,8 +460,8 @@ class SafeReader(StorageReader):
                 held = f.get_slice(key)
                 if DTYPES.get(held.get_dtype()) != dtype or tuple(held.get_shape()) != shape:
                     raise UserError(
-                        f"{self.path / part}: {key!r} is {held.get_dtype()} {held.get_shape()}, {MANIFEST} says "
-                        f"{DTYPE_NAMES[dtype]} {list(shape)}; {_ADVICE}"
+                        f"{self.path / part}: {key!r} is {held.get_dtype()} {held.get_shape()}, {MANIFEST} "
+                        f"says {DTYPE_NAMES[dtype]} {list(shape)}; {_ADVICE}"
                     )
 
 
@@ -468,7 +469,7 @@ _ADVICE = "delete this checkpoint and use an earlier one"
 
 
 def split_parts(sizes: dict[str, int], num_ranks: int) -> list[tuple[str, ...]]:
-    """Share files out so that the ranks hash about the same number of bytes: largest first, to the least loaded."""
+    """Share files out so that the ranks hash about as many bytes: largest first, to the least loaded."""
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
