@@ -125,8 +125,10 @@ def test_tokenizer_and_end_tokens_travel(tmp_path: Path) -> None:
 def test_a_run_folder_loads_its_model_or_says_what_it_has(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000200").mkdir(parents=True)
-    (run / "config.json").write_text('{"steps": 400}')
-    with pytest.raises(UserError, match=r"run without a finished model .*step-00000200.*resume"):
+    (run / "config.json").write_text('{"recipe": "train/dense", "config": {"steps": 400}}')
+    with pytest.raises(
+        UserError, match=r"run without a finished model .*step-00000200.*run train/dense resume="
+    ):
         load_model(run)
     model = build()
     save_model(run / "model", model)

@@ -221,9 +221,10 @@ def _find_model_folder(path: Path) -> Path:
     if is_run:
         found = sorted(p.name for p in path.glob("checkpoints/step-*"))
         have = f"its checkpoints are {', '.join(found[-3:])}" if found else "it has no checkpoint either"
+        recipe = read_json(path / "config.json").get("recipe") if (path / "config.json").is_file() else None
         raise UserError(
-            f"{path} is a run without a finished model ({have}); resume the run to its last step, which "
-            "writes model/"
+            f"{path} is a run without a finished model ({have}); finish it with "
+            f"`shoestring run {recipe or 'RECIPE'} resume={path}`, which writes model/"
         )
     if not (path / "config.json").is_file():
         raise UserError(
