@@ -388,7 +388,9 @@ RANKS = '''
 import sys
 from pathlib import Path
 import torch
+from safetensors.torch import load_file
 from shoestring.errors import UserError
+from shoestring.formats import IntAsym, convert, pack, packed_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, load_into, load_model, save_model
 from shoestring.model.parallel import ParallelConfig, parallelize
@@ -408,6 +410,25 @@ for name in ("llama", "gpt2"):
     mesh.barrier()
     file = f"{name}/model.safetensors"
     assert (out / file).read_bytes() == (folder / file).read_bytes()
+# Converted: the shards' parts and fake weights make the same files as one process does (formats, law 5).
+rules = [("*", IntAsym(bits=4, group=8))]
+whole = load_model(folder / "llama").model
+model = Decoder(whole.spec)
+convert(model, rules)
+parallelize(model, mesh, ParallelConfig())
+load_into(model, folder / "llama")
+convert(whole, rules)
+save_model(out / "fake", model, mesh=mesh)
+save_model(out / "packed", model, weights=packed_state(model), mesh=mesh)
+if mesh.is_main:
+    save_model(out / "fake1", whole)
+    pack(whole)
+    save_model(out / "packed1", whole)
+    for kind, file in (("fake", "model.safetensors"), ("packed", "packed.safetensors")):
+        ranks, one = load_file(out / kind / file), load_file(out / f"{kind}1" / file)
+        assert ranks.keys() == one.keys()
+        assert all(torch.equal(ranks[k], one[k]) for k in one), [k for k in one if not torch.equal(ranks[k], one[k])]
+        assert (out / kind / "config.json").read_text() == (out / f"{kind}1" / "config.json").read_text()
 # An error on the rank that writes is raised on all ranks: none is left waiting.
 mesh.barrier()
 (out / "llama" / "notes.txt").touch()
