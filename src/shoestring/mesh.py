@@ -1,8 +1,9 @@
 """Mesh: which process this is, and the named axes it shares with others.
 
-Three axes, outermost first: `replica` (whole copies of the sharded state, kept equal by the trainer's reducer; never given to
-fully_shard), `dp` (FSDP2 shards over it; 1 = not applied) and `tp` (tensor parallel). A batch is split over replica x dp;
-tensor-parallel ranks see the same rows. One process touches no process group at all, so the same code runs in a notebook.
+Three axes, outermost first: `replica` (whole copies of the sharded state, kept equal by the trainer's
+reducer; never given to fully_shard), `dp` (FSDP2 shards over it; 1 = not applied) and `tp` (tensor parallel).
+A batch is split over replica x dp; tensor-parallel ranks see the same rows. One process touches no process
+group at all, so the same code runs in a notebook.
 
 torch is imported inside functions: this module sits below everything and must be free to import.
 """
@@ -26,7 +27,9 @@ AXES = ("replica", "dp", "tp")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    dp: int = field(default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"})
+    dp: int = field(
+        default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"}
+    )
     tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)"})
     replica: int = field(default=1, metadata={"help": "whole copies of the sharded state"})
 
@@ -139,7 +142,9 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device={device} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto")
+        raise UserError(
+            f"device={device} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
+        )
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

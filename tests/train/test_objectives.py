@@ -67,7 +67,9 @@ def test_largest_tensor_of_a_chunked_loss_is_one_chunk_of_logits() -> None:
     chunked_head(hidden, Head(weight), watch, chunk=16).backward()
     assert biggest == 16 * 1000
     torch.testing.assert_close(hidden.grad, weight.sum(0).detach().expand_as(hidden))
-    torch.testing.assert_close(weight.grad, hidden.flatten(0, 1).sum(0).detach().expand_as(weight), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        weight.grad, hidden.flatten(0, 1).sum(0).detach().expand_as(weight), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_default_chunks_are_even_and_bounded() -> None:
@@ -88,7 +90,9 @@ def test_distillation_is_the_kl_of_the_definition() -> None:
     q = F.log_softmax(logits / temperature, -1)
     counted = micro.targets_BT != IGNORED
     kl = (p.exp() * (p - q)).sum(-1)[counted].sum() * temperature**2
-    ce = F.cross_entropy(logits.flatten(0, 1), micro.targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    ce = F.cross_entropy(
+        logits.flatten(0, 1), micro.targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     want = 0.7 * kl + 0.3 * ce
     want.backward()
     got.backward()
@@ -105,4 +109,6 @@ def test_a_student_equal_to_its_teacher_has_no_loss() -> None:
 
 def test_distillation_refuses_another_vocabulary() -> None:
     with pytest.raises(UserError, match="vocabulary"):
-        Distill(tiny(50))(tiny(97), Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long()))
+        Distill(tiny(50))(
+            tiny(97), Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long())
+        )

@@ -1,6 +1,7 @@
 """One measurement, one JSON line, one schema: results/<bench>.jsonl.
 
-The newest line per (bench, case, config) counts. `ratio` is how many times better than the baseline, whichever way the metric runs.
+The newest line per (bench, case, config) counts. `ratio` is how many times better than the baseline,
+whichever way the metric runs.
 """
 
 from __future__ import annotations
@@ -106,5 +107,7 @@ def commit() -> str:
     given = os.environ.get("SHOESTRING_COMMIT")
     if given:
         return given
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     return asked.stdout.strip() or "unknown"

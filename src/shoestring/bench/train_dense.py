@@ -2,10 +2,11 @@
 
     python -m shoestring.bench.train_dense            about 6 minutes on an H200
 
-The bare loop is what a careful user would write: the whole model and F.cross_entropy under one torch.compile, rows already on the
-GPU, bf16 compute with fp32 masters, clip_grad_norm_, fused AdamW. Both train the same parameters in turn (A B A B ...), so that
-clocks, heat and memory are shared; the value is the median of ratios of neighbouring repeats. Peak memory is measured
-for each alone, and for our trainer with the plain loss too, which shows what the chunked loss saves.
+The bare loop is what a careful user would write: the whole model and F.cross_entropy under one torch.compile,
+rows already on the GPU, bf16 compute with fp32 masters, clip_grad_norm_, fused AdamW. Both train the same
+parameters in turn (A B A B ...), so that clocks, heat and memory are shared; the value is the median of
+ratios of neighbouring repeats. Peak memory is measured for each alone, and for our trainer with the plain
+loss too, which shows what the chunked loss saves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from shoestring.bench.results import record
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
-from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
 from shoestring.train.micro import Micro
 from shoestring.train.objectives import CrossEntropy
@@ -33,17 +34,21 @@ from shoestring.train.trainer import Run, train
 
 def gpt2(d_model: int, num_layers: int, num_heads: int) -> ModelSpec:
     return ModelSpec(
-        # 50,257 rounded up to a multiple of 64, as every speed-minded GPT-2 does; the bare loop would suffer otherwise.
+        # 50,257 rounded up to a multiple of 64, as every speed-minded GPT-2 does; the bare loop would suffer
+        # otherwise.
         vocab_size=50304, d_model=d_model, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_heads,
         head_dim=64, d_ff=4 * d_model, max_positions=1024, model_type="gpt2", norm="layer", act="gelu_tanh",
         positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
     )  # fmt: skip
 
 
-def llama(d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, *, tied: bool) -> ModelSpec:
+def llama(
+    d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, *, tied: bool
+) -> ModelSpec:
     return ModelSpec(
-        vocab_size=128256, d_model=d_model, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        head_dim=d_model // num_heads, d_ff=d_ff, max_positions=8192, rope_theta=500000.0, tied=tied,
+        vocab_size=128256, d_model=d_model, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=d_model // num_heads, d_ff=d_ff, max_positions=8192,
+        rope_theta=500000.0, tied=tied,
     )  # fmt: skip
 
 
@@ -144,17 +149,21 @@ def loss_gap(ours: Decoder, bare: Decoder, micro: Micro) -> float:
     return abs(float(chunked / plain) - 1)
 
 
-def run_case(name: str, repeats: int, budget_s: float) -> dict[str, Any]:
+def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> dict[str, Any]:
     spec, rows, context = CASES[name]
     mesh = Mesh(0, 1, torch.device("cuda", 0))
     bare_model = build(spec, mesh.device)
     with torch.device("meta"):
         our_model = Decoder(spec)
     share_parameters(bare_model, our_model)
-    parallelize(our_model, mesh, ParallelConfig(compile=True, compute_dtype=torch.bfloat16))
+    parallelize(our_model, mesh, ParallelConfig(compile=compile, compute_dtype=torch.bfloat16))
     optimizer = adamw(bare_model, lr=1e-5)
-    stream = torch.randint(0, spec.vocab_size, (rows, context + 1), generator=torch.Generator().manual_seed(0))
-    micro = Micro(stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), torch.zeros(rows, context, dtype=torch.int64))
+    stream = torch.randint(
+        0, spec.vocab_size, (rows, context + 1), generator=torch.Generator().manual_seed(0)
+    )
+    micro = Micro(
+        stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), torch.zeros(rows, context, dtype=torch.int64)
+    )
 
     bare = bare_loop(bare_model, optimizer, micro)
     ours = our_loop(our_model, optimizer, micro, mesh, CrossEntropy())
@@ -169,8 +178,12 @@ def run_case(name: str, repeats: int, budget_s: float) -> dict[str, Any]:
     tokens = rows * context
     ratio = statistics.median(a / b for a, b in pairs)
     flops = spec.flops_per_token(context)
-    config = {"model": name, "d_model": spec.d_model, "batch": rows, "context": context, "vocab": spec.vocab_size}
-    samples = {"shoestring": [tokens / b for _, b in pairs], "bare torch.compile loop": [tokens / a for a, _ in pairs]}
+    config = {"model": name, "d_model": spec.d_model, "batch": rows, "context": context, "vocab": spec.vocab_size,
+              "compile": compile}  # fmt: skip
+    samples = {
+        "shoestring": [tokens / b for _, b in pairs],
+        "bare torch.compile loop": [tokens / a for a, _ in pairs],
+    }
     for case, values in samples.items():
         ours_row = case == "shoestring"
         record(
@@ -212,17 +225,22 @@ def run_case(name: str, repeats: int, budget_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--compile", default="whole", choices=["blocks", "whole"])
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=24.0, help="timed seconds per case, both loops together")
+    parser.add_argument(
+        "--seconds", type=float, default=24.0, help="timed seconds per case, both loops together"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this bench compares GPU training loops and needs a CUDA GPU")
     torch.set_float32_matmul_precision("high")
     rows = []
     for name in args.cases:
-        rows.append(run_case(name, args.repeats, args.seconds))
+        rows.append(run_case(name, args.compile, args.repeats, args.seconds))
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -230,8 +248,8 @@ def main() -> None:
     for row in rows:
         memory = row["memory"]
         print(
-            f"{row['name']:20} ours {row['ours']:9.0f} tok/s  bare {row['bare']:9.0f}  ratio {row['ratio']:.3f}  peak GiB: "
-            f"ours {memory['ours']:.1f}, plain loss {memory['ours, plain loss']:.1f}, bare {memory['bare loop']:.1f}"
+            f"{row['name']:20} ours {row['ours']:9.0f} tok/s  bare {row['bare']:9.0f}  ratio {row['ratio']:.3f}"
+            f"  peak GiB: ours {memory['ours']:.1f}, plain loss {memory['ours, plain loss']:.1f}, bare {memory['bare loop']:.1f}"
         )
 
 

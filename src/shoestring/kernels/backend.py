@@ -1,7 +1,8 @@
 """Whether a Triton kernel may run on a tensor, decided in one place.
 
-On a GPU: yes, if triton imports. On a CPU: only under TRITON_INTERPRET=1, which is how kernels are tested without one.
-Where triton is missing on a GPU the reference runs instead; that is said once, and SHOESTRING_STRICT=1 makes it an error.
+On a GPU: yes, if triton imports. On a CPU: only under TRITON_INTERPRET=1, which is how kernels are tested
+without one. Where triton is missing on a GPU the reference runs instead; that is said once, and
+SHOESTRING_STRICT=1 makes it an error.
 """
 
 from __future__ import annotations

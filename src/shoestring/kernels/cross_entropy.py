@@ -41,7 +41,7 @@ def cross_entropy_(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("shoestring::cross_entropy_", mutates_args={"logits_NV"})
 def _cross_entropy_op(logits_NV: Tensor, target_N: Tensor) -> Tensor:
-    from shoestring.kernels._cross_entropy_triton import _cross_entropy_kernel
+    from shoestring.kernels._triton.cross_entropy import _cross_entropy_kernel
 
     num_rows, vocab = logits_NV.shape
     assert logits_NV.stride(1) == 1 and target_N.is_contiguous()

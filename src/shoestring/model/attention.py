@@ -1,7 +1,8 @@
 """Causal attention on plain tensors, and rotary positions.
 
-`attend(layer, q, k, v)` is the seam between the decoder and whoever owns the keys and values: training passes nothing and
-gets `causal_attention`; the engine passes a callable that writes k and v into its cache and attends over the cache.
+`attend(layer, q, k, v)` is the seam between the decoder and whoever owns the keys and values: training passes
+nothing and gets `causal_attention`; the engine passes a callable that writes k and v into its cache and
+attends over the cache.
 
 Shapes: B batch, T rows, H query heads, G key/value heads, D head dim. q_BTHD, k_BTGD, v_BTGD -> out_BTHD.
 """

@@ -1,8 +1,8 @@
 """The one decoder, for training and for serving.
 
 Single-device code: sharding, recomputation, compilation and formats are applied from outside (`parallel.py`,
-`formats.convert`). Precision is explicit: master weights keep their dtype, activations run in `compute_dtype`, norms and
-rotary angles in fp32.
+`formats.convert`). Precision is explicit: master weights keep their dtype, activations run in
+`compute_dtype`, norms and rotary angles in fp32.
 
 Parameter names (hf.py maps them to and from Hugging Face):
     embed.weight  positions.weight  blocks.N.{attn_norm,mlp_norm}.{weight,bias}
@@ -20,9 +20,11 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from shoestring.formats import FormatLinear
+from shoestring.formats import Dense, FormatLinear
 from shoestring.formats.linear import local
+from shoestring.model import collectives
 from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
 from shoestring.model.spec import ModelSpec
 
@@ -30,9 +32,15 @@ R = TypeVar("R")
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits. Under tensor parallelism `weight` holds this rank's vocabulary rows."""
+    """What turns hidden states into logits: a weight in its master dtype, to be cast by whoever multiplies
+    with it.
+
+    Under tensor parallelism it holds this rank's equal share of the vocabulary rows, and `group` is the ranks
+    that hold the others.
+    """
 
     weight_VD: Tensor
+    group: ProcessGroup | None = None
 
 
 Readout = Callable[[Tensor, Head], R]
@@ -47,15 +55,36 @@ class Norm(nn.Module):
         self.eps = spec.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if self.kind == "layer" else None
+        # Set by tensor parallelism where ranks norm different heads with one weight: their gradients add up.
+        self.weight_group: ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).float()
+        if self.weight_group is not None:
+            weight = collectives.copy_to(weight, self.weight_group)
         if self.kind == "layer":
             assert self.bias is not None
-            return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(x.dtype)
+            return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(
+                x.dtype
+            )
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return (normed * weight).to(x.dtype)
+
+
+class Embedding(nn.Embedding):
+    """A table of rows; under tensor parallelism `group` shares it out by equal ranges of the vocabulary."""
+
+    group: ProcessGroup | None = None
+
+    def forward(self, index: Tensor) -> Tensor:
+        weight = local(self.weight)
+        if self.group is None:
+            return F.embedding(index, weight)
+        mine = index - self.group.rank() * weight.shape[0]
+        held = (mine >= 0) & (mine < weight.shape[0])
+        rows = F.embedding(mine.clamp(0, weight.shape[0] - 1), weight)
+        return collectives.sum_over(rows * held[..., None].to(rows.dtype), self.group)
 
 
 class Attention(nn.Module):
@@ -115,15 +144,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.compute_dtype = torch.float32
-        self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
+        self.embed = Embedding(spec.vocab_size, spec.d_model)
         if spec.positions == "learned":
-            self.positions = nn.Embedding(spec.max_positions, spec.d_model)
+            self.positions = Embedding(spec.max_positions, spec.d_model)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec.d_model, spec)
-        # A tied head is the embedding itself, not a second module: sharding one of two modules would untie them.
+        # A tied head is the embedding itself, not a second module: sharding one of two modules would untie
+        # them.
         self.head = None if spec.tied else FormatLinear(spec.d_model, spec.vocab_size, bias=False)
 
-    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, attend: Attend | None = None) -> Tensor:
+    def hidden(
+        self, tokens_BT: Tensor, positions_BT: Tensor | None = None, attend: Attend | None = None
+    ) -> Tensor:
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         x = self.embed(tokens_BT).to(self.compute_dtype)
@@ -138,9 +170,11 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def read_head(self, dtype: torch.dtype) -> Head:
-        if self.head is not None:
-            return Head(self.head.effective_weight(dtype))
-        return Head(local(self.embed.weight).to(dtype))
+        if self.head is None:
+            return Head(local(self.embed.weight), self.embed.group)
+        if isinstance(self.head.format, Dense) and not self.head.packed:
+            return Head(local(self.head.weight), self.embed.group)
+        return Head(self.head.effective_weight(dtype), self.embed.group)
 
     def forward(
         self,
@@ -153,8 +187,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] in compute dtype; of the flat rows `rows` only, as [len(rows), V], where given.
 
-        `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs inside this
-        forward because a sharded head is whole only here.
+        `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs
+        inside this forward because a sharded head is whole only here.
         """
         x = self.hidden(tokens_BT, positions_BT, attend)
         if rows is not None:
@@ -162,5 +196,8 @@ class Decoder(nn.Module):
         if readout is not None:
             return readout(x, self.read_head(x.dtype))
         if self.head is not None:
-            return self.head(x)
-        return F.linear(x, self.read_head(x.dtype).weight_VD)
+            logits = self.head(x)
+        else:
+            logits = F.linear(x, self.read_head(x.dtype).weight_VD.to(x.dtype))
+        group = self.embed.group
+        return logits if group is None else collectives.gather_last(logits, group)

@@ -1,8 +1,9 @@
 """The two points where a method may act in a training step.
 
-before_step runs after the gradients are summed and clipped and before the optimizer (masked decay belongs here: before the
-clip it would rescale its own strength); after_step runs when the weights have moved (mask refresh, a Format switch, the outer
-step of local SGD). Hooks run in list order, see `run` and nothing else, and their state belongs to every checkpoint.
+before_step runs after the gradients are summed and clipped and before the optimizer (masked decay belongs
+here: before the clip it would rescale its own strength); after_step runs when the weights have moved (mask
+refresh, a Format switch, the outer step of local SGD). Hooks run in list order, see `run` and nothing else,
+and their state belongs to every checkpoint.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ IGNORED = -100  # a target that is not counted
 class Micro:
     """tokens_BT -> targets_BT (IGNORED where not counted), both int64.
 
-    index_BT is each target's place in the corpus: arrays computed once per token (a teacher's top-k, a reference loss)
-    are joined by it. num_counted is known before the rows travel, so that nobody waits for a device to count.
+    index_BT is each target's place in the corpus: arrays computed once per token (a teacher's top-k, a
+    reference loss) are joined by it. num_counted is known before the rows travel, so that nobody waits for a
+    device to count.
     """
 
     tokens_BT: Tensor

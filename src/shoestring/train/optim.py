@@ -15,7 +15,12 @@ Schedule = Callable[[int], float]
 
 
 def adamw(
-    model: nn.Module, *, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1, eps: float = 1e-8
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+    eps: float = 1e-8,
 ) -> torch.optim.AdamW:
     """AdamW with decay on matrices only; fused on CUDA.
 
@@ -30,7 +35,10 @@ def adamw(
         raise UserError("the model has no trainable parameters; nothing to optimise")
     on_cuda = any(local(p).is_cuda for ps in groups.values() for p in ps)
     return torch.optim.AdamW(
-        [{"params": ps, "weight_decay": weight_decay if decays else 0.0} for (decays, _), ps in groups.items()],
+        [
+            {"params": ps, "weight_decay": weight_decay if decays else 0.0}
+            for (decays, _), ps in groups.items()
+        ],
         lr=lr,
         betas=betas,
         eps=eps,

@@ -1,7 +1,7 @@
 """Reducers: how gradients become equal over the mesh axis `replica`.
 
-FSDP2 already sums over `dp`; a reducer only sees the outer axis, which fully_shard never gets. The default sums in full precision.
-Compressed reducers keep their error feedback in state_dict.
+FSDP2 already sums over `dp`; a reducer only sees the outer axis, which fully_shard never gets. The default
+sums in full precision. Compressed reducers keep their error feedback in state_dict.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The training loop: objective + two hook points + reducer.
 
-The trainer names no method and no model; everything arrives as a built object. It is re-entrant (a block-wise stage is one small
-call without a run folder), keeps no global state, and never waits for the GPU except when it logs.
+The trainer names no method and no model; everything arrives as a built object. It is re-entrant (a block-wise
+stage is one small call without a run folder), keeps no global state, and never waits for the GPU except when
+it logs.
 
-One step, in order: micro-batches summed and divided by the step's global count -> reducer -> clip -> hooks.before_step ->
-optimizer -> hooks.after_step -> checkpointer.after_step.
+One step, in order: micro-batches summed and divided by the step's global count -> reducer -> clip ->
+hooks.before_step -> optimizer -> hooks.after_step -> checkpointer.after_step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shoestring.errors import Interrupted
 from shoestring.mesh import Mesh
@@ -117,7 +119,8 @@ def train(
                 meter.restart_clock()
             if checkpointer is not None:
                 checkpointer.after_step(run, parts)
-            # Ranks have to agree where to stop. One process looks after every step; several only when they talk anyway.
+            # Ranks have to agree where to stop. One process looks after every step; several only when they
+            # talk anyway.
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
                 _stop(run, parts, checkpointer, steps)
     return run
@@ -126,7 +129,8 @@ def train(
 def _gradients(
     run: Run, micros: list[Micro], objective: Objective, reducer: Reducer, clip: float
 ) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Backward over all micro-batches; returns this rank's summed loss, the step's global count and the gradient norm."""
+    """Backward over all micro-batches; returns this rank's summed loss, the step's global count and the
+    gradient norm."""
     micros = [m.to(run.mesh.device) for m in micros]
     total: Tensor | float = float(sum(objective.count(m) for m in micros))
     if run.mesh.dp_size > 1:
@@ -147,7 +151,7 @@ def _gradients(
 
 def _sync_gradients(model: nn.Module, *, last: bool) -> None:
     """FSDP2 reduces once per step, after the last micro-batch."""
-    if hasattr(model, "set_requires_gradient_sync"):
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
 
 
@@ -185,7 +189,9 @@ class _Meter:
 
 def _stop(run: Run, parts: dict[str, Any], checkpointer: StepCheckpointer | None, steps: int) -> None:
     if checkpointer is None:
-        raise Interrupted(f"stopped at step {run.step} of {steps}; nothing was saved because no checkpointer was given")
+        raise Interrupted(
+            f"stopped at step {run.step} of {steps}; nothing was saved because no checkpointer was given"
+        )
     checkpointer.save(run, parts)
     raise Interrupted(
         f"stopped at step {run.step} of {steps} and saved; run the same recipe with resume={run.log.folder} to continue"

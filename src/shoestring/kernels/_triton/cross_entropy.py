@@ -1,4 +1,4 @@
-"""The Triton half of cross_entropy.py, apart because importing triton must not be needed to import the package."""
+"""The kernel of kernels/cross_entropy.py."""
 
 import triton
 import triton.language as tl

@@ -1,0 +1,1 @@
+"""Triton sources, apart from their callers: the package imports without triton."""

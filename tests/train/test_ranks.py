@@ -1,0 +1,65 @@
+"""The same loss on any mesh, with prompts masked so that micro-batches and ranks count unequal numbers of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks_golden import losses
+
+SCRIPT = Path(__file__).parent / "ranks_golden.py"
+QWEN = {"qk_norm": True, "qkv_bias": True, "tied": False, "num_kv_heads": 2, "vocab_size": 95}
+GPT2 = {
+    "norm": "layer",
+    "act": "gelu_tanh",
+    "positions": "learned",
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+}
+
+
+def on_ranks(run_ranks: Callable[..., str], num_ranks: int, cases: list[dict[str, Any]]) -> list[list[float]]:
+    out = run_ranks(num_ranks, SCRIPT, json.dumps(cases), timeout=420)
+    line = next(line for line in out.splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def check(cases: list[dict[str, Any]], got: list[list[float]]) -> None:
+    for case, numbers in zip(cases, got, strict=True):
+        same_on_one = {k: v for k, v in case.items() if k in ("spec", "teacher")}
+        want = losses(same_on_one)
+        assert len(numbers) == len(want)
+        worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(numbers, want, strict=True))
+        assert worst < 1e-5, f"{case}: off by {worst:.2e}\n{numbers}\n{want}"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
+    cases = [
+        {"dp": 2},
+        {"tp": 2},
+        {"replica": 2},
+        {"tp": 2, "spec": QWEN},  # 95 tokens over 2 ranks: the vocabulary stays whole
+        {"tp": 2, "spec": QWEN | {"vocab_size": 96}},
+        {"tp": 2, "spec": GPT2},
+        {"tp": 2, "teacher": True},
+        {"dp": 2, "teacher": True, "recompute": True},
+    ]
+    check(cases, on_ranks(run_ranks, 2, cases))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_four_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
+    cases = [
+        {"dp": 4},
+        {"dp": 2, "tp": 2},
+        {"dp": 2, "tp": 2, "recompute": True, "compile": "blocks"},
+        {"replica": 2, "dp": 2},
+    ]
+    check(cases, on_ranks(run_ranks, 4, cases))
