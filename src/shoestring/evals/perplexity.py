@@ -1,0 +1,138 @@
+"""Perplexity of a token sequence, with its context and stride stated.
+
+    perplexity = exp( -1/N * sum over counted tokens of log p(token | what stands before it in its window) )
+
+Windows of `context` tokens start every `stride` tokens. In the first window every token but the very first is
+counted; in each later one only the last `stride` tokens (those no earlier window counted). So with stride <
+context every counted token has at least context - stride tokens before it. With stride = context the windows
+do not overlap, and the first token of each, which has nothing before it, is not counted at all.
+
+Left out: words, documents and BOS tokens. A sequence is scored as it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.evals.scoring import Progress, read_nll
+from shoestring.model.transformer import Decoder, Head
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    value: float
+    nll: float  # mean negative log-likelihood per counted token, in nats
+    num_tokens: int  # tokens counted
+    context: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens [start, stop), of which [counted_from, stop) are counted."""
+
+    start: int
+    stop: int
+    counted_from: int
+
+
+def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
+    """The windows that count every token at most once, in order."""
+    found: list[Window] = []
+    start = counted = 0
+    while counted < num_tokens:
+        stop = min(start + context, num_tokens)
+        first = max(counted, start + 1)  # a window's first token has nothing before it
+        if first < stop:
+            found.append(Window(start, stop, first))
+        counted = stop
+        start += stride
+    return found
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Decoder,
+    tokens: Tensor,
+    *,
+    context: int = 1024,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch: int = 1,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Perplexity of the first `max_tokens` of a 1-D tensor of token ids. progress(counted so far, to count)."""
+    stride = context if stride is None else stride
+    tokens = _check(model, tokens, context, stride, max_tokens, batch)
+    plan = windows(len(tokens), context, stride)
+    total = sum(w.stop - w.counted_from for w in plan)
+    device = model.embed.weight.device
+    nll_sum, done = 0.0, 0
+    for group in _equal_shapes(plan, batch):
+        nll_sum += _nll_sum(model, tokens, group, device)
+        done += sum(w.stop - w.counted_from for w in group)
+        if progress is not None:
+            progress(done, total)
+    nll = nll_sum / total
+    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, total, context, stride)
+
+
+def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window], device: torch.device) -> float:
+    # The last token of a window is only predicted, never read.
+    inputs_BT = torch.stack([tokens[w.start : w.stop - 1] for w in group]).to(device)
+    width = inputs_BT.shape[1]
+    rows = [b * width + at - 1 - w.start for b, w in enumerate(group) for at in range(w.counted_from, w.stop)]
+    targets = torch.cat([tokens[w.counted_from : w.stop] for w in group]).to(device)
+
+    def readout(hidden_RD: Tensor, head: Head) -> Tensor:
+        return read_nll(hidden_RD, head, targets)[0].double().sum()
+
+    return float(model(inputs_BT, rows=torch.tensor(rows, device=device), readout=readout))
+
+
+def _equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:
+    """Runs of at most `batch` windows of the same length: only the last window of a text can be shorter."""
+    groups: list[list[Window]] = []
+    for w in plan:
+        last = groups[-1] if groups else []
+        if last and len(last) < batch and last[0].stop - last[0].start == w.stop - w.start:
+            last.append(w)
+        else:
+            groups.append([w])
+    return groups
+
+
+def _check(
+    model: Decoder, tokens: Tensor, context: int, stride: int, max_tokens: int | None, batch: int
+) -> Tensor:
+    spec = model.spec
+    if not 2 <= context <= spec.max_positions:
+        raise UserError(
+            f"context={context} does not fit this model, which has {spec.max_positions} positions; "
+            f"give 2 to {spec.max_positions}"
+        )
+    if not 1 <= stride <= context:
+        raise UserError(
+            f"stride={stride} is not allowed; give 1 to context={context}, or tokens would be skipped"
+        )
+    if batch < 1:
+        raise UserError(f"batch={batch} is not allowed; give 1 or more")
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"max_tokens={max_tokens} is not allowed; perplexity needs at least 2 tokens")
+    if tokens.ndim != 1:
+        raise UserError(f"tokens have shape {list(tokens.shape)}; give one flat sequence of token ids")
+    tokens = tokens[:max_tokens].to("cpu", torch.int64)
+    if len(tokens) < 2:
+        raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2, give a longer text")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= spec.vocab_size:
+        raise UserError(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {spec.vocab_size}; "
+            "encode the text with this model's own tokenizer"
+        )
+    return tokens
