@@ -61,6 +61,7 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], Layout, Layout
     return names, sides[0], sides[1]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_intersection_and_subtraction_agree_with_sets(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -75,6 +76,7 @@ def test_intersection_and_subtraction_agree_with_sets(data: st.DataObject) -> No
         assert a.contains(b) == (cells(b) <= cells(a))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_slices_pick_the_right_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -86,7 +88,7 @@ def test_slices_pick_the_right_elements(data: st.DataObject) -> None:
     assert torch.equal(t[outer.slices()][inner.slices(outer)], t[inner.slices()])
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(layouts())
 def test_plan_covers_every_destination_element_once(case: tuple[dict, Layout, Layout]) -> None:
     _, src, dst = case
@@ -117,6 +119,7 @@ def test_plan_names_what_nobody_holds() -> None:
         plan({}, {"w": [("reader", Box.full(()))]})
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_cover_check_agrees_with_counting(data: st.DataObject) -> None:
     shape = data.draw(shapes())

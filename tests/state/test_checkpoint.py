@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shoestring.errors import UserError
 from shoestring.state.checkpoint import (
@@ -204,6 +205,24 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     assert saved.values["parts.data.private@dp0-tp0"] == {
         "lag": {"__tuple__": ["lag", data.state["private"]["lag"][1]]}
     }
+
+
+@pytest.mark.parametrize("wrapped_saves", [True, False])
+def test_names_do_not_depend_on_compile_and_recompute_wrappers(wrapped_saves: bool, tmp_path: Path) -> None:
+    def wrapped(run: Run) -> None:
+        run.model.first = checkpoint_wrapper(run.model.first)
+        run.model.block = torch.compile(run.model.block, backend="eager")
+
+    (saver, data), (loader, _) = new_run(), new_run(1)
+    train(saver, data, 2)
+    wrapped(saver if wrapped_saves else loader)
+    Checkpointer(tmp_path, every=0).save(saver, {})
+    assert Checkpointer(tmp_path, every=0).resume(loader, {})
+    for a, b in zip(saver.model.parameters(), loader.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert saver.optimizer.state.get(a, {}).keys() == loader.optimizer.state.get(b, {}).keys()
+        for key, value in saver.optimizer.state.get(a, {}).items():
+            assert torch.equal(value, loader.optimizer.state[b][key])
 
 
 def test_state_in_another_dtype_than_its_parameter_stays_exact(tmp_path: Path) -> None:

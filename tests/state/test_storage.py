@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from shoestring.errors import UserError
-from shoestring.state.checkpoint import latest, load_checkpoint, save_checkpoint, step_folder
+from shoestring.state.checkpoint import Checkpointer, latest, load_checkpoint, save_checkpoint, step_folder
 from shoestring.state.manifest import DTYPES, MANIFEST, decode_value, encode_value, read_manifest
 from shoestring.state.storage import NEW, SafeReader, SafeWriter, split_parts
 
@@ -405,29 +406,32 @@ while True:
 """
 
 
-def test_kill_while_saving_then_the_previous_checkpoint_is_found(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) == 2:
-            break
-    deadline = time.monotonic() + 60
-    new = tmp_path / f"{NEW}step-00000003"
-    while not (new / PART).exists() or (new / PART).stat().st_size < 2**20:
-        assert time.monotonic() < deadline
+def stop_while_saving(process: subprocess.Popen[str], folder: Path) -> int:
+    """Stop the process while the part of a third or later step is half written; that step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        parts = [p for p in folder.glob(f"{NEW}step-*/{PART}") if not p.match(f"{NEW}step-0000000[12]/*")]
+        if parts:
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            if parts[0].exists() and not (parts[0].parent / MANIFEST).exists():
+                return int(parts[0].parent.name[-8:])
+            os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.0005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert new.exists(), "the kill came too late to test anything"
+    raise AssertionError("never met it while saving")
+
+
+def test_kill_while_saving_then_the_previous_checkpoint_is_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
+    try:
+        step = stop_while_saving(process, tmp_path)
+    finally:
+        process.kill()
+        process.wait()
     found = latest(tmp_path)
-    assert found == step_folder(tmp_path, 2)
+    assert found == step_folder(tmp_path, step - 1)
     SafeReader(found).verify()
-
-    from types import SimpleNamespace
-
-    from shoestring.state.checkpoint import Checkpointer
 
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -435,8 +439,8 @@ def test_kill_while_saving_then_the_previous_checkpoint_is_found(tmp_path: Path)
     big = SimpleNamespace(big=torch.zeros(2**23))
     big.state_dict, big.load_state_dict = lambda: {"big": big.big}, lambda state: None
     again = Checkpointer(tmp_path, every=1)
-    assert again.resume(run, {"slow": big}) and run.step == 2
-    assert optimizer.param_groups[0]["lr"] == 1.0 and bool((big.big == 2.0).all())
-    run.step = 3
+    assert again.resume(run, {"slow": big}) and run.step == step - 1
+    assert optimizer.param_groups[0]["lr"] == 1.0 and bool((big.big == step - 1).all())
+    run.step = step
     again.save(run, {"slow": big})
-    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert names(tmp_path) == [step_folder(tmp_path, n).name for n in (step - 1, step)]

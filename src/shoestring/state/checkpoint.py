@@ -296,7 +296,7 @@ class RunLike(Protocol):
 def rng_state() -> dict[str, Tensor]:
     """The generators of torch in this process."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the CPU must not open a context on the GPU
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
