@@ -212,9 +212,12 @@ def like_weight(t: Tensor, weight: Any) -> Tensor:
     """The logical tensor `t` sharded as `weight` is (every rank has all of `t`, so nothing is sent)."""
     if not hasattr(weight, "placements"):
         return t
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
-    return distribute_tensor(t, weight.device_mesh, weight.placements, src_data_rank=None)
+    # A dim of size 1 stands for all of the weight's dim (one scale per row, say) and cannot be cut with it.
+    whole = [d for d in range(t.ndim) if t.shape[d] == 1]
+    placements = [Replicate() if p.is_shard() and p.dim in whole else p for p in weight.placements]
+    return distribute_tensor(t, weight.device_mesh, placements, src_data_rank=None)
 
 
 def like_shard(t: Tensor, other: Any, shape: torch.Size) -> Tensor:
