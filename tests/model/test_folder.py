@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from shoestring.errors import UserError
 from shoestring.formats import IntAsym, convert, pack, packed_state, parse_format
-from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into, load_model, save_model
+from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
 from shoestring.model.hf import spec_from_hf
 
 transformers = pytest.importorskip("transformers")
@@ -114,6 +114,8 @@ def test_tokenizer_and_end_tokens_travel(tmp_path: Path) -> None:
     assert loaded.tokenizer.encode("hello world") == tokenizer.encode("hello world")
     assert set(loaded.spec.eos_ids) == tokenizer.eos_ids  # by generation_config.json
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
+    spec, only_tokenizer = read_spec(tmp_path / "m")
+    assert spec == loaded.spec and only_tokenizer is not None
     assert theirs("hello world")["input_ids"] == tokenizer.encode("hello world")
 
     small = build(replace(SPEC, vocab_size=100))

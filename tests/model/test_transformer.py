@@ -172,6 +172,29 @@ def test_compiles_as_one_graph_without_recompiling_per_layer(name: str, tokens: 
     torch._dynamo.reset()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_no_step_waits_for_the_gpu(name: str, tokens: Tensor) -> None:
+    """Forward and backward only queue work; a copy to the host in between would stall every training step."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    model = build(SPECS[name]).cuda()
+    with torch.no_grad():
+        want = model(tokens.cuda())
+    model.compute_dtype = torch.bfloat16
+    tokens = tokens.cuda()
+    rows = torch.tensor([1, 5], device="cuda")
+    model(tokens).float().square().mean().backward()  # first-use set-up may wait; the steps after it may not
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = model(tokens)
+        got.float().square().mean().backward()
+        model(tokens, rows=rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (got.float() - want).norm() / want.norm() < 0.03
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # CPUs without bf16 say so at length
 @torch.no_grad()
 def test_bfloat16_compute_keeps_fp32_masters(tokens: Tensor) -> None:

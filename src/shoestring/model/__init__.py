@@ -1,4 +1,4 @@
-from shoestring.model.folder import Loaded, load_into, load_model, save_model
+from shoestring.model.folder import Loaded, load_into, load_model, read_spec, save_model
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder, Head
@@ -12,5 +12,6 @@ __all__ = [
     "Tokenizer",
     "load_into",
     "load_model",
+    "read_spec",
     "save_model",
 ]

@@ -30,7 +30,7 @@ from shoestring.state.boxes import Box, local_box
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
 
-__all__ = ["Loaded", "load_into", "load_model", "save_model"]
+__all__ = ["Loaded", "load_into", "load_model", "read_spec", "save_model"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -92,6 +92,12 @@ def load_into(model: Decoder, path: str | Path) -> None:
             "load_model, or unpack before saving"
         )
     _fill(model, source)
+
+
+def read_spec(path: str | Path) -> tuple[ModelSpec, Tokenizer | None]:
+    """What a folder or .gguf file holds, without building it: for whoever builds sharded and fills later."""
+    _, source = _open_source(path)
+    return source.spec, source.tokenizer()
 
 
 class _WeightSource(Protocol):
@@ -283,6 +289,7 @@ def _fill(model: Decoder, source: _WeightSource) -> None:
                 f"tensor {name!r}: the file has shape {list(source.shape(name))}, config.json says "
                 f"{list(tensor.shape)}; correct config.json or use the weights that belong to it"
             )
+        assert not tensor.is_meta, f"{name} is not materialised; filling it would do nothing"
         box = local_box(tensor)
         if box.size == 0:
             continue

@@ -100,6 +100,8 @@ def _open(path: Path) -> Any:
 
     try:
         return safe_open(path, framework="pt", device="cpu")
+    except PermissionError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (SafetensorError, OSError, ValueError) as error:
         with path.open("rb") as f:
             if f.read(20).startswith(b"version https://git-"):
