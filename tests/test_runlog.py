@@ -1,4 +1,4 @@
-"""What a run writes: metrics that survive a kill and a resume, TensorBoard events, folders that never collide."""
+"""What a run writes: metrics that survive kill and resume, TensorBoard events, a report, its own folder."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class Option(NamedTuple):
     help: str
 
 
-def apply_overrides(cls: type[T], overrides: list[str]) -> T:
-    """Build `cls` from its defaults and `key=value` strings."""
+def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) -> T:
+    """Build `cls` from its defaults (or from `start`) and `key=value` strings."""
     given: dict[str, str] = {}
     for item in overrides:
         key, equals, value = item.partition("=")
@@ -54,7 +54,7 @@ def apply_overrides(cls: type[T], overrides: list[str]) -> T:
     unknown = [k for k in given if k not in _keys(cls)]
     if unknown:
         raise UserError(_unknown(cls, unknown[0]))
-    return _build(cls, given, prefix="")
+    return _build(cls, given, prefix="", start=_MISSING if start is None else start)
 
 
 def to_json(cfg: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -106,6 +107,25 @@ class Table:
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return _section(self.title, note + f'<div class="wide">{table}</div>')
 
+    def print(self) -> None:
+        """The same table on the console."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text as RichText
+
+        table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for column, header in enumerate(self.headers):
+            numeric = all(_is_number(row[column]) or row[column] is None for row in self.rows)
+            table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(RichText(_show(v)) for v in row))  # Text: a value in [brackets] is no markup
+        # Without a terminal nobody needs lines cut to a screen.
+        console = Console() if sys.stdout.isatty() else Console(width=220)
+        console.print(table)
+        if self.note:
+            print(f"  {self.note}\n")
+
 
 @dataclass(frozen=True)
 class Text:
@@ -143,7 +163,7 @@ def run_sections(folder: Path) -> list[Section]:
         loss_curves(read_jsonl(folder / "metrics.jsonl")),
         eval_table(read_jsonl(folder / "evals.jsonl")),
         Text("Command", str(config.get("command", "")), code=True),
-        Table("Config", ["key", "value"], [[k, v] for k, v in _flatten(settings).items()]),
+        Table("Config", ["key", "value"], [[k, v] for k, v in flatten(settings).items()]),
         Table("Versions", ["package", "version"], [[k, v] for k, v in ran.items()]),
     ]
 
@@ -181,10 +201,18 @@ EVAL_COLUMNS = {
 }
 
 
+CONDITIONS = ("text", "num_tokens", "context", "stride")
+
+
 def eval_table(rows: list[dict[str, Any]], title: str = "Evaluations") -> Table:
-    """The columns that any row has, in a fixed order."""
+    """The columns that any row has, in a fixed order; conditions that all perplexities share become a note."""
     used = [k for k in EVAL_COLUMNS if any(row.get(k) is not None for row in rows)]
-    return Table(title, [EVAL_COLUMNS[k] for k in used], [[row.get(k) for k in used] for row in rows])
+    measured = [row for row in rows if row.get("perplexity") is not None]
+    shared = [k for k in CONDITIONS if k in used and len({row.get(k) for row in measured}) == 1]
+    note = ", ".join(f"{EVAL_COLUMNS[k]} {_show(measured[0][k])}" for k in shared)
+    columns = [k for k in used if k not in shared]
+    cells = [[row.get(k) for k in columns] for row in rows]
+    return Table(title, [EVAL_COLUMNS[k] for k in columns], cells, f"Perplexity: {note}" if note else "")
 
 
 # -- drawing -----------------------------------------------------------------------------------------
@@ -261,11 +289,18 @@ def _section(title: str, inner: str) -> str:
 
 
 def _cell(value: Any) -> str:
+    kind = ' class="num"' if _is_number(value) else ""
+    return f"<td{kind}>{escape(_show(value))}</td>"
+
+
+def _show(value: Any) -> str:
     if value is None:
-        return "<td></td>"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f'<td class="num">{_num(value)}</td>'
-    return f"<td>{escape(str(value))}</td>"
+        return ""
+    return _num(value) if _is_number(value) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _num(value: float) -> str:
@@ -276,11 +311,11 @@ def _num(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[prefix + key] = str(value) if isinstance(value, bool | list) else value
     return flat

@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoestring.errors import UserError
+
 PLAIN_PROGRESS_SECONDS = 10.0
 
 
@@ -38,6 +40,7 @@ class RunLog:
         self._purge_step: int | None = None
         if self.folder is not None and main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "metrics.jsonl").touch()  # also without metrics: it is what marks a run folder
             self.history = read_jsonl(self.folder / "metrics.jsonl")
 
     # -- metrics -----------------------------------------------------------------------------------
@@ -79,6 +82,10 @@ class RunLog:
         """Append one evaluation to evals.jsonl."""
         if self.main and self.folder is not None:
             append_jsonl(self.folder / "evals.jsonl", {"time": round(time.time(), 3), **row})
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of evals.jsonl so far."""
+        return [] if self.folder is None else read_jsonl(self.folder / "evals.jsonl")
 
     def close(self) -> None:
         if self._tensorboard:
@@ -203,6 +210,13 @@ def new_run_folder(name: str, base: Path | str = "runs") -> Path:
             return folder
         except FileExistsError:
             count += 1
+
+
+def check_free(folder: Path) -> Path:
+    """The folder, when it is absent or empty; nothing of the user's is ever overwritten."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already and is not an empty folder; give another name or remove it")
+    return folder
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

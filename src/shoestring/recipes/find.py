@@ -1,0 +1,97 @@
+"""Finding recipes: by built-in name (train/dense) or by path to the user's own file.
+
+A recipe is a Python file with a docstring, a frozen dataclass `Config` and `main(config)`. The built-in ones
+are the files of this folder; their names are their paths. Listing them parses the docstrings and imports
+nothing.
+
+A recipe whose Config has a key `resume` can be continued: `resume=RUN` takes the settings saved in
+RUN/config.json, and the other key=value pairs of the command change them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shoestring.config import apply_overrides, from_json
+from shoestring.errors import UserError, suggest
+
+HERE = Path(__file__).parent
+HELPERS = ("__init__", "find")
+
+
+def builtin_recipes() -> dict[str, Path]:
+    """name -> file, sorted by name."""
+    files = sorted(p for p in HERE.rglob("*.py") if p.stem not in HELPERS)
+    return {p.relative_to(HERE).with_suffix("").as_posix(): p for p in files}
+
+
+def first_line(path: Path) -> str:
+    """The first line of a recipe's docstring."""
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return doc.splitlines()[0] if doc else ""
+
+
+def load_recipe(name: str) -> ModuleType:
+    """Import a recipe; UserError when there is none of that name or it lacks Config or main."""
+    builtin = builtin_recipes()
+    if name in builtin:
+        return importlib.import_module("shoestring.recipes." + name.replace("/", "."))
+    if not name.endswith(".py"):
+        hint = suggest(name, list(builtin)) or f" Built in are {', '.join(builtin)}."
+        raise UserError(f"no recipe {name!r}.{hint} Or give the path of your own .py file")
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(
+            f"no such file: {name}; give a built-in recipe ({', '.join(builtin)}) or your own .py file"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    missing = [part for part in ("Config", "main") if not hasattr(module, part)]
+    if missing:
+        raise UserError(
+            f"{name} defines no {' and no '.join(missing)}; a recipe has a dataclass Config and main(config)"
+        )
+    return module
+
+
+def resolve_config(recipe: ModuleType, overrides: list[str]) -> Any:
+    """The Config of a command; one that resumes starts from what the run saved."""
+    config = apply_overrides(recipe.Config, overrides)
+    if getattr(config, "resume", None) is None:
+        return config
+    return apply_overrides(recipe.Config, overrides, start=_saved_config(recipe, Path(config.resume)))
+
+
+def _saved_config(recipe: ModuleType, folder: Path) -> Any:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"resume={folder}: no config.json there, so it is no run folder; runs are in runs/")
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        name, values = saved["recipe"], saved["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); start a new run instead of resuming") from error
+    if name != recipe_name(recipe):
+        raise UserError(
+            f"resume={folder}: that run was made by {name}; use shoestring run {name} resume={folder}"
+        )
+    return from_json(recipe.Config, values)
+
+
+def recipe_name(recipe: ModuleType) -> str:
+    """train/dense for the built-in ones, the file name for the user's own."""
+    prefix = "shoestring.recipes."
+    name = recipe.__name__
+    return (
+        name.removeprefix(prefix).replace(".", "/")
+        if name.startswith(prefix)
+        else Path(recipe.__file__ or name).name
+    )

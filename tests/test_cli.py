@@ -1,0 +1,256 @@
+"""The verbs on a tiny real model, and every way a command can go wrong: exit code and one line."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from shoestring.cli import run_cli
+from shoestring.errors import Interrupted
+from shoestring.evals.perplexity import perplexity
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
+from shoestring.model.parallel import init_weights
+
+TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. " * 40
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        code = run_cli([str(a) for a in argv])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = Tokenizer.train([TEXT], 300)
+    spec = ModelSpec(tokenizer.vocab_size, 64, 2, 4, 2, 16, 128, 64, eos_id=tokenizer.eos_id)
+    model = Decoder(spec)
+    init_weights(model, 0)
+    save_model(folder, model, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed_folder(model_folder: Path) -> Path:
+    loaded = load_model(model_folder)
+    convert(loaded.model, [("*.mlp.*", parse_format("nf3:g32")), ("blocks.0.*", parse_format("int4:g64"))])
+    pack(loaded.model)
+    return save_model(model_folder.parent / "packed", loaded.model, loaded.tokenizer)
+
+
+def assert_one_line_error(result: Result, *needles: str) -> None:
+    assert result.code == 2, result
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1, result.err
+    for needle in needles:
+        assert needle in result.err
+
+
+# -- ways to go wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "needle"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "y", "--temprature", "1"], "--temprature"),
+        (["run", "train/dnse"], "Did you mean 'train/dense'?"),
+        (["run", "nowhere.py"], "no such file: nowhere.py"),
+        (["run", "train/dense", "stesp=3"], "Did you mean 'steps'?"),
+        (["run", "train/dense", "steps=many"], "is not a value of type int"),
+        (["run", "train/dense", "size=huge"], "allowed are tiny, small"),
+        (["run", "train/dense", "resume=nowhere"], "is no run folder"),
+        (["run", "shrink/rtn"], "model=... is required"),
+        (["run", "shrink/rtn", "model=x", "format=int5"], "int5"),
+        (["run", "shrink/rtn", "model=x", "rules=mlp"], "is not glob=format"),
+        (["recipes", "train/dens"], "Did you mean 'train/dense'?"),
+        (["generate", "nowhere", "hi"], "nowhere does not exist"),
+        (["inspect", "nowhere"], "nowhere does not exist"),
+        (["eval", "nowhere"], "nowhere does not exist"),
+        (["export", "nowhere", "out"], "nowhere does not exist"),
+        (["chat", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_bad_commands(
+    cli: Cli, argv: list[str], needle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cli(*argv)
+    assert_one_line_error(result, needle)
+    assert result.out == ""
+    assert not list(tmp_path.iterdir())  # nothing half-written
+
+
+def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"caf\xe9 \xff\xfe")
+    assert_one_line_error(cli("generate", model_folder, "the " * 100), "tokens, but the context holds 64")
+    assert_one_line_error(cli("generate", model_folder, "the", "--temperature", "-1"), "temperature")
+    assert_one_line_error(cli("generate", model_folder, "the", "--dtype", "int3"), "allowed are auto, fp32")
+    assert_one_line_error(cli("generate", model_folder, "the", "--device", "tpu9"), "device")
+    assert_one_line_error(cli("chat", model_folder), "has no chat template")
+    assert_one_line_error(cli("eval", model_folder), "--text FILE")
+    assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is no file")
+    assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
+    assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
+    assert_one_line_error(cli("inspect", binary), "no .gguf")
+    assert_one_line_error(cli("inspect", tmp_path), "not a run, model or checkpoint")
+    assert_one_line_error(cli("export", model_folder, model_folder), "exists already")
+
+
+def write_recipe(path: Path, body: str) -> Path:
+    head = "from dataclasses import dataclass\nfrom shoestring.config import option\n\n\n"
+    config = "@dataclass\nclass Config:\n    steps: int = option(3, 'how many')\n\n\n"
+    path.write_text(head + config + body)
+    return path
+
+
+def test_my_own_recipe(cli: Cli, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "mine.py", "def main(config):\n    print('steps', config.steps)\n")
+    assert cli("run", recipe, "steps=7") == Result(0, "steps 7\n", "")
+    assert "how many" in cli("recipes", recipe).out
+    assert_one_line_error(cli("run", recipe, "stops=7"), "Did you mean 'steps'?")
+    assert_one_line_error(cli("run", write_recipe(tmp_path / "half.py", "")), "defines no main")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    prefix = "[rank 2] " if rank else ""
+    head = "import errno\nfrom shoestring.errors import Interrupted, UserError\n\n\ndef main(config):\n"
+    cases = {
+        "raise UserError('too\\nlong')": (2, f"{prefix}error: too long\n"),
+        "raise Interrupted('stopped at 3')": (130, f"{prefix}stopped at 3\n"),
+        "raise KeyboardInterrupt": (130, ""),
+        "raise OSError(errno.ENOSPC, 'No space left on device', 'x/y')": (2, "No space left on device (x/y)"),
+        "raise RuntimeError('oops')": (1, "this is a bug in shoestring, please report"),
+    }
+    for line, (code, err) in cases.items():
+        result = cli("run", write_recipe(tmp_path / "case.py", f"{head}    {line}\n"))
+        assert result.code == code, line
+        assert err in result.err
+        assert ("Traceback" in result.err) == (code == 1)
+    assert errno.ENOSPC and issubclass(Interrupted, ValueError)
+
+
+def test_a_wrong_command_is_answered_by_one_rank(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli("run", "train/dense", "stesp=3") == Result(2, "", "")
+
+
+# -- verbs -------------------------------------------------------------------------------------------
+
+
+def test_recipes_lists_all_and_shows_one(cli: Cli) -> None:
+    listed = cli("recipes").out
+    for name in ("demo", "train/dense", "shrink/rtn"):
+        assert name in listed
+    shown = cli("recipes", "train/dense").out
+    for needle in (
+        "Run:",
+        "torchrun",
+        "steps",
+        "2,000" if "2,000" in shown else "2000",
+        "mesh.tp",
+        "optimizer steps",
+    ):
+        assert needle in shown
+
+
+def test_generate_streams_the_engines_text(
+    cli: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoestring.serve import Engine, Sampling
+
+    sampling = Sampling(temperature=1.0, top_k=20, seed=5, max_tokens=12)
+    loaded = load_model(model_folder)
+    expected = Engine(loaded.model, loaded.tokenizer).generate(["the quick"], sampling)[0].text
+    options = ["--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-tokens", 12]
+    assert cli("generate", model_folder, "the quick", *options) == Result(0, f"the quick{expected}\n", "")
+    assert (
+        cli("generate", model_folder, "the quick", *options[:5], 6, *options[6:]).out
+        != f"the quick{expected}\n"
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick"))
+    shown = cli("generate", model_folder, "-", *options, "--stats").out
+    assert shown.startswith(f"the quick{expected}\n")
+    assert "12 new tokens" in shown or "end" in shown
+
+
+def test_chat_reads_lines_from_a_pipe(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nbox\n"))
+    result = cli("chat", folder, "--max-tokens", 4)
+    assert result.code == 0
+    assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
+
+
+def test_eval_reports_what_the_evals_compute(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    task = tmp_path / "cloze.jsonl"
+    task.write_text(json.dumps({"context": "the quick brown", "continuation": " fox"}) + "\n")
+    argv = ["--text", text, "--context", 32, "--stride", 16, "--max-tokens", 200, "--tasks", task, "--speed"]
+    shown = cli("eval", model_folder, *argv)
+    assert shown.code == 0, shown.err
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    tokens = torch.tensor(loaded.tokenizer.encode(TEXT))
+    value = perplexity(loaded.model, tokens, context=32, stride=16, max_tokens=200).value
+    assert f"{value:.4g}" in shown.out
+    for needle in ("text.txt", "cloze", "accuracy", "decode tokens/s", "dense"):
+        assert needle in shown.out
+    assert not (model_folder / "evals.jsonl").exists()  # a model folder is not ours to write to
+
+
+def test_inspect_shows_formats_per_layer(cli: Cli, model_folder: Path, packed_folder: Path) -> None:
+    dense, packed = cli("inspect", model_folder).out, cli("inspect", packed_folder).out
+    assert "model.layers.*.mlp.up_proj.weight" in dense and "f32" in dense
+    assert "nf3" in packed and "int4" in packed
+    row = next(line for line in packed.splitlines() if "layers.0.self_attn.q_proj.weight" in line)
+    assert "int4" in row and "64 x 64" in row
+    row = next(line for line in packed.splitlines() if "layers.1.self_attn.q_proj.weight" in line)
+    assert "f32" in row and " 32 " in row
+
+
+def test_export_gives_transformers_the_same_logits(cli: Cli, packed_folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "hf"
+    assert cli("export", packed_folder, out, "--dtype", "fp32").code == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.arange(1, 41)[None]
+    ours = load_model(packed_folder).model
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    again = load_model(out)
+    assert replace(again.spec, eos_id=None) == replace(ours.spec, eos_id=None)

@@ -1,0 +1,88 @@
+"""House rules that a machine can check: short files, quick imports, recipes that say how to run them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoestring.recipes.find import builtin_recipes
+
+REPO = Path(__file__).resolve().parent.parent
+SOURCES = sorted((REPO / "src").rglob("*.py"))
+TESTS = sorted((REPO / "tests").rglob("*.py"))
+MAX_LINES = 500
+
+
+def run_python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda p: str(p.relative_to(REPO)))
+def test_no_file_is_longer_than_500_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(REPO)))
+def test_every_file_opens_with_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path.name not in ("__init__.py", "__main__.py"):
+        assert ast.get_docstring(tree), f"{path} does not say what it is"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(REPO)))
+def test_names_that_mean_nothing_are_not_used(path: Path) -> None:
+    assert path.stem not in ("utils", "util", "common", "helpers", "misc")
+    classes = [n.name for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.ClassDef)]
+    bad = [
+        c for c in classes if c.startswith("Base") or c.endswith(("Manager", "Factory", "Handler", "Mixin"))
+    ]
+    assert not bad
+
+
+def test_nothing_pickled_is_read() -> None:
+    """torch.load and pickle run what a stranger's file tells them to."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert name not in ("torch.load", "pickle.load", "pickle.loads"), f"{path}:{node.lineno}"
+
+
+def test_importing_shoestring_is_quick_and_pulls_no_torch() -> None:
+    heavy = "[m for m in ('torch', 'numpy', 'transformers', 'typer', 'rich') if m in sys.modules]"
+    assert run_python(f"import sys, shoestring; print({heavy})") == "[]"
+    measured = "import time; t = time.perf_counter(); import shoestring; print(time.perf_counter() - t)"
+    assert min(float(run_python(measured)) for _ in range(3)) < 0.2
+
+
+def test_the_command_line_module_pulls_no_torch() -> None:
+    assert run_python("import sys, shoestring.cli; print('torch' in sys.modules)") == "False"
+
+
+def test_help_comes_at_once() -> None:
+    command = [sys.executable, "-m", "shoestring", "--help"]
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 1.0
+    for verb in ("demo", "recipes", "run", "generate", "chat", "eval", "inspect", "export"):
+        assert verb in out
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_every_recipe_says_how_to_run_it_and_what_to_expect(name: str) -> None:
+    tree = ast.parse(builtin_recipes()[name].read_text("utf-8"))
+    doc = ast.get_docstring(tree) or ""
+    starts = [line.split(":")[0].strip() for line in doc.splitlines() if ":" in line]
+    for part in ("Run", "Needs", "Time", "Expect"):
+        assert part in starts, f"recipe {name} has no line '{part}:'"
+    defined = {n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+    assert {"Config", "main"} <= defined

@@ -1,0 +1,270 @@
+"""The recipes through the real command line: a whole path in miniature, Ctrl-C and resume, bad inputs."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoestring.cli import run_cli
+from shoestring.recipes import demo
+from shoestring.runlog import read_jsonl
+
+TINY = [
+    "size=tiny",
+    "d_model=64",
+    "num_layers=2",
+    "num_heads=4",
+    "num_kv_heads=2",
+    "d_ff=128",
+    "vocab_size=320",
+]
+SHORT = ["context=32", "batch=4", "micro=2", "warmup=2", "log_every=1", "eval_every=5", "device=cpu"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "small",
+    "large",
+    "quick",
+    "lazy",
+    "fox",
+    "dog",
+    "box",
+    "jumps",
+    "the",
+    "over",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 documents of a few made-up sentences."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    sentences = [" ".join(draw.choices(WORDS, k=draw.randint(4, 12))) + "." for _ in range(1500)]
+    lines = [json.dumps({"text": " ".join(sentences[i : i + 5])}) for i in range(0, 1500, 5)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches and runs/ go where the test looks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(*argv: object, fails: bool = False) -> str:
+        capsys.readouterr()
+        code = run_cli([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        if fails:
+            assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+            return err
+        assert code == 0, (out, err)
+        return out
+
+    return call
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_train_eval_generate_shrink_inspect_export(
+    cli: Callable[..., str], corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    out = cli("run", "train/dense", f"data={corpus}", "steps=5", f"run={run}", *TINY, *SHORT)
+    assert f"shoestring generate {run}" in out and "perplexity" in out
+
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["recipe"] == "train/dense" and saved["config"]["steps"] == 5
+    assert saved["versions"]["torch"] == torch.__version__
+    metrics = read_jsonl(run / "metrics.jsonl")
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert [row["step"] for row in metrics if "val_loss" in row] == [5]
+    assert list((run / "tb").iterdir())
+    first = read_jsonl(run / "evals.jsonl")[0]
+    assert 1 < first["perplexity"] < 320 and first["context"] == 32
+    page = (run / "report.html").read_text()
+    assert "<svg" in page and "val_loss" in page
+
+    out = cli("eval", run, "--context", 32, "--speed")
+    rows = read_jsonl(run / "evals.jsonl")
+    assert len(rows) == 2 and rows[1]["decode_tokens_per_s"] > 0
+    assert rows[1]["perplexity"] == pytest.approx(first["perplexity"], rel=1e-4)
+
+    text = cli("generate", run, "the quick", "--max-tokens", 8)
+    assert text.startswith("the quick") and len(text) > len("the quick\n")
+
+    packed = tmp_path / "packed-run"
+    out = cli("run", "shrink/rtn", f"model={run}", "format=nf3", f"run={packed}", "context=32", "device=cpu")
+    before, after = read_jsonl(packed / "evals.jsonl")
+    assert before["format"] == "dense" and after["format"].startswith("nf3")
+    assert before["perplexity"] == pytest.approx(first["perplexity"], rel=1e-4)  # on the run's own corpus
+    assert after["perplexity"] != before["perplexity"]
+    assert after["bits_per_weight"] < 4 < before["bits_per_weight"] == 16
+    assert after["megabytes"] < before["megabytes"]
+    assert "<svg" in (packed / "report.html").read_text()
+
+    assert cli("generate", packed, "the quick", "--max-tokens", 8).startswith("the quick")
+    shown = cli("inspect", packed)
+    assert "nf3" in shown and "shrink/rtn" in shown and "q_proj" in shown
+    shown = cli("inspect", run)
+    assert "train/dense" in shown and "val_loss" in shown and "f32" in shown
+
+    cli("export", packed, tmp_path / "hf", "--dtype", "fp32")
+    dense, exported = weights(run / "model"), weights(tmp_path / "hf")
+    assert dense.keys() == exported.keys()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(dense["model.embed_tokens.weight"], exported["model.embed_tokens.weight"])
+    assert not torch.equal(dense[name], exported[name])
+    assert exported[name].unique(dim=None).numel() < dense[name].unique().numel() / 2
+
+
+def test_rules_out_and_dense_out(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cli("run", "train/dense", f"data={corpus}", "steps=1", f"run={run}", *TINY, *SHORT)
+    text = tmp_path / "text.txt"
+    text.write_text("the quick red fox jumps over the lazy dog. " * 20)
+    rules = "*.mlp.*=nf3:g32;*.attn.*=int4"
+    argv = [f"model={run}", f"rules={rules}", f"text={text}", "context=32", "device=cpu"]
+    out = cli("run", "shrink/rtn", *argv, f"out={tmp_path / 'packed'}", f"dense_out={tmp_path / 'dense'}")
+    assert "nf3" in out and "int4" in out and "text.txt" in out
+    packed = json.loads((tmp_path / "packed" / "shoestring.json").read_text())["modules"]
+    assert packed["model.layers.1.self_attn.q_proj"]["format"]["name"] == "int_asym"
+    assert packed["model.layers.1.mlp.up_proj"]["format"]["group"] == 32
+    assert (tmp_path / "dense" / "model.safetensors").is_file()
+    err = cli("run", "shrink/rtn", f"model={run}", "rules=*.mlpp.*=nf3", fails=True)
+    assert "matches no linear layer" in err
+    assert "exists already" in cli("run", "shrink/rtn", *argv, f"out={tmp_path / 'packed'}", fails=True)
+    assert "packed" in cli("run", "shrink/rtn", f"model={tmp_path / 'packed'}", fails=True)
+
+
+def test_going_on_from_a_model(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    cli("run", "train/dense", f"data={corpus}", "steps=3", f"run={first}", *TINY, *SHORT)
+    argv = [f"data={corpus}", f"init_from={first}", "steps=1", "lr=1e-9", f"run={second}", *SHORT]
+    cli("run", "train/dense", *argv)
+    old, new = weights(first / "model"), weights(second / "model")
+    assert old.keys() == new.keys()
+    for name in old:
+        torch.testing.assert_close(old[name], new[name], rtol=0, atol=1e-6)
+    assert read_jsonl(second / "metrics.jsonl")[0]["loss"] < read_jsonl(first / "metrics.jsonl")[0]["loss"]
+    # The tokenizer of another model does not fit.
+    other = tmp_path / "other"
+    cli(
+        "run",
+        "train/dense",
+        f"data={corpus}",
+        "steps=1",
+        f"run={other}",
+        *TINY[:-1],
+        "vocab_size=400",
+        *SHORT,
+    )
+    err = cli("run", "train/dense", *argv[:3], f"tokenizer={other / 'model'}", *SHORT, fails=True)
+    assert "tokens" in err and "init_from" in err
+
+
+def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
+    cli: Callable[..., str], corpus: Path, tmp_path: Path
+) -> None:
+    steps = 60
+    common = ["run", "train/dense", f"data={corpus}", f"steps={steps}", "save_every=25", *TINY, *SHORT]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    cli(*common, f"run={whole}")
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoestring", *common, f"run={cut}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while (
+        len(read_jsonl(cut / "metrics.jsonl")) < 4 and process.poll() is None and time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert err.count("\n") == 1 and f"resume={cut}" in err and "Traceback" not in err
+    stopped = max(row["step"] for row in read_jsonl(cut / "metrics.jsonl"))
+    assert 4 <= stopped < steps
+    assert (cut / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (cut / "model").exists()
+    assert "without a finished model" in cli("generate", cut, "the", fails=True)
+    assert f"{stopped}" in cli("inspect", cut / "checkpoints" / f"step-{stopped:08d}")
+
+    cli("run", "train/dense", f"resume={cut}")
+    uninterrupted, resumed = weights(whole / "model"), weights(cut / "model")
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+
+    def losses(folder: Path) -> list[tuple[int, float]]:
+        return [(r["step"], r["loss"]) for r in read_jsonl(folder / "metrics.jsonl") if "loss" in r]
+
+    assert losses(cut) == losses(whole)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "empty corpus": (["data=EMPTY"], "EMPTY"),
+    "no such corpus": (["data=nowhere"], "nowhere"),
+    "not UTF-8": (["data=BINARY"], "UTF-8"),
+    "too many ranks": (["data=CORPUS", "mesh.dp=2"], "torchrun --nproc-per-node 2"),
+    "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
+    "tokenizer": (["data=CORPUS", "tokenizer=nowhere"], "nowhere"),
+    "init": (["data=CORPUS", "init_from=nowhere"], "nowhere"),
+    "dtype": (["data=CORPUS", "dtype=int8"], "allowed are auto, fp32, bf16"),
+    "device": (["data=CORPUS", "device=cuda:99"], "device"),
+    "context": (["data=CORPUS", "context=1000000"], "context"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_inputs_leave_nothing_behind(
+    cli: Callable[..., str], corpus: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "EMPTY.txt").write_text("")
+    (tmp_path / "BINARY.txt").write_bytes(b"caf\xe9 \xff\xfe" * 1000)
+    places = {"EMPTY": tmp_path / "EMPTY.txt", "BINARY": tmp_path / "BINARY.txt", "CORPUS": corpus}
+    argv, needle = BAD[name]
+    argv = [f"data={places.get(a[5:], a[5:])}" if a.startswith("data=") else a for a in argv]
+    small = [s for s in (*TINY, *SHORT) if s.split("=")[0] not in {a.split("=")[0] for a in argv}]
+    assert needle in cli("run", "train/dense", *argv, *small, "steps=2", fails=True)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_run_folder_is_never_overwritten(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious.txt").write_text("mine")
+    err = cli("run", "train/dense", f"data={corpus}", f"run={tmp_path / 'run'}", fails=True)
+    assert "exists already" in err
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
+def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    options = ["steps=3", f"data={corpus}", "eval_tokens=256", "pretrained=false", "device=cpu"]
+    out = cli("demo", *options, f"run={tmp_path / 'demo'}")
+    assert "skipped" in out and "report" in out
+    rows: list[dict[str, Any]] = read_jsonl(tmp_path / "demo" / "evals.jsonl")
+    assert [r["format"].split(":")[0] for r in rows] == ["dense", "int4", "nf3"]
+    sizes = [r["megabytes"] for r in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert page.count("<svg") == 2 and "def main(" in page
+    assert all(f"[{number}/{len(demo.STAGES)}] " in out for number in range(1, len(demo.STAGES) + 1))
