@@ -63,3 +63,17 @@ def test_four_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
         {"replica": 2, "dp": 2},
     ]
     check(cases, on_ranks(run_ranks, 4, cases))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_moves_between_meshes(run_ranks: Callable[..., str], tmp_path: Path) -> None:
+    """Six steps on dp=2 x tp=2, then six on one process, against twelve on one process."""
+    from ranks_resume import losses as run_on_one
+
+    script = Path(__file__).parent / "ranks_resume.py"
+    run_ranks(4, script, str(tmp_path / "moved"), "6", "2", "2")
+    moved = run_on_one(tmp_path / "moved", 12, 1, 1)
+    stayed = run_on_one(tmp_path / "stayed", 12, 1, 1)
+    assert len(moved) == len(stayed) == 12
+    assert max(abs(a - b) for a, b in zip(moved, stayed, strict=True)) < 1e-5

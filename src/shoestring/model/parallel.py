@@ -93,6 +93,19 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh) -> None:
         model.embed.group = group
         if model.head is not None:
             column_parallel_(model.head, tp)
+    replicate_rest_(model, tp)
+
+
+def replicate_rest_(model: nn.Module, tp: DeviceMesh) -> None:
+    """Make what is not cut a replicated DTensor: all parameters then live on one mesh, which multi-tensor optimizers
+    insist on, and parameter groups need not depend on the mesh, which resuming on another one insists on."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if not isinstance(param, DTensor):
+                whole = DTensor.from_local(param.detach(), tp, [Replicate()], run_check=False)
+                module.register_parameter(name, nn.Parameter(whole, requires_grad=param.requires_grad))
 
 
 def check_divides(spec: ModelSpec, tp: int) -> None:

@@ -22,22 +22,19 @@ def adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; fused on CUDA.
-
-    One parameter group per (decay, mesh): the multi-tensor kernels cannot mix tensors of different meshes.
-    """
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    """AdamW with decay on matrices only; fused on CUDA. The two groups are the same on every mesh."""
+    groups: dict[bool, list[nn.Parameter]] = {}
     for param in model.parameters():
         if param.requires_grad:
-            mesh = getattr(param, "device_mesh", None)
-            groups.setdefault((param.dim() >= 2, mesh), []).append(param)
+            groups.setdefault(param.dim() >= 2, []).append(param)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")
     on_cuda = any(local(p).is_cuda for ps in groups.values() for p in ps)
     return torch.optim.AdamW(
         [
-            {"params": ps, "weight_decay": weight_decay if decays else 0.0}
-            for (decays, _), ps in groups.items()
+            {"params": groups[d], "weight_decay": weight_decay if d else 0.0}
+            for d in (True, False)
+            if d in groups
         ],
         lr=lr,
         betas=betas,

@@ -1,0 +1,43 @@
+"""Trains to step 6 on one mesh, or resumes there on another and trains to step 12; prints losses on rank 0.
+
+ranks_resume.py FOLDER STEPS DP TP
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from ranks_golden import BASE, MaskedRows
+
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, constant
+from shoestring.train.trainer import Run, train
+
+
+def losses(folder: Path, steps: int, dp: int, tp: int) -> list[float]:
+    mesh = open_mesh(MeshConfig(dp, tp), "cpu")
+    with torch.device("meta"):
+        model = Decoder(ModelSpec(**{**BASE, "qk_norm": True}))
+    parallelize(model, mesh, ParallelConfig())
+    materialize(model, "cpu")
+    init_weights(model, seed=3)
+    run = Run(model, adamw(model, lr=1e-2), mesh, RunLog(folder, main=mesh.is_main, quiet=True))
+    checkpointer = Checkpointer(folder / "checkpoints", every=6)
+    train(run, MaskedRows(mesh), CrossEntropy(), steps=steps, schedule=constant(1e-2), log_every=1,
+          checkpointer=checkpointer)  # fmt: skip
+    return [row["loss"] for row in run.log.history]
+
+
+if __name__ == "__main__":
+    result = losses(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    if os.environ.get("RANK", "0") == "0":
+        print("RESULT " + json.dumps(result))
