@@ -55,7 +55,8 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     return found
 
 
-@torch.inference_mode()
+# no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
+@torch.no_grad()
 def perplexity(
     model: Decoder,
     tokens: Tensor,

@@ -65,7 +65,8 @@ class _Sequence:
     targets: list[list[int]]
 
 
-@torch.inference_mode()
+# no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
+@torch.no_grad()
 def score(
     model: Decoder,
     items: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],

