@@ -59,9 +59,8 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     if bits == 3:
         b = packed.to(torch.int32).unflatten(-1, (-1, 3)).unbind(-1)
         run = b[0] | (b[1] << 8) | (b[2] << 16)
-        codes = torch.stack([(run >> (3 * i)) & 7 for i in range(CODES_PER_RUN)], dim=-1)
-        return codes.flatten(-2).to(torch.uint8)
-    byte = packed.to(torch.int32)
-    mask = (1 << bits) - 1
-    codes = torch.stack([(byte >> (bits * i)) & mask for i in range(8 // bits)], dim=-1)
-    return codes.flatten(-2).to(torch.uint8)
+    else:
+        run = packed.to(torch.int32)
+    shifts = torch.arange(0, 24 if bits == 3 else 8, bits, dtype=torch.int32, device=packed.device)
+    codes = (run.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(-2)
