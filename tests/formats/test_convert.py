@@ -183,6 +183,10 @@ def test_packed_state_dict_and_safetensors_round_trip(tmp_path: Path) -> None:
     built.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
     assert torch.equal(built(TOKENS), expected)
 
+    prepare_packed(
+        fresh, {"blocks.0.down": IntAsym(bits=3).to_json()}
+    )  # a packed layer can be prepared again
+    fresh.load_state_dict(state)
     assert unpack(fresh) and not formats_of(fresh)
     assert torch.equal(fresh(TOKENS), expected)
     assert fresh.blocks[0].up.weight.requires_grad and "blocks.0.up.weight_codes" not in fresh.state_dict()
@@ -308,6 +312,21 @@ def test_every_kind_of_state_is_hosted() -> None:
     assert not any("mask" in n or "gain" in n or "step" in n for n in model.state_dict())
     convert(twin, [("*", Dense())])  # back to dense: the state goes, the weight stays
     assert not any(".weight_" in n for n in twin.state_dict())
+
+
+def test_our_decoder() -> None:
+    from shoestring.model.spec import ModelSpec
+    from shoestring.model.transformer import Decoder
+
+    sizes = {"vocab_size": 32, "d_model": 64, "num_layers": 2, "d_ff": 96, "max_positions": 16}
+    spec = ModelSpec(**sizes, num_heads=4, num_kv_heads=2, head_dim=16, tied=False)
+    torch.manual_seed(0)
+    model = Decoder(spec)
+    report = convert(model, [("blocks.*.attn.*", FloatAsym("nf4", group=32)), ("*", IntAsym(group=32))])
+    assert len(report.changed) == 14 and "head" not in formats_of(model)
+    expected = model(TOKENS)
+    pack(model)
+    assert torch.equal(model(TOKENS), expected)
 
 
 # -- torch.compile -------------------------------------------------------------------------------------------

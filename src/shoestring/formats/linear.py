@@ -154,7 +154,7 @@ class FormatLinear(nn.Linear):
     def prepare_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
         """Become a packed module with uninitialised parts, for load_state_dict to fill."""
         format.check(self.shape)
-        with torch.device(self.bias.device if self.weight is None else self.weight.device):
+        with torch.device(next(iter(self._held().values())).device if self.packed else self.weight.device):
             parts = format.empty_parts(self.shape, dtype)
         self._drop(self.state_names)
         self.format = format
