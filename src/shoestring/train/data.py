@@ -1,0 +1,122 @@
+"""TokenData: which rows a training step sees, as a pure function of the step.
+
+The tokens of a split are cut into windows of context + 1 tokens at stride `context`: every token is a
+target once. All windows are visited in an order drawn per epoch from (seed, epoch), then again in another.
+Row r of step s is number s * batch + r in that endless list, so nothing needs to be remembered: resuming at
+a step, on any number of ranks, gives the rows that an uninterrupted run would have seen.
+
+A step's rows are cut over the data-parallel ranks, then into micro-batches; the set of rows does not depend
+on either.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoestring.errors import UserError
+from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.shards import TokenShards
+
+__all__ = ["Micro", "TokenData"]
+
+
+class TokenData:
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        context: int,
+        batch: int,
+        micro: int | None = None,
+        seed: int = 0,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> None:
+        """`batch` rows per step over all ranks, `micro` rows per pass on one rank (None: all of its rows)."""
+        if context < 1 or batch < 1 or (micro is not None and micro < 1):
+            raise UserError(f"context={context}, batch={batch} and micro={micro} must be positive")
+        if batch % dp_size:
+            raise UserError(
+                f"batch={batch} rows cannot be split evenly over {dp_size} data-parallel ranks; "
+                f"use a multiple of {dp_size}, for example {-(-batch // dp_size) * dp_size}"
+            )
+        micro = batch // dp_size if micro is None else micro
+        if (batch // dp_size) % micro:
+            raise UserError(
+                f"{batch // dp_size} rows per rank (batch={batch} over {dp_size} ranks) cannot be "
+                f"split evenly "
+                f"into micro-batches of micro={micro}; use a micro that divides {batch // dp_size}"
+            )
+        assert 0 <= dp_rank < dp_size
+        self.shards, self.context, self.batch, self.micro, self.seed = shards, context, batch, micro, seed
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.num_windows = max(0, len(shards) - 1) // context
+        if self.num_windows < batch:
+            name = {"val": "validation", "train": "training"}.get(shards.name, shards.name)
+            raise UserError(
+                f"the {name} split has {len(shards):,} tokens, which is {self.num_windows} windows of "
+                f"context={context}; one batch needs {batch}. Give more text, or a smaller batch or context"
+            )
+        # Two epochs: a step may begin in one and end in the next.
+        self._order = lru_cache(maxsize=2)(self._draw_order)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.num_windows / self.batch
+
+    def step(self, step: int) -> list[Micro]:
+        """This rank's micro-batches of a step."""
+        assert step >= 0
+        rows = self.batch // self.dp_size
+        first = step * self.batch + self.dp_rank * rows
+        windows = [self._window(number) for number in range(first, first + rows)]
+        return [self._cut(windows[i : i + self.micro]) for i in range(0, rows, self.micro)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which rows a step sees; not a position, because the step is the position."""
+        return {
+            "fingerprint": self.shards.fingerprint,
+            "num_tokens": len(self.shards),
+            "context": self.context,
+            "batch": self.batch,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuses a state under which the steps so far saw other rows than they would here."""
+        what = {"fingerprint": "the corpus or its tokenizer", "num_tokens": "the size of the corpus"}
+        for key, ours in self.state_dict().items():
+            saved = state.get(key)
+            if saved != ours:
+                raise UserError(
+                    f"cannot resume to the exact token: {what.get(key, key)} changed since the checkpoint "
+                    f"({key} was {saved}, is {ours}); resume with the same data, context, batch and seed"
+                )
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        # numpy promises the same raw numbers in every version, but not the same `permutation`.
+        raw = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(self.num_windows)
+        return np.argsort(raw, kind="stable")
+
+    def _window(self, number: int) -> int:
+        epoch, place = divmod(number, self.num_windows)
+        return int(self._order(epoch)[place])
+
+    def _cut(self, windows: list[int]) -> Micro:
+        starts = np.array(windows, dtype=np.int64)[:, None] * self.context
+        at = starts + np.arange(self.context + 1)
+        rows = self.shards.tokens[at].astype(np.int64)
+        targets, index = rows[:, 1:].copy(), at[:, 1:]
+        if self.shards.mask is not None:
+            targets[self.shards.mask[index] == 0] = IGNORED
+        return Micro(
+            torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(targets), torch.from_numpy(index.copy())
+        )
