@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shoestring.formats import convert, init_state, parse_format
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
@@ -60,6 +61,8 @@ def losses(case: dict[str, Any]) -> list[float]:
     mesh = open_mesh(MeshConfig(case.get("dp", 1), case.get("tp", 1), case.get("replica", 1)), "cpu")
     with torch.device("meta"):
         model = Decoder(ModelSpec(**{**BASE, **case.get("spec", {})}))
+        if "format" in case:
+            convert(model, [("*", parse_format(case["format"]))])
     parallelize(
         model,
         mesh,
@@ -67,6 +70,7 @@ def losses(case: dict[str, Any]) -> list[float]:
     )
     materialize(model, "cpu")
     init_weights(model, seed=3)
+    init_state(model)
     objective: Any = CrossEntropy(chunk=case.get("chunk", 24))
     if case.get("teacher"):
         with torch.device("meta"):

@@ -30,7 +30,7 @@ def on_ranks(run_ranks: Callable[..., str], num_ranks: int, cases: list[dict[str
 
 def check(cases: list[dict[str, Any]], got: list[list[float]]) -> None:
     for case, numbers in zip(cases, got, strict=True):
-        same_on_one = {k: v for k, v in case.items() if k in ("spec", "teacher")}
+        same_on_one = {k: v for k, v in case.items() if k in ("spec", "teacher", "format")}
         want = losses(same_on_one)
         assert len(numbers) == len(want)
         worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(numbers, want, strict=True))
@@ -47,6 +47,8 @@ def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
         {"tp": 2, "spec": QWEN},  # 95 tokens over 2 ranks: the vocabulary stays whole
         {"tp": 2, "spec": QWEN | {"vocab_size": 96}},
         {"tp": 2, "spec": GPT2},
+        {"tp": 2, "format": "int4:g8"},
+        {"dp": 2, "format": "nf3:g8"},
         {"tp": 2, "teacher": True},
         {"dp": 2, "teacher": True, "recompute": True},
     ]
