@@ -391,6 +391,10 @@ def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match="truncated or damaged"):
             load_gguf(path)
+    at = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 8
+    path.write_bytes(whole[:at] + struct.pack("<Q", 1 << 50) + whole[at + 8 :])  # a list of 10^15 numbers
+    with pytest.raises(UserError, match="truncated or damaged"):
+        load_gguf(path)
     for content in (b"", b"PK\x03\x04 something else"):
         path.write_bytes(content)
         with pytest.raises(UserError, match="not a GGUF file"):
