@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,8 @@ def test_nothing_pickled_is_read() -> None:
 def test_importing_shoestring_is_quick_and_pulls_no_torch() -> None:
     heavy = "[m for m in ('torch', 'numpy', 'transformers', 'typer', 'rich') if m in sys.modules]"
     assert run_python(f"import sys, shoestring; print({heavy})") == "[]"
-    measured = "import time; t = time.perf_counter(); import shoestring; print(time.perf_counter() - t)"
+    # Processor time: what others do on this machine must not decide.
+    measured = "import time; t = time.process_time(); import shoestring; print(time.process_time() - t)"
     assert min(float(run_python(measured)) for _ in range(3)) < 0.2
 
 
@@ -67,12 +68,12 @@ def test_the_command_line_module_pulls_no_torch() -> None:
 
 def test_help_comes_at_once() -> None:
     command = [sys.executable, "-m", "shoestring", "--help"]
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 1.0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    )  # seconds of processor time
     for verb in ("demo", "recipes", "run", "generate", "chat", "eval", "inspect", "export"):
         assert verb in out
 

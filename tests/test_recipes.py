@@ -30,29 +30,15 @@ TINY = [
     "vocab_size=320",
 ]
 SHORT = ["context=32", "batch=4", "micro=2", "warmup=2", "log_every=1", "eval_every=5", "device=cpu"]
-WORDS = [
-    "red",
-    "green",
-    "blue",
-    "small",
-    "large",
-    "quick",
-    "lazy",
-    "fox",
-    "dog",
-    "box",
-    "jumps",
-    "the",
-    "over",
-]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 documents of a few made-up sentences."""
     draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(2, 7))) for _ in range(150)]
     path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    sentences = [" ".join(draw.choices(WORDS, k=draw.randint(4, 12))) + "." for _ in range(1500)]
+    sentences = [" ".join(draw.choices(words, k=draw.randint(4, 12))) + "." for _ in range(1500)]
     lines = [json.dumps({"text": " ".join(sentences[i : i + 5])}) for i in range(0, 1500, 5)]
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -185,8 +171,8 @@ def test_going_on_from_a_model(cli: Callable[..., str], corpus: Path, tmp_path: 
 def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
     cli: Callable[..., str], corpus: Path, tmp_path: Path
 ) -> None:
-    steps = 60
-    common = ["run", "train/dense", f"data={corpus}", f"steps={steps}", "save_every=25", *TINY, *SHORT]
+    steps = 40
+    common = ["run", "train/dense", f"data={corpus}", f"steps={steps}", "save_every=15", *TINY, *SHORT]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     cli(*common, f"run={whole}")
 
@@ -258,7 +244,7 @@ def test_a_run_folder_is_never_overwritten(cli: Callable[..., str], corpus: Path
 
 
 def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
-    options = ["steps=3", f"data={corpus}", "eval_tokens=256", "pretrained=false", "device=cpu"]
+    options = ["steps=3", f"data={corpus}", "d_model=64", "eval_tokens=256", "pretrained=false", "device=cpu"]
     out = cli("demo", *options, f"run={tmp_path / 'demo'}")
     assert "skipped" in out and "report" in out
     rows: list[dict[str, Any]] = read_jsonl(tmp_path / "demo" / "evals.jsonl")
@@ -268,3 +254,28 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page
     assert all(f"[{number}/{len(demo.STAGES)}] " in out for number in range(1, len(demo.STAGES) + 1))
+
+
+@pytest.mark.ranks
+def test_two_ranks_are_the_same_command(
+    cli: Callable[..., str], run_ranks: Callable[..., str], corpus: Path, tmp_path: Path
+) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    common = ["run", "train/dense", f"data={corpus}", "steps=3", *TINY, *SHORT]
+    cli(*common, f"run={alone}")
+    script = tmp_path / "shoestring_on_ranks.py"
+    script.write_text("from shoestring.cli import main\n\nmain()\n")
+    out = run_ranks(2, script, *common, "mesh.dp=2", f"run={together}")
+    assert out.count("run in") == 1 and f"shoestring generate {together}" in out
+    ours, theirs = (
+        [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
+        for folder in (alone, together)
+    )
+    assert theirs == pytest.approx(ours, abs=1e-5)
+    one, two = weights(alone / "model"), weights(together / "model")
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+    assert read_jsonl(together / "evals.jsonl")[0]["perplexity"] == pytest.approx(
+        read_jsonl(alone / "evals.jsonl")[0]["perplexity"], rel=1e-4
+    )
+    cli("run", "train/dense", f"resume={together}", "mesh.dp=1", "steps=4")  # on another number of ranks
+    assert [row["step"] for row in read_jsonl(together / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]

@@ -40,13 +40,18 @@ def pick_dtype(name: str, device: torch.device | str) -> torch.dtype:
 
 
 def pick_device(name: str) -> torch.device:
-    from shoestring.mesh import open_mesh
-
+    """auto: the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.device("cpu" if name == "auto" else name)
+        device = torch.device(name)
     except RuntimeError:
         raise UserError(f"device={name!r}: allowed are auto, cpu, cuda, cuda:0, ...") from None
-    return open_mesh(device=name).device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"device={name} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
+        )
+    return device
 
 
 # -- size --------------------------------------------------------------------------------------------

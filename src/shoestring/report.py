@@ -317,7 +317,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
-            flat[prefix + key] = str(value) if isinstance(value, bool | list) else value
+            shown = str(value).lower() if isinstance(value, bool) or value is None else value
+            flat[prefix + key] = ", ".join(map(str, shown)) if isinstance(shown, list) else shown
     return flat
 
 

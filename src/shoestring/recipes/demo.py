@@ -47,7 +47,8 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 class Config:
     steps: int = option(300, "training steps of the small model")
     data: str = option("python", "what to train it on: the Python sources here, or a file or folder of yours")
-    max_mb: float = option(4.0, "megabytes of it to read")
+    max_mb: float = option(8.0, "megabytes of it to read")
+    d_model: int = option(192, "width of the small model")
     pretrained: bool = option(True, "also quantize and chat with SmolLM2-135M-Instruct")
     eval_tokens: int = option(4096, "tokens per perplexity")
     device: str = option("auto", "auto, cpu or cuda")
@@ -120,7 +121,7 @@ def train_small(demo: Demo) -> None:
         dense.Config(
             data=demo.cfg.data,
             max_mb=demo.cfg.max_mb,
-            d_model=192,
+            d_model=demo.cfg.d_model,
             vocab_size=2048,
             context=128,
             steps=demo.cfg.steps,

@@ -314,17 +314,18 @@ class Checkpointer:
     generators of each rank, and `state_dict()` of every part of the run (data, objective, hooks, ...).
     """
 
-    def __init__(self, folder: Path | str, *, every: int, keep: int = 2) -> None:
+    def __init__(self, folder: Path | str, *, every: int, keep: int = 2, last: int | None = None) -> None:
         if every < 0 or keep < 1:
             raise UserError(f"a checkpointer needs every >= 0 and keep >= 1, got every={every} keep={keep}")
         self.folder = Path(folder).absolute()
         self.every = every
         self.keep = keep
+        self.last = last  # a step to save after in any case: a finished run can then be made longer
         self.saved_step: int | None = None  # the newest step this process saved or resumed from
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Called by the trainer after every optimizer step; run.step counts the finished steps."""
-        if self.every and run.step % self.every == 0:
+        if (self.every and run.step % self.every == 0) or run.step == self.last:
             self.save(run, parts)
 
     def save(self, run: RunLike, parts: dict[str, Any]) -> Path:

@@ -23,14 +23,14 @@ import torch
 
 from shoestring.config import option, to_json
 from shoestring.errors import UserError
-from shoestring.measure import evaluate_row, pick_device, pick_dtype
+from shoestring.measure import evaluate_row, pick_dtype
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into, load_model, save_model
 from shoestring.model.folder import read_spec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.report import Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpoint import Checkpointer, latest
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES, adamw
@@ -100,7 +100,7 @@ class Config:
     mesh: MeshConfig = option(MeshConfig(), "how processes share the work")
     log_every: int = option(10, "steps between lines of metrics.jsonl")
     eval_every: int = option(200, "steps between validation losses; 0 is off")
-    save_every: int = option(500, "steps between checkpoints; 0 saves only on Ctrl-C")
+    save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C")
     run: str | None = option(None, "folder for this run; none makes runs/train-dense-DATE")
     resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
 
@@ -124,6 +124,11 @@ def main(cfg: Config) -> Path:
     log.save_config({"recipe": "train/dense", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
     params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
     log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
+    last = cfg.steps if cfg.save_every else None
+    checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, last=last)
+    if cfg.resume is not None and latest(checkpointer.folder) is None:
+        log.say(f"{folder} has no checkpoint yet: starting from the first step")
+        log.truncate_after(0)
     train(
         Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log),
         data,
@@ -131,14 +136,14 @@ def main(cfg: Config) -> Path:
         steps=cfg.steps,
         schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
         clip=cfg.clip,
-        checkpointer=Checkpointer(folder / "checkpoints", every=cfg.save_every),
+        checkpointer=checkpointer,
         log_every=cfg.log_every,
         evaluate=validation_loss(held_out) if held_out else None,
         eval_every=cfg.eval_every,
     )
     save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
     if mesh.is_main:
-        finish(cfg, corpus, log, folder)
+        finish(cfg, corpus, log, folder, mesh.device)
     mesh.close()
     return folder
 
@@ -229,9 +234,8 @@ def validation_loss(data: TokenData, num_steps: int = 4) -> Callable[[Run], dict
     return evaluate
 
 
-def finish(cfg: Config, corpus: Corpus, log: RunLog, folder: Path) -> None:
+def finish(cfg: Config, corpus: Corpus, log: RunLog, folder: Path, device: torch.device) -> None:
     """Evaluate what was saved, write the report, say what to try next."""
-    device = pick_device(cfg.device)
     loaded = load_model(folder / "model", device=device, dtype=pick_dtype(cfg.dtype, device))
     tokens = corpus.val.head(EVAL_TOKENS) if len(corpus.val) > 1 else None
     log.evaluated(
