@@ -262,10 +262,10 @@ def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
 
 
 def _spread(low: float, high: float, pad: float) -> tuple[float, float]:
-    span = (high - low) or abs(high) or 1.0
-    if high == low:
-        return low - span / 2, high + span / 2
-    return low - pad * span, high + pad * span
+    """A range with a margin, at least a tenth of the values wide: noise must not look like a result."""
+    span = max(high - low, 0.1 * max(abs(low), abs(high))) or 1.0
+    margin = pad * span + (span - (high - low)) / 2
+    return low - margin, high + margin
 
 
 def _finite(series: Series) -> Series:
@@ -324,13 +324,13 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 # The six hues are those of Okabe and Ito, told apart with every common colour blindness, darker on light.
 _STYLE = """
-:root{--bg:#fff;--fg:#1d2129;--soft:#5b6472;--rule:#dfe3e8;--panel:#f6f7f9;
+:root{color-scheme:light dark;--bg:#fff;--fg:#1d2129;--soft:#5b6472;--rule:#dfe3e8;--panel:#f6f7f9;
 --c0:#0072b2;--c1:#d55e00;--c2:#007a5a;--c3:#b0518f;--c4:#8a6d00;--c5:#3a8fc4}
 @media(prefers-color-scheme:dark){:root{--bg:#14171c;--fg:#e6e8eb;--soft:#9aa4b2;--rule:#333a45;--panel:#1c2129;
 --c0:#56b4e9;--c1:#e98a4b;--c2:#2fbf95;--c3:#d893bd;--c4:#e0c341;--c5:#8fc7ea}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:820px;margin:0 auto;padding:32px 20px 64px}h1{font-size:1.7rem;margin:0}
+main{max-width:960px;margin:0 auto;padding:32px 20px 64px}h1{font-size:1.7rem;margin:0}
 h2{font-size:1.1rem;margin:2.2rem 0 .6rem}.sub{color:var(--soft);margin:.2rem 0 0}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:12px}
 svg text.label{fill:var(--fg);font-size:13px}

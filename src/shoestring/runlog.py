@@ -144,6 +144,7 @@ class _PlainProgress(Progress):
     def __init__(self, total: int, description: str) -> None:
         super().__init__(total, description)
         self.started = self.said = time.monotonic()
+        self.last_said = 0
 
     def advance(self, n: int = 1, **fields: Any) -> None:
         super().advance(n, **fields)
@@ -151,11 +152,11 @@ class _PlainProgress(Progress):
             self._say()
 
     def finish(self) -> None:
-        if self.done:
+        if self.done > self.last_said:
             self._say()
 
     def _say(self) -> None:
-        self.said = time.monotonic()
+        self.said, self.last_said = time.monotonic(), self.done
         seconds = self.said - self.started
         print(
             f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip(),
