@@ -1,0 +1,220 @@
+"""`shoestring serve`: a model behind an OpenAI-compatible server, from its path to a clean exit.
+
+The port is taken before the model is loaded, so that a port in use is said at once. SIGTERM or Ctrl-C drains:
+new connections are refused, what runs goes on for `drain_s` seconds, what is left then is told so and ended,
+and the process exits with 0. A second Ctrl-C does not wait.
+
+fastapi, uvicorn and prometheus_client come with `pip install 'shoestring[serve]'`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from shoestring.errors import UserError
+from shoestring.model.folder import load_model
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.transformer import Decoder
+
+try:
+    import uvicorn
+
+    from shoestring.serve.api import Api, ApiSettings
+    from shoestring.serve.loop import EngineLoop
+    from shoestring.serve.metrics import Metrics
+    from shoestring.serve.schema import ApiError
+except ModuleNotFoundError as error:
+    if (error.name or "").startswith("shoestring"):
+        raise
+    raise UserError(
+        f"the server needs the package {error.name}, which is not installed; pip install 'shoestring[serve]'"
+    ) from error
+
+from shoestring.serve.engine import Engine
+from shoestring.serve.logits import with_rules
+from shoestring.serve.verify import coupled
+
+log = logging.getLogger("shoestring.serve")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    model_name: str | None = None  # what clients call the model; default: the name of its folder
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    max_requests: int = 8  # texts computed at the same time
+    max_queue: int = 64  # texts that may wait; one more is a 429
+    max_context: int | None = None  # default: the model's positions
+    chunk: int = 512  # rows per step
+    deadline_s: float = 600.0  # a request that takes longer is ended
+    drain_s: float = 30.0  # time to finish after SIGTERM
+    max_body_mb: float = 4.0
+    allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
+    metrics_prefix: str = "shoestring"
+    chat_template: Path | None = None  # a Jinja file, instead of the model's own
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            ("port", 0 <= self.port < 65536, "0 to 65535"),
+            ("max_requests", self.max_requests >= 1, "1 or more"),
+            ("max_queue", self.max_queue >= 0, "0 or more"),
+            ("deadline_s", self.deadline_s > 0, "more than 0"),
+            ("drain_s", self.drain_s >= 0, "0 or more"),
+            ("max_body_mb", self.max_body_mb > 0, "more than 0"),
+            ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
+        ):
+            if not good:
+                raise UserError(f"{name}={getattr(self, name)!r} is not allowed; give {allowed}")
+        if any(not key.isascii() or not key.strip() for key in self.api_keys):
+            raise UserError("an API key is empty or not ASCII; a header could not carry it")
+
+
+class Service:
+    """A model being served: `run` blocks until `stop` is called or a signal comes."""
+
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, options: ServeOptions, listener: socket.socket, name: str
+    ) -> None:
+        self.options, self._listener = options, listener
+        self.engine = Engine(
+            model,
+            tokenizer,
+            max_requests=options.max_requests,
+            max_context=options.max_context,
+            chunk=options.chunk,
+            verify=with_rules(coupled),
+        )
+        self.loop = EngineLoop(
+            self.engine,
+            Metrics(name, options.metrics_prefix),
+            max_running=options.max_requests,
+            max_queue=options.max_queue,
+        )
+        settings = ApiSettings(
+            name,
+            options.api_keys,
+            int(options.max_body_mb * 2**20),
+            options.deadline_s,
+            options.allow_origins,
+        )
+        config = uvicorn.Config(
+            Api(self.loop, tokenizer, settings).app(),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            # What is left after the drain is told so; these seconds are for the telling.
+            timeout_graceful_shutdown=int(options.drain_s) + 5,
+        )
+        self.server = _Server(config, self._drain)
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> None:
+        self.loop.start()
+        try:
+            asyncio.run(self.server.serve([self._listener]))
+        finally:
+            self.loop.stop()
+
+    def stop(self) -> None:
+        """Begin to drain; from any thread."""
+        self.server.handle_exit(0, None)
+
+    def _drain(self) -> None:
+        log.info("draining: %d texts to finish, %.0f s at most", self.loop.num_open, self.options.drain_s)
+        self.loop.close(
+            ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+        )
+        end = ApiError(503, "the server shut down before this text was finished", code="draining")
+        timer = threading.Timer(self.options.drain_s, self.loop.abort_all, [end])
+        timer.daemon = True
+        timer.start()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which says when it begins to drain and does not die of the signal afterwards."""
+
+    def __init__(self, config: uvicorn.Config, on_drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_drain = on_drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.should_exit = True
+        self._on_drain()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host, --port"
+        ) from None
+    return listener
+
+
+def main(
+    model_path: str | Path,
+    options: ServeOptions | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Serve a model (Hugging Face folder, run folder or .gguf file) until a signal ends it."""
+    options = options or ServeOptions()
+    template = None if options.chat_template is None else _read_template(options.chat_template)
+    listener = listen(options.host, options.port)
+    with listener:
+        loaded = load_model(model_path, device=device, dtype=dtype)
+        if loaded.tokenizer is None:
+            raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
+        if template is not None:
+            loaded.tokenizer.chat_template = template
+        loaded.model.eval()
+        _log_to_stderr()
+        name = options.model_name or Path(model_path).resolve().stem
+        service = Service(loaded.model, loaded.tokenizer, options, listener, name)
+        if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
+            log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
+        chat = "" if loaded.tokenizer.chat_template else " (no chat template: completions only)"
+        log.info("serving %s%s at %s/v1, playground at %s/", name, chat, service.url, service.url)
+        service.run()
+        log.info("stopped")
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the chat template {path}: {error}") from None
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

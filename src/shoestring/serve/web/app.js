@@ -1,0 +1,209 @@
+// The playground: one page over the same HTTP API that every other client uses.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const chat = []; // {role, content}, as sent
+let running = null; // the AbortController of the answer being written
+
+// -- settings ---------------------------------------------------------------------------------------------
+
+for (const output of document.querySelectorAll("output")) {
+  const input = $(output.htmlFor.value);
+  const show = () => { output.value = input.value; };
+  input.addEventListener("input", show);
+  show();
+}
+$("key").value = sessionStorage.getItem("shoestring-key") || "";
+$("key").addEventListener("change", () => sessionStorage.setItem("shoestring-key", $("key").value));
+
+function headers() {
+  const key = $("key").value;
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+function settings() {
+  const body = {
+    temperature: Number($("temperature").value),
+    top_p: Number($("top_p").value),
+    min_p: Number($("min_p").value),
+    top_k: Number($("top_k").value) || 0,
+    max_tokens: Number($("max_tokens").value) || 256,
+    presence_penalty: Number($("presence_penalty").value),
+    frequency_penalty: Number($("frequency_penalty").value),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  if ($("seed").value !== "") body.seed = Number($("seed").value);
+  const stops = $("stops").value.split("\n").filter((line) => line !== "");
+  if (stops.length) body.stop = stops;
+  return body;
+}
+
+// -- messages ---------------------------------------------------------------------------------------------
+
+function show(role, text) {
+  const message = document.createElement("div");
+  message.className = `message ${role}`;
+  for (const [part, content] of [["who", role], ["body", text], ["facts", ""]]) {
+    const div = document.createElement("div");
+    div.className = part;
+    div.textContent = content; // never HTML: a model may write anything
+    message.append(div);
+  }
+  $("messages").append(message);
+  message.scrollIntoView({ block: "end" });
+  return {
+    root: message,
+    body: message.querySelector(".body"),
+    facts: message.querySelector(".facts"),
+  };
+}
+
+// Server-sent events of a fetch: yields the parsed objects until [DONE].
+async function* events(response) {
+  const decoder = new TextDecoder();
+  const reader = response.body.getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    rest += decoder.decode(value, { stream: true });
+    const parts = rest.split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (!part.startsWith("data: ")) continue; // a comment that keeps the connection open
+      if (part === "data: [DONE]") return;
+      yield JSON.parse(part.slice(6));
+    }
+  }
+}
+
+async function ask(text) {
+  const isChat = $("mode").value === "chat";
+  const body = settings();
+  let path;
+  if (isChat) {
+    chat.push({ role: "user", content: text });
+    const system = $("system").value.trim();
+    body.messages = system ? [{ role: "system", content: system }, ...chat] : [...chat];
+    path = "/v1/chat/completions";
+  } else {
+    body.prompt = text;
+    path = "/v1/completions";
+  }
+  show("user", text);
+  const answer = show("assistant", "");
+  answer.root.classList.add("writing");
+  running = new AbortController();
+  setBusy(true);
+  const began = performance.now();
+  let first = null;
+  let pieces = 0;
+  let reason = null;
+  let usage = null;
+  try {
+    const response = await fetch(path, {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...headers() },
+      body: JSON.stringify(body),
+      signal: running.signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    for await (const part of events(response)) {
+      if (part.error) throw new Error(part.error.message);
+      if (part.usage) usage = part.usage;
+      const choice = part.choices[0];
+      if (!choice) continue;
+      reason = choice.finish_reason || reason;
+      const piece = isChat ? choice.delta.content : choice.text;
+      if (!piece) continue;
+      first = first ?? performance.now();
+      pieces += 1;
+      answer.body.append(piece);
+      const rate = pieces / Math.max(0.05, (performance.now() - first) / 1000);
+      answer.facts.textContent = `about ${rate.toFixed(1)} tok/s`;
+      const box = $("messages");
+      if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;
+    }
+  } catch (error) {
+    if (error.name === "AbortError") reason = "stopped by you";
+    else {
+      answer.root.classList.add("error");
+      answer.body.append(`${answer.body.textContent ? "\n" : ""}${error.message}`);
+    }
+  }
+  const end = performance.now();
+  answer.root.classList.remove("writing");
+  if (reason) {
+    const facts = [reason];
+    if (usage) {
+      const tokens = usage.completion_tokens;
+      facts.unshift(`${usage.prompt_tokens} + ${tokens} tokens`);
+      if (first !== null && tokens > 1) {
+        facts.push(`first after ${((first - began) / 1000).toFixed(2)} s`);
+        facts.push(`then ${((tokens - 1) / Math.max(0.001, (end - first) / 1000)).toFixed(1)} tok/s`);
+      }
+    }
+    answer.facts.textContent = facts.join(" · ");
+  }
+  if (isChat) {
+    if (answer.root.classList.contains("error")) chat.pop(); // so that the next try is not two questions
+    else chat.push({ role: "assistant", content: answer.body.textContent });
+  }
+  running = null;
+  setBusy(false);
+}
+
+function setBusy(busy) {
+  $("send").disabled = busy;
+  $("stop").disabled = !busy;
+  if (!busy) $("text").focus();
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("text").value;
+  if (running || !text.trim()) return;
+  $("text").value = "";
+  ask(text);
+});
+$("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("ask").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => running && running.abort());
+$("clear").addEventListener("click", () => {
+  if (running) running.abort();
+  chat.length = 0;
+  $("messages").replaceChildren();
+});
+
+// -- the server's state -----------------------------------------------------------------------------------
+
+let known = false;
+async function poll() {
+  try {
+    const response = await fetch("/stats", { headers: headers() });
+    const stats = await response.json();
+    if (!response.ok) throw new Error(stats.error.message);
+    $("model").textContent = `${stats.model}, context ${stats.max_context}`;
+    $("running").textContent = stats.num_running;
+    $("waiting").textContent = stats.num_waiting;
+    $("kv").value = stats.kv_usage;
+    $("kv-text").textContent = `${Math.round(100 * stats.kv_usage)}%`;
+    $("rate").textContent = stats.tokens_per_s.toFixed(1);
+    if (!known) {
+      known = true;
+      if (!stats.chat) {
+        $("mode").value = "text";
+        $("mode").querySelector('[value="chat"]').disabled = true; // the model has no chat template
+      }
+    }
+  } catch (error) {
+    $("model").textContent = `not connected: ${error.message}`;
+  }
+  setTimeout(poll, document.hidden ? 5000 : 500);
+}
+poll();

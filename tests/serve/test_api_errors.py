@@ -1,0 +1,274 @@
+"""Everything a client can do wrong: a 4xx with OpenAI's error object, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+from serving import running, tiny_tokenizer  # noqa: E402
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Any]:
+    with running(max_requests=4, max_queue=4, api_keys=("first", "second"), max_body_mb=1) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def http(service: Any) -> Iterator[Any]:
+    headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
+    with httpx.Client(base_url=service.url, headers=headers, timeout=60) as client:
+        yield client
+
+
+def refused(response: Any, status: int, *words: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    for word in words:
+        assert word in error["message"]
+    return error
+
+
+def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
+    def client(key: str) -> Any:
+        return openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
+
+    with pytest.raises(openai.AuthenticationError) as wrong_key:
+        client("third").models.list()
+    assert wrong_key.value.code == "invalid_api_key"
+    good = client("first").chat.completions
+    with pytest.raises(openai.NotFoundError) as wrong_model:
+        good.create(model="gpt-4o", messages=HELLO)
+    assert wrong_model.value.code == "model_not_found" and "'tiny'" in wrong_model.value.message
+    with pytest.raises(openai.BadRequestError) as misspelt:
+        good.create(model="tiny", messages=HELLO, extra_body={"top_kk": 3})
+    assert misspelt.value.param == "top_kk" and "'top_k'" in misspelt.value.message
+    with pytest.raises(openai.BadRequestError) as too_long:
+        good.create(model="tiny", messages=[{"role": "user", "content": "x " * 5000}])
+    assert too_long.value.code == "context_length_exceeded"
+    answer = good.create(model="tiny", messages=HELLO, max_tokens=2, user="me", store=False, tools=[])
+    assert answer.usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {}, "prompt must be"),
+        (TEXT, {"prompt": []}, "prompt must be"),
+        (TEXT, {"prompt": [[1, 2], []]}, "prompt must be"),
+        (TEXT, {"prompt": [1, True]}, "prompt must be"),
+        (TEXT, {"prompt": [[1, 99999]]}, "token id 99999"),
+        (TEXT, {"prompt": [-1]}, "token id -1"),
+        (TEXT, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+        (TEXT, {"prompt": "a", "temperature": -0.1}, "temperature"),
+        (TEXT, {"prompt": "a", "top_p": 1.5}, "top_p"),
+        (TEXT, {"prompt": "a", "n": 0}, "n:"),
+        (TEXT, {"prompt": "a", "n": 10**9}, "at most 8"),
+        (TEXT, {"prompt": ["a"] * 9}, "at most 8"),
+        (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (TEXT, {"prompt": "a", "logprobs": True}, "logprobs"),
+        (TEXT, {"prompt": "a", "stop": ""}, "stop must be"),
+        (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop must be"),
+        (TEXT, {"prompt": "a", "stop": {"a": 1}}, "stop must be"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+        (TEXT, {"prompt": "a", "best_of": 4}, "best_of"),
+        (TEXT, {"prompt": "a", "seed": 2**64}, "seed"),
+        (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"99999": 1}}, "99999"),
+        (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "min_tokens": 17}, "min_tokens=17"),
+        (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options needs"),
+        (TEXT, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (TEXT, {"prompt": "x" * 20000}, "context"),
+        (CHAT, {}, "messages must be"),
+        (CHAT, {"messages": []}, "messages must be"),
+        (CHAT, {"messages": ["hi"]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "'robot'"),
+        (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "role"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools is not supported"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "grammar"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs logprobs"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO, "stream": "yes"}, "stream"),
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [99999]}, "99999"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ],
+)
+def test_bad_values_are_named(http: Any, path: str, body: dict[str, Any], words: str) -> None:
+    assert refused(http.post(path, json=body), 400, words)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"a":' * 20000 + b"1" + b"}" * 20000,
+        b'{"prompt": ' + b"[" * 20000 + b"]" * 20000 + b"}",
+    ],
+    ids=lambda b: repr(b[:40]),
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize"])
+def test_bodies_that_are_no_good_json(http: Any, path: str, body: bytes) -> None:
+    refused(http.post(path, content=body), 400)
+
+
+def test_paths_methods_types_sizes_and_keys(http: Any, service: Any) -> None:
+    refused(http.get("/v1/nothing"), 404)
+    refused(http.get("/web/api.py"), 404)
+    refused(http.get("/web/..%2Fapi.py"), 404)
+    refused(http.get("/v1/models/other"), 404, "other")
+    refused(http.get(TEXT), 405)
+    refused(http.post(TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}), 415)
+    # Too large, with and without its size said beforehand; the connection is good for the next request.
+    big = json.dumps({"prompt": "a" * (3 << 20)}).encode()
+    refused(http.post(TEXT, content=big), 413, "1048576")
+    refused(http.post(TEXT, content=(big[i : i + 65536] for i in range(0, len(big), 65536))), 413)
+    assert http.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    for headers in (
+        {},
+        {"Authorization": "second"},
+        {"Authorization": "Basic second"},
+        {"Authorization": "Bearer x"},
+    ):
+        answer = httpx.post(service.url + TEXT, json={"prompt": "a"}, headers=headers)
+        assert refused(answer, 401)["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(service.url + "/metrics").status_code == 401
+    assert httpx.get(service.url + "/health").status_code == 200
+    # CORS is off: another site's page learns nothing.
+    asked = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in httpx.options(service.url + TEXT, headers=asked).headers
+    # A request id comes back, and one that could break a log line does not.
+    assert http.get("/version", headers={"X-Request-Id": "abc123"}).headers["x-request-id"] == "abc123"
+    assert http.get("/version", headers={"X-Request-Id": "a b"}).headers["x-request-id"] != "a b"
+
+
+def test_cors_and_missing_chat_template() -> None:
+    with running(allow_origins=("https://app.example",)) as service:
+        service.loop.engine.tokenizer.chat_template = None
+        asked = {
+            "Origin": "https://app.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        allowed = httpx.options(service.url + CHAT, headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        asked["Origin"] = "https://other.example"
+        assert httpx.options(service.url + CHAT, headers=asked).status_code == 400
+        refused(httpx.post(service.url + CHAT, json={"messages": HELLO}), 400, "no chat template")
+        assert httpx.get(service.url + "/stats").json()["chat"] is False
+
+
+# -- any JSON at all ----------------------------------------------------------------------------------------
+
+json_st = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ids_st = st.lists(st.integers(0, 290), min_size=1, max_size=5)
+message_st = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": st.text(max_size=8)},
+    optional={"name": json_st, "refusal": json_st},
+)
+# Mostly what is right, sometimes anything: bodies that fail at the first field test only that field.
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.text(max_size=12) | ids_st | st.lists(ids_st, min_size=1, max_size=2),
+    "messages": st.lists(message_st, min_size=1, max_size=3),
+    "temperature": st.floats(0, 2) | st.sampled_from([1e-300, 1e6, 5e-324]),
+    "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 400),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "n": st.integers(1, 3),
+    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    "stream": st.booleans(),
+    "logit_bias": st.dictionaries(st.integers(0, 290).map(str), st.floats(-100, 100), max_size=3),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 100),
+    "min_tokens": st.integers(0, 3),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 20),
+    "top_logprobs": st.integers(0, 20),
+    "echo": st.booleans(),
+    "response_format": st.just({"type": "text"}),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "user": json_st,
+    "tools": json_st,
+}
+OWN = {
+    TEXT: {"prompt", "echo", "stream_options"},
+    CHAT: {"messages", "top_logprobs", "response_format", "tools"},
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from([TEXT, CHAT]))
+    foreign = OWN[CHAT if path == TEXT else TEXT]
+    names = draw(st.lists(st.sampled_from(sorted(set(FIELDS) - foreign)), max_size=6, unique=True))
+    body = {
+        name: draw(FIELDS[name]) for name in {*names, "prompt" if path == TEXT else "messages"} - {*foreign}
+    }
+    if draw(st.integers(0, 3)) == 0:
+        body[draw(st.sampled_from(sorted(FIELDS)) | st.text(max_size=6))] = draw(json_st)
+    return path, body
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(bodies())
+def test_no_body_makes_the_server_fail(http: Any, given_body: tuple[str, dict[str, Any]]) -> None:
+    path, body = given_body
+    content = json.dumps({"max_tokens": 3, **body}).encode()
+    if len(content) > 100_000 or isinstance(body.get("max_tokens"), int):
+        return
+    answer = http.post(path, content=content)
+    assert answer.status_code in (200, 400), (body, answer.text)
+    if answer.status_code == 400:
+        refused(answer, 400)
+    elif body.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text, answer.text
+    else:
+        texts = answer.json()["choices"]
+        assert all(c["finish_reason"] in ("stop", "length") for c in texts)
+        assert answer.json()["usage"]["completion_tokens"] <= 3 * len(texts)
+
+
+def test_the_server_is_still_well(http: Any, service: Any) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert service.loop.num_open == 0 and not service.engine.busy
+    assert tiny_tokenizer().vocab_size == service.engine.model.spec.vocab_size
