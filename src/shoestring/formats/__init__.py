@@ -12,9 +12,12 @@ from shoestring.formats.convert import (
 )
 from shoestring.formats.dense import Dense
 from shoestring.formats.float_asym import FloatAsym
+from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.linear import FormatLinear
 from shoestring.formats.registry import FORMATS, from_json, parse_format
+from shoestring.formats.sparse24 import Sparse24
+from shoestring.formats.stacked import Stacked
 
 __all__ = [
     "FORMATS",
@@ -24,8 +27,11 @@ __all__ = [
     "FloatAsym",
     "Format",
     "FormatLinear",
+    "GridFormat",
     "IntAsym",
     "Parts",
+    "Sparse24",
+    "Stacked",
     "bits_per_weight",
     "convert",
     "formats_of",

@@ -107,6 +107,10 @@ class Format:
             for n, t in parts.items()
         }
 
+    def stored(self) -> Format:
+        """The Format of the packed parts: itself, without what only matters while there is a weight."""
+        return self
+
     # -- use -------------------------------------------------------------------------------------------------
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.fake(w, state), bias)

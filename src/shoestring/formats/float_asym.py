@@ -13,12 +13,14 @@ first, table fp32 [2**b] in rising order. The table travels with the weight beca
 differ; decode uses the stored one. FP tables have an odd number of values: their last code is never written
 and repeats the largest value.
 
-Left out on purpose: a gradient to the scales, and tables without a zero.
+With grid="fixed" the scales are not derived but kept beside the weight as frozen state (`weight_scale`), for
+methods that choose them otherwise; packed, the two are the same. Left out on purpose: a gradient to the
+scales, and tables without a zero.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -30,6 +32,8 @@ from shoestring.formats.groups import (
     SCALE_DTYPES,
     check_settings,
     check_width,
+    extremes,
+    grid_state,
     group_width,
     rounding_slack,
     split,
@@ -82,6 +86,7 @@ class FloatAsym(Format):
     scales: int = 2
     group: int = 64
     scale_dtype: str = "float16"
+    grid: str = "derived"
 
     name: ClassVar[str] = "float_asym"
     whole_parts: ClassVar[tuple[str, ...]] = ("table",)
@@ -96,16 +101,21 @@ class FloatAsym(Format):
             raise UserError(
                 f"FloatAsym with {self.scales} scales is not possible: use 1, or 2 for one per sign."
             )
-        check_settings(self.group, self.scale_dtype)
+        check_settings(self.group, self.scale_dtype, self.grid)
 
     @property
     def label(self) -> str:
         suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
+        suffix += ":fixed" if self.grid == "fixed" else ""
         return f"{self.table}:s{self.scales}:g{self.group}{suffix}"
 
     @property
     def bits(self) -> int:
         return int(self.table[-1])
+
+    @property
+    def symmetric(self) -> bool:
+        return self.scales == 1
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         return (1, group_width(shape[1], self.group))
@@ -117,18 +127,32 @@ class FloatAsym(Format):
         table_bits = 32 * 2**self.bits / (shape[0] * shape[1])
         return self.bits + 16 * self.scales / group_width(shape[1], self.group) + table_bits
 
+    def fix_grid(self) -> FloatAsym:
+        return replace(self, grid="fixed")
+
+    def stored(self) -> FloatAsym:
+        return replace(self, grid="derived")
+
     def state(self, w: Tensor) -> dict[str, Aux]:
         levels = TABLES[self.table]
         padded = levels + levels[-1:] * (2**self.bits - len(levels))
-        return {"table": Aux(torch.tensor(padded, dtype=torch.float32, device=w.device), "whole")}
+        state = {"table": Aux(torch.tensor(padded, dtype=torch.float32, device=w.device), "whole")}
+        if self.grid == "fixed":
+            grid = self.find_grid(*extremes(split(w, self.group)))
+            state["scale"] = grid_state(grid["scale"], self.scale_dtype, group_width(w.shape[1], self.group))
+        return state
 
-    def quantize(self, w: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 codes [out, groups, group] and fp32 scale [out, groups, scales]."""
-        w_g = split(w, self.group)
-        sides = torch.cat([w_g.amax(-1, keepdim=True), -w_g.amin(-1, keepdim=True)], dim=-1).clamp(min=0)
+    def find_grid(self, low: Tensor, high: Tensor) -> Parts:
+        sides = torch.cat([high, -low], dim=-1).clamp(min=0)
         if self.scales == 1:
             sides = sides.amax(-1, keepdim=True)
-        scale = storable_scale(sides * (1 / TABLES[self.table][-1]), self.scale_dtype)
+        return {"scale": storable_scale(sides * (1 / TABLES[self.table][-1]), self.scale_dtype)}
+
+    def snap(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
+        codes = self.find_codes(w_g, grid["scale"], state["table"])
+        return self.levels(codes, grid["scale"], state["table"])
+
+    def find_codes(self, w_g: Tensor, scale: Tensor, table: Tensor) -> Tensor:
         middle = (table[1:] + table[:-1]) * 0.5
         # Comparing with middle * scale instead of looking up w / scale: a product rounds the same way
         # everywhere, a division does not. A middle has the sign of its outer level, hence the scale of that
@@ -137,15 +161,25 @@ class FloatAsym(Format):
         codes = torch.zeros_like(w_g, dtype=torch.uint8)
         for k in range(len(TABLES[self.table]) - 1):
             codes = codes + (w_g > edges[..., k : k + 1]).to(torch.uint8)
-        return codes, scale
+        return codes
 
-    def dequantize(self, codes: Tensor, scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def quantize(self, w: Tensor, state: Parts) -> tuple[Tensor, Tensor]:
+        """uint8 codes [out, groups, group] and fp32 scale [out, groups, scales]."""
+        w_g = split(w, self.group)
+        fixed = self.grid == "fixed"
+        scale = state["scale"].float() if fixed else self.find_grid(*extremes(w_g))["scale"]
+        return self.find_codes(w_g, scale, state["table"]), scale
+
+    def levels(self, codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
         # index_select: five times faster on the CPU than table[codes].
         level = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-        return to_dtype((level * torch.where(level > 0, scale[..., :1], scale[..., -1:])).flatten(-2), dtype)
+        return level * torch.where(level > 0, scale[..., :1], scale[..., -1:])
+
+    def dequantize(self, codes: Tensor, scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        return to_dtype(self.levels(codes, scale, table).flatten(-2), dtype)
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
-        codes, scale = self.quantize(w, state["table"])
+        codes, scale = self.quantize(w, state)
         return {
             "codes": pack_bits(codes.flatten(-2), self.bits),
             "scale": scale.to(SCALE_DTYPES[self.scale_dtype]),
@@ -159,7 +193,7 @@ class FloatAsym(Format):
 
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         # decode(encode(w)) without packing the codes and unpacking them again.
-        codes, scale = self.quantize(w.detach(), state["table"])
+        codes, scale = self.quantize(w.detach(), state)
         return straight_through(w, self.dequantize(codes, scale, state["table"], w.dtype))
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
@@ -175,7 +209,7 @@ class FloatAsym(Format):
         """Half the table's widest gap on the weight's side of zero, plus what the stored scale cuts off."""
         table = state["table"]
         w_g = split(w, self.group)
-        _, scale = self.quantize(w, table)
+        _, scale = self.quantize(w, state)
         gaps, middle = table[1:] - table[:-1], (table[1:] + table[:-1]) * 0.5
         up, down = gaps[middle > 0].max(), gaps[middle < 0].max()
         side_gap = torch.where(w_g > 0, up, down) / 2

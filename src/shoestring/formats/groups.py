@@ -4,14 +4,21 @@ Shared by the quantized Formats. A group is a run of `group` weights of one outp
 A scale is rounded to its stored dtype *before* it is used, so training multiplies with exactly what the
 checkpoint holds. Scales are 16 bits wide on purpose: code * scale is then exact in fp32 (8 + 11 bits), so a
 compiler that fuses multiplications and additions cannot change a result.
+
+The grid of a group (scale, and zero point where there is one) either follows the weights' extremes at every
+step ("derived") or is kept beside the weight as frozen state ("fixed"), for whoever chose it by other means.
+`GridFormat` is what a method that chooses grids needs of a Format.
 """
 
 from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.formats.base import Aux, Parts
 from shoestring.formats.rounding import round_to
 from shoestring.kernels.packing import CODES_PER_RUN
 
@@ -20,7 +27,38 @@ SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALLEST, LARGEST = 2.0**-24, {torch.float16: 65504.0, torch.bfloat16: 2.0**100}
 
 
-def check_settings(group: int, scale_dtype: str) -> None:
+GRIDS = ("derived", "fixed")
+
+
+@runtime_checkable
+class GridFormat(Protocol):
+    """A Format with a grid of levels per group, seen from a method that chooses the grids.
+
+    Leading dims are free: weights are [..., group], `low` and `high` [..., 1], grid tensors [..., scales or
+    1], fp32 and exactly what will be stored.
+    """
+
+    group: int
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether a grid always reaches equally far on both sides of zero."""
+        ...
+
+    def find_grid(self, low: Tensor, high: Tensor) -> Parts:
+        """The grid of groups whose weights lie within [low, high]."""
+        ...
+
+    def snap(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
+        """The level nearest to each weight, in fp32."""
+        ...
+
+    def fix_grid(self) -> GridFormat:
+        """The same Format with the grid kept as state."""
+        ...
+
+
+def check_settings(group: int, scale_dtype: str, grid: str) -> None:
     if group < 0 or group % CODES_PER_RUN:
         raise UserError(
             f"Group {group} is not possible: use a multiple of {CODES_PER_RUN} (32, 64, 128), "
@@ -28,6 +66,8 @@ def check_settings(group: int, scale_dtype: str) -> None:
         )
     if scale_dtype not in SCALE_DTYPES:
         raise UserError(f"Scale dtype {scale_dtype!r} is not possible: use {' or '.join(SCALE_DTYPES)}.")
+    if grid not in GRIDS:
+        raise UserError(f"Grid {grid!r} is not possible: use {' or '.join(GRIDS)}.")
 
 
 def fitting_groups(width: int, group: int) -> list[int]:
@@ -64,6 +104,16 @@ def storable_scale(scale: Tensor, scale_dtype: str) -> Tensor:
     """fp32 scale -> the fp32 value of the scale that will be stored: never 0, never infinite."""
     dtype = SCALE_DTYPES[scale_dtype]
     return round_to(scale, dtype).clamp(SMALLEST, LARGEST[dtype])
+
+
+def extremes(w_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest weight of each group, [..., 1]."""
+    return w_g.amin(-1, keepdim=True), w_g.amax(-1, keepdim=True)
+
+
+def grid_state(t: Tensor, scale_dtype: str, group: int) -> Aux:
+    """A grid tensor [out, groups, ...] as state; zero points up to 255 are exact in either 16-bit dtype."""
+    return Aux(t.to(SCALE_DTYPES[scale_dtype]), "rows", (1, group))
 
 
 def rounding_slack(w: Tensor, grid: Tensor) -> Tensor:

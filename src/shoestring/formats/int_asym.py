@@ -9,23 +9,27 @@ Stored parts: codes uint8 [out, in*b/8] (kernels/packing.py), scale 16 bits [out
 groups].
 
 The published rule takes lo and hi from the weights alone and clamps z; a group of one sign then loses its far
-end. Left out on purpose: a gradient to scale and zero (they follow the weight's extremes at every step).
+end. With grid="fixed" scale and zero are not derived but kept beside the weight as frozen state
+(`weight_scale`, `weight_zero`), which is how a method that chose them otherwise hands them to `pack`; packed,
+the two are the same. Left out on purpose: a gradient to scale and zero.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats.base import Format, Parts, straight_through
+from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import (
     SCALE_DTYPES,
     check_settings,
     check_width,
+    extremes,
+    grid_state,
     group_width,
     rounding_slack,
     split,
@@ -54,22 +58,27 @@ class IntAsym(Format):
     bits: int = 4
     group: int = 64
     scale_dtype: str = "float16"
+    grid: str = "derived"
 
     name: ClassVar[str] = "int_asym"
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 3, 4, 8):
             raise UserError(f"IntAsym with {self.bits} bits is not possible: use 2, 3, 4 or 8.")
-        check_settings(self.group, self.scale_dtype)
+        check_settings(self.group, self.scale_dtype, self.grid)
 
     @property
     def label(self) -> str:
         suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
-        return f"int{self.bits}:g{self.group}{suffix}"
+        return f"int{self.bits}:g{self.group}{suffix}{':fixed' if self.grid == 'fixed' else ''}"
 
     @property
     def top(self) -> int:
         return 2**self.bits - 1
+
+    @property
+    def symmetric(self) -> bool:
+        return False
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         return (1, group_width(shape[1], self.group))
@@ -80,18 +89,42 @@ class IntAsym(Format):
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
         return self.bits + (16 + 8) / group_width(shape[1], self.group)
 
-    def quantize(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 codes [out, groups, group], scale and zero [out, groups, 1]."""
-        w_g = split(w, self.group)
-        low, high = w_g.amin(-1, keepdim=True).clamp(max=0), w_g.amax(-1, keepdim=True).clamp(min=0)
+    def fix_grid(self) -> IntAsym:
+        return replace(self, grid="fixed")
+
+    def stored(self) -> IntAsym:
+        return replace(self, grid="derived")
+
+    def find_grid(self, low: Tensor, high: Tensor) -> Parts:
+        low, high = low.clamp(max=0), high.clamp(min=0)
         # Multiplied, not divided: eager CUDA, Triton and the CPU round a division by a constant differently.
         scale = storable_scale((high - low) * (1 / self.top), self.scale_dtype)
-        zero = round_quotient(-low, scale).clamp(0, self.top)
+        return {"scale": scale, "zero": round_quotient(-low, scale).clamp(0, self.top)}
+
+    def snap(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
+        codes = (round_quotient(w_g, grid["scale"]) + grid["zero"]).clamp(0, self.top)
+        return (codes - grid["zero"]) * grid["scale"]
+
+    def state(self, w: Tensor) -> dict[str, Aux]:
+        if self.grid == "derived":
+            return {}
+        grid = self.find_grid(*extremes(split(w, self.group)))
+        block = group_width(w.shape[1], self.group)
+        return {name: grid_state(t.squeeze(-1), self.scale_dtype, block) for name, t in grid.items()}
+
+    def quantize(self, w: Tensor, state: Parts) -> tuple[Tensor, Tensor, Tensor]:
+        """fp32 codes [out, groups, group], scale and zero [out, groups, 1]."""
+        w_g = split(w, self.group)
+        if self.grid == "fixed":
+            scale, zero = state["scale"].float().unsqueeze(-1), state["zero"].float().unsqueeze(-1)
+        else:
+            grid = self.find_grid(*extremes(w_g))
+            scale, zero = grid["scale"], grid["zero"]
         codes = (round_quotient(w_g, scale) + zero).clamp(0, self.top)
         return codes, scale, zero
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
-        codes, scale, zero = self.quantize(w)
+        codes, scale, zero = self.quantize(w, state)
         return {
             "codes": pack_bits(codes.flatten(-2).to(torch.uint8), self.bits),
             "scale": scale.squeeze(-1).to(SCALE_DTYPES[self.scale_dtype]),
@@ -105,7 +138,7 @@ class IntAsym(Format):
 
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         # decode(encode(w)) without packing the codes and unpacking them again.
-        codes, scale, zero = self.quantize(w.detach())
+        codes, scale, zero = self.quantize(w.detach(), state)
         return straight_through(w, to_dtype(((codes - zero) * scale).flatten(-2), w.dtype))
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
@@ -118,9 +151,9 @@ class IntAsym(Format):
         }
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
-        """Half a step, plus what the rounded (or saturated) scale cuts off the group's range."""
+        """Half a step within the levels, the distance to the last level beyond them."""
         w_g = split(w, self.group)
-        _, scale, _ = self.quantize(w)
-        span = w_g.amax(-1, keepdim=True).clamp(min=0) - w_g.amin(-1, keepdim=True).clamp(max=0)
-        grid = (scale / 2 + (span - self.top * scale).clamp(min=0)).expand_as(w_g).flatten(-2)
+        _, scale, zero = self.quantize(w, state)
+        beyond = torch.maximum(w_g - (self.top - zero) * scale, -zero * scale - w_g)
+        grid = torch.maximum(scale / 2, beyond).flatten(-2)
         return grid + rounding_slack(w, grid)

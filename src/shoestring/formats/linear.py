@@ -45,6 +45,7 @@ class FormatLinear(nn.Linear):
     part_names: tuple[str, ...]
     state_names: tuple[str, ...]
     defer_bias: bool
+    resting: Format | None
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class FormatLinear(nn.Linear):
         self.state_names = ()
         # Set by the row-parallel style: the bias is added once, after the partial products are summed.
         self.defer_bias = False
+        self.resting = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,16 +108,30 @@ class FormatLinear(nn.Linear):
         format.check(self.shape)
         check_cut(self.weight, format, self.shape)
         self._drop(self.state_names)
-        self.format = format
+        self.format, self.resting = format, None
         self.state_names = ()
         self.init_state()
+
+    def rest(self) -> None:
+        """Compute densely from now on, and keep the Format's state where it is.
+
+        No name comes or goes, so FSDP2, optimizers and checkpoints do not notice; `set_format(Dense())` would
+        take Parameters away from under them.
+        """
+        if not self.packed and self.resting is None:
+            self.format, self.resting = Dense(), self.format
+
+    def wake(self) -> None:
+        """Undo `rest`. The state is as it was left: refresh masks that should follow the weight."""
+        if self.resting is not None:
+            self.format, self.resting = self.resting, None
 
     def init_state(self) -> None:
         """(Re)compute the Format's state from the weight; needed after a meta build has been filled."""
         if self.packed:
             return
         with torch.no_grad():
-            state = self.format.state(full(self.weight))
+            state = (self.resting or self.format).state(full(self.weight))
             for name, aux in state.items():
                 self._set_state(f"weight_{name}", aux)
         self.state_names = tuple(state)
@@ -150,6 +166,7 @@ class FormatLinear(nn.Linear):
     def pack(self, dtype: torch.dtype = torch.float32) -> None:
         """Replace weight and state by the stored parts of weight.to(dtype)."""
         self._hold(self.encode(dtype))
+        self.format = self.format.stored()
 
     def prepare_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
         """Become a packed module with uninitialised parts, for load_state_dict to fill."""
@@ -175,6 +192,7 @@ class FormatLinear(nn.Linear):
         for name, part in parts.items():
             self.register_buffer(f"weight_{name}", part)
         self.packed, self.part_names, self.state_names = True, tuple(parts), ()
+        self.resting = None
 
     def _held(self) -> Parts:
         return {n: getattr(self, f"weight_{n}") for n in self.part_names}

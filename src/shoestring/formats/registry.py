@@ -1,6 +1,7 @@
 """Formats by name: the short spelling of a command line, and JSON as a packed checkpoint carries it.
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
+    parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
 `parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of your own joins
 with `FORMATS[MyFormat.name] = MyFormat`.
@@ -17,15 +18,30 @@ from shoestring.formats.dense import Dense
 from shoestring.formats.float_asym import TABLES, FloatAsym
 from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.sparse24 import Sparse24
+from shoestring.formats.stacked import Stacked
 
-FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym)}
-SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES)
+FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym, Sparse24, Stacked)}
+SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES, "sparse24")
+SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
+    "tile": {"select": "tile"},
+    "soft": {"select": "soft"},
+    "held": {"hold_mask": True},
+    "mvue": {"weight_grad": "mvue"},
+}
 
 
 def parse_format(text: str) -> Format:
-    """`<kind>[:g<group>][:s<scales>]`: kind as in SPELLINGS, group 0 for one per row, scales for nf and fp
-    only.
+    """`<kind>[:g<group>][:s<scales>][:fixed]`: kind as in SPELLINGS, group 0 for one per row, scales for nf
+    and fp only, fixed for a grid that is kept as state. `sparse24[:tile|:soft][:held][:mvue]` stands alone,
+    or before a `+` and the kind of the kept values.
     """
+    pruning, plus, rest = text.strip().partition("+")
+    if plus:
+        first = parse_format(pruning)
+        if not isinstance(first, Sparse24):
+            raise UserError(f"Format {text!r}: only sparse24 stacks, for example sparse24+int4:g64.")
+        return Stacked(first, parse_format(rest))
     head, *options = text.strip().lower().split(":")
     if head not in SPELLINGS:
         raise UserError(
@@ -34,8 +50,17 @@ def parse_format(text: str) -> Format:
     settings: dict[str, Any] = {}
     for option in options:
         letter, number = option[:1], option[1:]
-        if option in SCALE_DTYPES and head != "dense":
+        if head == "sparse24":
+            if option not in SPARSE24_OPTIONS:
+                raise UserError(
+                    f"Format {text!r} has no option {option!r}: sparse24 has {', '.join(SPARSE24_OPTIONS)}."
+                    f"{suggest(option, list(SPARSE24_OPTIONS))}"
+                )
+            settings.update(SPARSE24_OPTIONS[option])
+        elif option in SCALE_DTYPES and head != "dense":
             settings["scale_dtype"] = option
+        elif option == "fixed" and head != "dense":
+            settings["grid"] = option
         elif letter == "g" and number.isdigit() and head != "dense":
             settings["group"] = int(number)
         elif letter == "s" and number.isdigit() and head in TABLES:
@@ -46,6 +71,8 @@ def parse_format(text: str) -> Format:
             )
     if head == "dense":
         return Dense()
+    if head == "sparse24":
+        return Sparse24(**settings)
     if head in TABLES:
         return FloatAsym(table=head, **settings)
     return IntAsym(bits=int(head[3:]), **settings)
@@ -66,4 +93,5 @@ def from_json(data: dict[str, Any]) -> Format:
             raise UserError(
                 f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}"
             )
-    return FORMATS[name](**settings)
+    nested = {k: from_json(v) if isinstance(v, dict) else v for k, v in settings.items()}
+    return FORMATS[name](**nested)

@@ -1,0 +1,235 @@
+"""Sparse24: two of every four weights along the input dim are zero.
+
+What the three products of a linear layer see is decided by the fields, never by the machine it runs on:
+
+    forward           Z  = X W~^T          W~ = the pruned weight, always 2:4 along the contraction
+    input gradient    dX = dZ W~           the same W~; its transpose is 2:4 too when select="tile"
+    weight gradient   dW = dZ^T X          weight_grad="exact"
+                      dW = MVUE(dZ^T) X    weight_grad="mvue": dZ^T pruned to 2:4 along the tokens, unbiased
+
+    select="row"      W~ = M * W, M the two largest of four
+    select="tile"     W~ = M * W, M transposable: two of four in every row and column of a 4x4 tile
+    select="soft"     W~ = beta * S(W), S the soft threshold of S-STE, beta = <W, S(W)> / |S(W)|^2 fixed when
+                      the state is made (re-estimating it while training makes the masks oscillate)
+
+dW goes to the dense weight as it is (straight-through; for "soft" without the factor beta). With hold_mask=True
+M is state that somebody refreshes (train.sparse24.MaskRefresh); otherwise every forward chooses it anew.
+
+Here the products are dense ones over operands that hold zeros: a kernel has to give the same result, faster.
+Stored parts: values and meta in the layout of kernels/sparse24.py, 9/16 of the bytes at 16 bits.
+
+Left out on purpose: pruning the activations, and a second mask for the input gradient of select="row".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError, suggest
+from shoestring.formats.base import Aux, Format, Parts, straight_through
+from shoestring.formats.groups import rounding_slack
+from shoestring.formats.rounding import to_dtype
+from shoestring.kernels.mvue24 import mvue24
+from shoestring.kernels.mvue24_noise import WORDS, uniform_rows
+from shoestring.kernels.sparse24 import (
+    GROUP,
+    GROUPS_PER_BYTE,
+    mask24,
+    pack24,
+    soft_threshold24,
+    unpack24,
+)
+from shoestring.kernels.transposable24 import TILE, transposable_mask
+
+SELECT = ("row", "tile", "soft")
+WEIGHT_GRAD = ("exact", "mvue")
+# What a draw of MVUE is keyed by, besides the row of the weight; see kernels/mvue24_noise.py.
+CLOCKS = ("seed", "layer", "step", "token")
+# Every part and state of this Format.
+OWN_NAMES = ("values", "meta", "mask", "beta", "row", *CLOCKS)
+
+
+@dataclass(frozen=True)
+class Sparse24(Format):
+    """`select` row, tile or soft; `hold_mask`: the mask is state; `weight_grad` exact or mvue."""
+
+    select: str = "row"
+    hold_mask: bool = False
+    weight_grad: str = "exact"
+
+    name: ClassVar[str] = "sparse24"
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("select", SELECT), ("weight_grad", WEIGHT_GRAD)):
+            given = getattr(self, field)
+            if given not in allowed:
+                raise UserError(
+                    f"Sparse24 with {field}={given!r} is not possible: use {', '.join(allowed)}."
+                    f"{suggest(str(given), list(allowed))}"
+                )
+        if self.hold_mask and self.select == "soft":
+            raise UserError(
+                "Sparse24 with select='soft' has no mask to hold: the threshold moves with the weight. "
+                "Use hold_mask=False."
+            )
+
+    @property
+    def label(self) -> str:
+        options = [
+            *([self.select] if self.select != "row" else []),
+            *(["held"] if self.hold_mask else []),
+            *(["mvue"] if self.weight_grad == "mvue" else []),
+        ]
+        return ":".join([self.name, *options])
+
+    @property
+    def sparse_products(self) -> tuple[str, ...]:
+        """Which of the three products have a 2:4 operand along their contraction."""
+        return (
+            "forward",
+            *(["input_grad"] if self.select == "tile" else []),
+            *(["weight_grad"] if self.weight_grad == "mvue" else []),
+        )
+
+    # -- geometry --------------------------------------------------------------------------------------------
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        # Four rows are a tile, or share one draw of random bits; two groups of four share a byte of metadata.
+        needs_tiles = self.select == "tile" or self.weight_grad == "mvue"
+        return (max(TILE, WORDS) if needs_tiles else 1, GROUP * GROUPS_PER_BYTE)
+
+    def check(self, shape: tuple[int, int]) -> None:
+        block = self.block(shape)
+        for dim, what in ((1, "input"), (0, "output")):
+            if shape[dim] % block[dim]:
+                raise UserError(
+                    f"{self.label} needs an {what} width that is a multiple of {block[dim]}, not "
+                    f"{shape[dim]}: leave this layer dense with a Dense() rule before the others."
+                )
+
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        return 8.0 * dtype.itemsize / 2 + 1
+
+    # -- meaning ---------------------------------------------------------------------------------------------
+    def choose(self, w: Tensor) -> Tensor:
+        """The bool mask for this weight, whatever is stored."""
+        return transposable_mask(w) if self.select == "tile" else mask24(w)
+
+    def mask(self, w: Tensor, state: Parts) -> Tensor:
+        """The mask that training uses now."""
+        return state["mask"].bool() if self.hold_mask else self.choose(w)
+
+    def state(self, w: Tensor) -> dict[str, Aux]:
+        state: dict[str, Aux] = {}
+        if self.hold_mask:
+            state["mask"] = Aux(self.choose(w), "rows")
+        if self.select == "soft":
+            state["beta"] = Aux(fit_scale(w), "whole")
+        if self.weight_grad == "mvue":
+            rows = torch.arange(w.shape[0], device=w.device, dtype=torch.int32)
+            state["row"] = Aux(rows[:, None], "rows", block=(1, w.shape[1]))
+            for clock in CLOCKS:
+                state[clock] = Aux(torch.zeros((), device=w.device, dtype=torch.int64), "clock")
+        return state
+
+    def prune(self, w: Tensor, state: Parts) -> Tensor:
+        """W~ in w's dtype, without a gradient."""
+        if self.select == "soft":
+            return to_dtype(soft_threshold24(w) * state["beta"], w.dtype)
+        # Not a product: a pruned negative weight is 0.0, not -0.0.
+        return torch.where(self.mask(w, state), w, torch.zeros((), dtype=w.dtype, device=w.device))
+
+    def encode(self, w: Tensor, state: Parts) -> Parts:
+        # S(w) is zero wherever the hard mask is false, so one layout serves both.
+        values, meta = pack24(self.prune(w, state), self.mask(w, state))
+        return {"values": values, "meta": meta}
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return unpack24(to_dtype(parts["values"].float(), dtype), parts["meta"])
+
+    def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
+        rows, width = shape
+        return {
+            "values": torch.empty(rows, width // 2, dtype=dtype),
+            "meta": torch.empty(rows, width // (GROUP * GROUPS_PER_BYTE), dtype=torch.uint8),
+        }
+
+    def fake(self, w: Tensor, state: Parts) -> Tensor:
+        return straight_through(w, self.prune(w.detach(), state))
+
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
+        """A pruned weight is lost whole; a kept one is exact, or what shrinking by t and beta make of it."""
+        magnitude = w.float().abs()
+        lost = torch.where(self.mask(w, state), 0.0, magnitude)
+        if self.select == "soft":
+            used = soft_threshold24(w).abs() * state["beta"]
+            lost = (used - magnitude).abs() + 2 * rounding_slack(w, used)
+        return lost
+
+    def cut(self, parts: Parts, shape: tuple[int, int], rows: slice, cols: slice) -> Parts:
+        uncut = {n: t for n, t in parts.items() if n in ("beta", *CLOCKS)}
+        uncut |= {n: t[rows] for n, t in parts.items() if n == "row"}
+        rest = {n: t for n, t in parts.items() if n not in uncut}
+        return {**uncut, **super().cut(rest, shape, rows, cols)}
+
+    def stored(self) -> Sparse24:
+        # However the values were chosen and trained, packed they mean the same.
+        return Sparse24()
+
+    # -- use -------------------------------------------------------------------------------------------------
+    def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
+        return self.train_with(self.fake(w, state), x, state, bias)
+
+    def train_with(self, used: Tensor, x: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
+        """The three products with `used` (its gradient is dW), as the fields say."""
+        if self.weight_grad == "exact" or not torch.is_grad_enabled():
+            return F.linear(x, used, bias)
+        # Copied: the clocks may move on before the backward pass of this forward.
+        clocks = torch.stack([state[name] for name in CLOCKS])
+        return _MvueLinear.apply(x, used, bias, state["row"].flatten(), clocks)
+
+
+def fit_scale(w: Tensor) -> Tensor:
+    """beta = <W, S(W)> / |S(W)|^2 (S-STE, eq. 8), fp32 [1]; 1 where nothing survives."""
+    s = soft_threshold24(w)
+    square = s.square().sum(dtype=torch.float64)
+    beta = (w.float() * s).sum(dtype=torch.float64) / square.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.where(square > 0, beta, 1.0).float()[None]
+
+
+def prune_tokens(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
+    """MVUE(dZ^T) as [out, tokens rounded up to 4], in dZ's dtype. `token` of the clocks is the step's number of
+    the first token, so that a micro-batch or a rank draws what the whole batch would have drawn for it.
+    """
+    seed, layer, step, token = clocks.unbind()
+    short = -dz_NO.shape[0] % GROUP
+    dz_ON = F.pad(dz_NO.t(), (0, short))
+    groups = token // GROUP + torch.arange(dz_ON.shape[1] // GROUP, device=dz_NO.device)
+    return mvue24(dz_ON, uniform_rows(rows, groups, step, layer, seed)).to(dz_NO.dtype)
+
+
+class _MvueLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, rows: Tensor, clocks: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, w, rows, clocks)
+        return F.linear(x, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, rows, clocks = ctx.saved_tensors
+        dz = grads[0]
+        dx = dz @ w if ctx.needs_input_grad[0] else None
+        dz_NO, x_NI = dz.flatten(0, -2), x.flatten(0, -2)
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            pruned = prune_tokens(dz_NO, rows, clocks)
+            dw = pruned @ F.pad(x_NI, (0, 0, 0, pruned.shape[1] - x_NI.shape[0]))
+        if ctx.needs_input_grad[2]:
+            db = dz_NO.sum(0)
+        return dx, dw, db, None, None

@@ -1,0 +1,120 @@
+"""Stacked: prune first, then store the kept values in another Format.
+
+    Stacked(Sparse24(), IntAsym(bits=4, group=64))          spelled "sparse24+int4:g64"
+
+The kept half of a weight [out, in] is a matrix [out, in/2], and that is what the second Format sees: a group of
+64 covers 64 kept values, 128 weights. Parts are those of the second Format plus the metadata of the first; at 4
+bits a weight takes 2 bits of codes, 1 of metadata and half the scales of int4, 3.19 bits at group 64.
+
+Gradients are those of the first Format (straight-through, and its choice of weight gradient). Left out on
+purpose: other orders and more than two layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats.base import Aux, Format, Parts, straight_through
+from shoestring.formats.dense import Dense
+from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.rounding import to_dtype
+from shoestring.formats.sparse24 import OWN_NAMES, Sparse24
+from shoestring.kernels.sparse24 import unpack24
+
+
+@dataclass(frozen=True)
+class Stacked(Format):
+    first: Sparse24 = Sparse24()
+    second: Format = IntAsym()
+
+    name: ClassVar[str] = "stacked"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.first, Sparse24) or isinstance(self.second, Sparse24 | Stacked | Dense):
+            raise UserError(
+                f"{self.first.label}+{self.second.label} is not possible: stack sparse24 and one of the "
+                "int, nf or fp formats, in this order."
+            )
+
+    @property
+    def label(self) -> str:
+        return f"{self.first.label}+{self.second.label}"
+
+    @property
+    def whole_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.second.whole_parts
+
+    # -- geometry --------------------------------------------------------------------------------------------
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        (r1, c1), (r2, c2) = self.first.block(shape), self.second.block(kept_shape(shape))
+        return (math.lcm(r1, r2), math.lcm(c1, 2 * c2))
+
+    def check(self, shape: tuple[int, int]) -> None:
+        self.first.check(shape)
+        try:
+            self.second.check(kept_shape(shape))
+        except UserError as error:
+            raise UserError(f"{self.label} keeps {shape[1] // 2} of {shape[1]} inputs. {error}") from None
+
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        return 1 + self.second.bits_per_weight(kept_shape(shape), dtype) / 2
+
+    # -- meaning ---------------------------------------------------------------------------------------------
+    def state(self, w: Tensor) -> dict[str, Aux]:
+        state = self.first.state(w)
+        values = self.first.encode(w.float(), {n: aux.tensor for n, aux in state.items()})["values"]
+        return {**state, **self.second.state(values)}
+
+    def mask(self, w: Tensor, state: Parts) -> Tensor:
+        return self.first.mask(w, state)
+
+    def encode(self, w: Tensor, state: Parts) -> Parts:
+        # fp32 in between: the one rounding to w's dtype is that of decode.
+        parts = self.first.encode(w.float(), state)
+        return {"meta": parts["meta"], **self.second.encode(parts["values"], state)}
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        values = self.second.decode({n: t for n, t in parts.items() if n != "meta"}, torch.float32)
+        return unpack24(to_dtype(values, dtype), parts["meta"])
+
+    def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
+        meta = self.first.empty_parts(shape, dtype)["meta"]
+        return {"meta": meta, **self.second.empty_parts(kept_shape(shape), dtype)}
+
+    def fake(self, w: Tensor, state: Parts) -> Tensor:
+        # Detached trained state would need the second Format's own gradient; no Format that stacks has any.
+        return straight_through(w, self.decode(self.encode(w.detach(), state), w.dtype))
+
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
+        parts = self.first.encode(w.float(), state)
+        rounding = unpack24(self.second.error_bound(parts["values"], state).float(), parts["meta"])
+        kept = unpack24(parts["values"], parts["meta"]).abs() + rounding
+        return self.first.error_bound(w, state) + rounding + torch.finfo(w.dtype).eps * kept
+
+    def cut(self, parts: Parts, shape: tuple[int, int], rows: slice, cols: slice) -> Parts:
+        outer = {n: t for n, t in parts.items() if n in OWN_NAMES}
+        inner = {n: t for n, t in parts.items() if n not in OWN_NAMES}
+        start, stop, _ = cols.indices(shape[1])
+        return {
+            **self.first.cut(outer, shape, rows, cols),
+            **self.second.cut(inner, kept_shape(shape), rows, slice(start // 2, stop // 2)),
+        }
+
+    def stored(self) -> Stacked:
+        return Stacked(self.first.stored(), self.second.stored())
+
+    def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
+        return self.first.train_with(self.fake(w, state), x, state, bias)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "first": self.first.to_json(), "second": self.second.to_json()}
+
+
+def kept_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    return (shape[0], shape[1] // 2)

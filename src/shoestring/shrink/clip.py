@@ -1,0 +1,178 @@
+"""Asymmetric clip search: the range of each group that hurts the layer's output least.
+
+Per group of a row with weights w, over candidates low = b * min(w), high = a * max(w):
+
+    minimise  mean over tokens of ((Q(w) - w) . x)^2  =  d^T H d,     d = Q(w) - w,  H = mean of x x^T
+
+where Q rounds to the grid of [low, high] and what lies beyond goes to its ends. BitDistiller searches 10 x 10
+pairs (a, b) in {1, 0.95, ..., 0.55} on 512 tokens; in terms of H the same objective sees every token and
+costs one small product per trial. Two further choices:
+
+    search="alternate"   a first, then b for the best a: 19 trials instead of 100 (the default)
+    objective="row"      group after group, counting the error of the whole row: the groups' errors may cancel
+
+The unclipped range is always a candidate, so the objective never gets worse than without clipping.
+
+Left out on purpose: the query and key projections are rounded as they are (as published: their output error
+says little about the attention scores). `skip=()` changes this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats import GridFormat, Parts
+from shoestring.formats.groups import extremes, group_width, split
+from shoestring.shrink.calibrate import Statistics
+from shoestring.shrink.grid import Choice, nearest, on_grid
+
+# Elements of one batch of trials: small enough for a CPU's cache, large enough to fill a GPU.
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class Clip:
+    search: Literal["alternate", "full", "symmetric"] = "alternate"
+    objective: Literal["group", "row"] = "group"
+    steps: int = 10  # candidates per side: 1, 1 - smallest/steps, ...
+    smallest: float = 0.5  # candidates stay above this part of the range
+    skip: tuple[str, ...] = ("q", "k")
+
+    name = "clip"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or not 0 < self.smallest < 1:
+            raise UserError(
+                f"Clip with {self.steps} steps down to {self.smallest} is not possible: use 1 or more steps and "
+                "a smallest range between 0 and 1"
+            )
+
+    def choose(
+        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
+    ) -> Choice:
+        if name.rsplit(".", 1)[-1] in self.skip:
+            return nearest(w, format, state)
+        low, high = clip_ranges(w, statistics.hessian, format, state, self)
+        return on_grid(w, format.find_grid(low, high), format, state)
+
+
+def shrinks(settings: Clip) -> list[float]:
+    return [1 - (1 - settings.smallest) * i / settings.steps for i in range(settings.steps)]
+
+
+def clip_ranges(
+    w: Tensor, hessian: Tensor, format: GridFormat, state: Parts, settings: Clip | None = None
+) -> tuple[Tensor, Tensor]:
+    """The best (low, high), each [out, groups, 1]; `w.clamp(low, high)` per group is the clipped weight."""
+    settings = settings or Clip()
+    h = hessian.float()
+    width = group_width(w.shape[1], format.group)
+    blocks = torch.stack([h[i : i + width, i : i + width] for i in range(0, w.shape[1], width)])
+    low, high = _over_rows(w, blocks, format, state, settings)
+    if settings.objective == "row":
+        low, high = _row_ranges(w, h, blocks, low, high, format, state, settings)
+    return low, high
+
+
+def _over_rows(
+    w: Tensor, blocks: Tensor, format: GridFormat, state: Parts, settings: Clip
+) -> tuple[Tensor, Tensor]:
+    """Every (row, group) by itself, in chunks of rows."""
+    num_trials = settings.steps**2 if settings.search == "full" else settings.steps
+    rows = max(1, CHUNK.get(w.device.type, 1 << 24) // (w.shape[1] * num_trials))
+    found = []
+    for part in w.split(rows):
+        w_g = split(part, format.group).transpose(0, 1).contiguous()  # [groups, rows, group]
+        found.append(search_ranges(w_g, blocks, None, format, state, settings))
+    low, high = (torch.cat([f[i] for f in found], dim=1).transpose(0, 1) for i in (0, 1))
+    return low, high
+
+
+def _row_ranges(
+    w: Tensor,
+    h: Tensor,
+    blocks: Tensor,
+    low: Tensor,
+    high: Tensor,
+    format: GridFormat,
+    state: Parts,
+    settings: Clip,
+) -> tuple[Tensor, Tensor]:
+    """One sweep over the groups: each takes the range that is best given the errors of all the others."""
+    w_g = split(w, format.group)
+    low, high = low.clone(), high.clone()
+    d = on_grid(w, format.find_grid(low, high), format, state).weight - w.float()
+    width = w_g.shape[-1]
+    for g in range(w_g.shape[1]):
+        cols = slice(g * width, (g + 1) * width)
+        others = d @ h[:, cols] - d[:, cols] @ blocks[g]
+        one = w_g[None, :, g]  # [1, rows, group]
+        new = search_ranges(
+            one, blocks[g : g + 1], others[None], format, state, settings, (low[None, :, g], high[None, :, g])
+        )
+        low[:, g], high[:, g] = new[0][0], new[1][0]
+        d[:, cols] = format.snap(one[0], format.find_grid(low[:, g], high[:, g]), state) - one[0]
+    return low, high
+
+
+def search_ranges(
+    w_g: Tensor,
+    blocks: Tensor,
+    others: Tensor | None,
+    format: GridFormat,
+    state: Parts,
+    settings: Clip,
+    start: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best (low, high) [groups, rows, 1] for weights [groups, rows, group].
+
+    blocks [groups, group, group] is the Hessian of each group, others [groups, rows, group] what the rest of
+    the row adds to the gradient (None: each group by itself). `start` is one more candidate.
+    """
+    low, high = extremes(w_g)
+    if format.symmetric:  # moving one end alone would move nothing
+        high = torch.maximum(-low, high)
+        low = -high
+    factor = torch.tensor(shrinks(settings), device=w_g.device).view(1, -1, 1, 1)
+    lows, highs = low.unsqueeze(1) * factor, high.unsqueeze(1) * factor  # [groups, trials, rows, 1]
+
+    def best(lows: Tensor, highs: Tensor) -> tuple[Tensor, Tensor]:
+        if start is not None:
+            lows = torch.cat([start[0].unsqueeze(1), lows], dim=1)
+            highs = torch.cat([start[1].unsqueeze(1), highs], dim=1)
+        error = trial_errors(w_g, lows, highs, blocks, others, format, state)
+        pick = error.argmin(dim=1, keepdim=True).unsqueeze(-1)  # the first of equals: the wider range
+        return lows.gather(1, pick).squeeze(1), highs.gather(1, pick).squeeze(1)
+
+    if settings.search == "symmetric" or format.symmetric:
+        return best(lows, highs)
+    if settings.search == "full":
+        pairs = list(itertools.product(range(settings.steps), repeat=2))
+        return best(lows[:, [i for i, _ in pairs]], highs[:, [j for _, j in pairs]])
+    _, high = best(low.unsqueeze(1).expand_as(lows), highs)
+    # The first of `lows` is unclipped, so this round starts from what the first one found.
+    return best(lows, high.unsqueeze(1).expand_as(lows))
+
+
+def trial_errors(
+    w_g: Tensor,
+    lows: Tensor,
+    highs: Tensor,
+    blocks: Tensor,
+    others: Tensor | None,
+    format: GridFormat,
+    state: Parts,
+) -> Tensor:
+    """d^T H d (+ 2 d . others) of each trial, [groups, trials, rows]."""
+    wide = w_g.unsqueeze(1).expand(-1, lows.shape[1], -1, -1)
+    d = format.snap(wide, format.find_grid(lows, highs), state) - wide
+    bent = torch.bmm(d.flatten(1, 2), blocks).view_as(d)
+    if others is not None:
+        bent = bent + 2 * others.unsqueeze(1)
+    return (bent * d).sum(-1)

@@ -1,0 +1,238 @@
+"""Post-training quantization of a whole decoder: rules, a method, and the statistics of a text.
+
+    report = quantize(model, [("*", parse_format("nf3"))], walk(model, windows(tokens, 16, 512)), Gptq())
+    pack(model)
+
+Block after block: the method sees the layers that a rule gives a Format with a grid, and chooses weights on
+grids; they replace the weights at once, so that the walk can carry their error on. At the end every layer gets
+its Format with the chosen grid as state. What `pack` then stores decodes to exactly what the method chose.
+
+Layers outside the blocks (an output head named in a rule) are rounded to nearest: nothing is collected there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, convert
+from shoestring.formats.convert import Rule, assign, candidates, tied_names
+from shoestring.model.transformer import Block, Decoder
+from shoestring.shrink.awq import Awq
+from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.gptq import Gptq
+from shoestring.shrink.grid import Choice, hold, nearest, output_error, state_of
+
+Progress = Callable[[int, int, float], None]
+
+
+class Method(Protocol):
+    """How the weight of one layer is moved onto a grid. A `name` that tells it in reports."""
+
+    name: str
+
+    def choose(
+        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
+    ) -> Choice: ...
+
+
+@dataclass(frozen=True)
+class Rtn:
+    """Round to nearest on the grid that spans each group."""
+
+    name = "rtn"
+
+    def choose(
+        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
+    ) -> Choice:
+        return nearest(w, format, state)
+
+
+METHODS: dict[str, Method] = {
+    "rtn": Rtn(),
+    "clip": Clip(),
+    "gptq": Gptq(),
+    "gptq+clip": Gptq(clip=Clip()),
+    "awq": Awq(),
+}
+
+
+def usual_inputs(method: Method) -> Inputs:
+    """What the method's authors let a block see: GPTQ the quantized blocks before it, the others the full
+    ones.
+    """
+    return "quantized" if isinstance(method, Gptq) else "full"
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far a layer's weights and its outputs on the calibration text moved, as relative mean squares."""
+
+    name: str
+    format: str
+    bits_per_weight: float
+    weight_error: float
+    output_error: float | None
+
+
+@dataclass
+class QuantizeReport:
+    method: str
+    converted: ConvertReport
+    layers: list[LayerError] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "bits_per_weight": round(self.converted.bits_per_weight, 4),
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+@torch.no_grad()
+def quantize(
+    model: Decoder,
+    rules: Sequence[Rule],
+    steps: Iterable[BlockStep],
+    method: Method,
+    *,
+    skip: Sequence[str] = ("head", "lm_head"),
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantize in place; the layers end with a fixed grid, ready for `pack`.
+
+    `steps`: walk(model, ...), or a list of its steps on the same weights (inputs="full"), which several runs
+    can share. progress(blocks done, blocks, mean output error of the block).
+    """
+    formats = plan(model, rules, skip)
+    grids: dict[str, Parts] = {}
+    layers: list[LayerError] = []
+    for step in steps:
+        block = model.blocks[step.index]
+        assert isinstance(block, Block)
+        prefix = f"blocks.{step.index}."
+        wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
+        made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
+        grids.update(made)
+        layers.extend(errors)
+        if progress is not None:
+            known = [e.output_error for e in errors if e.output_error is not None]
+            progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
+    for name in [n for n in formats if n not in grids]:
+        layer, format = model.get_submodule(name), formats[name]
+        assert isinstance(layer, FormatLinear)
+        choice = nearest(layer.weight, format, _table(format, layer.weight))
+        layers.append(_layer_error(name, format, layer.weight.float(), choice.weight, None))
+        layer.weight.copy_(choice.weight)
+        grids[name] = choice.grid
+    fixed = [(glob, f.fix_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]
+    converted = convert(model, fixed, skip=skip)  # type: ignore[arg-type]
+    for name, grid in grids.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, FormatLinear)
+        hold(layer, grid)
+    return QuantizeReport(method.name, converted, layers)
+
+
+def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str]) -> dict[str, GridFormat]:
+    """{layer: Format} of what will be quantized; every mistake in rules, shapes or weights is raised here,
+    before any work.
+    """
+    modules = candidates(model)
+    chosen, _ = assign(modules, rules, skip, tied_names(model))
+    found: dict[str, GridFormat] = {}
+    for name, format in chosen.items():
+        layer = modules[name]
+        assert isinstance(layer, FormatLinear)
+        if layer.packed or not isinstance(layer.format, Dense):
+            raise UserError(
+                f"{name} is {layer.format.label} already: quantize the model it was made from, or unpack it first"
+            )
+        try:
+            format.check(layer.shape)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        if isinstance(format, Dense):
+            continue
+        if not isinstance(format, GridFormat):
+            raise UserError(
+                f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4"
+            )
+        if not layer.weight.isfinite().all():
+            raise UserError(f"{name}.weight holds NaN or infinite values; check the model")
+        found[name] = format
+    return found
+
+
+def quantize_block(
+    block: Block,
+    statistics: dict[str, Statistics],
+    formats: dict[str, GridFormat],
+    method: Method,
+    prefix: str = "",
+) -> tuple[dict[str, Parts], list[LayerError]]:
+    """Write the chosen weights into the (dense) layers of one block; returns their grids and errors."""
+    if isinstance(method, Awq):
+        statistics = method.prepare(block, statistics, formats)
+    linears = block_linears(block)
+    grids: dict[str, Parts] = {}
+    errors: list[LayerError] = []
+    for names in shared(statistics, formats):
+        w = torch.cat([linears[n].weight.float() for n in names])
+        format, seen = formats[names[0]], statistics[names[0]]
+        state = _table(format, w)
+        # Rows do not depend on each other: layers that share inputs and Format are one taller layer, and the
+        # factorisation of their Hessian is done once. Only methods that look at names need them apart.
+        if isinstance(method, Gptq | Rtn):
+            whole = method.choose(prefix + names[0], w, seen, format, state)
+            made = _split(whole, [linears[n].out_features for n in names])
+        else:
+            parts = w.split([linears[n].out_features for n in names])
+            made = [
+                method.choose(prefix + n, p, seen, format, state) for n, p in zip(names, parts, strict=True)
+            ]
+        for name, choice in zip(names, made, strict=True):
+            old = linears[name].weight.float()
+            errors.append(_layer_error(prefix + name, format, old, choice.weight, seen.hessian))
+            linears[name].weight.copy_(choice.weight)
+            grids[prefix + name] = choice.grid
+    return grids, errors
+
+
+def shared(statistics: dict[str, Statistics], formats: dict[str, GridFormat]) -> list[list[str]]:
+    """The layers to quantize, those with the same inputs and Format together."""
+    together: dict[tuple[int, GridFormat], list[str]] = {}
+    for name, format in formats.items():
+        together.setdefault((id(statistics[name]), format), []).append(name)
+    return list(together.values())
+
+
+def _split(choice: Choice, heights: list[int]) -> list[Choice]:
+    stops = torch.tensor(heights).cumsum(0).tolist()
+    return [choice.rows(slice(stop - h, stop)) for h, stop in zip(heights, stops, strict=True)]
+
+
+def _table(format: GridFormat, w: Tensor) -> Parts:
+    assert isinstance(format, Format)
+    return state_of(format, w)
+
+
+def _layer_error(
+    name: str, format: GridFormat, old: Tensor, new: Tensor, hessian: Tensor | None
+) -> LayerError:
+    assert isinstance(format, Format)
+    shape = (old.shape[0], old.shape[1])
+    scale = float(old.square().sum())
+    return LayerError(
+        name,
+        format.label,
+        round(format.bits_per_weight(shape), 4),
+        float((new - old).square().sum()) / scale if scale > 0 else 0.0,
+        None if hessian is None else output_error(old, new, hessian),
+    )

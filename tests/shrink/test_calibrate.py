@@ -1,0 +1,105 @@
+"""Block-wise calibration sees what a whole forward pass sees, whatever it keeps in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_shrink import GPT2, SPEC, tiny_model, tokens
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.model import ModelSpec
+from shoestring.shrink.calibrate import Calibration, Collector, block_linears, walk, windows
+
+
+def whole_forward(spec: ModelSpec, at: Tensor) -> dict[str, Tensor]:
+    """Every linear layer's inputs of one ordinary forward pass."""
+    model, seen = tiny_model(spec), {}
+    for index, block in enumerate(model.blocks):
+        for name, layer in block_linears(block).items():
+            key = f"blocks.{index}.{name}"
+            layer.register_forward_pre_hook(lambda m, a, key=key: seen.__setitem__(key, a[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(at)
+    return seen
+
+
+@pytest.mark.parametrize("spec", [SPEC, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("inputs", ["quantized", "full"])
+def test_statistics_are_those_of_a_whole_forward(spec: ModelSpec, inputs: str) -> None:
+    seen = whole_forward(spec, tokens())
+    calibration = Calibration(inputs=inputs, batch=4, num_samples=12, double=True)  # type: ignore[arg-type]
+    num_layers = 0
+    for step in walk(tiny_model(spec), tokens(), calibration):
+        for name, stats in step.statistics.items():
+            x = seen[f"blocks.{step.index}.{name}"].double()
+            torch.testing.assert_close(stats.hessian, x.T @ x / len(x), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(stats.magnitude, x.abs().mean(0), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(stats.samples.double(), x[:: len(x) // 12][:12], rtol=1e-4, atol=1e-5)
+            assert stats.num_tokens == len(x)
+            num_layers += 1
+        same = step.statistics
+        assert same["attn.q"] is same["attn.k"] is same["attn.v"] is not same["attn.o"]
+    assert num_layers == len(seen)
+
+
+def test_a_store_on_disk_gives_the_same_and_leaves_nothing(tmp_path: Path) -> None:
+    on_disk = Calibration(memory_gb=0, folder=str(tmp_path))
+    for here, there in zip(walk(tiny_model(), tokens()), walk(tiny_model(), tokens(), on_disk), strict=True):
+        assert list(tmp_path.iterdir())
+        for name in here.statistics:
+            assert torch.equal(here.statistics[name].hessian, there.statistics[name].hessian)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="cannot keep"):
+        next(iter(walk(tiny_model(), tokens(), Calibration(memory_gb=0, folder=str(tmp_path / "none")))))
+
+
+def test_changes_reach_the_next_block_only_with_quantized_inputs() -> None:
+    def second_block(inputs: str, change: bool) -> Tensor:
+        model = tiny_model()
+        steps = walk(model, tokens(), Calibration(inputs=inputs))  # type: ignore[arg-type]
+        next(steps)
+        if change:
+            with torch.no_grad():
+                model.blocks[0].mlp.down.weight.zero_()  # type: ignore[union-attr]
+        return next(steps).statistics["attn.q"].hessian
+
+    assert torch.equal(second_block("full", True), second_block("full", False))
+    assert torch.equal(second_block("quantized", False), second_block("full", False))
+    assert not torch.allclose(second_block("quantized", True), second_block("quantized", False), rtol=1e-2)
+
+
+def test_windows_are_spread_over_the_text_and_deterministic() -> None:
+    text = torch.arange(1000)
+    got = windows(text, 4, 100)
+    assert got[:, 0].tolist() == [0, 300, 600, 900] and torch.equal(got, windows(text, 4, 100))
+    assert torch.equal(windows(text, 1, 1000)[0], text)
+    with pytest.raises(UserError, match="longer text"):
+        windows(text, 11, 100)
+    with pytest.raises(UserError, match="not possible"):
+        windows(text, 0, 100)
+
+
+def test_bad_calibration_is_named() -> None:
+    model = tiny_model()
+    with pytest.raises(UserError, match="vocabulary"):
+        next(iter(walk(model, torch.full((1, 8), 96))))
+    with pytest.raises(UserError, match="64 positions"):
+        next(iter(walk(model, tokens(1, 65))))
+    with torch.no_grad():
+        model.blocks[1].attn_norm.weight[3] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"inputs of blocks\.1\.attn\.q are not finite"):
+        list(walk(model, tokens()))
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    model = tiny_model()
+    for _ in walk(model, tokens()):
+        pass
+    layers = [layer for block in model.blocks for layer in block_linears(block).values()]
+    assert not any(layer._forward_pre_hooks for layer in layers)
+    with pytest.raises(ZeroDivisionError), Collector(dict(enumerate(layers)), 1, Calibration()):  # type: ignore[arg-type]
+        raise ZeroDivisionError
+    assert not any(layer._forward_pre_hooks for layer in layers)

@@ -1,0 +1,226 @@
+"""Whole models: AWQ's folding, what pack keeps, reports, bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_shrink import GPT2, SPEC, tiny_model, tokens
+
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, convert, formats_of, pack, parse_format
+from shoestring.model import Decoder, ModelSpec, load_model, save_model
+from shoestring.shrink.awq import Awq, apply_fold, best_scale, folds
+from shoestring.shrink.calibrate import Calibration, block_linears, walk
+from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, Rtn, plan, quantize, usual_inputs
+
+every_method = pytest.mark.parametrize("name", list(METHODS))
+
+
+def shrunk(label: str, method: Method, spec: ModelSpec = SPEC) -> tuple[Decoder, QuantizeReport]:
+    model = tiny_model(spec)
+    steps = walk(model, tokens(), Calibration(inputs=usual_inputs(method)))
+    return model, quantize(model, [("*", parse_format(label))], steps, method)
+
+
+def logits(model: Decoder) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens())
+
+
+# -- what is stored ------------------------------------------------------------------------------------------
+@every_method
+@pytest.mark.parametrize("label", ["int3:g32", "nf3:s2:g64", "nf2:s1:g0"])
+def test_pack_save_and_load_keep_every_bit_of_the_choice(name: str, label: str, tmp_path: Path) -> None:
+    chosen: dict[str, torch.Tensor] = {}
+
+    class Spy:
+        name = "spy"
+
+        def __init__(self) -> None:
+            self.method = METHODS[name]
+
+        def choose(self, layer, w, statistics, format, state):  # type: ignore[no-untyped-def]
+            choice = self.method.choose(layer, w, statistics, format, state)
+            chosen[layer] = choice.weight.clone()
+            return choice
+
+    model = tiny_model()
+    steps = walk(model, tokens(), Calibration(inputs=usual_inputs(METHODS[name])))
+    quantize(model, [("*", parse_format(label))], steps, Spy())
+    assert len(chosen) == 3 * 7
+    before = logits(model)
+    pack(model)
+    for layer, weight in chosen.items():
+        assert torch.equal(model.get_submodule(layer).effective_weight(torch.float32), weight)
+    assert torch.equal(logits(model), before)
+    # Packed, a chosen grid is an ordinary one: no trace of how it came about.
+    assert {f.label for f in formats_of(model).values()} == {parse_format(label).label}
+    save_model(tmp_path / "packed", model)
+    again = load_model(tmp_path / "packed").model
+    assert torch.equal(logits(again), before)
+    for layer, weight in chosen.items():
+        assert torch.equal(again.get_submodule(layer).effective_weight(torch.float32), weight)
+
+
+def test_bfloat16_weights_pack_to_the_same_choice() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
+    report = quantize(model, [("*", parse_format("int4:g32"))], walk(model, tokens(2, 8)), METHODS["gptq"])
+    assert max(e.output_error or 0 for e in report.layers) < 0.1
+    before = {
+        n: m.effective_weight(torch.bfloat16) for n, m in model.named_modules() if isinstance(m, FormatLinear)
+    }
+    pack(model, dtype=torch.bfloat16)
+    for name, weight in before.items():
+        assert torch.equal(model.get_submodule(name).effective_weight(torch.bfloat16), weight)
+
+
+def test_rounding_here_is_rounding_there() -> None:
+    """Method rtn is `convert` + `pack`, bit for bit."""
+    ours, _ = shrunk("nf3:s2:g64", Rtn())
+    plain = tiny_model()
+    convert(plain, [("*", parse_format("nf3:s2:g64"))])
+    assert torch.equal(logits(ours), logits(plain))
+
+
+# -- quality -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("label", ["int3:g32", "nf3:s2:g64"])
+def test_every_method_moves_the_outputs_less_than_rounding(label: str) -> None:
+    exact = logits(tiny_model())
+    errors, layers = {}, {}
+    for name, method in METHODS.items():
+        model, report = shrunk(label, method)
+        errors[name] = float((logits(model) - exact).square().mean())
+        layers[name] = sum(e.output_error or 0 for e in report.layers) / len(report.layers)
+    for name in ("clip", "gptq", "gptq+clip", "awq"):
+        assert layers[name] < layers["rtn"], (name, layers)
+    assert errors["gptq"] < 0.7 * errors["rtn"] and errors["awq"] < errors["rtn"], errors
+
+
+def test_the_report_has_every_layer_and_its_errors() -> None:
+    model, report = shrunk("int3:g32", METHODS["gptq"])
+    assert [e.name for e in report.layers if e.name.startswith("blocks.0.attn.")] == [
+        f"blocks.0.attn.{n}" for n in "qkvo"
+    ]
+    assert len(report.layers) == 21 and report.converted.bits_per_weight == pytest.approx(3.75)
+    original = tiny_model()
+    for e in report.layers[:7]:
+        old, new = (m.get_submodule(e.name).weight.detach() for m in (original, model))
+        assert e.weight_error == pytest.approx(
+            float((new - old).square().sum() / old.square().sum()), rel=1e-3
+        )
+        assert e.output_error is not None and 0 < e.output_error < e.weight_error
+    data = report.to_json()
+    assert (
+        data["method"] == "gptq" and len(data["layers"]) == 21 and data["layers"][0]["format"] == "int3:g32"
+    )
+
+
+# -- AWQ -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("spec", [SPEC, GPT2], ids=["llama with grouped heads", "gpt2"])
+def test_folding_leaves_the_model_as_it_was(spec: ModelSpec) -> None:
+    model = tiny_model(spec)
+    before = logits(model)
+    gen = torch.Generator().manual_seed(5)
+    num_folds = 0
+    for block in model.blocks:
+        for fold in folds(block):  # type: ignore[arg-type]
+            width = block_linears(block)[fold.readers[0]].in_features
+            s = fold.spread(torch.exp(torch.randn(width // fold.repeat, generator=gen)))
+            assert fold.tie(s) == pytest.approx(s.view(-1, fold.repeat, fold.span)[:, 0].flatten())
+            apply_fold(block_linears(block), fold, s)
+            num_folds += 1
+    assert num_folds == len(model.blocks) * (4 if spec.act == "swiglu" else 3)
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    moved = [
+        not torch.equal(p, q) for p, q in zip(model.parameters(), tiny_model(spec).parameters(), strict=True)
+    ]
+    assert sum(moved) >= 7 * len(model.blocks)
+
+
+def test_scaled_statistics_are_those_of_the_folded_model() -> None:
+    model = tiny_model()
+    step = next(iter(walk(model, tokens())))
+    block, format = model.blocks[0], parse_format("int2:g32")
+    formats = dict.fromkeys(block_linears(block), format)
+    now = Awq(ratios=4).prepare(block, step.statistics, formats)  # type: ignore[arg-type]
+    assert now["attn.q"] is not step.statistics["attn.q"]
+    seen = next(iter(walk(model, tokens()))).statistics
+    for name in formats:
+        torch.testing.assert_close(now[name].hessian, seen[name].hessian, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(now[name].magnitude, seen[name].magnitude, rtol=1e-3, atol=1e-3)
+
+
+def test_no_scaling_where_none_helps() -> None:
+    model = tiny_model()
+    step = next(iter(walk(model, tokens())))
+    fold = folds(model.blocks[0])[0]  # type: ignore[arg-type]
+    stats = step.statistics["attn.q"]
+    w = {"attn.q": torch.zeros(64, 64)}
+    assert best_scale(w, stats, {"attn.q": parse_format("int3:g32")}, fold, 10) is None  # type: ignore[dict-item]
+
+
+def test_layers_of_a_fold_may_stay_dense() -> None:
+    model = tiny_model()
+    before = logits(model)
+    rules = [("*.mlp.down", parse_format("int8:g32")), ("*.attn.k", parse_format("int8:g32"))]
+    quantize(model, rules, walk(model, tokens(), Calibration(inputs="full")), METHODS["awq"])
+    assert set(formats_of(model)) == {f"blocks.{i}.{n}" for i in range(3) for n in ("attn.k", "mlp.down")}
+    assert (logits(model) - before).square().mean() < 1e-3 * before.var()
+
+
+# -- rules and bad input -------------------------------------------------------------------------------------
+def test_mixed_formats_and_a_named_head() -> None:
+    from dataclasses import replace
+
+    spec = replace(SPEC, tied=False)
+    rules = [
+        ("head", parse_format("int8:g64")),
+        ("*.mlp.*", parse_format("nf3:g64")),
+        ("*.attn.v", parse_format("int4:g32")),
+    ]
+    model = tiny_model(spec)
+    report = quantize(model, rules, walk(model, tokens()), METHODS["gptq"])
+    by_name = {e.name: e for e in report.layers}
+    assert by_name["head"].output_error is None and by_name["head"].weight_error < 1e-3
+    assert by_name["blocks.2.attn.v"].format == "int4:g32" and "blocks.2.attn.q" not in by_name
+    pack(model)
+    assert logits(model).isfinite().all()
+
+
+def test_bad_models_and_rules_are_named_before_any_work() -> None:
+    def fails(model: Decoder, label: str = "int3:g32") -> str:
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        with pytest.raises(UserError) as caught:
+            quantize(model, [("*", parse_format(label))], walk(model, tokens()), Rtn())
+        assert all(torch.equal(t, before[n]) or t.isnan().any() for n, t in model.state_dict().items())
+        return str(caught.value)
+
+    assert "blocks.0.attn.q: Group 48" in fails(tiny_model(), "int3:g48")
+    bad = tiny_model()
+    with torch.no_grad():
+        bad.blocks[1].mlp.up.weight[2, 2] = float("inf")  # type: ignore[union-attr]
+    assert "blocks.1.mlp.up.weight holds NaN or infinite" in fails(bad)
+    packed = tiny_model()
+    convert(packed, [("*", parse_format("int4:g32"))])
+    assert "int4:g32 already" in fails(packed)
+    pack(packed)
+    assert "int4:g32 already" in fails(packed)
+    with pytest.raises(UserError, match="matches no linear layer"):
+        plan(tiny_model(), [("*.mpl.*", parse_format("int4"))], ())
+    with pytest.raises(UserError, match="AWQ with 0 ratios"):
+        Awq(ratios=0)
+
+
+def test_constant_and_zero_weights_survive_every_method() -> None:
+    for method in METHODS.values():
+        model = tiny_model()
+        with torch.no_grad():
+            model.blocks[0].attn.v.weight.zero_()  # type: ignore[union-attr]
+            model.blocks[1].mlp.up.weight.fill_(0.25)  # type: ignore[union-attr]
+        steps = walk(model, tokens(2, 8), Calibration(inputs=usual_inputs(method)))
+        quantize(model, [("*", parse_format("nf3:g32"))], steps, method)
+        assert logits(model).isfinite().all()
+        assert not model.blocks[0].attn.v.weight.any()  # type: ignore[union-attr]
