@@ -30,6 +30,7 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.grid import Choice, hold, nearest, output_error, state_of
 
 Progress = Callable[[int, int, float], None]
+HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `convert`
 
 
 class Method(Protocol):
@@ -102,7 +103,7 @@ def quantize(
     steps: Iterable[BlockStep],
     method: Method,
     *,
-    skip: Sequence[str] = ("head", "lm_head"),
+    skip: Sequence[str] = HEADS,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantize in place; the layers end with a fixed grid, ready for `pack`.
@@ -140,7 +141,7 @@ def quantize(
     return QuantizeReport(method.name, converted, layers)
 
 
-def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str]) -> dict[str, GridFormat]:
+def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
     """{layer: Format} of what will be quantized; every mistake in rules, shapes or weights is raised here,
     before any work.
     """

@@ -1,0 +1,209 @@
+"""Shrink a model to 2, 3, 4 or 8 bits after training, guided by a calibration text: GPTQ, AWQ or a clip search.
+
+Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.txt text=other.txt
+         shoestring run shrink/ptq model=RUN format=int2 method=gptq+clip
+         shoestring run shrink/ptq model=DIR "rules=*.mlp.*=nf3;*=int4" method=awq calib=FOLDER memory_gb=8
+Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb)
+Time:    SmolLM2-135M, nf3, 8 windows of 512 on one CPU core: gptq 4 minutes, awq and clip 1 to 2; 32 windows
+         (the default) take gptq about 9. Evaluating a text comes on top
+Expect:  SmolLM2-135M at 3 bits in groups of 64: each method beats shrink/rtn, gptq by most; docs/methods/ptq.md
+         has the table. At 2 bits every one of them leaves a small model broken: train after shrinking
+Leaves:  a run folder with the packed model/ (or out=), errors per layer in model/quantization.json and
+         report.html, perplexity before and after
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoestring.config import option, to_json
+from shoestring.errors import UserError
+from shoestring.formats import pack, parse_format, unpack
+from shoestring.measure import (
+    corpus_of_run,
+    evaluate_row,
+    need_tokenizer,
+    pick_device,
+    pick_dtype,
+    read_tokens,
+    text_tokens,
+)
+from shoestring.model import load_model, save_model
+from shoestring.model.folder import Loaded
+from shoestring.recipes.shrink.rtn import parse_rules
+from shoestring.report import (
+    Curves,
+    Scatter,
+    Section,
+    Series,
+    Table,
+    Text,
+    eval_table,
+    run_sections,
+    write_report,
+)
+from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.gptq import Gptq
+from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
+
+MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
+    format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g128 :s1")
+    rules: str | None = option(
+        None, "instead of format: glob=format;glob=format, the first that matches wins"
+    )
+    method: Literal["gptq", "gptq+clip", "awq", "clip", "rtn"] = option("gptq", "how weights are chosen")
+    calib: str | None = option(
+        None, "calibration text or corpus; a run is calibrated on its own training text by default"
+    )
+    calib_windows: int = option(32, "windows of calibration text")
+    calib_context: int = option(512, "tokens in a window")
+    inputs: Literal["auto", "quantized", "full"] = option(
+        "auto", "what a block sees: outputs of quantized or of full blocks; auto: as published for the method"
+    )
+    act_order: bool = option(False, "gptq: columns with large inputs first")
+    damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean")
+    objective: Literal["group", "row"] = option(
+        "group", "clip: output error of each group or of the whole row"
+    )
+    memory_gb: float = option(4.0, "activations beyond this go to a file")
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
+    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
+    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
+    text: str | None = option(None, "a text file: perplexity before and after")
+    data: str | None = option(
+        None, "or a corpus: its validation split. A run is evaluated on its own by default"
+    )
+    context: int = option(512, "tokens the model sees at once in the evaluation")
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
+    device: str = option("auto", "auto, cpu or cuda")
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
+
+
+def main(cfg: Config) -> Path:
+    rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
+    method = pick_method(cfg)
+    for wanted in (cfg.out, cfg.dense_out):
+        if wanted is not None:
+            check_free(Path(wanted))
+    if (
+        cfg.text is not None
+        and cfg.calib is not None
+        and Path(cfg.text).resolve() == Path(cfg.calib).resolve()
+    ):
+        raise UserError(
+            f"text and calib are both {cfg.text}: a perplexity measured on the calibration text flatters the "
+            "result; give two texts"
+        )
+    device = pick_device(cfg.device)
+    loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
+    plan(loaded.model, rules)
+    calib_NT = calibration_windows(cfg, loaded)
+    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
+
+    folder = new_run_folder("shrink/ptq") if cfg.run is None else check_free(Path(cfg.run))
+    log = RunLog(folder)
+    log.save_config({"recipe": "shrink/ptq", "config": to_json(cfg)})
+    options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
+    log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
+    steps: Iterable[BlockStep] = ()
+    if calib_NT is not None:
+        inputs = usual_inputs(method) if cfg.inputs == "auto" else cfg.inputs
+        steps = walk(
+            loaded.model, calib_NT, Calibration(inputs=inputs, memory_gb=cfg.memory_gb, folder=cfg.spill)
+        )
+    with log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar:
+
+        def progress(done: int, total: int, error: float) -> None:
+            log.log(done, output_error=error)
+            bar.advance(1, error=error)
+
+        report = quantize(loaded.model, rules, steps, method, progress=progress)
+    pack(loaded.model, dtype=loaded.model.compute_dtype)
+    log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
+    log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
+
+    out = Path(cfg.out) if cfg.out else folder / "model"
+    save_model(out, loaded.model, loaded.tokenizer)
+    told = {
+        **report.to_json(),
+        "calibration": cfg.calib,
+        "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
+    }
+    write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
+    if cfg.dense_out is not None:
+        unpack(loaded.model)
+        save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
+    finish(log, folder, out, report)
+    return folder
+
+
+def pick_method(cfg: Config) -> Method:
+    clip = Clip(objective=cfg.objective)
+    if cfg.method in ("gptq", "gptq+clip"):
+        with_clip = Clip() if cfg.method == "gptq+clip" else None
+        return Gptq(damping=cfg.damping, act_order=cfg.act_order, clip=with_clip)
+    return clip if cfg.method == "clip" else METHODS[cfg.method]
+
+
+def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor | None:
+    """[windows, context] token ids; None only for rtn without a text, which needs none."""
+    source, max_mb = (cfg.calib, None) if cfg.calib is not None else corpus_of_run(Path(cfg.model))
+    if source is None:
+        if cfg.method == "rtn":
+            return None
+        raise UserError(
+            f"method={cfg.method} needs a calibration text: give calib=FILE or a corpus; not the text that is "
+            "evaluated"
+        )
+    tokenizer = need_tokenizer(loaded)
+    path = Path(source)
+    if path.is_file() and path.suffix in (".txt", ".md", ""):
+        tokens = read_tokens(path, tokenizer)
+    else:
+        from shoestring.train.shards import prepare
+
+        max_bytes = None if max_mb is None else int(max_mb * 1e6)
+        tokens = prepare(
+            source, tokenizer=tokenizer, max_bytes=max_bytes, progress=RunLog(None).progress
+        ).train.head(MAX_TOKENS)
+    context = min(cfg.calib_context, loaded.spec.max_positions)
+    return windows(tokens.to(torch.int64), cfg.calib_windows, context)
+
+
+def finish(log: RunLog, folder: Path, out: Path, report: QuantizeReport) -> None:
+    rows = log.evaluations()
+    eval_table(rows, "Before and after").print()
+    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
+    commands = (
+        f'shoestring inspect {out}\nshoestring generate {out} "Once upon a time"\nshoestring export {out} DIR'
+    )
+    blocks = [row for row in log.history if "output_error" in row]
+    curve = Series("output error", [row["step"] for row in blocks], [row["output_error"] for row in blocks])
+    fields = [f.name for f in dataclasses.fields(report.layers[0])] if report.layers else []
+    layers = [[getattr(layer, f) for f in fields] for layer in report.layers]
+    sections: list[Section] = [
+        Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
+        Curves("Error by block", [curve], "block", "mean square of the outputs' change, relative"),
+        *run_sections(folder),
+        Table("Layers", [f.replace("_", " ") for f in fields], layers, "Errors are relative mean squares."),
+        Text("Next", commands, code=True),
+    ]
+    page = write_report(folder, "shrink/ptq", sections, subtitle=str(folder))
+    log.say(f"packed model in {out}, report in {page}. Next:\n{commands}")
+    log.close()

@@ -1,0 +1,114 @@
+"""`shoestring run shrink/ptq` from a model folder to a packed one, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_shrink import SPEC, tiny_model
+
+from shoestring.cli import run_cli
+from shoestring.model import load_model, save_model
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.runlog import read_jsonl
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and two texts."""
+    folder = tmp_path_factory.mktemp("ptq")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
+    for name in ("calib.txt", "test.txt"):
+        (folder / name).write_text(" ".join(draw.choices(words, k=800)))
+    tokenizer = Tokenizer.train([(folder / "calib.txt").read_text()], vocab_size=300)
+    save_model(folder / "model", tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size)), tokenizer)
+    (folder / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(draw.choices(words, k=30))}) for _ in range(60))
+    )
+    return folder
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> Callable[..., str]:
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
+
+    def call(*argv: object, fails: bool = False) -> str:
+        capsys.readouterr()
+        code = run_cli(["run", "shrink/ptq", *(str(a) for a in argv), "device=cpu"])
+        out, err = capsys.readouterr()
+        if fails:
+            assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+            return err
+        assert code == 0, (out, err)
+        return out
+
+    return call
+
+
+SMALL = ["model=model", "calib_windows=6", "calib_context=32", "context=32", "max_tokens=512"]
+
+
+def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
+    argv = [*SMALL, "format=int3:g32", "calib=calib.txt", "text=test.txt"]
+    out = cli(*argv, "run=gptq", "dense_out=dense")
+    assert "gptq by block: 3/3" in out and "21 layers at 3.75 bits" in out
+    before, after = read_jsonl(here / "gptq/evals.jsonl")
+    assert before["format"] == "dense" and after["format"] == "int3:g32" and after["bits_per_weight"] == 3.75
+    cli(*argv, "run=rtn", "method=rtn")
+    rounded = read_jsonl(here / "rtn/evals.jsonl")[1]
+    assert after["perplexity"] != rounded["perplexity"]
+
+    told = json.loads((here / "gptq/model/quantization.json").read_text())
+    plain = json.loads((here / "rtn/model/quantization.json").read_text())
+    assert told["method"] == "gptq" and told["calibration_tokens"] == 6 * 32 and len(told["layers"]) == 21
+    by_name = {layer["name"]: layer for layer in told["layers"]}
+    for layer in plain["layers"][:6]:  # the first block sees the same inputs in both
+        assert by_name[layer["name"]]["output_error"] < layer["output_error"]
+    page = (here / "gptq/report.html").read_text()
+    assert "Error by block" in page and "blocks.2.mlp.down" in page
+    assert [row["step"] for row in read_jsonl(here / "gptq/metrics.jsonl")] == [1, 2, 3]
+
+    packed = load_model(here / "gptq").model
+    dense = load_model(here / "dense").model
+    layer = packed.get_submodule("blocks.1.mlp.up")
+    assert (layer.effective_weight(dense.embed.weight.dtype) == dense.blocks[1].mlp.up.weight).all()  # type: ignore
+
+
+@pytest.mark.parametrize("method", ["clip", "awq", "gptq+clip"])
+def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: str) -> None:
+    source = {"clip": "calib.txt", "awq": "corpus.jsonl", "gptq+clip": "corpus.jsonl"}[method]
+    cli(*SMALL, "rules=*.mlp.*=nf3:g32;*.attn.*=int4:g32", f"method={method}", f"calib={source}", f"out=out-{method}",
+        "memory_gb=0", f"run=run-{method}", "inputs=quantized")  # fmt: skip
+    told = json.loads((here / f"out-{method}/quantization.json").read_text())
+    assert {layer["format"] for layer in told["layers"]} == {"nf3:s2:g32", "int4:g32"}
+    assert all(0 < layer["output_error"] < 0.2 for layer in told["layers"])
+    assert load_model(here / f"out-{method}").model.blocks[0].mlp.up.packed  # type: ignore[union-attr]
+
+
+def test_rtn_needs_no_text(cli: Callable[..., str], here: Path) -> None:
+    cli("model=model", "method=rtn", "format=nf3:g32", "run=plain")
+    told = json.loads((here / "plain/model/quantization.json").read_text())
+    assert len(told["layers"]) == 21 and told["layers"][0]["output_error"] is None
+
+
+def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
+    before = {p.name for p in here.iterdir()}
+    assert "needs a calibration text" in cli("model=model", "method=awq", fails=True)
+    assert "flatters" in cli("model=model", "calib=test.txt", "text=test.txt", fails=True)
+    (here / "short.txt").write_text("a b c")
+    assert "give a longer text" in cli("model=model", "calib=short.txt", fails=True)
+    (here / "short.txt").write_text("")
+    assert "give a longer text" in cli("model=model", "calib=short.txt", fails=True)
+    (here / "short.txt").unlink()
+    assert "gptq" in cli("model=model", "method=gtpq", fails=True)
+    assert "damping" in cli("model=model", "damping=0", fails=True)
+    assert "use group" in cli(*SMALL, "calib=calib.txt", "format=int3:g48", "run=bad", fails=True)
+    assert {p.name for p in here.iterdir()} == before
