@@ -214,9 +214,7 @@ def prune_tokens(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
 
 class _MvueLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, rows: Tensor, clocks: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, rows: Tensor, clocks: Tensor) -> Tensor:
         ctx.save_for_backward(x, w, rows, clocks)
         return F.linear(x, w, bias)
 

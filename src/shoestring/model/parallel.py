@@ -154,8 +154,9 @@ def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
         _shard_param_(linear, "bias", tp, 0)
     for name in linear.state_names:
         # Masks and learned scales are Parameters and cut like the weight; tables and clocks are buffers and
-        # stay whole.
-        if isinstance(getattr(linear, f"weight_{name}"), nn.Parameter):
+        # stay whole. A dim of size 1 stands for all of the weight's dim and cannot be cut with it.
+        aux = getattr(linear, f"weight_{name}")
+        if isinstance(aux, nn.Parameter) and aux.shape[dim] > 1:
             _shard_param_(linear, f"weight_{name}", tp, dim)
 
 
