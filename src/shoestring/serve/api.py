@@ -31,6 +31,7 @@ from shoestring import __version__
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.answers import Answer, event, token_bytes
 from shoestring.serve.asks import Ask, Limits, chat_ask, chat_ids, check_ids, completion_ask
+from shoestring.serve.grammar import Grammars
 from shoestring.serve.loop import EngineLoop, Job, Mailbox
 from shoestring.serve.schema import (
     ApiError,
@@ -67,6 +68,7 @@ class Api:
         vocab = engine.model.spec.vocab_size
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
         self.limits = Limits(vocab, engine.max_context, loop.max_running + loop.max_queue, eos_ids)
+        self.grammars = Grammars(tokenizer, vocab, eos_ids)
         self.created = int(time.time())
         self._token_bytes = token_bytes(tokenizer)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -113,8 +115,7 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         body = ChatBody.parse(await self._read(request))
         self._check_model(body.model)
-        _check_format(body.response_format)
-        ask = await asyncio.to_thread(chat_ask, body, self.tokenizer, self.limits)
+        ask = await asyncio.to_thread(chat_ask, body, self.tokenizer, self.limits, self.grammars)
         return await self._answer(request, ask)
 
     async def _answer(self, request: Request, ask: Ask) -> Response:
@@ -318,19 +319,6 @@ class Api:
                 param="model",
                 code="model_not_found",
             )
-
-
-def _check_format(given: dict[str, Any] | None) -> None:
-    kind = "text" if given is None else given.get("type")
-    if kind in ("json_object", "json_schema"):
-        raise ApiError(
-            400,
-            f"response_format {kind!r} needs a grammar engine, which this server does not have; "
-            'ask for JSON in the prompt and use {"type": "text"}',
-            param="response_format",
-        )
-    if kind != "text":
-        raise ApiError(400, 'response_format must be {"type": "text"}', param="response_format")
 
 
 class Gate:

@@ -7,11 +7,12 @@ tokenizer, which may be shared.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.grammar import Grammars
 from shoestring.serve.logits import Grammar, RuledSampling, Rules, Trace
 from shoestring.serve.schema import ApiError, Body, ChatBody, CompletionBody
 
@@ -69,8 +70,11 @@ def completion_ask(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -
     )
 
 
-def chat_ask(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammar: Grammar | None = None) -> Ask:
+def chat_ask(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: Grammars) -> Ask:
     _check_texts(1, body.n or 1, limits)
+    grammar = grammars.of(body.response_format)
+    if grammar is not None and (body.min_tokens or body.ignore_eos):
+        raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format")
     prompt = chat_ids(body.chat, tokenizer)
     _check_length(len(prompt) + 1, limits)
     max_tokens = body.max_completion_tokens or body.max_tokens or limits.max_context - len(prompt)
@@ -145,7 +149,7 @@ def _samplings(
     max_tokens: int,
     num_logprobs: int | None,
     limits: Limits,
-    grammar: Grammar | None = None,
+    grammar: Callable[[], Grammar] | None = None,
 ) -> list[RuledSampling]:
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -179,7 +183,7 @@ def _samplings(
                     ignore_eos=bool(body.ignore_eos),
                     rules=rules,
                     num_logprobs=num_logprobs,
-                    grammar=grammar,
+                    grammar=None if grammar is None else grammar(),
                     trace=Trace(tuple(prompt)),
                 )
             )

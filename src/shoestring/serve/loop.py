@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shoestring.errors import UserError
@@ -371,9 +371,7 @@ class EngineLoop:
     def _publish(self) -> None:
         """Show the new state, then hand out: whoever gets an answer finds it counted."""
         stats, started = self.engine.stats, sum(j.started is not None for j in self._jobs.values())
-        before = self.state
-        self.state = replace(
-            before,
+        self.state = State(
             num_running=started,
             num_waiting=len(self._jobs) - started + len(self._to_score),
             kv_usage=kv_usage(self.engine),
@@ -383,8 +381,7 @@ class EngineLoop:
             num_accepted=stats.num_accepted,
             tokens_per_s=self._rate.per_second(time.monotonic()),
         )
-        self.metrics.num_drafts.inc(stats.num_drafted - before.num_drafted)
-        self.metrics.num_accepted.inc(stats.num_accepted - before.num_accepted)
+        self.metrics.count_stats(stats)
         self.metrics.num_running.set(self.state.num_running)
         self.metrics.num_waiting.set(self.state.num_waiting)
         self.metrics.kv_usage.set(self.state.kv_usage)

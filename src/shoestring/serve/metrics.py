@@ -23,8 +23,20 @@ class Metrics:
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the key/value memory in use, 0 to 1")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were started")
         self.generation_tokens = counter("generation_tokens", "Tokens written")
-        self.num_drafts = counter("spec_decode_num_draft_tokens", "Tokens drafted ahead")
-        self.num_accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self._kept = {  # by the name that the engine's statistics have
+            "num_drafted": counter("spec_decode_num_draft_tokens", "Tokens drafted ahead"),
+            "num_accepted": counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted"),
+            "num_prefix_asked": counter("prefix_cache_queries", "Tokens looked up in the prefix cache"),
+            "num_prefix_hits": counter("prefix_cache_hits", "Tokens found in the prefix cache"),
+            "num_preemptions": counter("num_preemptions", "Requests put back to wait for want of memory"),
+        }
+        self._counted: dict[str, int] = {}
+        self.accepted_at = Counter(
+            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by place in the draft",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self.rejected = counter("request_rejected", "Requests refused because the queue was full")
         self.finished = Counter(
             f"{prefix}:request_success",
@@ -40,6 +52,16 @@ class Metrics:
         self.decode_time = histogram("request_decode_time_seconds", "First to last token", _SECONDS)
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.text_length = histogram("request_generation_tokens", "New tokens per request", _TOKENS)
+
+    def count_stats(self, stats: object) -> None:
+        """Bring the counters that the engine keeps itself up to date."""
+        for name, counter in self._kept.items():
+            total = getattr(stats, name, 0)
+            counter.inc(total - self._counted.get(name, 0))
+            self._counted[name] = total
+        for place, total in enumerate(getattr(stats, "accepted_at", ())):
+            self.accepted_at.labels(self._model, place).inc(total - self._counted.get(f"at {place}", 0))
+            self._counted[f"at {place}"] = total
 
     def count_finished(self, reason: str) -> None:
         self.finished.labels(self._model, reason).inc()
