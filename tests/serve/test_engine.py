@@ -1,33 +1,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_serve import ByteTokenizer, LookupDrafter, tiny_decoder
+from tiny_serve import ByteTokenizer, LookupDrafter, naive, tiny_decoder
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder
-from shoestring.serve import Engine, Request, Sampling, sample
+from shoestring.serve import Engine, Request, Sampling
 
 cached_decoder = functools.cache(tiny_decoder)
-
-
-def naive(
-    model: Decoder, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()
-) -> list[int]:
-    """The definition: a full forward per token, no cache."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < sampling.max_tokens and len(tokens) < model.spec.max_positions:
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens]))[0, -1:]
-        tokens.append(int(sample(logits, [sampling], [len(tokens)])))
-        if tokens[-1] in eos:
-            break
-    return tokens[len(prompt) :]
 
 
 class ScriptedDrafter(LookupDrafter):
@@ -61,7 +46,7 @@ sampling_st = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     prompts=prompts_st,
     samplings=st.lists(sampling_st, min_size=5, max_size=5),
@@ -110,13 +95,13 @@ def test_speculation_changes_the_number_of_steps_and_nothing_else(temperature: f
     sampling = Sampling(temperature=temperature, top_k=4, seed=11, max_tokens=40)
     plain, drafter = Engine(model), LookupDrafter()
     want = plain.generate([prompt], sampling)
-    spec = Engine(model, drafter=drafter)
+    spec = Engine(model, drafter=drafter, num_drafts=4)
     assert spec.generate([prompt], sampling) == want
     assert plain.stats.num_steps == 40
     assert spec.stats.num_drafted == drafter.num_drafted > 0
     # A drafter that knows the text is accepted whole: 40 tokens in steps of 1 + 4.
     oracle = ScriptedDrafter({tuple(prompt): want[0].token_ids}, [4], [4])
-    best = Engine(model, drafter=oracle)
+    best = Engine(model, drafter=oracle, num_drafts=4)
     assert best.generate([prompt], sampling) == want
     assert best.stats.num_accepted == best.stats.num_drafted == 31
     assert best.stats.num_steps == 9  # the prompt gives 1 token, then 7 x 5, then 4 that still fit
@@ -144,17 +129,26 @@ def test_without_a_seed_each_request_draws_its_own_and_says_it() -> None:
     assert again.token_ids == requests[0].new_tokens
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     actions=st.lists(st.tuples(st.sampled_from(["add", "abort", "step"]), st.integers(0, 30)), max_size=40),
     max_requests=st.integers(1, 4),
     chunk=st.integers(1, 12),
 )
-def test_slots_after_random_adds_aborts_and_steps(
+def test_blocks_after_random_adds_aborts_and_steps(
     actions: list[tuple[str, int]], max_requests: int, chunk: int
 ) -> None:
     model, drafter = cached_decoder(), LookupDrafter()
-    engine = Engine(model, max_requests=max_requests, chunk=chunk, drafter=drafter)
+    engine = Engine(
+        model,
+        max_requests=max_requests,
+        chunk=chunk,
+        drafter=drafter,
+        num_drafts=4,
+        block_size=4,
+        num_blocks=5,
+    )
+    pool = engine.cache.pool
     added: list[Request] = []
     aborted: set[int] = set()
     for action, n in actions:
@@ -167,9 +161,9 @@ def test_slots_after_random_adds_aborts_and_steps(
             engine.abort(victim)
         else:
             engine.step()
-        assert engine.cache.num_free + engine.cache.num_used == max_requests
-        assert engine.cache.num_used == len(engine.running)
-        assert {r.slot for r in engine.running} == engine.cache._used
+        assert pool.num_free + pool.num_used + pool.num_cached == 5
+        held = [b for r in engine.running if r.table is not None for b in r.table.blocks]
+        assert set(held) == set(pool._refs) and len(held) == sum(pool._refs.values())
         assert all(r.num_computed <= len(r.tokens) - 1 for r in engine.running)
         assert drafter.live <= {r.id for r in engine.running}
     while engine.busy:
@@ -183,8 +177,10 @@ def test_slots_after_random_adds_aborts_and_steps(
 
 
 def test_drafts_of_one_do_not_take_the_row_of_another() -> None:
-    engine = Engine(cached_decoder(), chunk=4, drafter=ScriptedDrafter({}, [4], [0]))
+    engine = Engine(cached_decoder(), chunk=4, drafter=ScriptedDrafter({}, [4], [0]), num_drafts=4)
     requests = [engine.add([n], Sampling(max_tokens=9)) for n in (1, 2, 3)]
+    engine.step()  # the prompts; drafts begin with the first new token
+    engine.stats.num_rows = 0
     assert [o.request for o in engine.step()] == [requests[1], requests[2], requests[0]]  # by number of rows
     assert engine.stats.num_rows == 4 and engine.stats.num_drafted == 1
 
@@ -227,7 +223,7 @@ def parrot(text: str, *, prompt: str = ">", **kwargs: object) -> Engine:
 def test_stop_strings_span_tokens_and_are_cut(drafts: int) -> None:
     text = "one two <|end|> three"
     drafter = ScriptedDrafter({tuple(b">"): list(text.encode())}, [4], [4]) if drafts else None
-    engine = parrot(text, drafter=drafter)
+    engine = parrot(text, drafter=drafter, num_drafts=4)
     done = engine.generate([">"], Sampling(stop=("<|end|>", "zzz"), max_tokens=60))[0]
     assert (done.text, done.finish_reason) == ("one two ", "stop")
     assert (

@@ -4,35 +4,38 @@ import pytest
 import torch
 from tiny_serve import tiny_decoder
 
-from shoestring.errors import UserError
-from shoestring.serve.kv_cache import MIN_LENGTH, KVCache, Span
+from shoestring.serve.blocks import BlockPool
+from shoestring.serve.kv_cache import MIN_POSITIONS, KVCache, Span, cache_root
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_token_by_token_equals_the_full_forward(window: int | None) -> None:
+@pytest.mark.parametrize("blocks", [range(2, 7), [6, 0, 3, 1, 5]])
+def test_token_by_token_equals_the_full_forward(window: int | None, blocks: list[int]) -> None:
+    """Neighbouring blocks are read in place, scattered ones gathered."""
     model = tiny_decoder(sliding_window=window, first_window_layer=1)
     tokens = torch.randint(0, 29, (1, 20), generator=torch.Generator().manual_seed(0))
     want = model(tokens)[0]
-    cache = KVCache(model.spec, slots=1, max_context=64)
-    slot = cache.allocate()
+    cache = KVCache(model.spec, BlockPool(8, 4))
     rows = []
     for start in range(20):
-        attend = cache.plan([Span(slot, start, 1)], "cpu")
+        attend = cache.plan([Span(list(blocks), start, 1)], "cpu")
         rows.append(model(tokens[:, start : start + 1], torch.tensor([[start]]), attend=attend)[0])
     torch.testing.assert_close(torch.cat(rows), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_requests_of_mixed_lengths_share_a_forward(window: int | None) -> None:
-    """Whole prompts, chunks, single rows and non-neighbouring slots in one batch, over a growing cache."""
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_requests_of_mixed_lengths_share_a_forward(window: int | None, size: int) -> None:
+    """Whole prompts, chunks and single rows in one batch, over a growing cache."""
     model = tiny_decoder(sliding_window=window)
     gen = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 29, (n,), generator=gen) for n in (7, 12, 3, 9)]
     want = [model(t[None])[0] for t in texts]
-    cache = KVCache(model.spec, slots=4, max_context=64)
-    slots = [cache.allocate() for _ in texts]
+    pool = BlockPool(64, size, grows=True)
+    cache = KVCache(model.spec, pool)
+    tables = [pool.open(b"", t.tolist()) for t in texts]
     got: list[list[torch.Tensor]] = [[] for _ in texts]
-    # (text, rows) per step; equal row counts stand together, once with slots 0 and 3, once with 3 before 1.
+    # (text, rows) per step; equal row counts stand together.
     steps = [
         [(0, 3), (3, 3), (1, 4)],
         [(3, 1), (1, 1), (0, 2), (2, 3)],
@@ -41,7 +44,7 @@ def test_requests_of_mixed_lengths_share_a_forward(window: int | None) -> None:
     ]
     done = [0] * 4
     for step in steps:
-        spans = [Span(slots[i], done[i], n) for i, n in step]
+        spans = [Span(tables[i].blocks, done[i], n) for i, n in step]  # type: ignore[union-attr]
         tokens = torch.cat([texts[i][done[i] : done[i] + n] for i, n in step])
         positions = torch.cat([torch.arange(done[i], done[i] + n) for i, n in step])
         out = model(tokens[None], positions[None], attend=cache.plan(spans, "cpu"))[0]
@@ -55,26 +58,34 @@ def test_requests_of_mixed_lengths_share_a_forward(window: int | None) -> None:
 
 def test_memory_comes_with_need() -> None:
     model = tiny_decoder(max_positions=4096)
-    cache = KVCache(model.spec, slots=64, max_context=4096)
+    pool = BlockPool(4096, 16, grows=True)
+    cache = KVCache(model.spec, pool)
     assert cache.num_bytes == 0
-    slot = cache.allocate()
+    table = pool.open(b"", [0])
+    assert table is not None
     row = torch.zeros(1, 1, dtype=torch.int64)
-    model(row, attend=cache.plan([Span(slot, 0, 1)], "cpu"))
+    model(row, attend=cache.plan([Span(table.blocks, 0, 1)], "cpu"))
     per_position = 2 * 2 * 2 * 4 * 8  # layers x (k, v) x G x D x fp64
-    assert cache.num_bytes == MIN_LENGTH * per_position
-    model(row, torch.tensor([[MIN_LENGTH]]), attend=cache.plan([Span(slot, MIN_LENGTH, 1)], "cpu"))
-    assert cache.num_bytes == 2 * MIN_LENGTH * per_position
+    assert cache.num_bytes == MIN_POSITIONS * per_position
+    pool.grow(table, MIN_POSITIONS + 1)
+    model(row, torch.tensor([[MIN_POSITIONS]]), attend=cache.plan([Span(table.blocks, 64, 1)], "cpu"))
+    assert cache.num_bytes == 2 * MIN_POSITIONS * per_position
+    # A pool of a stated size takes it at once: tensors that never move.
+    fixed = KVCache(model.spec, BlockPool(10, 16))
+    model(row, attend=fixed.plan([Span([3], 0, 1)], "cpu"))
+    assert fixed.num_bytes == 160 * per_position
 
 
-def test_slots_are_counted() -> None:
-    cache = KVCache(tiny_decoder().spec, slots=3, max_context=8)
-    slots = [cache.allocate() for _ in range(3)]
-    assert sorted(slots) == [0, 1, 2] and (cache.num_free, cache.num_used) == (0, 3)
-    cache.release(1)
-    with pytest.raises(KeyError):
-        cache.release(1)
-    assert cache.allocate() == 1
-    with pytest.raises(IndexError):
-        cache.allocate()
-    with pytest.raises(UserError, match="at least"):
-        KVCache(tiny_decoder().spec, slots=0, max_context=8)
+def test_the_root_changes_with_weights_dtype_and_skip_set() -> None:
+    model = tiny_decoder()
+    root = cache_root(model)
+    assert cache_root(model) == root != cache_root(model, "attention 3")
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight.add_(1e-3)
+    moved = cache_root(model)
+    assert moved != root
+    model.load_state_dict(model.state_dict())
+    assert cache_root(model) != moved
+    loaded = cache_root(model)
+    model.compute_dtype = torch.float32
+    assert cache_root(model) != loaded

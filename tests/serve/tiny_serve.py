@@ -10,6 +10,8 @@ import torch
 
 from shoestring.model import Decoder, ModelSpec
 from shoestring.serve.engine import Request
+from shoestring.serve.request import Draft
+from shoestring.serve.sampling import Sampling, sample
 
 SPEC = ModelSpec(
     vocab_size=29,
@@ -33,6 +35,32 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
             if param.ndim > 1:
                 param.normal_(0, 0.6)
     return model.eval()
+
+
+def naive(
+    model: Decoder, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()
+) -> list[int]:
+    """The definition: a full forward per token, no cache."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens and len(tokens) < model.spec.max_positions:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]))[0, -1:]
+        tokens.append(int(sample(logits, [sampling], [len(tokens)])))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def near_copy(model: Decoder, noise: float) -> Decoder:
+    """A drafter that mostly agrees: the same weights with some noise."""
+    copy = Decoder(model.spec).double()
+    copy.compute_dtype = torch.float64
+    copy.load_state_dict(model.state_dict())
+    gen = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for param in copy.parameters():
+            param.add_(noise * torch.randn(param.shape, generator=gen, dtype=param.dtype))
+    return copy.eval()
 
 
 class ByteTokenizer:
@@ -69,9 +97,9 @@ class LookupDrafter:
         self.num_drafted = self.num_accepted = 0
         self.live: set[int] = set()
 
-    def propose(self, requests: Sequence[Request], n: int) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
         self.live |= {r.id for r in requests}
-        return [self._lookup(r.tokens, n) for r in requests]
+        return [Draft(self._lookup(r.tokens, n)) for r in requests]
 
     def _lookup(self, tokens: list[int], n: int) -> list[int]:
         for at in range(len(tokens) - 3, -1, -1):

@@ -1,5 +1,21 @@
-from shoestring.serve.engine import Completion, Drafter, Engine, Output, Request
-from shoestring.serve.kv_cache import KVCache
+from shoestring.serve.drafters import Drafter, DraftModel, Ngram, Stacked, open_drafter
+from shoestring.serve.engine import Completion, Engine, Output, Request
+from shoestring.serve.request import Draft
 from shoestring.serve.sampling import Sampling, sample
+from shoestring.serve.scheduler import QueueFull
 
-__all__ = ["Completion", "Drafter", "Engine", "KVCache", "Output", "Request", "Sampling", "sample"]
+__all__ = [
+    "Completion",
+    "Draft",
+    "DraftModel",
+    "Drafter",
+    "Engine",
+    "Ngram",
+    "Output",
+    "QueueFull",
+    "Request",
+    "Sampling",
+    "Stacked",
+    "open_drafter",
+    "sample",
+]

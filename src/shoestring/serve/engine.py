@@ -4,40 +4,47 @@ A request has `tokens` (committed), `drafts` (proposed, not verified) and `num_c
 number of positions whose keys and values are valid. A step computes rows of [num_computed, len(tokens) +
 len(drafts)), as many as the row budget allows. Rows that stop short of the last committed token only move
 `num_computed`; rows that reach it are verified: the new tokens are appended, num_computed = len(tokens) - 1,
-drafts = []. Prefill, chunked prefill, decoding, speculation and its roll-back are all this one rule; plain
-decoding has no drafts.
+drafts = []. Prefill, chunked prefill, prefix hits, decoding, speculation, its roll-back and recomputing after
+a preemption are all this one rule; plain decoding has no drafts.
 
-Requests that are ready to gain a token go first and get one row each, then their drafts, then prompts in
-order of arrival: a long prompt never stalls those who are already writing.
+Who computes how much is decided in scheduler.py, where keys and values lie in blocks.py and kv_cache.py, what
+a request gains in verify.py, how much is drafted in goodput.py. This file joins them.
 
 No module-level state: several engines (a target and its drafter, say) live in one process.
 
-Left out: paged memory, prefix sharing, preemption, CUDA graphs, a server loop. A thread that owns the engine
-calls add, abort and step; nothing here locks.
+Left out: CUDA graphs, a server loop. A thread that owns the engine calls add, abort and step; nothing here
+locks.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, suggest
 from shoestring.model.transformer import Decoder
-from shoestring.serve.kv_cache import KVCache, Span
+from shoestring.serve.blocks import BlockPool
+from shoestring.serve.drafters import Drafter
+from shoestring.serve.goodput import Goodput
+from shoestring.serve.kv_cache import KVCache, Span, cache_root
+from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request
 from shoestring.serve.sampling import Sampling
+from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.text import TextStream, TokenStream
-from shoestring.serve.verify import Check, coupled
+from shoestring.serve.verify import Check, Rule, Verify, verify
 
-FinishReason = Literal["stop", "length", "abort"]
-Verify = Callable[[Tensor, Sequence[Check]], list[list[int]]]
+__all__ = ["Completion", "Drafter", "Engine", "Output", "Prompt", "Request", "Stats", "TextCodec"]
+
 Prompt = str | Sequence[int]
+FIXED_DRAFTS = 4  # where lengths cannot be chosen by measured time
 
 
 class TextCodec(Protocol):
@@ -49,60 +56,6 @@ class TextCodec(Protocol):
     def stream(self) -> TokenStream: ...
 
 
-@dataclass(eq=False)
-class Request:
-    tokens: list[int]  # prompt and committed new tokens
-    num_prompt: int
-    sampling: Sampling  # the seed is always filled in, so that the text can be had again
-    id: int
-    text_stream: TextStream | None = field(default=None, repr=False)
-    drafts: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    slot: int | None = None
-    text: str = ""  # released so far; never shrinks
-    finish_reason: FinishReason | None = None
-
-    @property
-    def new_tokens(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
-
-    @property
-    def ready(self) -> bool:
-        """Only the last committed token is left to compute: the next row gains a token."""
-        return self.num_computed == len(self.tokens) - 1
-
-
-class Drafter(Protocol):
-    """Guesses tokens ahead. Its guesses cost time when wrong, never correctness."""
-
-    def propose(self, requests: Sequence[Request], n: int) -> list[list[int]]:
-        """At most n guesses for each request about what follows its `tokens`."""
-
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """How the guesses of the last step fared."""
-
-    def release(self, request: Request) -> None:
-        """The request is over; drop whatever was kept for it."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one step gave one request."""
-
-    request: Request
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    text: str
-    token_ids: list[int]  # every new token, the end-of-text or stop-completing one included
-    finish_reason: FinishReason
-    num_prompt: int
-
-
 @dataclass
 class Stats:
     """Counters since the engine was built."""
@@ -110,8 +63,16 @@ class Stats:
     num_steps: int = 0
     num_rows: int = 0
     num_new_tokens: int = 0
-    num_drafted: int = 0
+    num_drafted: int = 0  # drafts that were verified
     num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # accepted drafts by place: first, second, ...
+    num_prefix_asked: int = 0  # tokens of admitted requests
+    num_prefix_hits: int = 0  # of those, tokens whose keys and values were in the prefix cache
+    num_preemptions: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 class Engine:
@@ -123,52 +84,80 @@ class Engine:
         max_requests: int = 8,
         max_context: int | None = None,
         chunk: int = 512,
+        max_waiting: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        prefix_cache: bool = True,
         drafter: Drafter | None = None,
-        num_drafts: int = 4,
-        verify: Verify = coupled,
+        num_drafts: int | None = None,
+        rule: Rule | Literal["auto"] = "coupled",
+        verify: Verify = verify,
         eos_ids: Iterable[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chunk` is the budget of rows per step; `num_drafts` the most guesses per request and step."""
+        """`chunk` is the budget of rows per step. `num_blocks` is the memory for keys and values, taken at
+        once; without it there is room for max_requests of full length, taken as needed. `num_drafts` is the
+        number of guesses per request and step; None chooses it by measured speed. `rule` is how guesses are
+        verified; `verify` carries it out and can be wrapped to change logits."""
         spec = model.spec
-        context = spec.max_positions if max_context is None else max_context
-        if not 1 <= context <= spec.max_positions:
+        _check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
+        _check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
+        if rule not in ("auto", *get_args(Rule)):
             raise UserError(
-                f"max_context={context} does not fit this model, which has {spec.max_positions} positions; "
-                f"give 1 to {spec.max_positions}"
+                f"rule={rule!r} is not known; give coupled, token, block or auto."
+                + suggest(rule, ["auto", *get_args(Rule)])
             )
-        for name, value, least in (
-            ("max_requests", max_requests, 1),
-            ("chunk", chunk, 1),
-            ("num_drafts", num_drafts, 0),
-        ):
-            if value < least:
-                raise UserError(f"{name}={value} is not allowed; give {least} or more")
+        context = _context(spec.max_positions, max_context, block_size, num_blocks)
+        grows = num_blocks is None
+        if num_blocks is None:
+            num_blocks = max_requests * -(-context // block_size)
         self.model, self.tokenizer, self.max_context, self.chunk = model, tokenizer, context, chunk
-        self.drafter, self.num_drafts, self.verify = drafter, num_drafts, verify
+        self.rule, self.verify, self.clock = rule, verify, clock
         self.eos_ids = _eos_ids(model, tokenizer) if eos_ids is None else set(eos_ids)
-        self.cache = KVCache(spec, slots=max_requests, max_context=context)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        pool = BlockPool(num_blocks, block_size, grows=grows, prefix_cache=prefix_cache)
+        self.cache = KVCache(spec, pool)
+        self.scheduler = Scheduler(
+            pool, self._cache_root, max_requests=max_requests, chunk=chunk, max_waiting=max_waiting
+        )
+        self.drafter, self.goodput, self.num_drafts = drafter, None, num_drafts
+        if num_drafts is None:
+            self.num_drafts = FIXED_DRAFTS
+            # Tensor-parallel ranks must draft alike, and their clocks differ.
+            if drafter is not None and model.embed.group is None:
+                self.goodput = Goodput(self._profile)
         self.stats = Stats()
         self._ids = itertools.count()
 
     # -- requests in and out --------------------------------------------------------------------------------
-    def add(self, prompt: Prompt, sampling: Sampling | None = None) -> Request:
-        """Queue a prompt (text or token ids). It starts when a slot is free."""
+    def add(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, deadline: float | None = None
+    ) -> Request:
+        """Queue a prompt (text or token ids). `deadline`, on the engine's clock, ends it unfinished."""
         request = self._request(prompt, sampling)
-        self.waiting.append(request)
+        request.deadline = deadline
+        self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now; its slot is free at once. A finished request is left as it is."""
+        """End a request now; its blocks are free at once. A finished request is left as it is."""
         if request.finish_reason is None:
             self._finish(request, "abort")
-            if request in self.waiting:
-                self.waiting.remove(request)
+
+    @property
+    def waiting(self) -> deque[Request]:
+        return self.scheduler.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        return self.scheduler.running
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def forget_prefixes(self) -> None:
+        """Drop the prefix cache, after the model's weights changed where the engine cannot see it."""
+        self.cache.pool.forget()
 
     def _request(self, prompt: Prompt, sampling: Sampling | None) -> Request:
         sampling = sampling or Sampling()
@@ -185,8 +174,9 @@ class Engine:
             raise UserError("the prompt is empty; give at least one token to continue from")
         if len(tokens) >= self.max_context:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_context}, "
-                f"the first new one included; shorten it to {self.max_context - 1} tokens or raise max_context"
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_context}, the first "
+                f"new one included; shorten it to {self.max_context - 1} tokens or raise max_context "
+                "(or num_blocks)"
             )
         bad = next((t for t in tokens if not 0 <= t < vocab), None)
         if bad is not None:
@@ -198,68 +188,84 @@ class Engine:
             raise UserError(
                 f"stop strings {sampling.stop} need a tokenizer; build the engine with one or drop them"
             )
+        rule = self.rule
+        if rule == "auto":
+            rule = "coupled" if sampling.greedy or sampling.seed is not None else "block"
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         stream = None if self.tokenizer is None else TextStream(self.tokenizer.stream(), sampling.stop)
-        return Request(tokens, len(tokens), sampling, next(self._ids), stream)
+        return Request(tokens, len(tokens), sampling, next(self._ids), stream, rule)
 
     # -- the step -------------------------------------------------------------------------------------------
     # no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
     @torch.no_grad()
     def step(self) -> list[Output]:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
-        self._admit()
+        outputs = self._expire()
         self._propose()
-        work = self._schedule()
-        if not work:
-            return []
-        logits_RV, checked = self._forward(work)
-        self.stats.num_steps += 1
-        self.stats.num_rows += sum(num for _, num in work)
-        if not checked:
-            return []
-        gained = self.verify(logits_RV, [Check(tuple(r.drafts), len(r.tokens), r.sampling) for r in checked])
-        return [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
+        plan = self.scheduler.schedule()
+        self._note(plan)
+        if not plan.work:
+            return outputs
+        began = time.perf_counter()
+        logits_RV, checked = self._forward(plan.work)
+        gained: list[list[int]] = []
+        if checked:
+            gained = self.verify(logits_RV, [_check(r) for r in checked])
+        if self.goodput is not None and checked:
+            num_rows = sum(num for _, num in plan.work)
+            self.goodput.stepped(num_rows, time.perf_counter() - began, sum(map(len, gained)))
+        return outputs + [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
 
-    def _admit(self) -> None:
-        while self.waiting and self.cache.num_free:
-            request = self.waiting.popleft()
-            request.slot = self.cache.allocate()
-            self.running.append(request)
+    def _expire(self) -> list[Output]:
+        late = [r for r in (*self.running, *self.waiting) if r.deadline is not None]
+        now = self.clock() if late else 0.0
+        outputs = []
+        for request in late:
+            if request.deadline is not None and now >= request.deadline:
+                before = len(request.text)
+                self._finish(request, "deadline")
+                outputs.append(Output(request, [], request.text[before:], "deadline"))
+        return outputs
 
     def _propose(self) -> None:
-        if self.drafter is None or self.num_drafts == 0:
-            return
         ready = [r for r in self.running if r.ready and self._room(r) > 1]
-        if not ready:
+        if self.drafter is None or not self.num_drafts or not ready:
             return
-        for request, drafts in zip(ready, self.drafter.propose(ready, self.num_drafts), strict=True):
+        n = self.num_drafts
+        if self.goodput is not None:
+            # The budget holds this many drafts each; more would be cut.
+            n = self.goodput.choose(len(ready), max(0, self.chunk // len(ready) - 1))
+        if n == 0:
+            return
+        began = time.perf_counter()
+        drafts = self.drafter.propose(ready, n)
+        if self.goodput is not None:
+            self.goodput.drafted(len(ready), n, time.perf_counter() - began)
+        for request, draft in zip(ready, drafts, strict=True):
             # Of the tokens that still fit, the last is always the target's own.
-            request.drafts = [int(t) for t in drafts[: min(self.num_drafts, self._room(request) - 1)]]
-            assert all(0 <= t < self.model.spec.vocab_size for t in request.drafts), (
-                "draft outside the vocabulary"
-            )
+            request.draft = draft.cut(min(n, self._room(request) - 1))
+            vocab = self.model.spec.vocab_size
+            assert all(0 <= t < vocab for t in request.drafts), "draft outside the vocabulary"
+            if self.goodput is not None:
+                self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
 
     def _room(self, request: Request) -> int:
         """How many tokens the request may still gain."""
         return min(request.num_prompt + request.sampling.max_tokens, self.max_context) - len(request.tokens)
 
-    def _schedule(self) -> list[tuple[Request, int]]:
-        """(request, rows) within the budget. Drafts without a row are dropped."""
-        budget = self.chunk
-        work: list[tuple[Request, int]] = []
-        ready = [r for r in self.running if r.ready][:budget]
-        for num_later, request in zip(reversed(range(len(ready))), ready, strict=True):
-            num = _grant(request, budget - num_later)  # those who come after get one row each
-            work.append((request, num))
-            budget -= num
-        for request in self.running:
-            if not request.ready and budget > 0:
-                num = _grant(request, budget)
-                work.append((request, num))
-                budget -= num
-        # Equal row counts side by side attend in one call; the sort is stable.
-        return sorted(work, key=lambda item: item[1])
+    def _note(self, plan: Plan) -> None:
+        for request in plan.preempted:
+            self.stats.num_preemptions += 1
+            if self.drafter is not None:
+                self.drafter.release(request)
+        for request in plan.admitted:
+            self.stats.num_prefix_asked += len(request.tokens)
+            self.stats.num_prefix_hits += request.num_computed
+            if request.num_preempted == 0:
+                request.num_cached = request.num_computed
+        self.stats.num_steps += bool(plan.work)
+        self.stats.num_rows += sum(num for _, num in plan.work)
 
     def _forward(self, work: list[tuple[Request, int]]) -> tuple[Tensor, list[Request]]:
         """Logits of the rows to verify, and the requests they belong to. Moves num_computed of the others."""
@@ -270,14 +276,14 @@ class Engine:
         spans: list[Span] = []
         checked: list[Request] = []
         for request, num in work:
-            assert request.slot is not None
-            span = Span(request.slot, request.num_computed, num)
+            assert request.table is not None
+            span = Span(request.table.blocks, request.num_computed, num)
             last = len(request.tokens) - 1
             if span.stop > last:
                 checked.append(request)
                 first_row = len(tokens) + last - span.start
                 rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
-            tokens.extend((request.tokens + request.drafts)[span.start : span.stop])
+            tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
             positions.extend(range(span.start, span.stop))
             spans.append(span)
         logits_RV = self.model(
@@ -289,6 +295,7 @@ class Engine:
         for request, num in work:
             # A checked request's is set by its commit; after an abort in between nobody reads it.
             request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
+            self._seal(request)
         return logits_RV, checked
 
     def _commit(self, request: Request, gained: list[int]) -> Output:
@@ -303,15 +310,29 @@ class Engine:
             if reason is not None:
                 break
         request.num_computed = len(request.tokens) - 1
-        request.drafts = []
-        self.stats.num_new_tokens += len(kept)
-        self.stats.num_drafted += num_drafted
-        self.stats.num_accepted += num_accepted
+        request.draft = NO_DRAFT
+        self._seal(request)
+        self._count(num_drafted, num_accepted, len(kept))
         if self.drafter is not None:
             self.drafter.observe(request, num_drafted, num_accepted)
         if reason is not None:
             self._finish(request, reason)
-        return Output(request, kept, request.text[before:], reason)
+        return Output(request, kept, request.text[before:], reason, min(num_accepted, len(kept)))
+
+    def _seal(self, request: Request) -> None:
+        if request.table is not None:
+            self.cache.pool.seal(request.table, request.tokens, request.num_computed)
+
+    def _count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
+        stats = self.stats
+        stats.num_new_tokens += num_new
+        stats.num_drafted += num_drafted
+        stats.num_accepted += num_accepted
+        stats.accepted_at += [0] * (num_accepted - len(stats.accepted_at))
+        for place in range(num_accepted):
+            stats.accepted_at[place] += 1
+        if self.goodput is not None:
+            self.goodput.accept(num_drafted, num_accepted)
 
     def _after_token(self, request: Request, token: int) -> FinishReason | None:
         """Append the token's text; why the request ends with this token, if it does."""
@@ -325,21 +346,17 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        request.drafts = []
         if request.text_stream is not None:
             request.text += request.text_stream.flush()
-        if request.slot is not None:
-            self.running.remove(request)
-            self.cache.release(request.slot)
-            request.slot = None
-            if self.drafter is not None:
-                self.drafter.release(request)
+        self.scheduler.remove(request)
+        if self.drafter is not None:
+            self.drafter.release(request)
 
     # -- whole texts ----------------------------------------------------------------------------------------
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete all prompts (one Sampling for all, or one each), as many at once as there are slots."""
+        """Complete all prompts (one Sampling for all, or one each), as many at once as there is room for."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             raise UserError("generate() takes a list of prompts; put the single prompt into a list")
         if sampling is None or isinstance(sampling, Sampling):
@@ -352,7 +369,7 @@ class Engine:
             )
         # All are checked before the first runs: a bad prompt does not cost the time of the good ones.
         requests = [self._request(p, s) for p, s in zip(prompts, samplings, strict=True)]
-        self.waiting.extend(requests)
+        self.waiting.extend(requests)  # the caller waits for all of them: max_waiting is not for it
         try:
             while any(r.finish_reason is None for r in requests):
                 self.step()
@@ -370,7 +387,7 @@ class Engine:
         return self._stream(self._request(prompt, sampling))  # errors come now, not at the first piece
 
     def _stream(self, request: Request) -> Iterator[str]:
-        self.waiting.append(request)
+        self.scheduler.add(request)
         sent = 0
         try:
             while True:
@@ -384,13 +401,30 @@ class Engine:
         finally:
             self.abort(request)
 
+    # -- what the parts ask for -----------------------------------------------------------------------------
+    def _cache_root(self) -> bytes:
+        return cache_root(self.model) if self.cache.pool.prefix_cache else b""
 
-def _grant(request: Request, budget: int) -> int:
-    """How many of its rows a request computes now; drafts that get no row are dropped."""
-    stop = min(request.num_computed + budget, len(request.tokens) + len(request.drafts))
-    if stop >= len(request.tokens):
-        request.drafts = request.drafts[: stop - len(request.tokens)]
-    return stop - request.num_computed
+    @torch.no_grad()
+    def _profile(self, rows: int) -> float:
+        """Seconds of a target pass over this many rows, best of two after a warm-up; the cache is not touched."""
+        device = self.model.embed.weight.device
+        rows = min(rows, self.max_context)
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=device)
+        pool = BlockPool(-(-rows // self.cache.pool.block_size), self.cache.pool.block_size)
+        blocks = list(range(pool.num_blocks))
+        cache, seconds = KVCache(self.model.spec, pool), []
+        for _ in range(3):
+            began = time.perf_counter()
+            attend = cache.plan([Span(blocks, 0, rows)], device)
+            self.model(tokens, attend=attend).argmax(-1).tolist()  # waits for the device
+            seconds.append(time.perf_counter() - began)
+        return min(seconds[1:])
+
+
+def _check(request: Request) -> Check:
+    draft = request.draft
+    return Check(tuple(draft.tokens), len(request.tokens), request.sampling, draft.probs_GV, request.rule)
 
 
 def _completion(request: Request) -> Completion:
@@ -401,3 +435,29 @@ def _completion(request: Request) -> Completion:
 def _eos_ids(model: Decoder, tokenizer: TextCodec | None) -> set[int]:
     ids = set() if tokenizer is None else set(tokenizer.eos_ids)
     return ids | set(model.spec.eos_ids)
+
+
+def _check_least(*, least: int = 1, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"{name}={value} is not allowed; give {least} or more")
+
+
+def _context(positions: int, max_context: int | None, block_size: int, num_blocks: int | None) -> int:
+    """Tokens of one request at most: a request alone always fits the blocks there are."""
+    context = positions if max_context is None else max_context
+    if not 1 <= context <= positions:
+        raise UserError(
+            f"max_context={context} does not fit this model, which has {positions} positions; "
+            f"give 1 to {positions}"
+        )
+    if num_blocks is None:
+        return context
+    _check_least(num_blocks=num_blocks)
+    room = num_blocks * block_size
+    if max_context is not None and max_context > room:
+        raise UserError(
+            f"max_context={max_context} needs {-(-max_context // block_size)} blocks of {block_size} positions, "
+            f"but num_blocks={num_blocks}; raise one or lower the other"
+        )
+    return min(context, room)

@@ -1,40 +1,42 @@
-"""Keys and values of the running requests, one contiguous slot per request.
+"""Keys and values in blocks, and the attention that reads them.
 
-Per layer one tensor [slots, length, G, D] for keys and one for values. A slot holds one request; position p
-of a request lies at index p. Both the number of slots and the length grow by doubling when a request needs
-more, so a model with an 8k context costs nothing until somebody uses it. Nothing is cleared on release or
-roll-back: rows at and above a request's `num_computed` are overwritten before anyone reads them.
+Per layer one tensor [blocks, block_size, G, D] for keys and one for values. Which blocks hold a request is
+decided by `blocks.BlockPool`; this file only stores and reads. Nothing is cleared on release or roll-back:
+rows at and above a request's `num_computed` are overwritten before anyone reads them. With a pool that grows,
+the tensors double when a block beyond them is used, so a model with an 8k context costs nothing until
+somebody needs it.
 
 `plan(spans)` returns the `attend` callable of one forward, in which the rows of all requests lie behind each
-other (B=1, T=all rows). Requests with equally many rows attend together, padded to the longest, so decoding a
-batch is one attention call.
-
-Left out: paging, sharing of prefixes, eviction.
+other (B=1, T=all rows). It is the seam for a paged kernel. This reference gathers the blocks of a request
+into a contiguous copy (a request whose blocks are neighbours is read in place) and calls the plain attention;
+requests with equally many rows attend together, padded to the longest.
 
 Shapes: T rows of the step, H query heads, G key/value heads, D head dim, S keys, N requests in a group.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.formats.linear import local
 from shoestring.model.attention import Attend, attend_at, causal_attention
 from shoestring.model.spec import ModelSpec
+from shoestring.model.transformer import Decoder
+from shoestring.serve.blocks import BlockPool, chain_root
 
-MIN_LENGTH = 64  # positions of a fresh cache; below this, growing costs more than the memory
+MIN_POSITIONS = 64  # what a growing cache begins with; below this, growing costs more than the memory
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [start, start + num) of the request in `slot`, computed in this step."""
+    """Rows [start, start + num) of the request that lies in `blocks`, computed in this step."""
 
-    slot: int
+    blocks: Sequence[int]
     start: int
     num: int
 
@@ -44,63 +46,55 @@ class Span:
 
 
 class KVCache:
-    def __init__(self, spec: ModelSpec, *, slots: int, max_context: int) -> None:
-        if slots < 1 or max_context < 1:
-            raise UserError(
-                f"a cache of {slots} slots x {max_context} positions holds nothing; give at least 1 x 1"
-            )
-        self.num_slots, self.max_context = slots, max_context
+    def __init__(self, spec: ModelSpec, pool: BlockPool) -> None:
+        self.pool = pool
         self._windows = [spec.window(layer) for layer in range(spec.num_layers)]
-        self._free = list(range(slots))  # a heap: the lowest slot first keeps the tensors short
-        self._used: set[int] = set()
         # Width, dtype and device come from the first keys written: a tensor-parallel rank holds fewer heads.
         self._keys: list[Tensor | None] = [None] * spec.num_layers
         self._values: list[Tensor | None] = [None] * spec.num_layers
 
-    # -- slots ----------------------------------------------------------------------------------------------
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.pool.num_free
 
     @property
     def num_used(self) -> int:
-        return len(self._used)
+        return self.pool.num_used
 
-    def allocate(self) -> int:
-        slot = heapq.heappop(self._free)
-        self._used.add(slot)
-        return slot
+    @property
+    def num_cached(self) -> int:
+        return self.pool.num_cached
 
-    def release(self, slot: int) -> None:
-        self._used.remove(slot)  # KeyError on a double release: an accounting bug must not pass silently
-        heapq.heappush(self._free, slot)
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
 
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
 
     # -- one forward ----------------------------------------------------------------------------------------
-    def plan(self, spans: list[Span], device: torch.device | str) -> Attend:
+    def plan(self, spans: Sequence[Span], device: torch.device | str) -> Attend:
         """The `attend` for a forward whose rows are those of `spans`, in that order."""
-        assert all(s.slot in self._used and s.num > 0 and s.stop <= self.max_context for s in spans)
-        slot_T = torch.tensor([s.slot for s in spans for _ in range(s.num)], device=device)
-        position_T = torch.tensor([p for s in spans for p in range(s.start, s.stop)], device=device)
+        size = self.pool.block_size
+        assert all(s.num > 0 and s.stop <= len(s.blocks) * size for s in spans)
+        rows = [(s.blocks[p // size] * size + p % size, p) for s in spans for p in range(s.start, s.stop)]
+        place_T, position_T = torch.tensor(rows, device=device).T
         groups = [list(group) for _, group in groupby(spans, key=lambda s: s.num)]
-        index_of = [_slot_index([s.slot for s in group], device) for group in groups]
-        need = (max(s.slot for s in spans) + 1, max(s.stop for s in spans))
+        index_of = [self._index(group, device) for group in groups]
 
         def attend(layer: int, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> Tensor:
-            keys = self._keys[layer] = self._grown(self._keys[layer], need, k_BTGD)
-            values = self._values[layer] = self._grown(self._values[layer], need, v_BTGD)
-            keys[slot_T, position_T] = k_BTGD[0]
-            values[slot_T, position_T] = v_BTGD[0]
+            keys = self._keys[layer] = self._grown(self._keys[layer], k_BTGD)
+            values = self._values[layer] = self._grown(self._values[layer], v_BTGD)
+            keys.flatten(0, 1)[place_T] = k_BTGD[0]
+            values.flatten(0, 1)[place_T] = v_BTGD[0]
             outs, row, window = [], 0, self._windows[layer]
             for group, index in zip(groups, index_of, strict=True):
                 num_rows = len(group) * group[0].num
                 shape = (len(group), group[0].num)
                 q_NTHD = q_BTHD[0, row : row + num_rows].unflatten(0, shape)
-                if all(s.start == 0 for s in group):
-                    # A whole prompt at once: its keys are this step's rows, and the causal kernel needs no
+                if index is None:
+                    # Whole prompts at once: their keys are this step's rows, and the causal kernel needs no
                     # mask.
                     k_NTGD = k_BTGD[0, row : row + num_rows].unflatten(0, shape)
                     v_NTGD = v_BTGD[0, row : row + num_rows].unflatten(0, shape)
@@ -108,7 +102,7 @@ class KVCache:
                 else:
                     length = max(s.stop for s in group)
                     at_NT = position_T[row : row + num_rows].unflatten(0, shape)
-                    k_NSGD, v_NSGD = keys[index, :length], values[index, :length]
+                    k_NSGD, v_NSGD = _read(keys, index)[:, :length], _read(values, index)[:, :length]
                     out_NTHD = attend_at(q_NTHD, k_NSGD, v_NSGD, at_NT, window=window)
                 outs.append(out_NTHD.flatten(0, 1))
                 row += num_rows
@@ -116,24 +110,47 @@ class KVCache:
 
         return attend
 
-    def _grown(self, old: Tensor | None, need: tuple[int, int], like_BTGD: Tensor) -> Tensor:
-        """`old`, or a larger copy of it with room for need = (slots, length)."""
-        have = (0, 0) if old is None else (old.shape[0], old.shape[1])
-        if old is not None and have[0] >= need[0] and have[1] >= need[1]:
+    def _index(self, group: list[Span], device: torch.device | str) -> slice | Tensor | None:
+        """The blocks that a group reads, [N, blocks]; a slice where they are neighbours, None where nothing
+        but this step's own rows is read."""
+        if all(s.start == 0 for s in group):
+            return None
+        num = self.pool.blocks_for(max(s.stop for s in group))
+        first = group[0].blocks[0]
+        if len(group) == 1 and list(group[0].blocks[:num]) == list(range(first, first + num)):
+            return slice(first, first + num)
+        # A shorter request repeats its last block; those keys lie beyond its rows and are masked.
+        rows = [[s.blocks[min(i, len(s.blocks) - 1)] for i in range(num)] for s in group]
+        return torch.tensor(rows, device=device)
+
+    def _grown(self, old: Tensor | None, like_BTGD: Tensor) -> Tensor:
+        """`old`, or a larger copy of it with room for every block that is in use."""
+        have = 0 if old is None else old.shape[0]
+        if old is not None and have >= self.pool.num_touched:
             return old
-        slots = have[0] if have[0] >= need[0] else min(self.num_slots, max(need[0], 2 * have[0]))
-        length = have[1]
-        if length < need[1]:
-            length = min(self.max_context, max(need[1], 2 * have[1], MIN_LENGTH))
+        least = self.pool.blocks_for(MIN_POSITIONS)
+        num = min(self.pool.num_blocks, max(self.pool.num_touched, 2 * have, least))
         # Zeros: a batch padded to its longest request multiplies unwritten values by 0, and 0 * nan is nan.
-        new = like_BTGD.new_zeros(slots, length, *like_BTGD.shape[2:])
+        new = like_BTGD.new_zeros(num, self.pool.block_size, *like_BTGD.shape[2:])
         if old is not None:
-            new[: have[0], : have[1]] = old
+            new[:have] = old
         return new
 
 
-def _slot_index(slots: list[int], device: torch.device | str) -> slice | Tensor:
-    """Consecutive slots as a slice, which reads the cache in place instead of copying it."""
-    if slots == list(range(slots[0], slots[0] + len(slots))):
-        return slice(slots[0], slots[0] + len(slots))
-    return torch.tensor(slots, device=device)
+def _read(stored: Tensor, index: slice | Tensor) -> Tensor:
+    """[N, S, G, D] of the blocks that `index` names; a view where they are neighbours."""
+    if isinstance(index, slice):
+        return stored[index].flatten(0, 1)[None]
+    return stored[index].flatten(1, 2)
+
+
+def cache_root(model: Decoder, skip_set: str = "") -> bytes:
+    """Where the hash chain of a model's blocks starts: (weights id, dtype of keys and values, skip set).
+
+    The weights id is made of the addresses and version counters of all tensors, so an optimizer step or a
+    load into the same model starts a new chain. FSDP2 changes values behind the counters: call
+    `Engine.forget_prefixes` there.
+    """
+    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
+    weights = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+    return chain_root(weights, model.compute_dtype, skip_set)

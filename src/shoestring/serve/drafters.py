@@ -1,0 +1,314 @@
+"""Drafters: objects that guess tokens ahead. Guesses cost time when wrong, never correctness.
+
+`Ngram`       looks the end of the text up in the text itself (and, if wanted, in texts of earlier requests)
+              and proposes what followed there the last time. No weights; good where text repeats itself:
+              code edits, summaries, extraction.
+`DraftModel`  a smaller decoder with the same vocabulary writes the guesses. It has keys and values of its own,
+              in a pool of the same kind as the engine's. After a rejection it keeps what is still right and
+              catches up on the rest in its next pass, so a drafter that paused for a while costs one pass.
+`Stacked`     asks drafters in order; the first with anything to say for a request speaks.
+
+Sampling: under the `coupled` rule a draft model uses the target's noise, so both draw the same token when
+their distributions agree. Under `token` and `block` it draws with noise of its own and reports the
+distribution it drew from. Whether to draft may depend on the text, never on a token drawn just now: that
+would change the distribution (infer: dropping unlikely drafts unverified is biased).
+
+Left out: trees, drafters with a trimmed vocabulary or another tokenizer, drafting with the target's own
+layers.
+
+Shapes: N requests, G drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.model.transformer import Decoder
+from shoestring.serve.blocks import BlockPool, Table
+from shoestring.serve.kv_cache import KVCache, Span, cache_root
+from shoestring.serve.request import NO_DRAFT, Draft, Request
+from shoestring.serve.sampling import sample
+from shoestring.serve.verify import draft_sampling, probabilities
+
+
+class Drafter(Protocol):
+    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
+        """At most n guesses for each request about what follows its `tokens`."""
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """How the guesses of the last step fared."""
+
+    def release(self, request: Request) -> None:
+        """The request is over, or preempted and back later; drop whatever was kept for it."""
+
+
+# -- lookup -------------------------------------------------------------------------------------------------
+
+Gram = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Indexed:
+    """A text, and for every n-gram in it the place that follows its last occurrence."""
+
+    tokens: list[int]
+    at: dict[Gram, int] = field(default_factory=dict)
+    num_indexed: int = 0
+
+
+class Ngram:
+    def __init__(self, *, longest: int = 4, shortest: int = 2, history: int = 0) -> None:
+        """n-grams of `longest` down to `shortest` tokens; `history`: how many tokens of finished requests to
+        remember for later ones (0: none, since one user's text could then show in another's speed)."""
+        if not 1 <= shortest <= longest:
+            raise UserError(f"n-grams of {shortest} to {longest} tokens: give 1 <= shortest <= longest")
+        if history < 0:
+            raise UserError(f"history={history} is not allowed; give 0 or more tokens")
+        self.longest, self.shortest, self.history = longest, shortest, history
+        self._live: dict[int, _Indexed] = {}
+        self._past: deque[_Indexed] = deque()  # newest first
+        self._num_past = 0
+
+    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
+        return [Draft(self._continue(r, n)) for r in requests]
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        text = self._live.pop(request.id, None)
+        if text is None or not self.history or request.finish_reason is None:
+            return
+        self._index(text)
+        self._past.appendleft(text)
+        self._num_past += len(text.tokens)
+        while self._num_past > self.history:
+            self._num_past -= len(self._past.pop().tokens)
+
+    def _continue(self, request: Request, n: int) -> list[int]:
+        text = self._live.setdefault(request.id, _Indexed(request.tokens))
+        self._index(text)
+        end = request.tokens[-self.longest :]
+        # The longest match first; of equal ones this text before others, the newest of those first.
+        for length in range(len(end), self.shortest - 1, -1):
+            gram = tuple(end[-length:])
+            for source in (text, *self._past):
+                if gram in source.at:
+                    return _run_on(source.tokens, source.at[gram], n, wrap=source is text)
+        return []
+
+    def _index(self, text: _Indexed) -> None:
+        tokens = text.tokens
+        # The n-gram that ends the text is not in the index: nothing follows it yet.
+        for at in range(max(1, text.num_indexed), len(tokens)):
+            for length in range(self.shortest, min(self.longest, at) + 1):
+                text.at[tuple(tokens[at - length : at])] = at
+        text.num_indexed = max(1, len(tokens))
+
+
+def _run_on(tokens: list[int], at: int, n: int, *, wrap: bool) -> list[int]:
+    """tokens[at:][:n]; a text that ends before that repeats from `at`, as the match says it does."""
+    found = tokens[at : at + n]
+    period = len(found)
+    while wrap and len(found) < n:
+        found.append(found[-period])
+    return found
+
+
+# -- a draft model ------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What the draft model holds of one request: the tokens its keys and values belong to."""
+
+    table: Table
+    written: list[int]
+    num_certain: int  # of `written`, those that were committed then and thus cannot change
+
+
+class DraftModel:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        vocab_size: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        chunk: int = 512,
+    ) -> None:
+        """`vocab_size` is the target's, where padding makes it differ from the drafter's own. `num_blocks`
+        bounds the drafter's memory (None: grows with need); a request it cannot hold gets no drafts."""
+        self.model, self.chunk = model, chunk
+        self.vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
+        most = 256 * -(-model.spec.max_positions // block_size)
+        self.pool = BlockPool(num_blocks or most, block_size, grows=num_blocks is None)
+        self.cache = KVCache(model.spec, self.pool)
+        self._kept: dict[int, _Kept] = {}
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        pass  # what was accepted shows in the request's tokens
+
+    def release(self, request: Request) -> None:
+        kept = self._kept.pop(request.id, None)
+        if kept is not None:
+            self.pool.close(kept.table)
+
+    @torch.no_grad()
+    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
+        able = [r for r in requests if self._make_room(r, n)]
+        if not able:
+            return [NO_DRAFT] * len(requests)
+        logits_NV = self._catch_up(able)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        drawn = any(r.rule != "coupled" and not r.sampling.greedy for r in able)
+        samplings = [draft_sampling(r.sampling, r.rule, len(r.tokens)) for r in able]
+        for i in range(n):
+            tokens.append(sample(logits_NV, samplings, [len(r.tokens) + i for r in able]))
+            if drawn:
+                probs.append(probabilities(logits_NV, samplings))
+            if i + 1 < n:
+                spans = [Span(self._kept[r.id].table.blocks, len(r.tokens) + i, 1) for r in able]
+                logits_NV = self._forward(tokens[-1], spans, list(range(len(able))))
+        tokens_NG = torch.stack(tokens, dim=1).tolist()  # the one host sync of a proposal
+        found: dict[int, Draft] = {}
+        for row, (request, ids) in enumerate(zip(able, tokens_NG, strict=True)):
+            self._kept[request.id].written.extend(ids[:-1])
+            sampled = request.rule != "coupled" and not request.sampling.greedy
+            found[request.id] = Draft(ids, torch.stack([p[row] for p in probs]) if sampled else None)
+        return [found.get(r.id, NO_DRAFT) for r in requests]
+
+    def _make_room(self, request: Request, n: int) -> bool:
+        """Blocks for the request and n drafts, the last of which is never computed."""
+        num = len(request.tokens) + n - 1
+        if num > self.model.spec.max_positions:
+            return False
+        kept = self._kept.get(request.id)
+        if kept is None:
+            table = self.pool.open(cache_root(self.model), request.tokens)
+            if table is None:
+                return False
+            num_hit = len(table.hashes) * self.pool.block_size
+            kept = self._kept[request.id] = _Kept(table, request.tokens[:num_hit], num_hit)
+        return self.pool.grow(kept.table, num)
+
+    def _catch_up(self, requests: list[Request]) -> Tensor:
+        """Compute every committed token that is not; the logits after the last, [N, V]."""
+        for request in requests:
+            kept, tokens = self._kept[request.id], request.tokens
+            right = kept.num_certain
+            while right < min(len(kept.written), len(tokens) - 1) and kept.written[right] == tokens[right]:
+                right += 1
+            del kept.written[right:]
+            # The last token is computed in any case: its logits are wanted.
+            del kept.written[len(tokens) - 1 :]
+        logits: dict[int, Tensor] = {}
+        while len(logits) < len(requests):
+            part, budget = [], self.chunk
+            for request in requests:
+                missing = len(request.tokens) - len(self._kept[request.id].written)
+                if missing and budget:
+                    part.append((request, min(missing, budget)))
+                    budget -= part[-1][1]
+            logits |= self._read(sorted(part, key=lambda item: item[1]))
+        for request in requests:
+            kept = self._kept[request.id]
+            kept.num_certain = len(request.tokens)
+            self.pool.seal(kept.table, request.tokens, len(request.tokens))
+        return torch.stack([logits[r.id] for r in requests])
+
+    def _read(self, part: list[tuple[Request, int]]) -> dict[int, Tensor]:
+        """One pass over rows of several requests; the last logits of those that it finishes."""
+        ids: list[int] = []
+        spans, ends = [], {}
+        for request, num in part:
+            kept = self._kept[request.id]
+            start = len(kept.written)
+            new = request.tokens[start : start + num]
+            ids += new
+            spans.append(Span(kept.table.blocks, start, num))
+            kept.written += new
+            if len(kept.written) == len(request.tokens):
+                ends[request.id] = len(ids) - 1
+        tokens_T = torch.tensor(ids, device=self.model.embed.weight.device)
+        logits_RV = self._forward(tokens_T, spans, list(ends.values()))
+        return dict(zip(ends, logits_RV, strict=True))
+
+    def _forward(self, tokens_T: Tensor, spans: list[Span], rows: list[int]) -> Tensor:
+        device = tokens_T.device
+        positions = [p for s in spans for p in range(s.start, s.stop)]
+        logits_RV = self.model(
+            tokens_T[None],
+            torch.tensor([positions], device=device),
+            attend=self.cache.plan(spans, device),
+            rows=torch.tensor(rows, device=device, dtype=torch.int64),
+        )
+        missing = self.vocab_size - logits_RV.shape[-1]
+        return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing else logits_RV
+
+
+# -- several ------------------------------------------------------------------------------------------------
+
+
+class Stacked:
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        """In order of preference: the cheapest that is often right comes first."""
+        if not drafters:
+            raise UserError("a stack of no drafters; give at least one")
+        self.drafters = list(drafters)
+        self._spoke: dict[int, Drafter] = {}
+
+    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
+        found: dict[int, Draft] = {}
+        silent = list(requests)
+        for drafter in self.drafters:
+            if not silent:
+                break
+            for request, draft in zip(silent, drafter.propose(silent, n), strict=True):
+                if draft.tokens:
+                    found[request.id] = draft
+                    self._spoke[request.id] = drafter
+            silent = [r for r in silent if r.id not in found]
+        return [found.get(r.id, NO_DRAFT) for r in requests]
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        drafter = self._spoke.pop(request.id, None)
+        if drafter is not None:
+            drafter.observe(request, num_drafted, num_accepted)
+
+    def release(self, request: Request) -> None:
+        self._spoke.pop(request.id, None)
+        for drafter in self.drafters:
+            drafter.release(request)
+
+
+def open_drafter(
+    text: str, target: Decoder, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Drafter:
+    """'ngram', the path of a draft model, or several joined by '+' in order of preference."""
+    from shoestring.model.folder import load_model
+
+    drafters: list[Drafter] = []
+    for name in text.split("+"):
+        if name == "ngram":
+            drafters.append(Ngram())
+            continue
+        loaded = load_model(name, device=device, dtype=dtype)
+        loaded.model.eval()
+        ours, theirs = target.spec.vocab_size, loaded.spec.vocab_size
+        if ours != theirs:
+            raise UserError(
+                f"{name} has a vocabulary of {theirs} tokens, the model one of {ours}; "
+                "a drafter must use the model's tokenizer"
+            )
+        drafters.append(DraftModel(loaded.model))
+    return drafters[0] if len(drafters) == 1 else Stacked(drafters)

@@ -1,0 +1,151 @@
+"""How many tokens to draft in the next step: the number that gives the most tokens per second, 0 included.
+
+For B requests that each get g drafts the model is
+
+    rate(g) = B (1 + sum_{j<=g} c_j a_1 ... a_j) / (T_verify(rows) + T_draft(B) g),  rows = B (1 + sum_{j<=g} c_j)
+
+    a_j       chance that draft j is accepted once those before it were: a moving average per position
+    c_j       chance that the drafter offers a j-th draft when asked for it (a lookup often has none)
+    T_verify  seconds of a target pass by rows: measured at powers of two when first needed, corrected by
+              every real step, interpolated between
+    T_draft   seconds per drafted position: median of the last calls
+
+`choose` returns the best g. Acceptance alone would be a bad signal: whether a draft pays depends on what a row
+costs at this batch size, which is why costs are measured.
+
+What is not tried is not learned: at g = 0 the averages would stand still for ever. So now and then the longest
+draft is tried again (a probe). Probes spend a credit that grows by `explore` (1%) of the time that passes;
+a probe costs what it lost against the best choice, and one that gained tokens costs nothing, so the next
+follows at once. That bounds the price of looking and makes the way back quick.
+
+Left out: classes of requests with different acceptance, lengths that differ between requests of one step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
+SMOOTHING = 0.1  # weight of the newest observation, after the first few
+DRAFT_CALLS = 9  # calls the draft cost is the median of
+MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
+
+
+class StepCosts:
+    """Seconds of a target pass by its number of rows."""
+
+    def __init__(self, profile: Callable[[int], float]) -> None:
+        self._profile = profile
+        self._seconds: dict[int, float] = {}  # rows (a power of two) -> seconds
+
+    def __call__(self, rows: float) -> float:
+        low, share = _bracket(rows)
+        return (1 - share) * self._at(low) + (share * self._at(2 * low) if share else 0.0)
+
+    def _at(self, rows: int) -> float:
+        if rows not in self._seconds:
+            self._seconds[rows] = self._profile(rows)
+        return self._seconds[rows]
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A real step. One slow outlier (a first touch of memory, a busy machine) counts double at most."""
+        low, share = _bracket(rows)
+        sizes = [(size, weight) for size, weight in ((low, 1 - share), (2 * low, share)) if weight]
+        if any(size not in self._seconds for size, _ in sizes):
+            return  # nobody asked about such a step yet (a long prompt, say)
+        ratio = min(max(seconds / self(rows), 0.5), 2.0)
+        for size, weight in sizes:
+            self._seconds[size] *= 1 + SMOOTHING * weight * (ratio - 1)
+
+
+class Goodput:
+    def __init__(
+        self, profile: Callable[[int], float], *, max_drafts: int = 8, explore: float = 0.01
+    ) -> None:
+        """`profile(rows)` measures the seconds of one target pass; it is called once per power of two."""
+        self.costs = StepCosts(profile)
+        self.max_drafts, self.explore = max_drafts, explore
+        self.acceptance = [START_ACCEPTANCE] * max_drafts
+        self.offered = [1.0] * max_drafts
+        self._counts = [0] * max_drafts
+        self._offer_counts = [0] * max_drafts
+        self._draft_calls: dict[int, deque[float]] = {}  # batch (a power of two) -> seconds per position
+        self.credit = 0.0
+        self.probing = False
+        self._best_rate = 0.0
+        self._draft_seconds = 0.0  # of the step in progress
+
+    # -- the decision ---------------------------------------------------------------------------------------
+    def choose(self, num_requests: int, limit: int | None = None) -> int:
+        """Drafts per request for a step of this many requests, at most `limit`."""
+        limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
+        rates = [self.rate(num_requests, g) for g in range(limit + 1)]
+        best = max(range(limit + 1), key=lambda g: (rates[g], -g))
+        self._best_rate, self._draft_seconds, self.probing = rates[best], 0.0, False
+        if best < limit:
+            loss = self.seconds(num_requests, limit) * (1 - rates[limit] / rates[best])
+            self.credit = min(self.credit, 2 * loss)  # what went well for long is no licence to lose for long
+            if self.credit >= loss:
+                self.probing = True
+                return limit
+        return best
+
+    def rate(self, num_requests: int, g: int) -> float:
+        """Expected tokens per second with g drafts each."""
+        gain, alive = 1.0, 1.0
+        for accepted, offered in zip(self.acceptance[:g], self.offered[:g], strict=True):
+            alive *= accepted
+            gain += offered * alive
+        return num_requests * gain / self.seconds(num_requests, g)
+
+    def seconds(self, num_requests: int, g: int) -> float:
+        """Expected seconds of a step with g drafts each."""
+        rows = num_requests * (1 + sum(self.offered[:g]))
+        return self.costs(rows) + g * self._draft_cost(num_requests)
+
+    def _draft_cost(self, num_requests: int) -> float:
+        known = {b: calls for b, calls in self._draft_calls.items() if len(calls) >= MIN_DRAFT_CALLS}
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda b: abs(b - num_requests))
+        return statistics.median(known[nearest])
+
+    # -- what happened --------------------------------------------------------------------------------------
+    def drafted(self, num_requests: int, g: int, seconds: float) -> None:
+        """One call of the drafter, asked for g drafts for each request."""
+        calls = self._draft_calls.setdefault(_bracket(num_requests)[0], deque(maxlen=DRAFT_CALLS))
+        calls.append(seconds / g)
+        self._draft_seconds = seconds
+
+    def offer(self, asked: int, num_offered: int) -> None:
+        """A request got num_offered of the drafts that were asked for."""
+        for j in range(min(asked, self.max_drafts)):
+            _move(self.offered, self._offer_counts, j, float(j < num_offered))
+
+    def accept(self, num_drafted: int, num_accepted: int) -> None:
+        """How one request's drafts fared: those behind the first wrong one say nothing."""
+        for j in range(min(num_drafted, num_accepted + 1, self.max_drafts)):
+            _move(self.acceptance, self._counts, j, float(j < num_accepted))
+
+    def stepped(self, rows: int, seconds: float, num_new: int) -> None:
+        """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""
+        self.costs.observe(rows, seconds)
+        spent = seconds + self._draft_seconds
+        if self.probing and self._best_rate > 0:
+            self.credit -= spent - num_new / self._best_rate
+        else:
+            self.credit += self.explore * spent
+        self.probing, self._draft_seconds = False, 0.0
+
+
+def _bracket(rows: float) -> tuple[int, float]:
+    """The power of two at or below `rows`, and how far `rows` is on the way to the next."""
+    low = 1 << (max(1, int(rows)).bit_length() - 1)
+    return low, max(0.0, rows / low - 1)
+
+
+def _move(averages: list[float], counts: list[int], j: int, seen: float) -> None:
+    counts[j] += 1
+    averages[j] += max(SMOOTHING, 1 / (counts[j] + 1)) * (seen - averages[j])

@@ -1,0 +1,85 @@
+"""Requests and what the engine says about them: plain data, shared by scheduler, drafters and engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from shoestring.serve.blocks import Table
+from shoestring.serve.sampling import Sampling
+from shoestring.serve.text import TextStream
+from shoestring.serve.verify import Rule
+
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guesses about the tokens that follow a request's `tokens`.
+
+    probs_GV[i] is the distribution that guess i was *drawn* from; None when the guesses were not drawn (a
+    lookup, an argmax, or noise shared with the target).
+    """
+
+    tokens: list[int]
+    probs_GV: Tensor | None = None
+
+    def cut(self, num: int) -> Draft:
+        if num >= len(self.tokens):
+            return self
+        return Draft(self.tokens[:num], None if self.probs_GV is None else self.probs_GV[:num])
+
+
+NO_DRAFT = Draft([])
+
+
+@dataclass(eq=False)
+class Request:
+    tokens: list[int]  # prompt and committed new tokens
+    num_prompt: int
+    sampling: Sampling  # the seed is always filled in
+    id: int
+    text_stream: TextStream | None = field(default=None, repr=False)
+    rule: Rule = "coupled"  # how its drafts are verified; a drafter that samples has to know
+    deadline: float | None = None  # on the engine's clock
+    draft: Draft = NO_DRAFT
+    num_computed: int = 0
+    table: Table | None = field(default=None, repr=False)  # its blocks while it runs
+    num_preempted: int = 0
+    num_cached: int = 0  # prompt tokens that the prefix cache held when it was first admitted
+    text: str = ""  # released so far; never shrinks
+    finish_reason: FinishReason | None = None
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.draft.tokens
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def ready(self) -> bool:
+        """Only the last committed token is left to compute: the next row gains a token."""
+        return self.num_computed == len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step gave one request. The first `num_accepted` of the tokens were guessed by the drafter."""
+
+    request: Request
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    token_ids: list[int]  # every new token, the end-of-text or stop-completing one included
+    finish_reason: FinishReason
+    num_prompt: int

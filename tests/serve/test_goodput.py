@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.serve.goodput import Goodput, StepCosts
+
+
+class World:
+    """A simulated machine and text: seconds per step and drafts that come true with a given chance."""
+
+    def __init__(
+        self, *, fixed: float, per_row: float, draft: float, seed: int = 0, **changes: float
+    ) -> None:
+        self.fixed, self.per_row, self.draft = fixed, per_row, draft
+        self.rng = random.Random(seed)
+        self.goodput = Goodput(self.verify_seconds, **changes)  # type: ignore[arg-type]
+        self.time, self.num_tokens, self.chosen = 0.0, 0, [0]
+
+    def verify_seconds(self, rows: int) -> float:
+        return self.fixed + self.per_row * rows
+
+    def run(self, num_steps: int, acceptance: float, batch: int = 1, offer: float = 1.0) -> None:
+        self.time, self.num_tokens, self.chosen = 0.0, 0, []
+        for _ in range(num_steps):
+            g = self.goodput.choose(batch)
+            rates = [self.goodput.rate(batch, k) for k in range(self.goodput.max_drafts + 1)]
+            assert self.goodput.probing or rates[g] == max(rates) >= rates[0]
+            self.chosen.append(g)
+            if g:
+                self.goodput.drafted(batch, g, g * self.draft)
+                self.time += g * self.draft
+            rows, gained, fates = batch, 0, []
+            for _ in range(batch):
+                num = g if self.rng.random() < offer else 0
+                self.goodput.offer(g, num)
+                rows += num
+                fate = 0
+                while fate < num and self.rng.random() < acceptance:
+                    fate += 1
+                fates.append((num, fate))
+                gained += fate + 1
+            seconds = self.verify_seconds(rows)
+            self.goodput.stepped(rows, seconds, gained)
+            for fate_of in fates:
+                self.goodput.accept(*fate_of)
+            self.time += seconds
+            self.num_tokens += gained
+
+    def plain_rate(self, batch: int = 1) -> float:
+        return batch / self.verify_seconds(batch)
+
+    @property
+    def speedup(self) -> float:
+        return self.num_tokens / self.time / self.plain_rate()
+
+
+def test_a_good_drafter_is_used_and_a_bad_one_is_not() -> None:
+    world = World(fixed=1.0, per_row=0.01, draft=0.05)
+    world.run(300, 0.9)
+    assert sum(world.chosen[50:]) / 250 > 5 and world.speedup > 2.5
+    world = World(fixed=1.0, per_row=0.01, draft=0.05)
+    world.run(3000, 0.0)
+    assert sum(g == 0 for g in world.chosen[100:]) > 0.95 * 2900
+    assert world.speedup > 0.98
+
+
+def test_the_length_follows_the_acceptance() -> None:
+    means = []
+    for acceptance in (0.3, 0.6, 0.8, 0.95):
+        world = World(fixed=1.0, per_row=0.01, draft=0.12, explore=0.0)
+        world.run(600, acceptance)
+        means.append(sum(world.chosen[300:]) / 300)
+    assert means == sorted(means) and means[0] < 1.5 and means[-1] > 6
+
+
+def test_it_turns_off_when_the_batch_makes_rows_dear_and_on_again() -> None:
+    """Acceptance stays at 0.85 throughout: it is the cost of rows that decides."""
+    world = World(fixed=1.0, per_row=0.12, draft=0.01)
+    world.run(200, 0.85, batch=1)
+    assert sum(world.chosen[100:]) / 100 > 2
+    world.run(200, 0.85, batch=64)
+    assert sum(world.chosen[100:]) / 100 < 1
+    world.run(200, 0.85, batch=1)
+    assert sum(world.chosen[:20]) / 20 > 2
+
+
+def test_it_returns_when_acceptance_recovers() -> None:
+    world = World(fixed=1.0, per_row=0.02, draft=0.08)
+    world.run(200, 0.9)
+    world.run(800, 0.02)
+    assert sum(g == 0 for g in world.chosen[200:]) > 0.9 * 600
+    world.run(1500, 0.9)
+    back = next(i for i in range(len(world.chosen)) if min(world.chosen[i : i + 20]) >= 3)
+    assert back < 800
+    assert world.speedup > 1.5
+
+
+def test_a_drafter_with_nothing_to_say_costs_nothing() -> None:
+    world = World(fixed=1.0, per_row=0.02, draft=0.0001)
+    world.run(500, 0.9, offer=0.05)
+    assert world.speedup > 1.0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    per_row=st.floats(0.001, 1.0),
+    draft=st.floats(0.0, 1.5),
+    acceptance=st.floats(0.0, 1.0),
+    batch=st.sampled_from([1, 2, 9]),
+    offer=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_it_never_loses_more_than_the_price_of_looking(
+    per_row: float, draft: float, acceptance: float, batch: int, offer: float, seed: int
+) -> None:
+    """World.run asserts at every step that the choice is the best by the model's own numbers. Measured by the
+    simulated clock, after the first steps nothing loses more than 2% (and the noise of the text)."""
+    world = World(fixed=1.0, per_row=per_row, draft=draft, seed=seed)
+    world.run(100, acceptance, batch, offer)
+    world.run(900, acceptance, batch, offer)
+    assert world.num_tokens / world.time > 0.96 * world.plain_rate(batch)
+
+
+def test_costs_are_asked_once_and_follow_real_steps() -> None:
+    asked: list[int] = []
+
+    def profile(rows: int) -> float:
+        asked.append(rows)
+        return float(rows)
+
+    costs = StepCosts(profile)
+    assert costs(3) == 3.0 and costs(6) == 6.0 and costs(1) == 1.0 and costs(2.5) == 2.5
+    assert sorted(asked) == [1, 2, 4, 8]
+    for _ in range(200):
+        costs.observe(3, 6.0)
+    assert costs(3) == pytest.approx(6.0, rel=0.01)
+    costs.observe(512, 9.0)  # a long prompt: nobody asked what that costs
+    assert sorted(asked) == [1, 2, 4, 8]
+    before = costs(8)
+    costs.observe(8, 1000.0)
+    assert costs(8) < 1.2 * before
