@@ -19,7 +19,8 @@ ROWS, WIDTH = 25, 192  # 25 rows: the two shards along dim 0 differ in size
 
 def reference(format: Format, dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=False))
+    rows = ROWS // format.block((ROWS, WIDTH))[0] * format.block((ROWS, WIDTH))[0]
+    model = nn.Sequential(nn.Linear(WIDTH, rows, bias=False))
     with torch.no_grad():
         model[0].weight[3] = 0
         model[0].weight[4] = model[0].weight[4].abs()
@@ -91,7 +92,8 @@ def check_fsdp(format: Format) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for label in ("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32"):
+    sparse = ("sparse24:tile:held:mvue", "sparse24:soft:mvue", "sparse24:tile:held+int4:g16")
+    for label in ("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32", *sparse):
         for dim in (0, 1):
             for dtype in (torch.float32, torch.bfloat16):
                 check(parse_format(label), dim, dtype)
@@ -103,6 +105,7 @@ def main() -> None:
     else:
         raise AssertionError("a cut through a group must be refused")
     check_fsdp(parse_format("nf3:s2:g32"))
+    check_fsdp(parse_format("sparse24:tile:held:mvue"))
     dist.destroy_process_group()
     print("laws hold on 2 ranks")
 

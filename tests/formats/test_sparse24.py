@@ -163,9 +163,9 @@ def test_messages() -> None:
         FormatLinear(12, 16, format=Sparse24())
     with pytest.raises(UserError, match="output width that is a multiple of 4, not 6"):
         FormatLinear(16, 6, format=Sparse24("tile"))
-    with pytest.raises(UserError, match="keeps 24 of 48 inputs. Group 64 does not divide input width 24"):
+    with pytest.raises(UserError, match=r"keeps 24 of 48 inputs\. Group 64 does not divide input width 24"):
         FormatLinear(48, 8, format=parse_format("sparse24+int4:g64"))
-    with pytest.raises(UserError, match="no option 'tiles'.*tile, soft, held, mvue.*tile"):
+    with pytest.raises(UserError, match=r"no option 'tiles'.*tile, soft, held, mvue.*tile"):
         parse_format("sparse24:tiles")
     with pytest.raises(UserError, match="only sparse24 stacks"):
         parse_format("int4+sparse24")

@@ -22,7 +22,6 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.dense import Dense
-from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.rounding import to_dtype
 from shoestring.formats.sparse24 import OWN_NAMES, Sparse24
 from shoestring.kernels.sparse24 import unpack24
@@ -30,8 +29,8 @@ from shoestring.kernels.sparse24 import unpack24
 
 @dataclass(frozen=True)
 class Stacked(Format):
-    first: Sparse24 = Sparse24()
-    second: Format = IntAsym()
+    first: Sparse24
+    second: Format
 
     name: ClassVar[str] = "stacked"
 

@@ -1,0 +1,383 @@
+"""Training with 2:4 weights: FST, S-STE, SR-STE as hooks around the ordinary loop.
+
+A method is a Format (formats/sparse24.py: what the products see) and a few of these hooks:
+
+    SR-STE   Sparse24()                             MaskedDecay
+    FST      Sparse24("tile", held, mvue)           NoiseClock, MaskRefresh, MaskedDecay, DenseFinish
+    S-STE    Sparse24("soft", mvue)                 NoiseClock
+    all      FlipMeter: flip rate and magnitudes of kept and masked weights
+    FST      FlipController: finds the strength of the decay, so that nobody has to
+
+The flip rate is ||M_t xor M_{t-1}||_1 / number of weights, M_t the mask that the weights after step t call for
+(whether or not the method uses a new mask at every step, so that methods and a dense run compare).
+
+Masks live in the Format's state and shard with the weight; every rank writes its own rows. Hooks act on the
+layers whose Format is awake, so after DenseFinish they have nothing left to do.
+
+Left out on purpose: optimizers that keep the decay out of the momentum (sparse24_optim.py), and pruning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.formats import Format, FormatLinear, Sparse24, Stacked
+from shoestring.formats.linear import full, like_weight, local
+from shoestring.kernels.sparse24 import is_24
+from shoestring.mesh import Mesh
+from shoestring.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from shoestring.train.trainer import Run
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """One layer and how it is, or would be, pruned."""
+
+    name: str
+    linear: FormatLinear
+    pruning: Sparse24
+
+    @property
+    def awake(self) -> bool:
+        return self.linear.resting is None
+
+    @torch.no_grad()
+    def choose(self) -> Tensor:
+        """The mask that this rank's part of the weight calls for now."""
+        if self.pruning.select == "tile":
+            # A cut need not lie between tiles (FSDP2 cuts where it likes): choose on the whole weight.
+            whole = self.pruning.choose(full(self.linear.weight))
+            return local(like_weight(whole, self.linear.weight))
+        return self.pruning.choose(local(self.linear.weight))
+
+    def mask(self) -> Tensor:
+        """The mask in use, of this rank's part."""
+        return local(self.linear.weight_mask) if self.pruning.hold_mask else self.choose()  # type: ignore[arg-type]
+
+
+def sparse_layers(model: nn.Module, *, resting: bool = False) -> list[SparseLayer]:
+    """Layers that train with a 2:4 Format; with `resting` also those that were put to rest."""
+    found = []
+    for name, linear in model.named_modules():
+        if isinstance(linear, FormatLinear) and not linear.packed:
+            pruning = pruning_of(linear.format if linear.resting is None or not resting else linear.resting)
+            if pruning is not None:
+                found.append(SparseLayer(name, linear, pruning))
+    return found
+
+
+def pruning_of(format: Format) -> Sparse24 | None:
+    return format.first if isinstance(format, Stacked) else format if isinstance(format, Sparse24) else None
+
+
+def count_24(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """How many layers train with a 2:4 Format, and how many of them multiply with a 2:4 weight."""
+    layers = sparse_layers(model, resting=True)
+    held = sum(is_24(layer.linear.effective_weight(dtype)) for layer in layers)
+    return {"layers": len(layers), "layers_24": held}
+
+
+# -- clocks --------------------------------------------------------------------------------------------------
+class NoiseClock(Hook):
+    """Keys the random numbers of MVUE by seed, layer, step and position of the token in the step.
+
+    With `tokens_per_step` (over all ranks) a rank draws for its tokens what a single process would have drawn,
+    however the batch is split; without it ranks still differ, but the split shows.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, seed: int = 0, tokens_per_step: int = 0, mesh: Mesh | None = None
+    ) -> None:
+        layers = sparse_layers(model, resting=True)
+        self.linears = [x.linear for x in layers if x.pruning.weight_grad == "mvue"]
+        rank, size = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp_size)
+        self.first = rank * (tokens_per_step // size or 1 << 32)
+        self.next = self.first
+        for number, linear in enumerate(self.linears):
+            _set_clocks(linear, seed=seed, layer=number, step=0, token=self.first)
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        # The model's own forward: blocks that are recomputed in the backward pass run again, this does not.
+        if model.training and torch.is_grad_enabled():
+            for linear in self.linears:
+                _set_clocks(linear, token=self.next)
+            self.next += args[0].numel()
+
+    def after_step(self, run: Run) -> None:
+        self.next = self.first
+        for linear in self.linears:
+            _set_clocks(linear, step=run.step)
+
+
+def _set_clocks(linear: FormatLinear, **values: int) -> None:
+    for name, value in values.items():
+        getattr(linear, f"weight_{name}").fill_(value)
+
+
+# -- masks ---------------------------------------------------------------------------------------------------
+class MaskRefresh(Hook):
+    """Choose held masks anew every `every` steps; logs mask_change, the share of the masks that changed.
+
+    `resting`: also of layers that compute densely, for methods that only look at the mask (CAST).
+    """
+
+    def __init__(self, every: int = 40, *, resting: bool = False) -> None:
+        if every < 1:
+            raise UserError(f"masks cannot be refreshed every {every} steps: use 1 or more")
+        self.every, self.resting = every, resting
+
+    def after_step(self, run: Run) -> None:
+        if run.step % self.every == 0:
+            self.refresh(run)
+
+    @torch.no_grad()
+    def refresh(self, run: Run) -> None:
+        layers = [x for x in sparse_layers(run.model, resting=self.resting) if x.pruning.hold_mask]
+        if not layers:
+            return
+        changes = []
+        for layer in layers:
+            mask, new = layer.mask(), layer.choose()
+            bad = ~local(layer.linear.weight).isfinite()
+            changes.append((layer.linear.weight, torch.stack([(mask != new).sum(), bad.sum()])))
+            mask.copy_(new)
+        per_layer = sum_over_cuts(changes).tolist()
+        for layer, (_, bad) in zip(layers, per_layer, strict=True):
+            if bad:
+                raise UserError(
+                    f"{layer.name}: {int(bad)} weights are NaN or infinite at step {run.step}; lower the "
+                    f"learning rate and resume from an earlier checkpoint in {run.log.folder}/checkpoints"
+                )
+        run.log.log(run.step, mask_change=sum(c for c, _ in per_layer) / _num_weights(layers))
+
+
+class MaskedDecay(Hook):
+    """grad += strength * W * (1 - M), after the clip and before the optimizer (FST, eq. 10; SR-STE).
+
+    On the gradient and not on the weight: Adam divides by the gradient's size, so weights with small gradients,
+    which are the ones that flip for no reason, are pulled harder.
+    """
+
+    def __init__(self, strength: float | Callable[[int], float]) -> None:
+        self.strength = strength
+
+    @torch.no_grad()
+    def before_step(self, run: Run) -> None:
+        strength = self.strength(run.step) if callable(self.strength) else self.strength
+        if not strength:
+            return
+        for layer in sparse_layers(run.model):
+            weight = layer.linear.weight
+            if weight.grad is not None:
+                pulled = local(weight).masked_fill(layer.mask(), 0.0)
+                local(weight.grad).add_(pulled.to(weight.grad.dtype), alpha=strength)
+
+
+class DenseFinish(Hook):
+    """From step `at` on all layers compute densely: no mask, no decay, no MVUE (FST: the last sixth)."""
+
+    def __init__(self, model: nn.Module, at: int) -> None:
+        self.model, self.at, self.done = model, at, False
+
+    def after_step(self, run: Run) -> None:
+        if run.step >= self.at and not self.done:
+            self._rest()
+            run.log.say(f"step {run.step}: dense from here on")
+
+    def _rest(self) -> None:
+        self.done = True
+        for layer in sparse_layers(self.model):
+            layer.linear.rest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["done"]:
+            self._rest()
+
+
+# -- flip rate -----------------------------------------------------------------------------------------------
+class FlipMeter(Hook):
+    """Every `every` steps: flip_rate of that one step, and mean |w| of kept and of masked weights.
+
+    Costs two mask searches per measured step. Layers at rest are measured as if they were pruned.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        self.every = every
+        self.rate: float | None = None  # of the step just made, when it was measured
+        self._before: list[Tensor] = []
+
+    def measures(self, finished: int) -> bool:
+        return finished % self.every == 0
+
+    def before_step(self, run: Run) -> None:
+        if self.measures(run.step + 1):
+            self._before = [layer.choose() for layer in sparse_layers(run.model, resting=True)]
+
+    @torch.no_grad()
+    def after_step(self, run: Run) -> None:
+        self.rate = None
+        layers = sparse_layers(run.model, resting=True)
+        if not self.measures(run.step) or not layers:
+            return
+        counts = []
+        for layer, before in zip(layers, self._before, strict=True):
+            after, size = layer.choose(), local(layer.linear.weight).abs()
+            kept = size.masked_fill(~after, 0.0).sum(dtype=torch.float64)
+            counts.append(
+                (
+                    layer.linear.weight,
+                    torch.stack([(before != after).sum().double(), kept, size.sum(dtype=torch.float64)]),
+                )
+            )
+        self._before = []
+        flips, kept_sum, whole_sum = sum_over_cuts(counts).sum(0).tolist()
+        num = _num_weights(layers)
+        self.rate = flips / num
+        run.log.log(
+            run.step,
+            flip_rate=self.rate,
+            kept_magnitude=2 * kept_sum / num,
+            masked_magnitude=2 * (whole_sum - kept_sum) / num,
+        )
+
+
+class FlipController(Hook):
+    """Finds the strength of a MaskedDecay by the flip rate, so that nobody has to.
+
+    The first `probe` steps train densely and measure the flip rate r that the masks *would* have had; r / lr of
+    the second half of them is the reference. Then the layers wake up, and at every measurement
+
+        mu = r' / (reference * lr)      smoothed over about `memory` measurements
+
+    is compared with the band: above it masks flip too much and the decay grows by `gain`, below it they freeze
+    and it shrinks. FST finds mu in [0.6, 0.95] healthy by trying several strengths; this is the same rule,
+    applied all along. The first strength is `start` * |grad| / |weight|, which has the right unit whatever the
+    model and the loss.
+
+    Cost: `probe` dense steps without the speed of sparse ones, and two mask searches per measured step.
+    List it after its FlipMeter and MaskedDecay and before DenseFinish.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: FlipMeter,
+        decay: MaskedDecay,
+        *,
+        probe: int,
+        band: tuple[float, float] = (0.6, 0.95),
+        gain: float = 1.5,
+        memory: float = 3.0,
+        start: float = 0.03,
+    ) -> None:
+        if probe < 2 * meter.every:
+            raise UserError(
+                f"a probe of {probe} steps measures the flip rate less than twice: use at least "
+                f"{2 * meter.every}, or measure more often than every {meter.every} steps"
+            )
+        self.model, self.meter, self.decay = model, meter, decay
+        self.probe, self.band, self.gain, self.memory, self.start = probe, band, gain, memory, start
+        self.rates = self.lrs = 0.0
+        self.mu: float | None = None
+        decay.strength = 0.0
+        for layer in sparse_layers(model):
+            layer.linear.rest()
+
+    @property
+    def reference(self) -> float:
+        """Flip rate of the dense run per unit of learning rate."""
+        return self.rates / self.lrs if self.lrs else 0.0
+
+    def before_step(self, run: Run) -> None:
+        if run.step >= self.probe and self.decay.strength == 0.0:
+            self.decay.strength = self.start * gradient_ratio(sparse_layers(run.model))
+
+    def after_step(self, run: Run) -> None:
+        lr, rate = float(run.optimizer.param_groups[0]["lr"]), self.meter.rate
+        if rate is not None and self.probe // 2 <= run.step <= self.probe:
+            self.rates, self.lrs = self.rates + rate, self.lrs + lr
+        elif rate is not None and run.step > self.probe and sparse_layers(self.model):
+            self._servo(rate / max(self.reference * lr, 1e-12))
+            assert self.mu is not None and isinstance(self.decay.strength, float)
+            run.log.log(run.step, mu=self.mu, masked_decay=self.decay.strength)
+        if run.step == self.probe:
+            self._wake()
+            MaskRefresh(1).refresh(run)
+            run.log.say(f"step {run.step}: sparse; a dense run flips {self.reference:.3g} x lr per step")
+
+    def _servo(self, mu: float) -> None:
+        share = 1 / self.memory
+        self.mu = mu if self.mu is None else (1 - share) * self.mu + share * mu
+        assert isinstance(self.decay.strength, float)
+        if self.mu > self.band[1]:
+            self.decay.strength *= self.gain
+        elif self.mu < self.band[0]:
+            self.decay.strength /= self.gain
+
+    def _wake(self) -> None:
+        for layer in sparse_layers(self.model, resting=True):
+            layer.linear.wake()
+
+    def state_dict(self) -> dict[str, Any]:
+        awake = any(layer.awake for layer in sparse_layers(self.model, resting=True))
+        return {
+            "rates": self.rates, "lrs": self.lrs, "mu": self.mu, "strength": self.decay.strength, "awake": awake,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates, self.lrs, self.mu = state["rates"], state["lrs"], state["mu"]
+        self.decay.strength = state["strength"]
+        if state["awake"]:
+            self._wake()
+
+
+# -- sums over a sharded model -------------------------------------------------------------------------------
+@torch.no_grad()
+def gradient_ratio(layers: Iterable[SparseLayer]) -> float:
+    """|gradient| / |weight| over the layers."""
+    squares = [
+        (
+            x.linear.weight,
+            torch.stack([local(t).square().sum(dtype=torch.float64) for t in (x.linear.weight.grad, x.linear.weight)]),  # type: ignore[arg-type]
+        )
+        for x in layers
+        if x.linear.weight.grad is not None
+    ]  # fmt: skip
+    if not squares:
+        return 0.0
+    grad, weight = sum_over_cuts(squares).sum(0).sqrt().tolist()
+    return grad / max(weight, 1e-30)
+
+
+def sum_over_cuts(values: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Stack of the small tensors, each summed over exactly the mesh axes that cut its weight."""
+    total = torch.stack([value.double() for _, value in values])
+    cuts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    for i, (weight, _) in enumerate(values):
+        mesh = getattr(weight, "device_mesh", None)
+        if mesh is not None:
+            axes = tuple(k for k, p in enumerate(weight.placements) if p.is_shard())  # type: ignore[attr-defined]
+            cuts.setdefault((mesh, axes), []).append(i)
+    for (mesh, axes), rows in cuts.items():
+        part = total[rows]
+        for axis in axes:
+            dist.all_reduce(part, group=mesh.get_group(axis))
+        total[rows] = part
+    return total
+
+
+def _num_weights(layers: Iterable[SparseLayer]) -> int:
+    return sum(x.linear.in_features * x.linear.out_features for x in layers)

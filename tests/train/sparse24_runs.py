@@ -1,0 +1,132 @@
+"""Tiny 2:4 training runs for the tests; run as a script it prints the losses of one mesh as JSON on rank 0.
+
+sparse24_runs.py DP METHOD ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks_golden import BASE
+
+from shoestring.formats import convert, init_state, parse_format
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.train.hooks import Hook
+from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.sparse24 import (
+    DenseFinish,
+    FlipController,
+    FlipMeter,
+    MaskedDecay,
+    MaskRefresh,
+    NoiseClock,
+    sparse_layers,
+)
+from shoestring.train.sparse24_optim import SparseAdam
+from shoestring.train.trainer import Run, train
+
+METHODS = ("dense", "srste", "fst", "controlled", "sste", "ast", "stacked")
+FORMATS = {
+    "dense": "sparse24", "srste": "sparse24", "fst": "sparse24:tile:held:mvue",
+    "controlled": "sparse24:tile:held:mvue", "sste": "sparse24:soft:mvue", "ast": "sparse24:held",
+    "stacked": "sparse24:soft:mvue+int4:g8",
+}  # fmt: skip
+TOKENS = 64
+
+
+class Rows:
+    """Four rows a step of 16 tokens, predictable enough to learn; one row is partly masked."""
+
+    def __init__(self, micro: int = 2, mesh: Mesh | None = None) -> None:
+        self.micro, self.mesh = micro, mesh
+
+    def step(self, step: int) -> list[Micro]:
+        start = torch.randint(0, 60, (4, 1), generator=torch.Generator().manual_seed(step))
+        stream = (start + 3 * torch.arange(17)) % 60
+        targets = stream[:, 1:].clone()
+        targets[1, :5] = IGNORED
+        rank, size = (0, 1) if self.mesh is None else (self.mesh.dp_rank, self.mesh.dp_size)
+        share = 4 // size
+        cuts = range(rank * share, (rank + 1) * share, min(self.micro, share))
+        width = min(self.micro, share)
+        index = torch.arange(TOKENS).view(4, 16)
+        return [
+            Micro(stream[i : i + width, :-1].contiguous(), targets[i : i + width], index[i : i + width])
+            for i in cuts
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def hooks_of(method: str, model: Decoder, mesh: Mesh) -> list[Hook]:
+    meter = FlipMeter(every=2)
+    clock = NoiseClock(model, seed=5, tokens_per_step=TOKENS, mesh=mesh)
+    if method == "srste":
+        return [meter, MaskedDecay(2e-3)]
+    if method == "fst":
+        return [clock, meter, MaskRefresh(4), MaskedDecay(2e-3), DenseFinish(model, at=17)]
+    if method == "controlled":
+        decay = MaskedDecay(0.0)
+        servo = FlipController(model, meter, decay, probe=4)
+        return [clock, meter, MaskRefresh(4), decay, servo, DenseFinish(model, at=17)]
+    if method == "ast":
+        return [meter, MaskRefresh(4)]
+    if method == "dense":
+        for layer in sparse_layers(model):
+            layer.linear.rest()
+    return [clock, meter]
+
+
+def new_run(
+    method: str, folder: Path | None = None, mesh: Mesh | None = None, **parallel: Any
+) -> tuple[Run, list[Hook]]:
+    mesh = mesh or open_mesh(MeshConfig(), "cpu")
+    with torch.device("meta"):
+        model = Decoder(ModelSpec(**BASE))
+        convert(model, [("*.mlp.*", parse_format(FORMATS[method]))])
+    parallelize(model, mesh, ParallelConfig(**parallel))
+    materialize(model, "cpu")
+    init_weights(model, seed=0)
+    init_state(model)
+    hooks = hooks_of(method, model, mesh)
+    optimizer: Any = adamw(model, lr=1e-2)
+    if method == "ast":
+        optimizer = SparseAdam(model, lr=1e-2, strength=1e-2, anneal=8)
+    return Run(model, optimizer, mesh, RunLog(folder, main=mesh.is_main, quiet=True)), hooks
+
+
+def fit(run: Run, steps: int, hooks: list[Hook], **options: Any) -> list[float]:
+    schedule = warmup_cosine(1e-2, warmup=3, steps=20)
+    data = options.pop("data", Rows(mesh=run.mesh))
+    train(run, data, CrossEntropy(), steps=steps, schedule=schedule, hooks=hooks, log_every=1, **options)
+    return [row["loss"] for row in run.log.history if "loss" in row]
+
+
+def main() -> None:
+    mesh = open_mesh(MeshConfig(dp=int(sys.argv[1])), "cpu")
+    results = {}
+    for method in sys.argv[2:]:
+        run, hooks = new_run(method, mesh=mesh)
+        fit(run, 20, hooks)
+        results[method] = [
+            {k: v for k, v in row.items() if k not in ("time", "tokens_per_s")} for row in run.log.history
+        ]
+    if os.environ.get("RANK", "0") == "0":
+        print("RESULT " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

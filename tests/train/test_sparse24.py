@@ -1,0 +1,250 @@
+"""2:4 training methods on one process: their equations, resume, recomputation, micro-batches, the controller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparse24_runs import METHODS, Rows, fit, new_run
+from torch import nn
+
+from shoestring.errors import UserError
+from shoestring.formats import Dense, FormatLinear, Sparse24, parse_format
+from shoestring.kernels.sparse24 import mask24
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.hooks import Hook
+from shoestring.train.sparse24 import (
+    FlipController,
+    FlipMeter,
+    MaskedDecay,
+    MaskRefresh,
+    NoiseClock,
+    count_24,
+    sparse_layers,
+)
+from shoestring.train.sparse24_optim import SparseAdam
+from shoestring.train.trainer import Run
+
+
+def series(run: Run, name: str) -> dict[int, float]:
+    return {row["step"]: row[name] for row in run.log.history if name in row}
+
+
+def metrics(run: Run) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_s")} for row in run.log.history]
+
+
+def one_layer(format: str, width: int = 16) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(FormatLinear(width, 8, bias=False, format=parse_format(format)))
+    return Run(model, torch.optim.SGD(model.parameters(), lr=0.1), None, RunLog(None, quiet=True))  # type: ignore[arg-type]
+
+
+def test_masked_decay_pulls_masked_weights_only() -> None:
+    run = one_layer("sparse24")
+    layer: Any = run.model[0]  # type: ignore[index]
+    layer.weight.grad = torch.ones_like(layer.weight)
+    MaskedDecay(0.5).before_step(run)
+    mask, w = mask24(layer.weight), layer.weight.detach()
+    assert torch.equal(layer.weight.grad, torch.where(mask, 1.0, 1.0 + 0.5 * w))
+    MaskedDecay(lambda step: 2.0 * step).before_step(run)  # step 0: nothing
+    assert torch.equal(layer.weight.grad, torch.where(mask, 1.0, 1.0 + 0.5 * w))
+
+
+def test_masks_are_refreshed_when_due_and_the_change_is_logged() -> None:
+    run = one_layer("sparse24:tile:held")
+    layer: Any = run.model[0]  # type: ignore[index]
+    old = layer.weight_mask.clone()
+    with torch.no_grad():
+        layer.weight.normal_()
+    hook = MaskRefresh(every=3)
+    for run.step in (1, 2):
+        hook.after_step(run)
+        assert torch.equal(layer.weight_mask, old)
+    run.step = 3
+    hook.after_step(run)
+    want = Sparse24("tile").choose(layer.weight)
+    assert torch.equal(layer.weight_mask, want) and not torch.equal(want, old)
+    assert series(run, "mask_change") == {3: pytest.approx(float((want != old).float().mean()))}
+    with torch.no_grad():
+        layer.weight[2, 3] = float("nan")
+    run.step = 6
+    with pytest.raises(UserError, match="0: 1 weights are NaN or infinite at step 6"):
+        hook.after_step(run)
+
+
+def test_flip_rate_and_magnitudes_of_one_step() -> None:
+    run = one_layer("sparse24")
+    layer: Any = run.model[0]  # type: ignore[index]
+    meter = FlipMeter(every=2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([4.0, 3.0, 2.0, 1.0] * 4).expand(8, 16))
+    run.step = 1
+    meter.before_step(run)
+    with torch.no_grad():
+        layer.weight[:, 0] = 0.5  # 0 leaves, 2 comes: two flips in one of four groups
+    run.step = 2
+    meter.after_step(run)
+    assert meter.rate == pytest.approx(2 / 16)
+    assert series(run, "kept_magnitude")[2] == pytest.approx((3 * 7 + 5) / 8)
+    assert series(run, "masked_magnitude")[2] == pytest.approx((3 * 3 + 1.5) / 8)
+    run.step = 3
+    meter.after_step(run)
+    assert meter.rate is None and len(run.log.history) == 1
+
+
+@pytest.mark.parametrize(("method", "stops"), [("controlled", (3, 11, 18)), ("sste", (7,))])
+def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tuple[int, ...]) -> None:
+    whole, hooks = new_run(method)
+    fit(whole, 20, hooks)
+
+    class Die(Hook):
+        def after_step(self, run: Run) -> None:
+            if run.step == stop + 1:
+                raise RuntimeError("killed")
+
+    for stop in stops:  # in the probe, while sparse, after the dense finish
+        folder = tmp_path / str(stop)
+        part, hooks = new_run(method, folder)
+        with pytest.raises(RuntimeError, match="killed"):
+            fit(part, 20, [*hooks, Die()], checkpointer=Checkpointer(folder / "checkpoints", every=stop))
+        again, hooks = new_run(method, folder)
+        fit(again, 20, [*hooks, Hook()], checkpointer=Checkpointer(folder / "checkpoints", every=100))
+        assert metrics(again) == metrics(whole)
+        state = again.model.state_dict()
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_logs(method: str) -> None:
+    run, hooks = new_run(method)
+    losses = fit(run, 20, hooks)
+    assert min(losses[-3:]) < losses[0]
+    counted = count_24(run.model)
+    assert counted["layers"] == 6  # gate, up, down in two blocks
+    assert counted["layers_24"] == (0 if method in ("fst", "controlled", "dense") else 6)
+    rates = series(run, "flip_rate")
+    assert sorted(rates) == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20] and all(0 <= r <= 1 for r in rates.values())
+    assert all(series(run, "masked_magnitude")[s] < series(run, "kept_magnitude")[s] for s in rates)
+
+
+def test_recomputed_blocks_draw_the_same_noise() -> None:
+    losses = {}
+    for recompute in (False, True):
+        run, hooks = new_run("fst", recompute=recompute)
+        losses[recompute] = fit(run, 6, hooks)
+    assert losses[False] == losses[True]
+
+
+def test_micro_batches_draw_what_the_whole_batch_draws() -> None:
+    losses = []
+    for micro in (4, 1):
+        run, hooks = new_run("fst")
+        losses.append(fit(run, 6, hooks, data=Rows(micro=micro)))
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-5
+    run, hooks = new_run("fst")
+    clock = next(h for h in hooks if isinstance(h, NoiseClock))
+    clock.linears = []  # noise that neither step nor token changes is another run
+    assert max(abs(a - b) for a, b in zip(fit(run, 6, hooks), losses[0], strict=True)) > 1e-5
+
+
+def test_the_dense_finish_is_dense_and_keeps_the_checkpoint_layout() -> None:
+    run, hooks = new_run("fst")
+    names = list(run.model.state_dict())
+    fit(run, 15, hooks)
+    assert len(sparse_layers(run.model)) == 6
+    fit(run, 20, hooks)
+    assert not sparse_layers(run.model) and list(run.model.state_dict()) == names
+    assert all(isinstance(x.linear.format, Dense) for x in sparse_layers(run.model, resting=True))
+    assert max(series(run, "mask_change")) == 16  # masks are left alone afterwards
+
+
+def test_the_controller_probes_then_servoes_the_decay() -> None:
+    run, hooks = new_run("controlled")
+    controller = next(h for h in hooks if isinstance(h, FlipController))
+    assert not sparse_layers(run.model)
+    fit(run, 4, hooks)
+    assert len(sparse_layers(run.model)) == 6 and controller.decay.strength == 0.0
+    assert controller.reference > 0
+    fit(run, 5, hooks)
+    first = controller.decay.strength
+    assert isinstance(first, float) and first > 0
+    for mu, want in ((2.0, first * 1.5), (0.7, first * 1.5), (0.1, first)):
+        controller.mu = None
+        controller._servo(mu)
+        assert controller.decay.strength == pytest.approx(want)
+    fit(run, 14, hooks)
+    assert sorted(series(run, "mu")) == sorted(series(run, "masked_decay")) == [6, 8, 10, 12, 14]
+    with pytest.raises(UserError, match="at least 20"):
+        FlipController(run.model, FlipMeter(10), MaskedDecay(0.0), probe=10)
+
+
+@pytest.mark.parametrize("rule", ["ast", "cast"])
+def test_sparse_adam_is_its_equation(rule: Any) -> None:
+    run = one_layer("sparse24:held", width=8)
+    layer: Any = run.model[0]  # type: ignore[index]
+    optimizer = SparseAdam(run.model, lr=0.1, rule=rule, strength=0.3, anneal=4, weight_decay=0.01)
+    w, m, v = layer.weight.detach().double(), torch.zeros(8, 8).double(), torch.zeros(8, 8).double()
+    for t in range(1, 7):
+        g = torch.randn(8, 8, generator=torch.Generator().manual_seed(t))
+        layer.weight.grad = g.clone()
+        optimizer.step()
+        masked, share = ~layer.weight_mask, min(1.0, t / 4)
+        w = w * (1 - 0.1 * 0.01)
+        m = 0.9 * m + 0.1 * g.double()
+        pulled = m + share * 0.3 * w if rule == "ast" else (1 - share) * m + share * 0.3 * w.sign()
+        u = torch.where(masked, pulled, m)
+        v = 0.95 * v + 0.05 * u.square()
+        w = w - 0.1 * (u / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        torch.testing.assert_close(layer.weight.detach().double(), w, rtol=1e-5, atol=1e-6)
+    state = optimizer.state[layer.weight]
+    torch.testing.assert_close(state["exp_avg"].double(), m, rtol=1e-5, atol=1e-7)  # no trace of the pull
+
+
+def test_sparse_adam_is_adamw_without_a_pull() -> None:
+    runs = []
+    for strength in (None, 0.0):
+        run = one_layer("sparse24:held")
+        run.model.append(nn.Linear(8, 4))  # type: ignore[operator]
+        torch.manual_seed(1)
+        for p in run.model.parameters():
+            if p.requires_grad:
+                p.data.normal_()
+        params = [p for p in run.model.parameters() if p.requires_grad]
+        if strength is None:
+            decays = [
+                {"params": [p for p in params if (p.dim() >= 2) == d], "weight_decay": 0.1 * d}
+                for d in (1, 0)
+            ]
+            optimizer: Any = torch.optim.AdamW(decays, lr=0.1, betas=(0.9, 0.95))
+        else:
+            optimizer = SparseAdam(run.model, lr=0.1, rule="ast", strength=strength, anneal=1)
+        for t in range(4):
+            for p in params[1:]:
+                p.grad = torch.full_like(p, float(t - 1))
+            optimizer.step()
+        runs.append(params[1:])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
+    """FSDP2 over two processes: the same losses, flip rates, mask changes and strengths as one process."""
+    methods = ["controlled", "sste", "ast"]
+    out = run_ranks(2, Path(__file__).with_name("sparse24_runs.py"), "2", *methods)
+    got = json.loads(next(x for x in out.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
+    for method in methods:
+        run, hooks = new_run(method)
+        fit(run, 20, hooks)
+        want = metrics(run)
+        assert [row.keys() for row in got[method]] == [row.keys() for row in want]
+        for mine, theirs in zip(want, got[method], strict=True):
+            assert theirs == pytest.approx(mine, rel=2e-5, abs=2e-6), (method, mine, theirs)
