@@ -145,7 +145,7 @@ def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     head = "import errno\nfrom shoestring.errors import Interrupted, UserError\n\n\ndef main(config):\n"
     cases = {
         "raise UserError('too\\nlong')": (2, f"{prefix}error: too long\n"),
-        "raise Interrupted('stopped at 3')": (130, f"{prefix}stopped at 3\n"),
+        "raise Interrupted('stopped at 3')": (2, f"{prefix}stopped at 3\n"),
         "raise KeyboardInterrupt": (130, ""),
         "raise OSError(errno.ENOSPC, 'No space left on device', 'x/y')": (2, "No space left on device (x/y)"),
         "raise RuntimeError('oops')": (1, "this is a bug in shoestring, please report"),

@@ -3,7 +3,7 @@
 Verbs are thin: they parse, import what they need when they need it (so that --help is quick), call one
 function and print. What goes wrong ends in one of four ways:
     UserError           one line `error: ...` on stderr, exit code 2
-    Interrupted         one line that says how to continue, exit code 130 (as after any Ctrl-C)
+    Interrupted         one line that says where the run was saved and how to continue, exit code 2
     disk full, no permission, ...   one line, exit code 2
     anything else       the traceback and one line asking to report it, exit code 1
 Under torchrun the other ranks print nothing but errors of their own.
@@ -248,13 +248,12 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
 
 
 def _load(path: str, device: str, dtype: str) -> Loaded:
-    from shoestring.measure import pick_device, pick_dtype
+    from shoestring.measure import pick_device, pick_dtype, ready
     from shoestring.model import load_model
 
     place = pick_device(device)
     loaded = load_model(path, device=place, dtype=pick_dtype(dtype, place))
-    loaded.model.eval()
-    return loaded
+    return ready(loaded)
 
 
 def _engine(loaded: Loaded, context: int) -> Engine:
@@ -310,7 +309,7 @@ def run_cli(argv: list[str] | None = None) -> int:
         result = app(args=argv, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Interrupted as stop:
-        return _complain(str(stop), 130)
+        return _complain(str(stop), 2)
     except UserError as error:
         return _complain(f"error: {error}", 2)
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear
+from shoestring.formats import FormatLinear, keep_decoded
 from shoestring.report import read_config
 from shoestring.runlog import RunLog
 
@@ -52,6 +52,14 @@ def pick_device(name: str) -> torch.device:
             f"device={name} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
         )
     return device
+
+
+def ready(loaded: Loaded) -> Loaded:
+    """Set for inference. On a CPU, which has no kernels for packed weights, they are decoded once, here."""
+    loaded.model.eval()
+    if loaded.model.embed.weight.device.type == "cpu":
+        keep_decoded(loaded.model, dtype=loaded.model.compute_dtype)
+    return loaded
 
 
 # -- size --------------------------------------------------------------------------------------------
@@ -107,6 +115,7 @@ def evaluate_row(
     speed: bool = False,
 ) -> dict[str, Any]:
     """One model as one row: its format and size, perplexity where tokens are given, speed where asked."""
+    ready(loaded)
     row: dict[str, Any] = {"model": label, "format": formats_name(loaded.model), **size_of(loaded.model)}
     if tokens is not None:
         context = min(context, loaded.spec.max_positions)

@@ -26,6 +26,7 @@ from shoestring.formats import (
     convert,
     formats_of,
     init_state,
+    keep_decoded,
     pack,
     packed_state,
     parse_format,
@@ -402,3 +403,21 @@ def test_bring_your_own_loop(kind: str) -> None:
     assert torch.equal(model(tokens).logits, last)
     if kind == "gpt2":  # tied in this model, and still so
         assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_kept_decoded_weights_give_the_same_outputs_until_the_model_changes() -> None:
+    layer = FormatLinear(64, 16)
+    convert(nn.Sequential(layer), [("*", parse_format("nf3:g32"))])
+    layer.pack()
+    x = torch.randn(3, 64)
+    want = layer(x)
+    keep_decoded(layer)
+    assert layer.decoded is not None and torch.equal(layer(x), want)
+    assert set(layer.state_dict()) == {"bias", "weight_codes", "weight_scale", "weight_table"}
+    other = {k: v.clone() for k, v in layer.state_dict().items()}
+    other["weight_scale"] *= 2
+    layer.load_state_dict(other)  # the copy is stale now and must not be used
+    torch.testing.assert_close(layer(x) - layer.bias, 2 * (want - layer.bias))
+    keep_decoded(layer)
+    layer.to(torch.bfloat16)
+    assert layer.decoded is None

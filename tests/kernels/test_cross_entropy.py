@@ -44,7 +44,8 @@ INTERPRETED = """
 import torch
 from shoestring.kernels.cross_entropy import _cross_entropy_op, cross_entropy_ref, cross_entropy_
 from test_cross_entropy import case
-for rows, vocab, dtype in [(5, 7, torch.float32), (3, 8192, torch.float32), (4, 9001, torch.float16), (1, 1, torch.float32)]:
+full, half = torch.float32, torch.float16
+for rows, vocab, dtype in [(5, 7, full), (3, 8192, full), (4, 9001, half), (1, 1, full)]:
     logits, target = case(rows, vocab, dtype)
     # A pitch wider than the row, as the chunked head uses: what lies between rows must stay untouched.
     buffer = torch.full((rows, vocab + 5), 7.0, dtype=dtype)

@@ -295,6 +295,13 @@ def packed_state(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dic
     return state
 
 
+def keep_decoded(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
+    """Hold a decoded copy of every packed weight beside its parts: where there is no kernel (a CPU), decoding in
+    every forward pass would take most of the time. Call it after loading; moving the model drops the copies."""
+    for _, module in format_linears(model):
+        module.keep_decoded(dtype)
+
+
 def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
     """Packed layers become dense ones with the weights they stood for, in place; returns their names."""
     names = []

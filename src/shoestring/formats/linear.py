@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
@@ -45,6 +46,7 @@ class FormatLinear(nn.Linear):
     part_names: tuple[str, ...]
     state_names: tuple[str, ...]
     defer_bias: bool
+    decoded: Tensor | None
     resting: Format | None
 
     def __init__(
@@ -70,6 +72,7 @@ class FormatLinear(nn.Linear):
         self.state_names = ()
         # Set by the row-parallel style: the bias is added once, after the partial products are summed.
         self.defer_bias = False
+        self.decoded = None  # see keep_decoded
         self.resting = None
 
     @property
@@ -94,6 +97,8 @@ class FormatLinear(nn.Linear):
         dtype = compute_dtype(x)
         x = x.to(dtype)
         bias = None if self.bias is None or self.defer_bias else local(self.bias).to(dtype)
+        if self.decoded is not None and self.decoded.dtype == dtype:
+            return F.linear(x, self.decoded, bias)
         if self.packed:
             return self.format.linear(x, self.parts(), bias)
         return self.format.train_linear(x, cast_weight(local(self.weight), dtype), self.format_state(), bias)
@@ -177,13 +182,18 @@ class FormatLinear(nn.Linear):
         self.format = format
         self._hold(parts)
 
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """Multiply with a copy decoded now, for machines without a kernel: the speed and memory of a dense weight."""
+        if self.packed:
+            self.decoded = self.format.decode(self.parts(), dtype)
+
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         """A dense weight again: what the packed module multiplied with, in `dtype`."""
         weight = self.effective_weight(dtype)
         any_part = next(t for n, t in self._held().items() if n not in self.format.whole_parts)
         self._drop(self.part_names)
         self.weight = nn.Parameter(like_shard(weight, any_part, torch.Size(self.shape)))
-        self.format, self.packed, self.part_names = Dense(), False, ()
+        self.format, self.packed, self.part_names, self.decoded = Dense(), False, (), None
 
     def _hold(self, parts: Parts) -> None:
         self._drop(self.state_names)
@@ -192,7 +202,7 @@ class FormatLinear(nn.Linear):
         for name, part in parts.items():
             self.register_buffer(f"weight_{name}", part)
         self.packed, self.part_names, self.state_names = True, tuple(parts), ()
-        self.resting = None
+        self.resting, self.decoded = None, None
 
     def _held(self) -> Parts:
         return {n: getattr(self, f"weight_{n}") for n in self.part_names}
@@ -206,6 +216,7 @@ class FormatLinear(nn.Linear):
         # model.to(torch.bfloat16) is about weights and activations; a table or scale in another dtype is
         # another weight. They follow to another device, never to another dtype.
         kept = {f"weight_{n}": getattr(self, f"weight_{n}") for n in self.part_names + self.state_names}
+        self.decoded = None  # of the old device or dtype
         super()._apply(fn, recurse)
         for name, old in kept.items():
             new = getattr(self, name)
@@ -215,6 +226,10 @@ class FormatLinear(nn.Linear):
                     restored = nn.Parameter(restored, requires_grad=new.requires_grad)
                 setattr(self, name, restored)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.decoded = None
+        super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.label}{', packed' if self.packed else ''}"

@@ -15,7 +15,7 @@ Leaves:  a run folder with model/ (Hugging Face), checkpoints/, metrics.jsonl, e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,15 +24,18 @@ import torch
 
 from shoestring.config import option, to_json
 from shoestring.errors import UserError
+from shoestring.formats import convert, init_state
+from shoestring.formats.convert import Rule
 from shoestring.measure import evaluate_row, pick_dtype
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into, load_model, save_model
 from shoestring.model.folder import read_spec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
-from shoestring.report import Text, eval_table, run_sections, write_report
+from shoestring.report import Section, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder
 from shoestring.state.checkpoint import Checkpointer, latest
 from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES, adamw
 from shoestring.train.shards import Corpus, prepare
@@ -64,7 +67,7 @@ class Config:
     data: str = option(
         "python", "file, folder or glob of .txt .md .py .jsonl .parquet; python: the sources here"
     )
-    max_mb: float | None = option(None, "read at most this many megabytes of the corpus")
+    max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all")
     tokenizer: str | None = option(None, "folder or tokenizer.json to use; none trains a BPE on the corpus")
     vocab_size: int = option(4096, "vocabulary of the tokenizer that is trained")
     init_from: str | None = option(
@@ -107,11 +110,23 @@ class Config:
 
 
 def main(cfg: Config) -> Path:
+    return pretrain(cfg, "train/dense")
+
+
+def pretrain(
+    cfg: Config,
+    recipe: str,
+    *,
+    rules: Sequence[Rule] = (),
+    make_hooks: Callable[[Decoder, Mesh, TokenData], list[Hook]] = lambda model, mesh, data: [],
+    plots: Callable[[Path], list[Section]] = lambda folder: [],
+) -> Path:
+    """The whole run; recipes for other ways to train give Formats for the layers, hooks, and plots of their own."""
     if cfg.run is not None and cfg.resume is None:
         check_free(Path(cfg.run))
     mesh = open_mesh(cfg.mesh, cfg.device)
     corpus = load_corpus(cfg, mesh, RunLog(None, main=mesh.is_main))
-    model = build_model(cfg, mesh, corpus.tokenizer)
+    model = build_model(cfg, mesh, corpus.tokenizer, rules)
     share = {"context": cfg.context, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
     data = TokenData(corpus.train, **share, batch=cfg.batch, micro=cfg.micro, seed=cfg.seed)
     # A small validation split gives a small batch, or none.
@@ -120,9 +135,9 @@ def main(cfg: Config) -> Path:
     held_out = TokenData(corpus.val, **share, batch=num_rows, micro=micro) if num_rows else None
 
     # Everything that can be wrong with the settings has been said: only now is there a folder.
-    folder = mesh.broadcast_object(open_folder(cfg) if mesh.is_main else None)
+    folder = mesh.broadcast_object(open_folder(cfg, recipe) if mesh.is_main else None)
     log = RunLog(folder, main=mesh.is_main)
-    log.save_config({"recipe": "train/dense", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+    log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
     params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
     log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
     last = cfg.steps if cfg.save_every else None
@@ -136,6 +151,7 @@ def main(cfg: Config) -> Path:
         CrossEntropy(),
         steps=cfg.steps,
         schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
+        hooks=make_hooks(model, mesh, data),
         clip=cfg.clip,
         checkpointer=checkpointer,
         log_every=cfg.log_every,
@@ -144,15 +160,15 @@ def main(cfg: Config) -> Path:
     )
     save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
     if mesh.is_main:
-        finish(cfg, corpus, log, folder, mesh.device)
+        finish(cfg, recipe, corpus, log, folder, mesh.device, plots(folder))
     mesh.close()
     return folder
 
 
-def open_folder(cfg: Config) -> Path:
+def open_folder(cfg: Config, recipe: str) -> Path:
     if cfg.resume is not None:
         return Path(cfg.resume)
-    return new_run_folder("train/dense") if cfg.run is None else Path(cfg.run)
+    return new_run_folder(recipe) if cfg.run is None else Path(cfg.run)
 
 
 def load_corpus(cfg: Config, mesh: Mesh, log: RunLog) -> Corpus:
@@ -196,8 +212,10 @@ def make_spec(cfg: Config, tokenizer: Tokenizer) -> ModelSpec:
     )
 
 
-def build_model(cfg: Config, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:
-    """Built on the meta device, cut over the mesh, then filled: no rank ever holds more than its share."""
+def build_model(cfg: Config, mesh: Mesh, tokenizer: Tokenizer, rules: Sequence[Rule] = ()) -> Decoder:
+    """Built and converted on the meta device, cut over the mesh, then filled: no rank ever holds more than its
+    share.
+    """
     spec = make_spec(cfg, tokenizer) if cfg.init_from is None else read_spec(cfg.init_from)[0]
     if tokenizer.vocab_size > spec.vocab_size:
         raise UserError(
@@ -210,6 +228,8 @@ def build_model(cfg: Config, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:
         )
     with torch.device("meta"):
         model = Decoder(spec)
+        if rules:
+            convert(model, rules)
     compute = pick_dtype(cfg.dtype, mesh.device)
     parallelize(model, mesh, ParallelConfig(cfg.recompute, cfg.compile, compute))
     materialize(model, mesh.device)
@@ -217,6 +237,7 @@ def build_model(cfg: Config, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:
         init_weights(model, cfg.seed)
     else:
         load_into(model, cfg.init_from)
+    init_state(model)
     return model
 
 
@@ -235,7 +256,15 @@ def validation_loss(data: TokenData, num_steps: int = 4) -> Callable[[Run], dict
     return evaluate
 
 
-def finish(cfg: Config, corpus: Corpus, log: RunLog, folder: Path, device: torch.device) -> None:
+def finish(
+    cfg: Config,
+    recipe: str,
+    corpus: Corpus,
+    log: RunLog,
+    folder: Path,
+    device: torch.device,
+    plots: Sequence[Section],
+) -> None:
     """Evaluate what was saved, write the report, say what to try next."""
     loaded = load_model(folder / "model", device=device, dtype=pick_dtype(cfg.dtype, device))
     tokens = corpus.val.head(EVAL_TOKENS) if len(corpus.val) > 1 else None
@@ -251,7 +280,7 @@ def finish(cfg: Config, corpus: Corpus, log: RunLog, folder: Path, device: torch
             f"shoestring export {folder} my-model",
         )
     )
-    sections = [*run_sections(folder), Text("Next", commands, code=True)]
-    page = write_report(folder, "train/dense", sections, subtitle=str(folder))
+    sections = [*plots, *run_sections(folder), Text("Next", commands, code=True)]
+    page = write_report(folder, recipe, sections, subtitle=str(folder))
     log.say(f"model in {folder}/model, report in {page}. Next:\n{commands}")
     log.close()
