@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_shrink import SPEC, tiny_model
@@ -15,6 +16,7 @@ from shoestring.cli import run_cli
 from shoestring.model import load_model, save_model
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.runlog import read_jsonl
+from shoestring.shrink.resume import BlockFiles
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,33 @@ def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: 
     assert load_model(here / f"out-{method}").model.blocks[0].mlp.up.packed  # type: ignore[union-attr]
 
 
+def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = [*SMALL, "format=int3:g32", "calib=calib.txt", "text=test.txt"]
+    cli(*argv, "run=whole")
+    save = BlockFiles.save
+
+    def stop(self: BlockFiles, index: int, *rest: Any) -> None:
+        save(self, index, *rest)
+        if index == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockFiles, "save", stop)
+    assert run_cli(["run", "shrink/ptq", *argv, "run=cut", "device=cpu"]) != 0
+    assert not (here / "cut/model").exists()
+    monkeypatch.setattr(BlockFiles, "save", save)
+    cli("resume=cut")
+    assert (
+        read_jsonl(here / "cut/evals.jsonl")[1]["perplexity"]
+        == read_jsonl(here / "whole/evals.jsonl")[1]["perplexity"]
+    )
+    assert [row["step"] for row in read_jsonl(here / "cut/metrics.jsonl")] == [1, 2, 3]
+    assert (here / "cut/model/packed.safetensors").read_bytes() == (
+        here / "whole/model/packed.safetensors"
+    ).read_bytes()
+    assert not (here / "cut/blocks").exists()
+    assert "nothing to go on with" in cli("resume=cut", fails=True)
+
+
 def test_rtn_needs_no_text(cli: Callable[..., str], here: Path) -> None:
     cli("model=model", "method=rtn", "format=nf3:g32", "run=plain")
     told = json.loads((here / "plain/model/quantization.json").read_text())
@@ -101,6 +130,7 @@ def test_rtn_needs_no_text(cli: Callable[..., str], here: Path) -> None:
 
 def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
     before = {p.name for p in here.iterdir()}
+    assert "model= is missing" in cli("calib=calib.txt", fails=True)
     assert "needs a calibration text" in cli("model=model", "method=awq", fails=True)
     assert "flatters" in cli("model=model", "calib=test.txt", "text=test.txt", fails=True)
     (here / "short.txt").write_text("a b c")

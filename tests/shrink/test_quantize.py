@@ -13,7 +13,17 @@ from shoestring.formats import FormatLinear, convert, formats_of, pack, parse_fo
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.shrink.awq import Awq, apply_fold, best_scale, folds
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
-from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, Rtn, plan, quantize, usual_inputs
+from shoestring.shrink.quantize import (
+    METHODS,
+    Method,
+    Progress,
+    QuantizeReport,
+    Rtn,
+    plan,
+    quantize,
+    usual_inputs,
+)
+from shoestring.shrink.resume import BlockFiles
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
 
@@ -169,6 +179,33 @@ def test_layers_of_a_fold_may_stay_dense() -> None:
     quantize(model, rules, walk(model, tokens(), Calibration(inputs="full")), METHODS["awq"])
     assert set(formats_of(model)) == {f"blocks.{i}.{n}" for i in range(3) for n in ("attn.k", "mlp.down")}
     assert (logits(model) - before).square().mean() < 1e-3 * before.var()
+
+
+# -- stopping and going on -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_stopped_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    method, rules, files = METHODS[name], [("*", parse_format("nf3:g64"))], BlockFiles(tmp_path / "blocks")
+    whole, told = shrunk("nf3:g64", method)
+
+    def go_on(progress: Progress | None) -> tuple[Decoder, QuantizeReport]:
+        model, calibration = tiny_model(), Calibration(inputs=usual_inputs(method))
+        steps = walk(model, tokens(), calibration, start=files.count())
+        return model, quantize(model, rules, steps, method, progress=progress, files=files)
+
+    def stop(done: int, total: int, error: float) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(stop)
+    assert files.count() == 2
+    model, report = go_on(None)
+    assert files.count() == 3 and report.to_json() == told.to_json()
+    for (name, t), (_, other) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert torch.equal(t, other), name
+    files.path(1).write_bytes(b"damaged")
+    with pytest.raises(UserError, match="block-00001"):
+        go_on(None)
 
 
 # -- rules and bad input -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 from shoestring.bench.results import newest
 
 REPO = Path(__file__).resolve().parents[3]
-PAGES = ("README.md", "docs/training.md", "docs/evals.md", "docs/formats.md")
+PAGES = ("README.md", "docs/training.md", "docs/evals.md", "docs/formats.md", "docs/methods/ptq.md")
 MARKED = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 Line = dict[str, Any]
@@ -77,7 +77,37 @@ def smollm2() -> str:
     return markdown(header, rows) + provenance(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"train_dense": train_dense, "smollm2": smollm2}
+def ptq() -> str:
+    """One row a grid, one column a method; what was not measured is empty."""
+    lines = newest("ptq")
+    methods = [
+        m
+        for m in ("rtn", "clip", "awq", "gptq", "gptq+clip")
+        if any(n["config"]["method"] == m for n in lines)
+    ]
+    found = {(n["config"]["format"], n["config"]["method"]): n for n in lines}
+    rows = []
+    for label in sorted({f for f, _ in found if f != "dense"}, key=_grid_order):
+        cells = {m: found.get((label, m)) for m in methods}
+        bits = next(n["config"]["bits"] for n in cells.values() if n is not None)
+        rows.append([label, f"{bits:.2f}", *(f"{n['value']:.1f}" if n else "" for n in cells.values())])
+    dense = found["dense", "dense"]
+    config = next(n["config"] for n in lines if n["case"] != "dense")
+    said = (
+        f"\n\nPerplexity of {config['model']} on the first {config['tokens']:,} tokens of the WikiText-2 test text "
+        f"(tokenised edition), context {config['context']}; unquantized {dense['value']:.2f}. Calibrated on "
+        f"{config['calibration_tokens']:,} tokens of the validation text."
+    )
+    return markdown(["format", "bits/weight", *methods], rows) + said + provenance(lines)
+
+
+def _grid_order(label: str) -> tuple[int, int, str]:
+    """int4:g64 before nf4:s1:g64 before int4:g192 before int3:g64."""
+    kind, *options = label.split(":")
+    return -int(kind[-1]), int(options[-1][1:]), label
+
+
+TABLES: dict[str, Callable[[], str]] = {"train_dense": train_dense, "smollm2": smollm2, "ptq": ptq}
 
 
 def rewrite(text: str) -> str:

@@ -173,24 +173,32 @@ def block_linears(block: nn.Module) -> dict[str, FormatLinear]:
     return {name: m for name, m in block.named_modules() if isinstance(m, FormatLinear)}
 
 
-def walk(model: Decoder, tokens_NT: Tensor, calibration: Calibration | None = None) -> Iterator[BlockStep]:
-    """Yield the statistics of one block after the other; see the module docstring."""
+def walk(
+    model: Decoder, tokens_NT: Tensor, calibration: Calibration | None = None, *, start: int = 0
+) -> Iterator[BlockStep]:
+    """Yield the statistics of one block after the other; see the module docstring.
+
+    Blocks before `start` are yielded without statistics, for a caller that has their weights already.
+    """
     calibration = calibration or Calibration()
     _check(model, tokens_NT)
     device = model.embed.weight.device
     num_windows, context = tokens_NT.shape
+    shape = (num_windows, context, model.spec.d_model)
     with ExitStack() as stack:
-        store = _store(
-            (num_windows, context, model.spec.d_model), model.compute_dtype, device, calibration, stack
-        )
+        store = _store(shape, model.compute_dtype, device, calibration, stack)
         batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
         with torch.no_grad():
             for rows in batches:
                 store[rows] = embed(model, tokens_NT[rows].to(device)).to(store.device)
         rope = rope_of(model, context, device)
         for index, block in enumerate(model.blocks):
-            # The generator is suspended inside no `with torch.no_grad()`: the caller's grad mode stays its own.
-            statistics = _run_block(block, index, store, batches, rope, device, calibration)
+            # The generator is suspended outside of no_grad: the caller's grad mode stays its own.
+            statistics: dict[str, Statistics] = {}
+            if index >= start:
+                statistics = _run_block(block, index, store, batches, rope, device, calibration)
+            elif calibration.inputs == "full":
+                _run_block(block, index, store, batches, rope, device, None)
             yield BlockStep(index, statistics)
             if calibration.inputs == "quantized" and index + 1 < len(model.blocks):
                 _run_block(block, index, store, batches, rope, device, None)

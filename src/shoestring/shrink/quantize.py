@@ -28,6 +28,7 @@ from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_lin
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.grid import Choice, hold, nearest, output_error, state_of
+from shoestring.shrink.resume import BlockFiles
 
 Progress = Callable[[int, int, float], None]
 HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `convert`
@@ -105,21 +106,29 @@ def quantize(
     *,
     skip: Sequence[str] = HEADS,
     progress: Progress | None = None,
+    files: BlockFiles | None = None,
 ) -> QuantizeReport:
     """Quantize in place; the layers end with a fixed grid, ready for `pack`.
 
     `steps`: walk(model, ...), or a list of its steps on the same weights (inputs="full"), which several runs
-    can share. progress(blocks done, blocks, mean output error of the block).
+    can share. progress(blocks done, blocks, mean output error of the block). `files`: where finished blocks
+    are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
     """
     formats = plan(model, rules, skip)
     grids: dict[str, Parts] = {}
     layers: list[LayerError] = []
+    num_finished = files.count() if files is not None else 0
     for step in steps:
         block = model.blocks[step.index]
         assert isinstance(block, Block)
         prefix = f"blocks.{step.index}."
         wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-        made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
+        if files is not None and step.index < num_finished:
+            made, errors = files.load(step.index, block)
+        else:
+            made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
+            if files is not None:
+                files.save(step.index, block, made, errors)
         grids.update(made)
         layers.extend(errors)
         if progress is not None:

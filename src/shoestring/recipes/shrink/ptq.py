@@ -3,6 +3,7 @@
 Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.txt text=other.txt
          shoestring run shrink/ptq model=RUN format=int2 method=gptq+clip
          shoestring run shrink/ptq model=DIR "rules=*.mlp.*=nf3;*=int4" method=awq calib=FOLDER memory_gb=8
+         shoestring run shrink/ptq resume=RUN        goes on at the next block after Ctrl-C or a crash
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb)
 Time:    SmolLM2-135M, nf3, 8 windows of 512 on one CPU core: gptq 4 minutes, awq and clip 1 to 2; 32 windows
          (the default) take gptq about 9. Evaluating a text comes on top
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import UserError
+from shoestring.errors import Interrupted, UserError
 from shoestring.formats import pack, parse_format, unpack
 from shoestring.measure import (
     corpus_of_run,
@@ -55,13 +57,14 @@ from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
+from shoestring.shrink.resume import BlockFiles
 
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 
 
 @dataclass(frozen=True)
 class Config:
-    model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
     format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g128 :s1")
     rules: str | None = option(
         None, "instead of format: glob=format;glob=format, the first that matches wins"
@@ -93,9 +96,12 @@ class Config:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu or cuda")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
+    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
 
 
 def main(cfg: Config) -> Path:
+    if not cfg.model:
+        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
     method = pick_method(cfg)
     for wanted in (cfg.out, cfg.dense_out):
@@ -116,24 +122,32 @@ def main(cfg: Config) -> Path:
     calib_NT = calibration_windows(cfg, loaded)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
-    folder = new_run_folder("shrink/ptq") if cfg.run is None else check_free(Path(cfg.run))
+    folder = run_folder(cfg)
+    files = BlockFiles(folder / "blocks")
     log = RunLog(folder)
-    log.save_config({"recipe": "shrink/ptq", "config": to_json(cfg)})
+    log.save_config({"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+    log.truncate_after(0)
     options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
-    log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
+    if not log.evaluations():
+        log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
     steps: Iterable[BlockStep] = ()
     if calib_NT is not None:
         inputs = usual_inputs(method) if cfg.inputs == "auto" else cfg.inputs
-        steps = walk(
-            loaded.model, calib_NT, Calibration(inputs=inputs, memory_gb=cfg.memory_gb, folder=cfg.spill)
-        )
-    with log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar:
+        calibration = Calibration(inputs=inputs, memory_gb=cfg.memory_gb, folder=cfg.spill)
+        steps = walk(loaded.model, calib_NT, calibration, start=files.count())
+    try:
+        with log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar:
 
-        def progress(done: int, total: int, error: float) -> None:
-            log.log(done, output_error=error)
-            bar.advance(1, error=error)
+            def progress(done: int, total: int, error: float) -> None:
+                log.log(done, output_error=error)
+                bar.advance(1, error=error)
 
-        report = quantize(loaded.model, rules, steps, method, progress=progress)
+            report = quantize(loaded.model, rules, steps, method, progress=progress, files=files)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped after {files.count()} of {len(loaded.model.blocks)} blocks; go on with "
+            f"`shoestring run shrink/ptq resume={folder}`"
+        ) from None
     pack(loaded.model, dtype=loaded.model.compute_dtype)
     log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
     log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
@@ -146,10 +160,22 @@ def main(cfg: Config) -> Path:
         "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
     }
     write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
+    shutil.rmtree(files.folder, ignore_errors=True)
     if cfg.dense_out is not None:
         unpack(loaded.model)
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
     finish(log, folder, out, report)
+    return folder
+
+
+def run_folder(cfg: Config) -> Path:
+    if cfg.resume is None:
+        return new_run_folder("shrink/ptq") if cfg.run is None else check_free(Path(cfg.run))
+    folder = Path(cfg.resume)
+    if not (folder / "blocks").is_dir():
+        raise UserError(
+            f"resume={folder}: nothing to go on with there, no block is finished or all are; start anew"
+        )
     return folder
 
 
