@@ -109,6 +109,7 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     assert run_cli(["run", "shrink/ptq", *argv, "run=cut", "device=cpu"]) != 0
     assert not (here / "cut/model").exists()
     monkeypatch.setattr(BlockFiles, "save", save)
+    assert "was started with format=int3:g32" in cli("resume=cut", "format=int2:g32", fails=True)
     cli("resume=cut")
     assert (
         read_jsonl(here / "cut/evals.jsonl")[1]["perplexity"]

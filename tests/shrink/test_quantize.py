@@ -9,9 +9,9 @@ import torch
 from tiny_shrink import GPT2, SPEC, tiny_model, tokens
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, convert, formats_of, pack, parse_format
+from shoestring.formats import FormatLinear, convert, formats_of, pack, packed_state, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
-from shoestring.shrink.awq import Awq, apply_fold, best_scale, folds
+from shoestring.shrink.awq import Awq, apply_fold, best_scale, every, folds
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
 from shoestring.shrink.quantize import (
     METHODS,
@@ -163,6 +163,13 @@ def test_scaled_statistics_are_those_of_the_folded_model() -> None:
         torch.testing.assert_close(now[name].magnitude, seen[name].magnitude, rtol=1e-3, atol=1e-3)
 
 
+def test_the_search_may_look_at_some_rows_only() -> None:
+    w = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(every(w, 256), w)
+    some = every(w, 25)
+    assert some.shape == (25, 8) and torch.equal(some[1], w[4] * 2)  # 4 rows stand for one: squares times 4
+
+
 def test_no_scaling_where_none_helps() -> None:
     model = tiny_model()
     step = next(iter(walk(model, tokens())))
@@ -261,3 +268,12 @@ def test_constant_and_zero_weights_survive_every_method() -> None:
         quantize(model, [("*", parse_format("nf3:g32"))], steps, method)
         assert logits(model).isfinite().all()
         assert not model.blocks[0].attn.v.weight.any()  # type: ignore[union-attr]
+
+
+def test_packed_state_loads_as_an_ordinary_packed_model(tmp_path: Path) -> None:
+    model, _ = shrunk("int3:g32", METHODS["gptq"])
+    before = logits(model)
+    save_model(tmp_path / "packed", model, weights=packed_state(model))
+    again = load_model(tmp_path / "packed").model
+    assert torch.equal(logits(again), before)
+    assert {f.label for f in formats_of(again).values()} == {"int3:g32"}

@@ -327,7 +327,7 @@ def prepare_packed(
             raise UserError(f"The model has no linear layer {name!r}.{suggest(name, list(modules))}")
         if reason := obstacle(modules[name], name, tied):
             raise UserError(f"{name} cannot hold packed weights: {reason}.")
-        format = from_json(data)
+        format = from_json(data).stored()
         try:
             format.check(weight_shape(modules[name]))
         except UserError as error:

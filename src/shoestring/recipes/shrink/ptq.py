@@ -49,6 +49,7 @@ from shoestring.report import (
     Table,
     Text,
     eval_table,
+    read_config,
     run_sections,
     write_report,
 )
@@ -59,6 +60,11 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
 
+# Settings that finished blocks depend on.
+DECIDING = (
+    *("model", "format", "rules", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
+    *("damping", "objective", "dtype"),
+)
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 
 
@@ -176,6 +182,13 @@ def run_folder(cfg: Config) -> Path:
         raise UserError(
             f"resume={folder}: nothing to go on with there, no block is finished or all are; start anew"
         )
+    saved, now = read_config(folder).get("config", {}), to_json(cfg)
+    for key in DECIDING:
+        if saved.get(key) != now[key]:
+            raise UserError(
+                f"resume={folder} was started with {key}={saved.get(key)}, its finished blocks do not fit "
+                f"{key}={now[key]}; leave {key} out or start a new run"
+            )
     return folder
 
 
