@@ -90,6 +90,7 @@ def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: 
     cli(*SMALL, "rules=*.mlp.*=nf3:g32;*.attn.*=int4:g32", f"method={method}", f"calib={source}", f"out=out-{method}",
         "memory_gb=0", f"run=run-{method}", "inputs=quantized")  # fmt: skip
     told = json.loads((here / f"out-{method}/quantization.json").read_text())
+    assert told["method"] == method
     assert {layer["format"] for layer in told["layers"]} == {"nf3:s2:g32", "int4:g32"}
     assert all(0 < layer["output_error"] < 0.2 for layer in told["layers"])
     assert load_model(here / f"out-{method}").model.blocks[0].mlp.up.packed  # type: ignore[union-attr]

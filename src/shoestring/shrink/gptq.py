@@ -44,7 +44,9 @@ class Gptq:
     static_groups: bool = False
     clip: Clip | None = None
 
-    name = "gptq"
+    @property
+    def name(self) -> str:
+        return "gptq+clip" if self.clip is not None else "gptq"
 
     def __post_init__(self) -> None:
         if self.damping <= 0:

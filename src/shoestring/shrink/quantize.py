@@ -35,9 +35,12 @@ HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `
 
 
 class Method(Protocol):
-    """How the weight of one layer is moved onto a grid. A `name` that tells it in reports."""
+    """How the weight of one layer is moved onto a grid."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For reports."""
+        ...
 
     def choose(
         self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
