@@ -58,21 +58,17 @@ def main() -> None:
         "tokens": len(test),
         "calibration_tokens": calibration.numel(),
     }
-    known = {(n["case"], n["config"].get("tokens")) for n in newest("ptq")} if args.missing else set()
-
-    dense = perplexity(model, test, context=args.context).value
+    known = {}
+    if args.missing:
+        known = {n["case"]: n["value"] for n in newest("ptq") if n["config"]["tokens"] == len(test)}
+    dense = known.get("dense") or perplexity(model, test, context=args.context).value
     print(f"{'dense':24} perplexity {dense:.2f}", flush=True)
-    if ("dense", len(test)) not in known:
-        save(
-            "dense",
-            dense,
-            dense,
-            {**common, "method": "dense", "format": "dense", "bits": 16.0, "group": 0},
-            {},
-        )
+    if "dense" not in known:
+        config = {**common, "method": "dense", "format": "dense", "bits": 16.0, "group": 0}
+        save("dense", dense, dense, config, {})
     shared: list[BlockStep] = []
     for name, label in cells(args):
-        if (f"{name} {label}", len(test)) in known:
+        if f"{name} {label}" in known:
             continue
         if not shared and usual_inputs(METHODS[name]) == "full":
             shared = list(walk(model, calibration, Calibration(inputs="full")))
