@@ -1,6 +1,6 @@
 """Tiny 2:4 training runs for the tests; run as a script it prints the losses of one mesh as JSON on rank 0.
 
-sparse24_runs.py DP METHOD ...
+sparse24_runs.py DP TP METHOD ...
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def fit(run: Run, steps: int, hooks: list[Hook], **options: Any) -> list[float]:
 
 
 def main() -> None:
-    mesh = open_mesh(MeshConfig(dp=int(sys.argv[1])), "cpu")
+    mesh = open_mesh(MeshConfig(dp=int(sys.argv[1]), tp=int(sys.argv[2])), "cpu")
     results = {}
-    for method in sys.argv[2:]:
+    for method in sys.argv[3:]:
         run, hooks = new_run(method, mesh=mesh)
         fit(run, 20, hooks)
         results[method] = [

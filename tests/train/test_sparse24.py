@@ -236,10 +236,11 @@ def test_sparse_adam_is_adamw_without_a_pull() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_ranks_equal_one(run_ranks: Callable[..., str]) -> None:
-    """FSDP2 over two processes: the same losses, flip rates, mask changes and strengths as one process."""
-    methods = ["controlled", "sste", "ast"]
-    out = run_ranks(2, Path(__file__).with_name("sparse24_runs.py"), "2", *methods)
+@pytest.mark.parametrize(("tp", "methods"), [("1", ["controlled", "sste", "ast"]), ("2", ["controlled"])])
+def test_ranks_equal_one_process(run_ranks: Callable[..., str], tp: str, methods: list[str]) -> None:
+    """FSDP2 over two processes, then tensor parallel: losses, flip rates, mask changes, strengths of one."""
+    script = Path(__file__).with_name("sparse24_runs.py")
+    out = run_ranks(2, script, "1" if tp == "2" else "2", tp, *methods)
     got = json.loads(next(x for x in out.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
     for method in methods:
         run, hooks = new_run(method)

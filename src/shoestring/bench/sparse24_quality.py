@@ -1,0 +1,200 @@
+"""Quality of 2:4 pre-training at equal steps: dense, half-width dense, SR-STE, FST, S-STE.
+
+    python -m shoestring.bench.sparse24_quality                     about 5 minutes of one CPU core
+    python -m shoestring.bench.sparse24_quality --size gpt2-124m    100M tokens a row, for a GPU
+
+Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
+dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
+FST and S-STE have the MVUE weight gradient. SR-STE's published form has the exact one ("SR-STE exact"); with MVUE
+it differs from the others in the weights alone. Its decay is the published 2e-4; FST's is found by its controller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoestring.bench.results import newest, record
+from shoestring.formats import Sparse24, convert, init_state
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.shards import Corpus, prepare
+from shoestring.train.sparse24 import (
+    DenseFinish,
+    FlipController,
+    FlipMeter,
+    MaskedDecay,
+    MaskRefresh,
+    NoiseClock,
+    sparse_layers,
+)
+from shoestring.train.trainer import Run, train
+
+BENCH = "sparse24_quality"
+CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "S-STE")
+EVAL_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    shape: dict[str, Any]
+    vocab_size: int
+    context: int
+    batch: int
+    micro: int
+    steps: int
+    warmup: int
+    lr: float
+    refresh: int
+    max_bytes: int | None = None
+    compile: CompileMode = "off"
+
+    @property
+    def flip_every(self) -> int:
+        return max(1, self.warmup // 10)  # ten measurements in the probe
+
+
+LLAMA_TINY = {
+    "d_model": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "d_ff": 384,
+}  # fmt: skip
+GPT2 = {
+    "d_model": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "d_ff": 3072,
+    "model_type": "gpt2", "norm": "layer", "act": "gelu_tanh", "positions": "learned",
+    "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+SIZES = {
+    "cpu": Size(LLAMA_TINY, 1024, 128, 8, 8, 150, 25, 2e-3, refresh=10, max_bytes=4_000_000),
+    "gpt2-124m": Size(GPT2, 32768, 1024, 32, 16, 3052, 200, 6e-4, refresh=40, compile="blocks"),
+}
+FORMATS = {
+    "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
+    "S-STE": Sparse24("soft", weight_grad="mvue"),
+    "SR-STE": Sparse24(weight_grad="mvue"),
+    "SR-STE exact": Sparse24(),
+}
+
+
+def measure(case: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
+    mesh = open_mesh(MeshConfig())
+    shape = {**size.shape, "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1)}
+    spec = ModelSpec(vocab_size=corpus.tokenizer.vocab_size, max_positions=size.context, **shape)
+    with torch.device("meta"):
+        model = Decoder(spec)
+        convert(model, [("*.mlp.*", FORMATS.get(case, Sparse24()))])
+    compute = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    parallelize(model, mesh, ParallelConfig(compile=size.compile, compute_dtype=compute))
+    materialize(model, mesh.device)
+    init_weights(model, seed)
+    init_state(model)
+    data = TokenData(corpus.train, context=size.context, batch=size.batch, micro=size.micro, seed=seed)
+    run = Run(model, adamw(model, lr=size.lr), mesh, RunLog(None, quiet=True))
+    began = time.perf_counter()
+    train(run, data, CrossEntropy(), steps=size.steps, hooks=make_hooks(case, size, model, seed),
+          schedule=warmup_cosine(size.lr, warmup=size.warmup, steps=size.steps))  # fmt: skip
+    seconds = round(time.perf_counter() - began, 1)
+    rows = run.log.history
+
+    def last(name: str, until: int = size.steps) -> float | None:
+        values = [row[name] for row in rows if name in row and row["step"] <= until]
+        return round(values[-1], 7) if values else None
+
+    return {
+        "loss": validation_loss(run, corpus, size),
+        "flip_rate_peak": round(max(row["flip_rate"] for row in rows if "flip_rate" in row), 6),
+        "flip_rate_at_5/6": last("flip_rate", size.steps - round(size.steps / 6)),
+        "mu": last("mu"),
+        "masked_decay": last("masked_decay"),
+        "seconds": seconds,
+        "d_ff": spec.d_ff,
+    }
+
+
+def make_hooks(case: str, size: Size, model: Decoder, seed: int) -> list[Hook]:
+    meter = FlipMeter(size.flip_every)
+    clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
+    if case == "FST":
+        decay, finish = MaskedDecay(0.0), size.steps - round(size.steps / 6)
+        servo = FlipController(model, meter, decay, probe=size.warmup)
+        return [clock, meter, MaskRefresh(size.refresh), decay, servo, DenseFinish(model, at=finish)]
+    if case == "S-STE":
+        return [clock, meter]
+    if case.startswith("SR-STE"):
+        return [clock, meter, MaskedDecay(2e-4)]
+    # At rest the layers are dense, and the meter shows the masks that they would have had.
+    for layer in sparse_layers(model):
+        layer.linear.rest()
+    return [meter]
+
+
+@torch.no_grad()
+def validation_loss(run: Run, corpus: Corpus, size: Size) -> float:
+    held_out = TokenData(corpus.val, context=size.context, batch=size.batch, micro=size.micro)
+    objective, loss, count = CrossEntropy(), 0.0, 0
+    run.model.eval()
+    for step in range(EVAL_BATCHES):
+        for micro in held_out.step(step):
+            micro = micro.to(run.mesh.device)
+            loss += float(objective(run.model, micro))
+            count += objective.count(micro)
+    return loss / count
+
+
+def dense_loss(config: dict[str, Any]) -> float | None:
+    """Of the newest dense line with the same settings; rows may be measured in several calls."""
+
+    def same(line: dict[str, Any]) -> bool:
+        return {**line["config"], "d_ff": 0} == {**config, "d_ff": 0}
+
+    found = [line["value"] for line in newest(BENCH) if line["case"] == "dense" and same(line)]
+    return found[-1] if found else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", nargs="*", default=CASES)
+    args = parser.parse_args()
+    size = SIZES[args.size]
+    corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=size.max_bytes)
+    for case in args.cases:
+        found = measure(case, size, corpus, args.seed)
+        loss = found.pop("loss")
+        config = {
+            "model": args.size, "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
+            "d_ff": found.pop("d_ff"), "batch": size.batch, "context": size.context, "steps": size.steps,
+            "seed": args.seed, "tokens": size.steps * size.batch * size.context, "lr": size.lr,
+            "vocab_size": corpus.tokenizer.vocab_size,
+        }  # fmt: skip
+        baseline = loss if case == "dense" else dense_loss(config)
+        record(
+            bench=BENCH,
+            case=case,
+            metric="validation loss",
+            unit="nats per token",
+            samples=[loss],
+            baseline="dense" if baseline else "",
+            baseline_value=baseline,
+            ratio=baseline / loss if baseline else None,
+            quality={k: v for k, v in found.items() if k != "seconds"},
+            config=config,
+            note=f"data=python, {EVAL_BATCHES * size.batch * size.context} validation tokens, "
+            f"{found['seconds']} s beside other work; no sparse kernels",
+        )
+        print(f"{case:14} validation loss {loss:.4f}  {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

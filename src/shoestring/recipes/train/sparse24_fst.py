@@ -1,0 +1,94 @@
+"""Pre-train with 2:4 sparse feed-forward layers, then finish densely (FST): the delivered model is dense.
+
+Run:     shoestring run train/sparse24_fst data=python steps=2000
+         shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
+         shoestring run train/sparse24_fst weight_grad=exact      without the random pruning of gradients
+         shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
+Needs:   a CPU for size=tiny and small; a GPU for the others. There is no sparse kernel yet: this recipe trains
+         what a sparse GPU would train, and takes longer than train/dense
+Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
+Expect:  flip_rate falls with the learning rate, mu settles between 0.6 and 0.95; quality is not measured yet beyond
+         a smoke test (python -m shoestring.bench.sparse24_quality)
+Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
+         masked_magnitude, mu and masked_decay, and the report plots them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from shoestring.config import option
+from shoestring.errors import UserError
+from shoestring.formats import Sparse24
+from shoestring.formats.convert import Rule
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder
+from shoestring.recipes.train import dense
+from shoestring.report import Curves, Section, Series
+from shoestring.runlog import read_jsonl
+from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
+from shoestring.train.sparse24 import (
+    DenseFinish,
+    FlipController,
+    FlipMeter,
+    MaskedDecay,
+    MaskRefresh,
+    NoiseClock,
+)
+
+
+@dataclass(frozen=True)
+class Config(dense.Config):
+    layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense")
+    weight_grad: Literal["mvue", "exact"] = option("mvue", "prune the output gradients too, or keep them")
+    refresh: int = option(40, "steps between new masks")
+    decay: float | None = option(None, "masked decay; none: found by the flip-rate controller")
+    probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up")
+    finish: float = option(1 / 6, "share of the steps at the end that are dense")
+    flip_every: int = option(10, "steps between measurements of the flip rate")
+
+
+def main(cfg: Config) -> Path:
+    if not 0 <= cfg.finish < 1:
+        raise UserError(f"finish={cfg.finish} is not a share of the steps; use 0 to 0.99, 1/6 is the paper's")
+    return dense.pretrain(
+        cfg,
+        "train/sparse24_fst",
+        rules=make_rules(cfg),
+        make_hooks=partial(make_hooks, cfg),
+        plots=flip_plots,
+    )
+
+
+def make_rules(cfg: Config) -> list[Rule]:
+    return [(cfg.layers, Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad))]
+
+
+def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
+    clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
+    meter, decay = FlipMeter(cfg.flip_every), MaskedDecay(cfg.decay or 0.0)
+    hooks: list[Hook] = [clock, meter, MaskRefresh(cfg.refresh), decay]
+    if cfg.decay is None:
+        probe = max(cfg.warmup, 2 * cfg.flip_every) if cfg.probe is None else cfg.probe
+        hooks.append(FlipController(model, meter, decay, probe=probe))
+    return [*hooks, DenseFinish(model, at=cfg.steps - round(cfg.finish * cfg.steps))]
+
+
+def flip_plots(folder: Path) -> list[Section]:
+    """Flip rate, magnitudes and the controller's mu against the step."""
+    rows = read_jsonl(folder / "metrics.jsonl")
+
+    def curves(title: str, label: str, *names: str) -> Curves:
+        picked = {n: [r for r in rows if r.get(n) is not None] for n in names}
+        series = [Series(n, [r["step"] for r in p], [r[n] for r in p]) for n, p in picked.items()]
+        return Curves(title, series, "step", label)
+
+    return [
+        curves("Flip rate", "share of the mask that one step changes", "flip_rate"),
+        curves("Kept and masked weights", "mean |w|", "kept_magnitude", "masked_magnitude"),
+        curves("Flip rate over that of a dense run", "mu", "mu"),
+    ]

@@ -1,0 +1,83 @@
+"""Pre-train with 2:4 sparse feed-forward layers to the end (S-STE): the delivered model is 2:4.
+
+Run:     shoestring run train/sparse24_sste data=python steps=2000
+         shoestring run train/sparse24_sste method=srste decay=2e-4      the older baseline
+         shoestring run train/sparse24_sste weight_grad=exact            without the random pruning of gradients
+         shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
+Needs:   a CPU for size=tiny and small; a GPU for the others. There is no sparse kernel yet: this recipe trains
+         what a sparse GPU would train, and takes longer than train/dense
+Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
+Expect:  every feed-forward weight is 2:4, which is checked before packing; quality is not measured yet beyond
+         a smoke test (python -m shoestring.bench.sparse24_quality)
+Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
+         metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from shoestring.config import option
+from shoestring.errors import UserError
+from shoestring.formats import Sparse24, convert, pack
+from shoestring.formats.convert import Rule
+from shoestring.kernels.sparse24 import is_24
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.recipes.train import dense
+from shoestring.recipes.train.sparse24_fst import flip_plots
+from shoestring.runlog import RunLog
+from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
+from shoestring.train.sparse24 import FlipMeter, MaskedDecay, NoiseClock
+
+
+@dataclass(frozen=True)
+class Config(dense.Config):
+    method: Literal["sste", "srste"] = option("sste", "soft threshold, or hard masks with decay (SR-STE)")
+    layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense")
+    weight_grad: Literal["mvue", "exact"] = option("mvue", "prune the output gradients too, or keep them")
+    decay: float = option(2e-4, "masked decay of method=srste")
+    flip_every: int = option(10, "steps between measurements of the flip rate")
+
+
+def main(cfg: Config) -> Path:
+    folder = dense.pretrain(
+        cfg,
+        "train/sparse24_sste",
+        rules=make_rules(cfg),
+        make_hooks=partial(make_hooks, cfg),
+        plots=flip_plots,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        save_packed(folder, cfg.layers)
+    return folder
+
+
+def make_rules(cfg: Config) -> list[Rule]:
+    return [(cfg.layers, Sparse24("soft" if cfg.method == "sste" else "row", weight_grad=cfg.weight_grad))]
+
+
+def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
+    clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
+    decay = [MaskedDecay(cfg.decay)] if cfg.method == "srste" else []
+    return [clock, FlipMeter(cfg.flip_every), *decay]
+
+
+def save_packed(folder: Path, layers: str) -> None:
+    """packed/ beside model/: the same weights without their zeros."""
+    loaded = load_model(folder / "model", dtype=torch.float32)
+    report = convert(loaded.model, [(layers, Sparse24())])
+    for changed in report.changed:
+        weight = loaded.model.get_parameter(f"{changed.name}.weight")
+        if not is_24(weight):
+            raise UserError(f"{changed.name} is not 2:4 after training; packing it would change the model")
+    pack(loaded.model)
+    save_model(folder / "packed", loaded.model, loaded.tokenizer)
+    RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")

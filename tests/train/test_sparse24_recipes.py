@@ -1,0 +1,91 @@
+"""The 2:4 recipes through the real command line, in miniature; resume; what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoestring.cli import run_cli
+from shoestring.kernels.sparse24 import is_24
+from shoestring.model import load_model
+from shoestring.runlog import read_jsonl
+
+TINY = [
+    *(
+        "size=tiny",
+        "d_model=32",
+        "num_layers=2",
+        "num_heads=2",
+        "num_kv_heads=2",
+        "d_ff=64",
+        "vocab_size=300",
+    ),
+    *("context=16", "batch=4", "warmup=2", "log_every=5", "eval_every=0", "flip_every=2", "device=cpu"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of {i * i} words" for i in range(1500)))
+
+
+def run(recipe: str, *options: str) -> None:
+    assert run_cli(["run", recipe, "data=text.txt", *TINY, *options]) == 0
+
+
+def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path) -> None:
+    run("train/sparse24_fst", "steps=18", "refresh=4", "save_every=10", "run=whole")
+    metrics = read_jsonl(tmp_path / "whole/metrics.jsonl")
+    for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "mu", "masked_decay"):
+        assert any(name in row for row in metrics), name
+    weights = load_file(tmp_path / "whole/model/model.safetensors")
+    assert not any("mask" in name for name in weights)
+    assert not is_24(weights["model.layers.0.mlp.up_proj.weight"])
+    page = (tmp_path / "whole/report.html").read_text()
+    assert "Flip rate" in page and "Kept and masked weights" in page
+
+    # The checkpoint of step 10 goes on to the same model.
+    for newer in (tmp_path / "whole/checkpoints").glob("step-*18"):
+        newer.rename(tmp_path / "later")
+    assert run_cli(["run", "train/sparse24_fst", "resume=whole"]) == 0
+    again = load_file(tmp_path / "whole/model/model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in weights.items())
+
+
+def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:
+    run("train/sparse24_sste", "steps=6", "run=out")
+    weights = load_file(tmp_path / "out/model/model.safetensors")
+    pruned = [name for name in weights if ".mlp." in name]
+    assert len(pruned) == 6 and all(is_24(weights[name]) for name in pruned)
+    assert not any(is_24(weights[name]) for name in weights if ".self_attn." in name)
+    packed = json.loads((tmp_path / "out/packed/shoestring.json").read_text())
+    assert {m["format"]["name"] for m in packed["modules"].values()} == {"sparse24"}
+    tokens = torch.arange(12)[None]
+    a, b = (load_model(tmp_path / "out" / kind).model(tokens) for kind in ("model", "packed"))
+    assert torch.equal(a, b)
+    run("train/sparse24_sste", "steps=3", "method=srste", "weight_grad=exact", "run=older")
+    assert is_24(load_file(tmp_path / "older/model/model.safetensors")["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_a_width_that_does_not_fit_is_said_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [o for o in TINY if not o.startswith("d_ff")]
+    code = run_cli(["run", "train/sparse24_fst", "data=text.txt", *options, "d_ff=60", "steps=2"])
+    err = capsys.readouterr().err
+    assert code == 2 and "mlp.down" in err and "multiple of 8, not 60" in err
+
+
+def test_the_snippet_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/methods/sparse24.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(snippets) == 1
+    names: dict[str, Any] = {"__name__": "snippet"}
+    exec(compile(snippets[0], "sparse24.md", "exec", dont_inherit=True), names)
+    assert names["model"][0].packed
