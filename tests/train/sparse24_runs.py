@@ -35,10 +35,11 @@ from shoestring.train.sparse24 import (
 from shoestring.train.sparse24_optim import SparseAdam
 from shoestring.train.trainer import Run, train
 
-METHODS = ("dense", "srste", "fst", "controlled", "sste", "ast", "stacked")
+METHODS = ("dense", "srste", "fst", "controlled", "sste", "ast", "cast", "stacked")
 FORMATS = {
     "dense": "sparse24", "srste": "sparse24", "fst": "sparse24:tile:held:mvue",
     "controlled": "sparse24:tile:held:mvue", "sste": "sparse24:soft:mvue", "ast": "sparse24:held",
+    "cast": "sparse24:held",
     "stacked": "sparse24:soft:mvue+int4:g8",
 }  # fmt: skip
 TOKENS = 64
@@ -84,9 +85,11 @@ def hooks_of(method: str, model: Decoder, mesh: Mesh) -> list[Hook]:
         return [clock, meter, MaskRefresh(4), decay, servo, DenseFinish(model, at=17)]
     if method == "ast":
         return [meter, MaskRefresh(4)]
-    if method == "dense":
+    if method in ("dense", "cast"):
         for layer in sparse_layers(model):
             layer.linear.rest()
+    if method == "cast":
+        return [meter, MaskRefresh(4, resting=True)]
     return [clock, meter]
 
 
@@ -103,8 +106,8 @@ def new_run(
     init_state(model)
     hooks = hooks_of(method, model, mesh)
     optimizer: Any = adamw(model, lr=1e-2)
-    if method == "ast":
-        optimizer = SparseAdam(model, lr=1e-2, strength=1e-2, anneal=8)
+    if method in ("ast", "cast"):
+        optimizer = SparseAdam(model, lr=1e-2, rule=method, strength=1e-2, anneal=8)  # type: ignore[arg-type]
     return Run(model, optimizer, mesh, RunLog(folder, main=mesh.is_main, quiet=True)), hooks
 
 

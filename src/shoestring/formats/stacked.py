@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats.base import Aux, Format, Parts, straight_through
+from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.rounding import to_dtype
 from shoestring.formats.sparse24 import OWN_NAMES, Sparse24
@@ -85,10 +85,6 @@ class Stacked(Format):
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         meta = self.first.empty_parts(shape, dtype)["meta"]
         return {"meta": meta, **self.second.empty_parts(kept_shape(shape), dtype)}
-
-    def fake(self, w: Tensor, state: Parts) -> Tensor:
-        # Detached trained state would need the second Format's own gradient; no Format that stacks has any.
-        return straight_through(w, self.decode(self.encode(w.detach(), state), w.dtype))
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
         parts = self.first.encode(w.float(), state)

@@ -48,13 +48,18 @@ def patterns() -> Tensor:
     return out
 
 
+@functools.cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The patterns, and their rows as indices into PAIRS, made once per device."""
+    return patterns().to(device), torch.tensor(pattern_rows(), device=device)
+
+
 def transposable_mask_ref(w: Tensor) -> Tensor:
     """bool mask of a [rows, cols] weight, both multiples of 4."""
     rows, cols = w.shape
     assert rows % TILE == 0 and cols % TILE == 0, f"{rows} x {cols} does not divide into 4x4 tiles"
     tiles = w.float().abs().unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE)).transpose(1, 2).flatten(0, 1)
-    table = patterns().to(w.device)
-    index = torch.tensor(pattern_rows(), device=w.device)
+    table, index = _tables(w.device)
     if tiles.shape[0] <= TILES_AT_ONCE:
         best = _best_pattern(tiles, index)
     else:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from shoestring.train.trainer import Run
 
 
+# Tokens between the positions of two ranks when nobody says how many a step has; 2**32 / 4 groups are there to share.
+FAR = 1 << 24
+
+
 @dataclass(frozen=True)
 class SparseLayer:
     """One layer and how it is, or would be, pruned."""
@@ -100,7 +104,7 @@ class NoiseClock(Hook):
         layers = sparse_layers(model, resting=True)
         self.linears = [x.linear for x in layers if x.pruning.weight_grad == "mvue"]
         rank, size = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp_size)
-        self.first = rank * (tokens_per_step // size or 1 << 32)
+        self.first = rank * (tokens_per_step // size or FAR)
         self.next = self.first
         for number, linear in enumerate(self.linears):
             _set_clocks(linear, seed=seed, layer=number, step=0, token=self.first)

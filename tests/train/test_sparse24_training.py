@@ -128,10 +128,22 @@ def test_every_method_learns_and_logs(method: str) -> None:
     assert min(losses[-3:]) < losses[0]
     counted = count_24(run.model)
     assert counted["layers"] == 6  # gate, up, down in two blocks
-    assert counted["layers_24"] == (0 if method in ("fst", "controlled", "dense") else 6)
+    assert counted["layers_24"] == (0 if method in ("fst", "controlled", "cast", "dense") else 6)
     rates = series(run, "flip_rate")
     assert sorted(rates) == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20] and all(0 <= r <= 1 for r in rates.values())
     assert all(series(run, "masked_magnitude")[s] < series(run, "kept_magnitude")[s] for s in rates)
+
+
+def test_cast_shrinks_what_it_will_prune() -> None:
+    ratio = {}
+    for method in ("dense", "cast"):
+        run, hooks = new_run(method)
+        fit(run, 20, hooks)
+        ratio[method] = series(run, "masked_magnitude")[20] / series(run, "kept_magnitude")[20]
+    assert ratio["cast"] < 0.9 * ratio["dense"]
+    for layer in sparse_layers(run.model, resting=True):
+        layer.linear.wake()
+    assert count_24(run.model) == {"layers": 6, "layers_24": 6}
 
 
 def test_recomputed_blocks_draw_the_same_noise() -> None:
