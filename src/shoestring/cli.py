@@ -157,6 +157,57 @@ def chat(
         messages.append({"role": "assistant", "content": text})
 
 
+@app.command()
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="SHOESTRING_API_KEY", help="A key clients must send; may be repeated."),
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="ngram, a draft model, or several joined by +: guesses tokens ahead.")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="Texts computed at the same time.")] = 8,
+    max_queue: Annotated[int, typer.Option(help="Texts that may wait; one more is refused.")] = 64,
+    max_context: Annotated[int | None, typer.Option(help="Prompt and new tokens of one text.")] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds to finish in after SIGTERM.")] = 30.0,
+    max_body_mb: Annotated[float, typer.Option(help="The largest request body.")] = 4.0,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web site whose pages may call; may be repeated.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file instead of the model's.")] = None,
+    metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
+    from shoestring.measure import pick_device, pick_dtype
+    from shoestring.serve.server import ServeOptions, main
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        model_name=model_name,
+        api_keys=tuple(api_key or ()),
+        drafter=drafter,
+        max_requests=max_requests,
+        max_queue=max_queue,
+        max_context=max_context,
+        deadline_s=deadline,
+        drain_s=drain,
+        max_body_mb=max_body_mb,
+        allow_origins=tuple(allow_origin or ()),
+        chat_template=chat_template,
+        metrics_prefix=metrics_prefix,
+    )
+    place = pick_device(device)
+    main(model, options, device=place, dtype=pick_dtype(dtype, place))
+
+
 @app.command("eval")
 def evaluate(
     model: ModelArgument,

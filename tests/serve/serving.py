@@ -55,12 +55,15 @@ def tiny_model(vocab_size: int, max_positions: int = 4096) -> Decoder:
 @contextlib.contextmanager
 def running(**options: object) -> Iterator[object]:
     """A Service on a free port of 127.0.0.1, in a thread of this process."""
+    from shoestring.serve.drafters import open_drafter
     from shoestring.serve.server import ServeOptions, Service, listen
 
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer.vocab_size)
     listener = listen("127.0.0.1", 0)
-    service = Service(model, tokenizer, ServeOptions(**options), listener, "tiny")  # type: ignore[arg-type]
+    made = ServeOptions(**options)  # type: ignore[arg-type]
+    drafter = None if made.drafter is None else open_drafter(made.drafter, model)
+    service = Service(model, tokenizer, made, listener, "tiny", drafter)
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
     wait_for(lambda: service.server.started)

@@ -91,6 +91,42 @@ def test_a_stream_says_the_same_as_the_whole_answer(client: Any, n: int) -> None
         assert alone.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
+def test_a_drafter_changes_no_text_and_is_marked(client: Any) -> None:
+    ask = {
+        "model": "tiny",
+        "prompt": "The dog. The dog. The",
+        "max_tokens": 60,
+        "temperature": 0.3,
+        "seed": 2,
+    }
+    biased = {**ask, "logit_bias": {"70": 3, "71": 3}, "frequency_penalty": -0.5, "logprobs": 1}
+    expected = [client.completions.create(**a).choices[0] for a in (ask, biased)]
+    with running(drafter="ngram") as service:
+        drafted = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
+        got = [drafted.completions.create(**a).choices[0] for a in (ask, biased)]
+        assert [g.text for g in got] == [e.text for e in expected]
+        assert got[1].logprobs.tokens == expected[1].logprobs.tokens
+        assert got[1].logprobs.token_logprobs == pytest.approx(expected[1].logprobs.token_logprobs, abs=1e-3)
+        service.engine.goodput = None  # always draft, whether it pays or not
+        marked = {**biased, "logprobs": None, "stream": True, "extra_body": {"mark_drafts": True}}
+        tokens = [t for c in drafted.completions.create(**marked) for t in c.choices[0].tokens]
+        assert len(tokens) == len(expected[1].logprobs.tokens)
+        spelt = b"".join(bytes(t["bytes"]) for t in tokens).decode(errors="replace")
+        assert spelt.startswith(expected[1].text)
+        assert 0 < sum(t["drafted"] for t in tokens) <= service.engine.stats.num_accepted
+        metrics = httpx.get(f"{service.url}/metrics").text
+        assert 'spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}' in metrics
+
+
+def test_a_prompt_asked_again_is_cached(client: Any) -> None:
+    prompt = "A prompt that nobody has asked before, long enough for some blocks of keys and values. " * 2
+    cached = []
+    for _ in range(2):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0 < cached[1] < answer.usage.prompt_tokens
+
+
 def test_many_prompts_of_all_kinds_in_one_request(client: Any) -> None:
     tokenizer = tiny_tokenizer()
     texts = ["The quick brown", "def main"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -167,12 +168,11 @@ def test_unread_text_is_merged_not_piled_up() -> None:
 def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     save_model(tmp_path / "tiny", tiny_model(tokenizer.vocab_size), tokenizer)
-    code = (
-        "from shoestring.serve.server import ServeOptions, main;"
-        f"main({str(tmp_path / 'tiny')!r}, ServeOptions(port=0, drain_s=20))"
-    )
+    options = ["--port", "0", "--drain", "20", "--device", "cpu", "--drafter", "ngram"]
+    command = [sys.executable, "-m", "shoestring", "serve", str(tmp_path / "tiny"), *options]
+    env = {**os.environ, "SHOESTRING_API_KEY": "secret"}
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen([sys.executable, "-c", code], stderr=log, env={**os.environ})
+        server = subprocess.Popen(command, stderr=log, env=env)
     try:
         log_text = (tmp_path / "log").read_text
         wait_for(lambda: "playground at" in log_text() or server.poll() is not None, 90)
@@ -180,7 +180,8 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
         assert found, log_text()
         url = found[1]
         body = {**LONG, "max_tokens": 200, "stream": True}
-        with httpx.stream("POST", url + TEXT, json=body, timeout=60) as answer:
+        key = {"Authorization": "Bearer secret"}
+        with httpx.stream("POST", url + TEXT, json=body, timeout=60, headers=key) as answer:
             lines = answer.iter_lines()
             first = next(lines)
             server.send_signal(signal.SIGTERM)
@@ -216,3 +217,11 @@ def test_bad_options_are_said_before_the_model_is_loaded() -> None:
         ServeOptions(api_keys=(" ",))
     with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_without_fastapi_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("server", "api"):
+        monkeypatch.delitem(sys.modules, f"shoestring.serve.{name}")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(UserError, match=r"fastapi.*pip install 'shoestring\[serve\]'"):
+        importlib.import_module("shoestring.serve.server")

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from serving import running
 
+from shoestring.serve import DraftModel
+
 CHROMIUM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None
 )
@@ -99,6 +101,8 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 @pytest.mark.slow
 def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, tmp_path: Path) -> None:
     with running(api_keys=("secret",)) as service:
+        service.engine.drafter = DraftModel(service.engine.model)  # guesses well
+        service.engine.eos_ids = set()
         browser.call("Page.navigate", url=service.url + "/")
         browser.wait_for("document.readyState === 'complete' && !!document.getElementById('model')")
         browser.wait_for("document.getElementById('model').textContent.includes('API key')")
@@ -118,6 +122,8 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         browser.run("$('max_tokens').value = 4000; $('text').value = 'More'; $('ask').requestSubmit()")
         browser.wait_for("document.querySelectorAll('.assistant .body')[1].textContent.length > 20")
         browser.wait_for("$('running').textContent === '1' && Number($('rate').textContent) > 0")
+        browser.wait_for("document.querySelectorAll('.assistant .body .drafted').length > 5")
+        assert not browser.run("$('drafts').hidden")
         browser.screenshot(Path(os.environ.get("SHOESTRING_SCREENSHOT", tmp_path / "playground.png")))
         browser.run("$('stop').click()")
         browser.wait_for("document.querySelectorAll('.assistant:not(.writing)').length === 2")

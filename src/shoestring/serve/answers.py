@@ -49,6 +49,7 @@ class Answer:
     logprobs: bool
     chat: bool
     include_usage: bool = False
+    mark_drafts: bool = False
     id: str = ""
     created: int = 0
     choices: list[Choice] = field(default_factory=list)
@@ -109,14 +110,14 @@ class Answer:
         if self.chat:
             if not choice.begun:
                 found.append(self._chat_chunk(index, {"role": "assistant", "content": ""}))
-            if delta.text or (says and self.logprobs):
-                found.append(self._chat_chunk(index, {"content": delta.text}, delta.logprobs))
+            if delta.text or (says and (self.logprobs or self.mark_drafts)):
+                found.append(self._chat_chunk(index, {"content": delta.text}, delta))
             if delta.finish_reason is not None:
                 found.append(self._chat_chunk(index, {}, finish_reason=delta.finish_reason))
         elif says or delta.finish_reason is not None:
             before = "" if choice.begun or self.echo is None else self.echo[index // self.n]
             logprobs = self._text_logprobs(index, delta.logprobs)
-            part = {"index": index, "text": before + delta.text, "logprobs": logprobs}
+            part = {"index": index, "text": before + delta.text, "logprobs": logprobs, **self._marks(delta)}
             found.append(self._event([{**part, "finish_reason": delta.finish_reason}]))
         choice.begun = choice.begun or bool(found)
         return found
@@ -128,14 +129,22 @@ class Answer:
     def _chat_chunk(
         self,
         index: int,
-        delta: dict[str, Any],
-        logprobs: Sequence[TokenLogprob] = (),
+        said: dict[str, Any],
+        delta: Delta | None = None,
         finish_reason: str | None = None,
     ) -> str:
-        told = self._chat_logprobs(logprobs) if logprobs else None
+        told = self._chat_logprobs(delta.logprobs) if delta is not None and delta.logprobs else None
+        marks = {} if delta is None else self._marks(delta)
         return self._event(
-            [{"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}]
+            [{"index": index, "delta": said, "logprobs": told, "finish_reason": finish_reason, **marks}]
         )
+
+    def _marks(self, delta: Delta) -> dict[str, Any]:
+        """Who wrote each token of a chunk, for clients that asked; an addition to OpenAI's form."""
+        if not self.mark_drafts:
+            return {}
+        pairs = zip(delta.token_ids, delta.drafted, strict=True)
+        return {"tokens": [{"bytes": list(self.token_bytes(t)), "drafted": d} for t, d in pairs]}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
         chunk = {

@@ -128,6 +128,7 @@ class Api:
             ask.num_logprobs is not None,
             ask.chat,
             ask.include_usage,
+            ask.mark_drafts,
         )
         mailbox = Mailbox()
         deadline = time.monotonic() + self.settings.deadline_s
@@ -257,6 +258,7 @@ class Api:
         return JSONResponse(
             {
                 "model": self.settings.model_name,
+                "drafter": self.loop.engine.drafter is not None,
                 "chat": self.tokenizer.chat_template is not None,
                 "max_context": self.limits.max_context,
                 "max_running": self.loop.max_running,

@@ -44,6 +44,7 @@ class Ask:
     no_new_tokens: bool = False
     stream: bool = False
     include_usage: bool = False
+    mark_drafts: bool = False
 
 
 def completion_ask(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> Ask:
@@ -67,6 +68,7 @@ def completion_ask(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -
         max_tokens == 0,
         bool(body.stream),
         _wants_usage(body),
+        bool(body.mark_drafts),
     )
 
 
@@ -87,6 +89,7 @@ def chat_ask(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: Gra
         body.num_logprobs,
         stream=bool(body.stream),
         include_usage=_wants_usage(body),
+        mark_drafts=bool(body.mark_drafts),
     )
 
 

@@ -45,6 +45,7 @@ class Delta:
     finish_reason: str | None = None
     num_cached: int = 0
     error: ApiError | None = None
+    drafted: tuple[bool, ...] = ()  # for each token, whether the drafter had guessed it
 
     def then(self, later: Delta) -> Delta:
         return Delta(
@@ -55,6 +56,7 @@ class Delta:
             later.finish_reason or self.finish_reason,
             max(self.num_cached, later.num_cached),
             later.error or self.error,
+            self.drafted + later.drafted,
         )
 
 
@@ -282,9 +284,15 @@ class EngineLoop:
             num = len(output.token_ids)
             logprobs = job.sampling.trace.logprobs[job.num_sent : job.num_sent + num]
             job.num_sent += num
-            cached = getattr(output.request, "num_cached", 0)
             reason = output.finish_reason
-            delta = Delta(output.text, tuple(output.token_ids), tuple(logprobs), None, reason, cached)
+            delta = Delta(
+                output.text,
+                tuple(output.token_ids),
+                tuple(logprobs),
+                finish_reason=reason,
+                num_cached=output.request.num_cached,
+                drafted=tuple(i < output.num_accepted for i in range(num)),
+            )
             self._time_tokens(job, num, now)
             self._tell(job, delta)
             if reason is not None:
@@ -392,9 +400,8 @@ class EngineLoop:
 
 def kv_usage(engine: Engine) -> float:
     """Share of the key/value memory that running requests hold; what is merely cached can be had."""
-    pool = getattr(engine.cache, "pool", engine.cache)
-    available = getattr(pool, "num_available", pool.num_free)
-    return pool.num_used / max(1, pool.num_used + available)
+    pool = engine.cache.pool
+    return pool.num_used / pool.num_blocks
 
 
 class _Rate:

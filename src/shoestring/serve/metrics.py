@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from shoestring.serve.engine import Stats
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -53,13 +55,13 @@ class Metrics:
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.text_length = histogram("request_generation_tokens", "New tokens per request", _TOKENS)
 
-    def count_stats(self, stats: object) -> None:
+    def count_stats(self, stats: Stats) -> None:
         """Bring the counters that the engine keeps itself up to date."""
         for name, counter in self._kept.items():
-            total = getattr(stats, name, 0)
+            total = getattr(stats, name)
             counter.inc(total - self._counted.get(name, 0))
             self._counted[name] = total
-        for place, total in enumerate(getattr(stats, "accepted_at", ())):
+        for place, total in enumerate(stats.accepted_at):
             self.accepted_at.labels(self._model, place).inc(total - self._counted.get(f"at {place}", 0))
             self._counted[f"at {place}"] = total
 

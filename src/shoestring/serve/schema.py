@@ -82,6 +82,7 @@ class Body(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
+    mark_drafts: bool | None = None  # say in a stream which tokens a drafter had guessed
 
     # OpenAI parameters that change nothing here, and values of unsupported ones that ask for nothing.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})

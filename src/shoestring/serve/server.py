@@ -40,9 +40,10 @@ except ModuleNotFoundError as error:
         f"the server needs the package {error.name}, which is not installed; pip install 'shoestring[serve]'"
     ) from error
 
+from shoestring.serve.drafters import Drafter, open_drafter
 from shoestring.serve.engine import Engine
 from shoestring.serve.logits import with_rules
-from shoestring.serve.verify import coupled
+from shoestring.serve.verify import verify
 
 log = logging.getLogger("shoestring.serve")
 
@@ -57,6 +58,8 @@ class ServeOptions:
     max_queue: int = 64  # texts that may wait; one more is a 429
     max_context: int | None = None  # default: the model's positions
     chunk: int = 512  # rows per step
+    num_blocks: int | None = None  # key/value memory in blocks of 16 positions; default: grows with need
+    drafter: str | None = None  # 'ngram', the path of a draft model, or several joined by '+'
     deadline_s: float = 600.0  # a request that takes longer is ended
     drain_s: float = 30.0  # time to finish after SIGTERM
     max_body_mb: float = 4.0
@@ -84,7 +87,13 @@ class Service:
     """A model being served: `run` blocks until `stop` is called or a signal comes."""
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, options: ServeOptions, listener: socket.socket, name: str
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        options: ServeOptions,
+        listener: socket.socket,
+        name: str,
+        drafter: Drafter | None = None,
     ) -> None:
         self.options, self._listener = options, listener
         self.engine = Engine(
@@ -93,7 +102,11 @@ class Service:
             max_requests=options.max_requests,
             max_context=options.max_context,
             chunk=options.chunk,
-            verify=with_rules(coupled),
+            num_blocks=options.num_blocks,
+            drafter=drafter,
+            # The coupled rule: texts are a function of their seed, with a drafter or without.
+            rule="coupled",
+            verify=with_rules(verify),
         )
         self.loop = EngineLoop(
             self.engine,
@@ -196,7 +209,10 @@ def main(
         loaded.model.eval()
         _log_to_stderr()
         name = options.model_name or Path(model_path).resolve().stem
-        service = Service(loaded.model, loaded.tokenizer, options, listener, name)
+        drafter = None
+        if options.drafter is not None:
+            drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
+        service = Service(loaded.model, loaded.tokenizer, options, listener, name, drafter)
         if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
             log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
         chat = "" if loaded.tokenizer.chat_template else " (no chat template: completions only)"

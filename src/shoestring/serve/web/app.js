@@ -32,6 +32,7 @@ function settings() {
     frequency_penalty: Number($("frequency_penalty").value),
     stream: true,
     stream_options: { include_usage: true },
+    mark_drafts: true,
   };
   if ($("seed").value !== "") body.seed = Number($("seed").value);
   const stops = $("stops").value.split("\n").filter((line) => line !== "");
@@ -56,6 +57,31 @@ function show(role, text) {
     root: message,
     body: message.querySelector(".body"),
     facts: message.querySelector(".facts"),
+  };
+}
+
+// Appends text to an element, coloured by who wrote it. Tokens tell how many characters are whose; text can
+// come later than its tokens (a stop string may be in the making), so what they promise is kept until then.
+function painter(element) {
+  const decoder = new TextDecoder();
+  const owed = []; // [characters, drafted]
+  return (text, tokens) => {
+    for (const token of tokens || []) {
+      const part = decoder.decode(new Uint8Array(token.bytes), { stream: true });
+      if (part) owed.push([part.length, token.drafted]);
+    }
+    while (text) {
+      const [length, drafted] = owed.shift() || [text.length, false];
+      const piece = text.slice(0, length);
+      if (piece.length < length) owed.unshift([length - piece.length, drafted]);
+      text = text.slice(piece.length);
+      if (drafted) {
+        const span = document.createElement("span");
+        span.className = "drafted";
+        span.textContent = piece;
+        element.append(span);
+      } else element.append(piece);
+    }
   };
 }
 
@@ -98,7 +124,9 @@ async function ask(text) {
   setBusy(true);
   const began = performance.now();
   let first = null;
-  let pieces = 0;
+  let tokens = 0;
+  let drafted = 0;
+  const paint = painter(answer.body);
   let reason = null;
   let usage = null;
   try {
@@ -115,13 +143,16 @@ async function ask(text) {
       const choice = part.choices[0];
       if (!choice) continue;
       reason = choice.finish_reason || reason;
-      const piece = isChat ? choice.delta.content : choice.text;
-      if (!piece) continue;
-      first = first ?? performance.now();
-      pieces += 1;
-      answer.body.append(piece);
-      const rate = pieces / Math.max(0.05, (performance.now() - first) / 1000);
-      answer.facts.textContent = `about ${rate.toFixed(1)} tok/s`;
+      paint((isChat ? choice.delta.content : choice.text) || "", choice.tokens);
+      if (!choice.tokens || !choice.tokens.length) continue;
+      const now = performance.now();
+      if (first === null) first = now;
+      else {
+        // The first piece began the clock, so it does not count.
+        tokens += choice.tokens.length;
+        answer.facts.textContent = `${(tokens / Math.max(0.001, (now - first) / 1000)).toFixed(1)} tok/s`;
+      }
+      drafted += choice.tokens.filter((token) => token.drafted).length;
       const box = $("messages");
       if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;
     }
@@ -137,11 +168,12 @@ async function ask(text) {
   if (reason) {
     const facts = [reason];
     if (usage) {
-      const tokens = usage.completion_tokens;
-      facts.unshift(`${usage.prompt_tokens} + ${tokens} tokens`);
-      if (first !== null && tokens > 1) {
+      const total = usage.completion_tokens;
+      facts.unshift(`${usage.prompt_tokens} + ${total} tokens`);
+      if (drafted) facts.push(`${Math.round((100 * drafted) / total)}% drafted`);
+      if (first !== null && total > 1) {
         facts.push(`first after ${((first - began) / 1000).toFixed(2)} s`);
-        facts.push(`then ${((tokens - 1) / Math.max(0.001, (end - first) / 1000)).toFixed(1)} tok/s`);
+        facts.push(`then ${((total - 1) / Math.max(0.001, (end - first) / 1000)).toFixed(1)} tok/s`);
       }
     }
     answer.facts.textContent = facts.join(" · ");
@@ -194,6 +226,9 @@ async function poll() {
     $("kv").value = stats.kv_usage;
     $("kv-text").textContent = `${Math.round(100 * stats.kv_usage)}%`;
     $("rate").textContent = stats.tokens_per_s.toFixed(1);
+    $("drafts").hidden = !stats.drafter;
+    const share = stats.num_drafted ? (100 * stats.num_accepted) / stats.num_drafted : 0;
+    $("accepted").textContent = `${share.toFixed(0)}%`;
     if (!known) {
       known = true;
       if (!stats.chat) {
