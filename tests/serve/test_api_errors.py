@@ -224,7 +224,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.booleans() | st.integers(0, 20),
     "top_logprobs": st.integers(0, 20),
     "echo": st.booleans(),
-    "response_format": st.just({"type": "text"}),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
+    | st.builds(lambda x: {"type": "json_schema", "json_schema": {"name": "x", "schema": x}}, json_st),
+    "mark_drafts": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "user": json_st,
     "tools": json_st,
