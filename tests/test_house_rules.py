@@ -74,7 +74,7 @@ def test_help_comes_at_once() -> None:
     assert (
         after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     )  # seconds of processor time
-    for verb in ("demo", "recipes", "run", "generate", "chat", "eval", "inspect", "export"):
+    for verb in ("demo", "recipes", "run", "generate", "chat", "eval", "inspect", "export", "serve"):
         assert verb in out
 
 
