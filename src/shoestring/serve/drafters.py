@@ -11,7 +11,7 @@
 Sampling: under the `coupled` rule a draft model uses the target's noise, so both draw the same token when
 their distributions agree. Under `token` and `block` it draws with noise of its own and reports the
 distribution it drew from. Whether to draft may depend on the text, never on a token drawn just now: that
-would change the distribution (infer: dropping unlikely drafts unverified is biased).
+would change the distribution (docs/methods/speculation.md has an example).
 
 Left out: trees, drafters with a trimmed vocabulary or another tokenizer, drafting with the target's own
 layers.
