@@ -7,8 +7,8 @@ Run:     shoestring run train/sparse24_fst data=python steps=2000
 Needs:   a CPU for size=tiny and small; a GPU for the others. There is no sparse kernel yet: this recipe trains
          what a sparse GPU would train, and takes longer than train/dense
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
-Expect:  flip_rate falls with the learning rate, mu settles between 0.6 and 0.95; quality is not measured yet beyond
-         a smoke test (python -m shoestring.bench.sparse24_quality)
+Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. Smoke test of 150 steps at width 128
+         (bench/sparse24_quality): validation loss 5.52, dense 5.47; nothing larger is measured yet
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
          masked_magnitude, mu and masked_decay, and the report plots them
 """

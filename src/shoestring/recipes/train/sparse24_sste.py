@@ -7,8 +7,8 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
 Needs:   a CPU for size=tiny and small; a GPU for the others. There is no sparse kernel yet: this recipe trains
          what a sparse GPU would train, and takes longer than train/dense
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
-Expect:  every feed-forward weight is 2:4, which is checked before packing; quality is not measured yet beyond
-         a smoke test (python -m shoestring.bench.sparse24_quality)
+Expect:  every feed-forward weight is 2:4, which is checked before packing. Smoke test of 150 steps at width 128
+         (bench/sparse24_quality): validation loss 5.61, dense 5.47; nothing larger is measured yet
 Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
          metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them
 """
