@@ -200,6 +200,9 @@ def test_generate_streams_the_engines_text(
     shown = cli("generate", model_folder, "-", *options, "--stats").out
     assert shown.startswith(f"the quick{expected}\n")
     assert "12 new tokens" in shown or "end" in shown
+    drafted = cli("generate", model_folder, "the quick", *options, "--drafter", model_folder, "--stats").out
+    assert drafted.startswith(f"the quick{expected}\n")  # guessing ahead never changes the text
+    assert "drafted tokens accepted" in drafted
 
 
 def test_chat_reads_lines_from_a_pipe(

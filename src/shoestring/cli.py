@@ -105,6 +105,9 @@ def generate(
     min_p: MinPOption = 0.0,
     seed: SeedOption = None,
     stop: StopOption = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Guess ahead with ngram, a draft model's path, or both: ngram+PATH.")
+    ] = None,
     stats: StatsOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -118,7 +121,8 @@ def generate(
     loaded = _load(model, device, dtype)
     tokens = need_tokenizer(loaded).encode(text)
     limit = loaded.spec.max_positions
-    engine = _engine(loaded, limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens))
+    context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
+    engine = _engine(loaded, context, drafter)
     print(text, end="", flush=True)
     _stream(engine, tokens, sampling, stats)
 
@@ -307,10 +311,14 @@ def _load(path: str, device: str, dtype: str) -> Loaded:
     return ready(loaded)
 
 
-def _engine(loaded: Loaded, context: int) -> Engine:
-    from shoestring.serve import Engine
+def _engine(loaded: Loaded, context: int, drafter: str | None = None) -> Engine:
+    from shoestring.serve import Engine, open_drafter
 
-    return Engine(loaded.model, loaded.tokenizer, max_requests=1, max_context=context)
+    guess = None
+    if drafter is not None:
+        device, dtype = loaded.model.embed.weight.device, loaded.model.compute_dtype
+        guess = open_drafter(drafter, loaded.model, device=str(device), dtype=dtype)
+    return Engine(loaded.model, loaded.tokenizer, max_requests=1, max_context=context, drafter=guess)
 
 
 def _stream(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool) -> str:
@@ -328,6 +336,10 @@ def _stream(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool) 
         num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
         rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
         print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
+        s = engine.stats
+        if s.num_drafted:
+            share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
+            print(f"[{share}, {s.num_steps} steps]")
     return "".join(pieces)
 
 
