@@ -1,0 +1,49 @@
+"""Every table in the pages is what results/ says, and a results line has the one schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoestring.bench.results import newest, record
+from shoestring.bench.tables import MARKED, PAGES, REPO, TABLES, rewrite
+
+KEYS = {
+    "bench", "case", "metric", "unit", "value", "p20", "p80", "baseline", "baseline_value", "ratio", "quality",
+    "config", "device", "versions", "commit", "date", "note",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if (REPO / p).exists()])
+def test_tables_are_generated_from_results(page: str) -> None:
+    text = (REPO / page).read_text()
+    assert rewrite(text) == text, f"{page} is stale: run python -m shoestring.bench.tables"
+
+
+def test_a_number_typed_by_hand_is_found() -> None:
+    text = (REPO / "README.md").read_text()
+    table = MARKED.search(text)
+    assert table is not None and table[2] in TABLES
+    digit = next(c for c in table[0] if c.isdigit())
+    assert rewrite(text.replace(table[0], table[0].replace(digit, "7" if digit != "7" else "8"))) == text
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "results").glob("*.jsonl")), ids=lambda p: p.stem)
+def test_results_follow_the_schema(path: Path) -> None:
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        assert set(line) == KEYS
+        assert line["bench"] == path.stem
+        assert line["p20"] <= line["value"] <= line["p80"]
+        assert line["commit"] and line["device"] and line["versions"]
+
+
+def test_the_newest_line_counts(tmp_path: Path) -> None:
+    for value in (1.0, 3.0, 2.0):
+        record(bench="b", case="c", metric="m", unit="u", samples=[value], config={"n": 1}, folder=tmp_path)
+    record(bench="b", case="c", metric="m", unit="u", samples=[1, 9, 5], config={"n": 2}, folder=tmp_path)
+    lines = newest("b", tmp_path)
+    assert [n["value"] for n in lines] == [2.0, 5.0]
+    assert (lines[1]["p20"], lines[1]["p80"]) == (1.0, 9.0) or lines[1]["p20"] <= 5 <= lines[1]["p80"]
