@@ -22,6 +22,7 @@ from types import FrameType
 import torch
 
 from shoestring.errors import UserError
+from shoestring.formats import keep_decoded
 from shoestring.model.folder import load_model
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
@@ -207,6 +208,8 @@ def main(
         if template is not None:
             loaded.tokenizer.chat_template = template
         loaded.model.eval()
+        if torch.device(device).type == "cpu":  # no kernels for packed weights there: decoded once
+            keep_decoded(loaded.model, dtype=dtype)
         _log_to_stderr()
         name = options.model_name or Path(model_path).resolve().stem
         drafter = None
