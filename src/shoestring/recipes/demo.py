@@ -316,5 +316,7 @@ def ask(loaded: Loaded, question: str) -> str:
 
 
 def size_plot(title: str, rows: list[dict[str, Any]]) -> Scatter:
-    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows]
+    # "small, gptq+clip" in int2 is labelled "int2:g64 gptq+clip".
+    names = [f"{r['format']} {r['model'].partition(', ')[2]}".strip() for r in rows]
+    points = [(name, r["megabytes"], r["perplexity"]) for name, r in zip(names, rows, strict=True)]
     return Scatter(title, points, "MB", "perplexity (lower is better)")
