@@ -248,9 +248,11 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
     out = cli("demo", *options, f"run={tmp_path / 'demo'}")
     assert "skipped" in out and "report" in out
     rows: list[dict[str, Any]] = read_jsonl(tmp_path / "demo" / "evals.jsonl")
-    assert [r["format"].split(":")[0] for r in rows] == ["dense", "int4", "nf3"]
+    assert [r["format"].split(":")[0] for r in rows] == ["dense", "int4", "nf3", "int2", "int2"]
+    assert [r["model"] for r in rows[3:]] == ["small, rtn", "small, gptq+clip"]
     sizes = [r["megabytes"] for r in rows]
     assert sizes == sorted(sizes, reverse=True)
+    assert "'completion_tokens': " in out  # what the server answered
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page
     assert all(f"[{number}/{len(demo.STAGES)}] " in out for number in range(1, len(demo.STAGES) + 1))
