@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoestring.bench.results import newest, record
+from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import pack, parse_format, unpack
 from shoestring.model import load_model
@@ -35,6 +35,36 @@ CELLS = (
     *("int3:g64", "nf3:s2:g64", "nf3:s1:g64", "int2:g64", "nf2:s2:g64", "int4:g64", "nf4:s2:g64"),
     *("int3:g192", "nf3:s2:g192", "nf3:s1:g192", "int2:g192", "nf2:s2:g192", "int4:g192", "nf4:s2:g192"),
 )
+
+
+def table() -> str:
+    """One row a grid, one column a method; what was not measured is empty."""
+    lines = newest("ptq")
+    methods = [
+        m
+        for m in ("rtn", "clip", "awq", "gptq", "gptq+clip")
+        if any(n["config"]["method"] == m for n in lines)
+    ]
+    found = {(n["config"]["format"], n["config"]["method"]): n for n in lines}
+    rows = []
+    for label in sorted({f for f, _ in found if f != "dense"}, key=_grid_order):
+        cells = {m: found.get((label, m)) for m in methods}
+        bits = next(n["config"]["bits"] for n in cells.values() if n is not None)
+        rows.append([label, f"{bits:.2f}", *(f"{n['value']:.1f}" if n else "" for n in cells.values())])
+    dense = found["dense", "dense"]
+    config = next(n["config"] for n in lines if n["case"] != "dense")
+    said = (
+        f"\n\nPerplexity of {config['model']} on the first {config['tokens']:,} tokens of the WikiText-2 test text "
+        f"(tokenised edition), context {config['context']}; unquantized {dense['value']:.2f}. Calibrated on "
+        f"{config['calibration_tokens']:,} tokens of the validation text."
+    )
+    return markdown(["format", "bits/weight", *methods], rows) + said + provenance(lines)
+
+
+def _grid_order(label: str) -> tuple[int, int, str]:
+    """int4:g64 before nf4:s1:g64 before int4:g192 before int3:g64."""
+    kind, *options = label.split(":")
+    return -int(kind[-1]), int(options[-1][1:]), label
 
 
 def main() -> None:

@@ -73,6 +73,18 @@ def newest(bench: str, folder: Path | None = None) -> list[dict[str, Any]]:
     return list(lines.values())
 
 
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def provenance(lines: list[dict[str, Any]]) -> str:
+    """Where the numbers come from, in one line under the table."""
+    devices = sorted({f"{n['device']}, torch {n['versions'].get('torch', '?')}" for n in lines})
+    commits = sorted({n["commit"] for n in lines})
+    return f"\n\n{'; '.join(devices)}; commit {', '.join(commits)}; {max(n['date'] for n in lines)}."
+
+
 def spread(samples: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(samples)
     last = len(ordered) - 1

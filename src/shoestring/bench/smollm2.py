@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shoestring.bench.results import record
+from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import convert, pack, parse_format, unpack
@@ -23,6 +23,23 @@ from shoestring.model import load_model
 from shoestring.model.gguf import find_smollm2
 
 FORMATS = ("dense", "int4:g64", "nf4:g64", "int3:g64", "nf3:s1:g64", "nf3:g64")
+
+
+def table() -> str:
+    lines = newest("smollm2")
+    tasks = sorted({name for n in lines for name in n["quality"] if name.startswith("accuracy_")})
+    rows = [
+        [
+            n["case"],
+            f"{n['config']['bits']:.2f}",
+            f"{n['value']:.2f}",
+            *[f"{100 * n['quality'][t]:.1f}" if t in n["quality"] else "" for t in tasks],
+        ]
+        for n in lines
+    ]
+    header = ["SmolLM2-135M-Instruct", "bits/weight", "perplexity"]
+    header += [t.removeprefix("accuracy_") + ", %" for t in tasks]
+    return markdown(header, rows) + provenance(lines)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shoestring.bench.results import record
+from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
@@ -222,6 +222,30 @@ def run_case(name: str, compile: CompileMode, repeats: int, budget_s: float) -> 
         "loss_gap": gap,
         "memory": memory,
     }
+
+
+def table() -> str:
+    lines = newest("train_dense")
+    speed = {
+        n["config"]["model"]: n for n in lines if n["metric"] == "tokens_per_s" and n["case"] == "shoestring"
+    }
+    memory = {(n["config"]["model"], n["case"]): n for n in lines if n["metric"] == "peak_memory"}
+    rows = []
+    for model, line in speed.items():
+        ours, bare = memory[model, "shoestring"], memory[model, line["baseline"]]
+        rows.append(
+            [
+                f"{model}, {line['config']['batch']}x{line['config']['context']}",
+                f"{line['value']:,.0f}",
+                f"{line['baseline_value']:,.0f}",
+                f"{line['ratio']:.3f}",
+                f"{ours['value']:.1f}",
+                f"{ours['baseline_value']:.1f}",
+                f"{bare['value']:.1f}",
+            ]
+        )
+    header = ["model", "ours, tokens/s", "bare loop", "ratio", "peak GiB", "plain loss", "bare loop"]
+    return markdown(header, rows) + provenance(lines)
 
 
 def main() -> None:
