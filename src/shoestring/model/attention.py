@@ -32,16 +32,23 @@ def causal_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: 
     return _sdpa(q_BTHD, k_BTGD, v_BTGD, mask=mask, causal=mask is None)
 
 
+def mask_at(positions_BT: Tensor, num_keys: int, *, window: int | None = None) -> Tensor:
+    """Which of the keys at positions 0..num_keys-1 rows at absolute `positions` see, [B, T, S]."""
+    age_BTS = positions_BT[:, :, None] - torch.arange(num_keys, device=positions_BT.device)
+    mask = age_BTS >= 0
+    return mask if window is None else mask & (age_BTS < window)
+
+
+def attend_with(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_BTS: Tensor) -> Tensor:
+    """Rows attend over the keys that the mask allows; it can serve all layers with the same window."""
+    return _sdpa(q_BTHD, k_BSGD, v_BSGD, mask=mask_BTS[:, None], causal=False)
+
+
 def attend_at(
     q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, positions_BT: Tensor, *, window: int | None = None
 ) -> Tensor:
     """Rows at absolute `positions` attend over keys 0..S-1, which lie at positions 0..S-1."""
-    key = torch.arange(k_BSGD.shape[1], device=q_BTHD.device)
-    age_BTS = positions_BT[:, :, None] - key
-    mask = age_BTS >= 0
-    if window is not None:
-        mask = mask & (age_BTS < window)
-    return _sdpa(q_BTHD, k_BSGD, v_BSGD, mask=mask[:, None], causal=False)
+    return attend_with(q_BTHD, k_BSGD, v_BSGD, mask_at(positions_BT, k_BSGD.shape[1], window=window))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool) -> Tensor:

@@ -5,7 +5,8 @@
               code edits, summaries, extraction.
 `DraftModel`  a smaller decoder with the same vocabulary writes the guesses. It has keys and values of its own,
               in a pool of the same kind as the engine's. After a rejection it keeps what is still right and
-              catches up on the rest in its next pass, so a drafter that paused for a while costs one pass.
+              catches up on the rest in its next pass, so a drafter that paused for a while costs one pass. Its
+              head may know the most frequent tokens only (`vocab_ids`); it reads all of them.
 `Stacked`     asks drafters in order; the first with anything to say for a request speaks.
 
 Sampling: under the `coupled` rule a draft model uses the target's noise, so both draw the same token when
@@ -13,28 +14,34 @@ their distributions agree. Under `token` and `block` it draws with noise of its 
 distribution it drew from. Whether to draft may depend on the text, never on a token drawn just now: that
 would change the distribution (docs/methods/speculation.md has an example).
 
-Left out: trees, drafters with a trimmed vocabulary or another tokenizer, drafting with the target's own
-layers.
+A drafter made by `shoestring run shrink/drafter` is a model folder with a drafter.json, which names the tokens its
+head was trained for.
+
+Left out: trees, drafters with another tokenizer, drafting with the target's own layers.
 
 Shapes: N requests, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoestring.errors import UserError
+from shoestring.formats import FormatLinear
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, Table
-from shoestring.serve.kv_cache import KVCache, Span, cache_root
+from shoestring.serve.kv_cache import Span, cache_root
 from shoestring.serve.request import NO_DRAFT, Draft, Request
+from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import sample
 from shoestring.serve.verify import draft_sampling, probabilities
 
@@ -141,17 +148,23 @@ class DraftModel:
         model: Decoder,
         *,
         vocab_size: int | None = None,
+        vocab_ids: Sequence[int] | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         chunk: int = 512,
     ) -> None:
-        """`vocab_size` is the target's, where padding makes it differ from the drafter's own. `num_blocks`
-        bounds the drafter's memory (None: grows with need); a request it cannot hold gets no drafts."""
+        """`vocab_size` is the target's, where padding makes it differ from the drafter's own. `vocab_ids`: the
+        model's logits are for these tokens only, in this order (see `trim_head`). `num_blocks` bounds the
+        drafter's memory (None: grows with need); a request it cannot hold gets no drafts."""
         self.model, self.chunk = model, chunk
         self.vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
+        self.vocab_ids: Tensor | None = None
+        if vocab_ids is not None:
+            self.vocab_ids = torch.tensor(vocab_ids, device=model.embed.weight.device)
         most = 256 * -(-model.spec.max_positions // block_size)
         self.pool = BlockPool(num_blocks or most, block_size, grows=num_blocks is None)
-        self.cache = KVCache(model.spec, self.pool)
+        self.runner = Runner(model, self.pool)
+        self.cache = self.runner.cache
         self._kept: dict[int, _Kept] = {}
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -244,14 +257,11 @@ class DraftModel:
         return dict(zip(ends, logits_RV, strict=True))
 
     def _forward(self, tokens_T: Tensor, spans: list[Span], rows: list[int]) -> Tensor:
-        device = tokens_T.device
-        positions = [p for s in spans for p in range(s.start, s.stop)]
-        logits_RV = self.model(
-            tokens_T[None],
-            torch.tensor([positions], device=device),
-            attend=self.cache.plan(spans, device),
-            rows=torch.tensor(rows, device=device, dtype=torch.int64),
-        )
+        logits_RV = self.runner.forward(Batch(spans, tokens_T, rows))
+        if self.vocab_ids is not None:
+            # Back to the target's token ids: noise shared with the target is keyed by them.
+            all_RV = logits_RV.new_full((logits_RV.shape[0], self.vocab_size), -torch.inf)
+            return all_RV.index_copy_(1, self.vocab_ids, logits_RV)
         missing = self.vocab_size - logits_RV.shape[-1]
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing else logits_RV
 
@@ -310,5 +320,41 @@ def open_drafter(
                 f"{name} has a vocabulary of {theirs} tokens, the model one of {ours}; "
                 "a drafter must use the model's tokenizer"
             )
-        drafters.append(DraftModel(loaded.model))
+        vocab_ids = _read_vocab_ids(loaded.path, ours)
+        if vocab_ids is not None:
+            trim_head(loaded.model, vocab_ids)
+        drafters.append(DraftModel(loaded.model, vocab_ids=vocab_ids))
     return drafters[0] if len(drafters) == 1 else Stacked(drafters)
+
+
+# -- a trimmed vocabulary -----------------------------------------------------------------------------------
+
+DRAFTER_FILE = "drafter.json"
+
+
+def trim_head(model: Decoder, vocab_ids: Sequence[int]) -> None:
+    """Give the model a head of its own with the rows of these tokens; the embedding keeps all of them."""
+    weight_VD = model.read_head(model.compute_dtype).weight_VD.detach()
+    rows_MD = weight_VD[torch.tensor(vocab_ids, device=weight_VD.device)]
+    head = FormatLinear(rows_MD.shape[1], rows_MD.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(rows_MD, requires_grad=False)
+    model.head = head
+
+
+def _read_vocab_ids(folder: Path, vocab_size: int) -> list[int] | None:
+    """The tokens a drafter folder was trained for; None: all."""
+    path = folder / DRAFTER_FILE
+    if not path.is_file():
+        return None
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))["vocab_ids"]
+        if ids is None:
+            return None
+        good = len(set(ids)) == len(ids) > 0 and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); write the drafter again") from error
+    if not good:
+        raise UserError(
+            f"{path}: vocab_ids must be different token ids from 0 to {vocab_size - 1}; write the drafter again"
+        )
+    return list(ids)

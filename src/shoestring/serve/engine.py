@@ -7,8 +7,9 @@ len(drafts)), as many as the row budget allows. Rows that stop short of the last
 drafts = []. Prefill, chunked prefill, prefix hits, decoding, speculation, its roll-back and recomputing after
 a preemption are all this one rule; plain decoding has no drafts.
 
-Who computes how much is decided in scheduler.py, where keys and values lie in blocks.py and kv_cache.py, what
-a request gains in verify.py, how much is drafted in goodput.py. This file joins them.
+Who computes how much is decided in scheduler.py, the forward runs in runner.py over the keys and values of
+blocks.py and kv_cache.py, what a request gains is decided in verify.py, how much is drafted in goodput.py.
+This file joins them.
 
 No module-level state: several engines (a target and its drafter, say) live in one process.
 
@@ -34,8 +35,9 @@ from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
-from shoestring.serve.kv_cache import KVCache, Span, cache_root
+from shoestring.serve.kv_cache import Span, cache_root
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request
+from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.text import TextStream, TokenStream
@@ -115,7 +117,8 @@ class Engine:
         self.rule, self.verify, self.clock = rule, verify, clock
         self.eos_ids = _eos_ids(model, tokenizer) if eos_ids is None else set(eos_ids)
         pool = BlockPool(num_blocks, block_size, grows=grows, prefix_cache=prefix_cache)
-        self.cache = KVCache(spec, pool)
+        self.runner = Runner(model, pool)
+        self.cache = self.runner.cache
         self.scheduler = Scheduler(
             pool, self._cache_root, max_requests=max_requests, chunk=chunk, max_waiting=max_waiting
         )
@@ -269,9 +272,7 @@ class Engine:
 
     def _forward(self, work: list[tuple[Request, int]]) -> tuple[Tensor, list[Request]]:
         """Logits of the rows to verify, and the requests they belong to. Moves num_computed of the others."""
-        device = self.model.embed.weight.device
         tokens: list[int] = []
-        positions: list[int] = []
         rows: list[int] = []
         spans: list[Span] = []
         checked: list[Request] = []
@@ -284,14 +285,8 @@ class Engine:
                 first_row = len(tokens) + last - span.start
                 rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
             tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
-            positions.extend(range(span.start, span.stop))
             spans.append(span)
-        logits_RV = self.model(
-            torch.tensor([tokens], device=device),
-            torch.tensor([positions], device=device),
-            attend=self.cache.plan(spans, device),
-            rows=torch.tensor(rows, device=device, dtype=torch.int64),
-        )
+        logits_RV = self.runner.forward(Batch(spans, tokens, rows))
         for request, num in work:
             # A checked request's is set by its commit; after an abort in between nobody reads it.
             request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
@@ -405,20 +400,9 @@ class Engine:
     def _cache_root(self) -> bytes:
         return cache_root(self.model) if self.cache.pool.prefix_cache else b""
 
-    @torch.no_grad()
     def _profile(self, rows: int) -> float:
-        """Seconds of a target pass over this many rows, the better of two; the requests' cache is not touched."""
-        device, size = self.model.embed.weight.device, self.cache.pool.block_size
-        rows = min(rows, self.max_context)
-        tokens = torch.zeros(1, rows, dtype=torch.int64, device=device)
-        pool = BlockPool(-(-rows // size), size)
-        cache, seconds = KVCache(self.model.spec, pool), []
-        for _ in range(2):
-            began = time.perf_counter()
-            attend = cache.plan([Span(range(pool.num_blocks), 0, rows)], device)
-            self.model(tokens, attend=attend).argmax(-1).tolist()  # waits for the device
-            seconds.append(time.perf_counter() - began)
-        return min(seconds)
+        """Seconds of a target pass over this many rows; the requests' cache is not touched."""
+        return self.runner.seconds(min(rows, self.max_context))
 
 
 def _check(request: Request) -> Check:

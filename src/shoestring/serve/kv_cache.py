@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoestring.formats.linear import local
-from shoestring.model.attention import Attend, attend_at, causal_attention
+from shoestring.model.attention import Attend, attend_with, causal_attention, mask_at
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, chain_root
@@ -82,6 +82,9 @@ class KVCache:
         place_T, position_T = torch.tensor(rows, device=device).T.contiguous()
         groups = [list(group) for _, group in groupby(spans, key=lambda s: s.num)]
         index_of = [self._index(group, device) for group in groups]
+        masks: dict[
+            tuple[int, int | None], Tensor
+        ] = {}  # by (first row of the group, window), for all layers
 
         def attend(layer: int, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> Tensor:
             keys = self._keys[layer] = self._grown(self._keys[layer], k_BTGD)
@@ -101,9 +104,11 @@ class KVCache:
                     out_NTHD = causal_attention(q_NTHD, k_NTGD, v_NTGD, window=window)
                 else:
                     length = max(s.stop for s in group)
-                    at_NT = position_T[row : row + num_rows].unflatten(0, shape)
                     k_NSGD, v_NSGD = _read(keys, index)[:, :length], _read(values, index)[:, :length]
-                    out_NTHD = attend_at(q_NTHD, k_NSGD, v_NSGD, at_NT, window=window)
+                    if (row, window) not in masks:
+                        at_NT = position_T[row : row + num_rows].unflatten(0, shape)
+                        masks[row, window] = mask_at(at_NT, length, window=window)
+                    out_NTHD = attend_with(q_NTHD, k_NSGD, v_NSGD, masks[row, window])
                 outs.append(out_NTHD.flatten(0, 1))
                 row += num_rows
             return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
