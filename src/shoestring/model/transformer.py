@@ -26,6 +26,7 @@ from shoestring.formats import Dense, FormatLinear
 from shoestring.formats.linear import local
 from shoestring.model import collectives
 from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
+from shoestring.model.skip import COMPUTE, BlockSkip, SkipSet, Watch
 from shoestring.model.spec import ModelSpec
 
 R = TypeVar("R")
@@ -134,9 +135,23 @@ class Block(nn.Module):
         self.attn_norm, self.attn = Norm(spec.d_model, spec), Attention(spec, layer)
         self.mlp_norm, self.mlp = Norm(spec.d_model, spec), Mlp(spec)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Attend | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), rope, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        attend: Attend | None,
+        skip: BlockSkip = COMPUTE,
+        watch: Watch | None = None,
+    ) -> Tensor:
+        if skip.attn is None:
+            y = x + self.attn(self.attn_norm(x), rope, attend)
+        else:
+            y = skip.attn.apply(x)
+        z = y + self.mlp(self.mlp_norm(y)) if skip.mlp is None else skip.mlp.apply(y)
+        if watch is not None:
+            watch(self.attn.layer, "attn", x, y)
+            watch(self.attn.layer, "mlp", y, z)
+        return z
 
 
 class Decoder(nn.Module):
@@ -154,7 +169,12 @@ class Decoder(nn.Module):
         self.head = None if spec.tied else FormatLinear(spec.d_model, spec.vocab_size, bias=False)
 
     def hidden(
-        self, tokens_BT: Tensor, positions_BT: Tensor | None = None, attend: Attend | None = None
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        attend: Attend | None = None,
+        skip: tuple[BlockSkip, ...] | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -165,8 +185,11 @@ class Decoder(nn.Module):
         else:
             # Recomputed per forward: a few microseconds, and no buffer that a meta build would leave empty.
             rope = rope_tables(rope_frequencies(self.spec, x.device), positions_BT, x.dtype)
-        for block in self.blocks:
-            x = block(x, rope, attend)
+        for layer, block in enumerate(self.blocks):
+            if skip is None and watch is None:
+                x = block(x, rope, attend)
+            else:
+                x = block(x, rope, attend, COMPUTE if skip is None else skip[layer], watch)
         return self.norm(x)
 
     def read_head(self, dtype: torch.dtype) -> Head:
@@ -184,13 +207,17 @@ class Decoder(nn.Module):
         attend: Attend | None = None,
         rows: Tensor | None = None,
         readout: Readout[Tensor] | None = None,
+        skip: SkipSet | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in compute dtype; of the flat rows `rows` only, as [len(rows), V], where given.
 
         `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs
-        inside this forward because a sharded head is whole only here.
+        inside this forward because a sharded head is whole only here. `skip` names sublayers that are not
+        computed; `watch` is shown the residual stream before and after every sublayer.
         """
-        x = self.hidden(tokens_BT, positions_BT, attend)
+        skips = None if skip is None else skip.blocks(self.spec.num_layers, tokens_BT.device)
+        x = self.hidden(tokens_BT, positions_BT, attend, skips, watch)
         if rows is not None:
             x = x.flatten(0, 1)[rows]
         if readout is not None:

@@ -1,0 +1,193 @@
+"""Which sublayers a decoder leaves out, and what stands in for them.
+
+A decoder of M blocks has 2M sublayers, each of which adds something to the residual stream: y = x + f(norm(x)).
+A skipped sublayer is not computed; a stand-in guesses its output from its input,
+
+    y_hat = scale * x + shift        scale: one number or one per channel (1 where absent), shift: one per channel
+
+A `SkipSet` names the skipped sublayers and their stand-ins. It is applied from outside (`Decoder.forward(skip=)`)
+and never changes: its id is a hash of all it holds, so whatever depends on a set (keys and values in a prefix
+cache, CUDA graphs) is keyed by that id. A skipped attention sublayer writes no keys and values.
+
+How sets are chosen: shrink/skip_set.py. Who uses which set: serve/skipping.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.model.spec import ModelSpec
+
+Kind = Literal["attn", "mlp"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# watch(layer, kind, x, y): the residual stream before and after a sublayer
+Watch = Callable[[int, Kind, Tensor, Tensor], None]
+
+
+class Sublayer(NamedTuple):
+    layer: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.kind}"
+
+
+class StandIn(NamedTuple):
+    """fp32 tensors of one dim, [1] or [D]: together with a bf16 stream they promote to fp32, in fp64 to fp64."""
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self.scale is None and self.shift is None:
+            return x
+        y = x if self.scale is None else x * self.scale
+        return (y if self.shift is None else y + self.shift).to(x.dtype)
+
+
+PASS = StandIn()  # y_hat = x
+
+
+class BlockSkip(NamedTuple):
+    """One block's share of a set; None: computed."""
+
+    attn: StandIn | None = None
+    mlp: StandIn | None = None
+
+
+COMPUTE = BlockSkip()
+
+
+class SkipSet:
+    def __init__(self, skipped: Mapping[Sublayer, StandIn] | Iterable[Sublayer], *, name: str = "") -> None:
+        """Sublayers with their stand-ins; without stand-ins the stream passes unchanged. The name is for people
+        and not part of the id."""
+        if not isinstance(skipped, Mapping):
+            skipped = dict.fromkeys(skipped, PASS)
+        self.skipped: dict[Sublayer, StandIn] = {s: skipped[s] for s in sorted(skipped)}
+        self.name = name
+        self.id = _digest(self.skipped)
+        self.attn = frozenset(s.layer for s in self.skipped if s.kind == "attn")
+        self.mlp = frozenset(s.layer for s in self.skipped if s.kind == "mlp")
+        self._moved: dict[torch.device, tuple[BlockSkip, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.skipped)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SkipSet) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"SkipSet({self.name or self.id[:8]}: {len(self.attn)} attention, {len(self.mlp)} mlp)"
+
+    def blocks(self, num_layers: int, device: torch.device) -> tuple[BlockSkip, ...]:
+        """Per block what stands in. The same tensors at every call: a CUDA graph may hold on to them."""
+        if device not in self._moved:
+            moved = {
+                s: StandIn(*(None if t is None else t.to(device) for t in stand))
+                for s, stand in self.skipped.items()
+            }
+            self._moved[device] = tuple(
+                BlockSkip(moved.get(Sublayer(layer, "attn")), moved.get(Sublayer(layer, "mlp")))
+                for layer in range(num_layers)
+            )
+        return self._moved[device]
+
+    def check(self, spec: ModelSpec) -> SkipSet:
+        """The set itself, where it fits a model."""
+        for sub, stand in self.skipped.items():
+            if not 0 <= sub.layer < spec.num_layers:
+                raise UserError(
+                    f"the skip set names layer {sub.layer}, but the model has {spec.num_layers}; "
+                    "it was made for another model"
+                )
+            for part in stand:
+                if part is not None and part.numel() not in (1, spec.d_model):
+                    raise UserError(
+                        f"the skip set has {part.numel()} numbers for {sub}, but the model's width is "
+                        f"{spec.d_model}; it was made for another model"
+                    )
+        return self
+
+    def plus(self, other: SkipSet | Mapping[Sublayer, StandIn], *, name: str = "") -> SkipSet:
+        """Both sets' sublayers; where both name one, this set's stand-in."""
+        more = other.skipped if isinstance(other, SkipSet) else other
+        return SkipSet({**more, **self.skipped}, name=name or self.name)
+
+    # -- files ----------------------------------------------------------------------------------------------
+    def to_json(self) -> dict[str, Any]:
+        rows = []
+        for sub, stand in self.skipped.items():
+            row: dict[str, Any] = {"layer": sub.layer, "kind": sub.kind}
+            for name, part in zip(StandIn._fields, stand, strict=True):
+                if part is not None:
+                    row[name] = part.tolist()
+            rows.append(row)
+        return {"format": FORMAT, "name": self.name, "skipped": rows}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "the skip set") -> SkipSet:
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError(f"format is {data['format']!r}, not {FORMAT!r}")
+            skipped: dict[Sublayer, StandIn] = {}
+            for row in data["skipped"]:
+                if row["kind"] not in KINDS:
+                    raise ValueError(f"kind {row['kind']!r} is neither attn nor mlp")
+                sub = Sublayer(int(row["layer"]), row["kind"])
+                if sub in skipped:
+                    raise ValueError(f"{sub} is named twice")
+                skipped[sub] = StandIn(*(_tensor(row.get(name)) for name in StandIn._fields))
+            return cls(skipped, name=str(data.get("name", "")))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{where} is no skip set ({error!r}); write one with shoestring run shrink/skip_set"
+            ) from None
+
+    @classmethod
+    def read(cls, path: Path) -> SkipSet:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read the skip set {path}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise UserError(f"{path} is no JSON ({error}); it cannot be a skip set") from None
+        return cls.from_json(data, str(path))
+
+
+FORMAT = "shoestring skip set 1"
+
+
+def all_sublayers(num_layers: int) -> list[Sublayer]:
+    return [Sublayer(layer, kind) for layer in range(num_layers) for kind in KINDS]
+
+
+def _tensor(numbers: Any) -> Tensor | None:
+    if numbers is None:
+        return None
+    made = torch.tensor(numbers, dtype=torch.float32)
+    if made.ndim != 1 or not made.isfinite().all():
+        raise ValueError("scale and shift are lists of finite numbers")
+    return made
+
+
+def _digest(skipped: Mapping[Sublayer, StandIn]) -> str:
+    digest = blake2b(digest_size=16)
+    for sub, stand in skipped.items():
+        digest.update(str(sub).encode())
+        for part in stand:
+            if part is not None:
+                assert part.ndim == 1 and part.dtype == torch.float32
+            digest.update(b"-" if part is None else part.cpu().numpy().tobytes())
+    return digest.hexdigest()
