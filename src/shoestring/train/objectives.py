@@ -164,6 +164,40 @@ def vocab_log_softmax(z_NV: Tensor, head: Head) -> Tensor:
     return z_NV - peak - total.log()
 
 
+def vocab_logsumexp(z_NV: Tensor, head: Head) -> Tensor:
+    """logsumexp over the whole vocabulary, [N, 1]; -inf where nothing is left."""
+    if head.group is None:
+        return torch.logsumexp(z_NV, dim=-1, keepdim=True)
+    peak = max_over(z_NV.amax(-1, keepdim=True), head.group).clamp(min=torch.finfo(z_NV.dtype).min)
+    return peak + all_sum((z_NV - peak).exp().sum(-1, keepdim=True), head.group).log()
+
+
+def vocab_start(head: Head) -> int:
+    """The first token of this rank's range."""
+    return 0 if head.group is None else head.group.rank() * head.weight_VD.shape[0]
+
+
+def vocab_take(z_NV: Tensor, ids_Nk: Tensor, head: Head) -> Tensor:
+    """z at the given tokens of the whole vocabulary, on every rank."""
+    if head.group is None:
+        return z_NV.gather(1, ids_Nk)
+    mine = ids_Nk - vocab_start(head)
+    held = (mine >= 0) & (mine < z_NV.shape[1])
+    taken = z_NV.gather(1, mine.clamp(0, z_NV.shape[1] - 1))
+    return all_sum(taken.masked_fill(~held, 0.0), head.group)
+
+
+def vocab_remove_(z_NV: Tensor, ids_Nk: Tensor, head: Head) -> Tensor:
+    """Put the given tokens of the whole vocabulary at -inf, in place."""
+    if head.group is None:
+        return z_NV.scatter_(1, ids_Nk, -torch.inf)
+    mine = ids_Nk - vocab_start(head)
+    held = (mine >= 0) & (mine < z_NV.shape[1])
+    # Tokens of other ranks are clamped onto ours; the minimum with +inf leaves those as they are.
+    lowest = torch.full_like(mine, torch.inf, dtype=z_NV.dtype).masked_fill(held, -torch.inf)
+    return z_NV.scatter_reduce_(1, mine.clamp(0, z_NV.shape[1] - 1), lowest, "amin")
+
+
 def vocab_parallel_cross_entropy(logits_NV: Tensor, target_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     logp = vocab_log_softmax(logits_NV.float(), head)
     width = logits_NV.shape[1]

@@ -1,0 +1,455 @@
+"""What a teacher says about each token of a corpus, computed once and kept on disk, so that it leaves memory.
+
+    cache = build_cache(folder, teacher, one_epoch(data), num_targets=len(data.shards), k=64)
+    cache.lookup(micro.index_BT)     # top-k log-probabilities and the mass of all other tokens, per target
+
+One row per global target index (`Micro.index_BT`): the ids and log-probabilities of the k likeliest tokens, the
+log of the tail mass (everything else together) and the log-probability of the target itself. At k=64 that is
+261 bytes a token, where the logits of a 50k vocabulary would be 200 kB. `ScalarCache` is the same thing with one
+number per target (a reference model's losses, say).
+
+A row depends on the window that its target stood in: windows must be cut the same way when it is read
+(`TokenData` with the same context; order and batch do not matter).
+
+A folder holds plain arrays and manifest.json, which is written last: what has one is whole. Rows are marked when
+they are on disk, so a killed build goes on where it was, on any number of ranks; ranks write their own rows into
+the same files. No pickle anywhere.
+
+16-bit log-probabilities round a probability by at most 0.1% at p > 0.02 and 0.4% at p > 1e-6; `lookup`
+renormalises each row, so that it is a distribution again.
+
+Left out on purpose: hidden states, compression, caches on several machines without a common file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh
+from shoestring.model.collectives import gather_last
+from shoestring.model.transformer import Head
+from shoestring.runlog import write_atomically
+from shoestring.state.checkpoint import agree
+from shoestring.train.data import TokenData
+from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.objectives import (
+    vocab_log_softmax,
+    vocab_logsumexp,
+    vocab_remove_,
+    vocab_start,
+    vocab_take,
+)
+from shoestring.train.shards import Progress
+
+VERSION = 1
+LOWEST = -65504.0  # of fp16; stands for log 0
+FLUSH_EVERY = 16  # micro-batches between two times that rows are marked as written
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # fp32 logits held at once
+
+# A field of a row: (numpy dtype, numbers per row; 0 for a plain number).
+Fields = dict[str, tuple[str, int]]
+
+
+class TopK(NamedTuple):
+    """What the teacher says about each target; exp of `logp` and `tail_logp` together sums to 1."""
+
+    ids_BTk: Tensor  # int64, likeliest first
+    logp_BTk: Tensor  # fp32
+    tail_logp_BT: Tensor  # fp32: log of the probability of all tokens that are not in ids
+    target_logp_BT: Tensor  # fp32: of the target in the corpus
+
+
+def one_epoch(data: TokenData, steps: int | None = None) -> Iterator[Micro]:
+    """This rank's micro-batches that hold every window once; of the first `steps` training steps only, where
+    given: a run that ends within an epoch never sees the rest."""
+    num_steps = -(-data.num_windows // data.batch)
+    for step in range(num_steps if steps is None else min(steps, num_steps)):
+        yield from data.step(step)
+
+
+# -- building ------------------------------------------------------------------------------------------------
+
+
+def build_cache(
+    folder: Path | str,
+    teacher: nn.Module,
+    batches: Iterable[Micro],
+    *,
+    num_targets: int,
+    k: int = 64,
+    identity: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> TeacherCache:
+    """Run the teacher over `batches` and keep what it says about their counted targets.
+
+    Rows that are there already are not computed again. `identity` says what the rows belong to (a fingerprint of
+    the corpus, of the teacher): a folder made with another one is refused. Under a mesh every rank gives its own
+    batches; all of them return the whole cache.
+    """
+    vocab = int(teacher.spec.vocab_size)  # type: ignore[union-attr, arg-type]
+    if not 1 <= k <= vocab:
+        raise UserError(f"k={k} is not possible: the teacher has {vocab} tokens, give 1 to {vocab}")
+    device = next(teacher.parameters()).device
+    fields: Fields = {
+        "ids": ("<u2" if vocab <= 65536 else "<u4", k),
+        "logp": ("<f2", k),
+        "tail": ("<f2", 0),
+        "target": ("<f2", 0),
+    }
+
+    def compute(micro: Micro) -> dict[str, Tensor]:
+        return teacher_rows(teacher, micro.to(device), k)
+
+    settings = {"kind": "top-k", "k": k, "vocab": vocab, "identity": identity or {}}
+    _build(Path(folder), fields, settings, batches, compute, num_targets, mesh, progress)
+    return TeacherCache.open(folder)
+
+
+def build_scalar_cache(
+    folder: Path | str,
+    score: Callable[[Micro], Tensor],
+    batches: Iterable[Micro],
+    *,
+    num_targets: int,
+    identity: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> ScalarCache:
+    """The same with one number per target: score(micro) gives [B, T], of which the counted ones are kept."""
+
+    def compute(micro: Micro) -> dict[str, Tensor]:
+        with torch.no_grad():
+            value_BT = score(micro)
+        assert value_BT.shape == micro.targets_BT.shape, (value_BT.shape, micro.targets_BT.shape)
+        return {"value": value_BT.cpu().float()[micro.targets_BT.cpu() != IGNORED]}
+
+    settings = {"kind": "scalar", "identity": identity or {}}
+    _build(Path(folder), {"value": ("<f4", 0)}, settings, batches, compute, num_targets, mesh, progress)
+    return ScalarCache.open(folder)
+
+
+@torch.no_grad()
+def teacher_rows(teacher: nn.Module, micro: Micro, k: int) -> dict[str, Tensor]:
+    """ids, logp [counted, k], tail and target [counted] of the counted targets, in the order of the micro."""
+    counted = micro.targets_BT != IGNORED
+    target_N = micro.targets_BT[counted]
+    found: list[tuple[Tensor, ...]] = []
+
+    def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
+        hidden_ND = hidden_BTD[counted]
+        weight = head.weight_VD.to(hidden_ND.dtype)
+        rows = max(1, CHUNK_LOGITS.get(hidden_ND.device.type, 1 << 24) // weight.shape[0])
+        for h, t in zip(hidden_ND.split(rows), target_N.split(rows), strict=True):
+            found.append(_top_rows(vocab_log_softmax(F.linear(h, weight).float(), head), t, k, head))
+        return hidden_BTD.new_zeros(())
+
+    teacher(micro.tokens_BT, readout=readout)
+    ids, logp, tail, target = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+    return {"ids": ids, "logp": logp, "tail": tail, "target": target}
+
+
+def _top_rows(logp_NV: Tensor, target_N: Tensor, k: int, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of rows from log-probabilities, of which this rank may hold a range of the vocabulary."""
+    top = logp_NV.topk(min(k, logp_NV.shape[1]), dim=-1)
+    best, ids = top.values, top.indices + vocab_start(head)
+    if head.group is not None:
+        best, ids = gather_last(best, head.group), gather_last(ids, head.group)
+        pick = best.topk(k, dim=-1)
+        best, ids = pick.values, ids.gather(1, pick.indices)
+    target_N1 = vocab_take(logp_NV, target_N[:, None], head)
+    # Summed, not 1 minus the rest: a tail of 1e-6 keeps its digits.
+    tail_N1 = vocab_logsumexp(vocab_remove_(logp_NV, ids, head), head)
+    return ids, best.clamp(min=LOWEST), tail_N1[:, 0].clamp(min=LOWEST), target_N1[:, 0].clamp(min=LOWEST)
+
+
+def _build(
+    folder: Path,
+    fields: Fields,
+    settings: dict[str, Any],
+    batches: Iterable[Micro],
+    compute: Callable[[Micro], dict[str, Tensor]],
+    num_targets: int,
+    mesh: Mesh | None,
+    progress: Progress | None,
+) -> None:
+    """Fill the rows of `batches`; compute(micro) gives each field for the micro's counted targets."""
+    if num_targets < 1:
+        raise UserError("the corpus has no targets to keep a teacher's words for; give more text")
+    settings = {"version": VERSION, **settings, "num_targets": num_targets, "fields": fields}
+    settings = json.loads(json.dumps(settings))  # tuples become lists, as they will when read back
+    main = mesh is None or mesh.is_main
+    agree(mesh, lambda: _reserve(folder, fields, settings, num_targets) if main else None)
+    arrays = _map(folder, fields, num_targets, "r+")
+    filled = _map(folder, {"filled": ("u1", 0)}, num_targets, "r+")["filled"]
+    written: list[np.ndarray] = []
+
+    def mark() -> None:
+        for array in arrays.values():
+            array.flush()
+        for rows in written:
+            filled[rows] = 1
+        filled.flush()
+        written.clear()
+
+    bar_of = progress or (lambda total, description: nullcontext(None))
+    with bar_of(num_targets, "teacher") as bar:
+        for micro in batches:
+            rows = _rows(micro, num_targets)
+            missing = len(rows) > 0 and not filled[rows].all()
+            # A sharded teacher runs on all ranks or on none.
+            if missing if mesh is None else mesh.any(missing):
+                for name, values in compute(micro).items():
+                    arrays[name][rows] = values.numpy().astype(arrays[name].dtype)
+                written.append(rows)
+                if len(written) >= FLUSH_EVERY:
+                    mark()
+            if bar is not None:
+                bar.advance(micro.index_BT.numel() * (1 if mesh is None else mesh.dp_size))
+        mark()
+    agree(mesh, lambda: None)  # every rank's rows are on disk
+    agree(mesh, lambda: _finish(folder, settings, filled, arrays) if main else None)
+
+
+def _rows(micro: Micro, num_targets: int) -> np.ndarray:
+    counted = (micro.targets_BT != IGNORED).cpu()
+    rows = micro.index_BT.cpu()[counted].numpy()
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_targets:
+        raise UserError(
+            f"target {int(rows.max())} lies outside a cache of num_targets={num_targets}; use the length of the "
+            "corpus"
+        )
+    return rows
+
+
+def _reserve(folder: Path, fields: Fields, settings: dict[str, Any], num_targets: int) -> None:
+    """Make the files, in full: a mapped file that meets a full disk later would kill the process."""
+    known = _read_json(folder / "manifest.json") or _read_json(folder / "building.json")
+    if known is not None:
+        for key, value in settings.items():
+            if known.get(key) != value:
+                raise UserError(
+                    f"{folder} holds a cache with {key}={known.get(key)}, not {value}: give another folder or "
+                    "delete it"
+                )
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no cache; give another folder or delete it")
+    sizes = {name: np.dtype(kind).itemsize * max(1, width) for name, (kind, width) in fields.items()}
+    sizes["filled"] = 1
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, size in sizes.items():
+            with (folder / f"{name}.bin").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size * num_targets)
+        write_atomically(folder / "building.json", json.dumps(settings, indent=1) + "\n")
+    except OSError as error:
+        for name in sizes:  # nothing is in them yet
+            (folder / f"{name}.bin").unlink(missing_ok=True)
+        need = sum(sizes.values()) * num_targets / 1e9
+        hint = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise UserError(
+            f"cannot reserve {need:.2f} GB for the teacher's cache in {folder}: {hint}; make room, give another "
+            "folder, or use a smaller k or fewer tokens"
+        ) from error
+
+
+def _finish(
+    folder: Path, settings: dict[str, Any], filled: np.ndarray, arrays: dict[str, np.ndarray]
+) -> None:
+    num_filled = int(filled.sum())
+    if num_filled == 0:
+        raise UserError("the batches hold no counted target: all of them are prompts or padding")
+    told = {**settings, "num_filled": num_filled}
+    if "target" in arrays:
+        told["confidence"] = _confidence(arrays["target"], filled)
+    write_atomically(folder / "manifest.json", json.dumps(told, indent=1) + "\n")
+    (folder / "building.json").unlink(missing_ok=True)
+
+
+def _confidence(target: np.ndarray, filled: np.ndarray, block: int = 1 << 20) -> float:
+    """Mean over the filled rows of the teacher's probability of the target."""
+    total = 0.0
+    for at in range(0, len(target), block):
+        rows = filled[at : at + block] != 0
+        total += float(np.exp(target[at : at + block][rows].astype(np.float64)).sum())
+    return total / int(filled.sum())
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Arrays by target index: memory-mapped, or resident on a device."""
+
+    folder: Path
+    num_targets: int
+    arrays: dict[str, np.ndarray] = field(repr=False)
+    resident: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    def take(self, index_BT: Tensor) -> dict[str, Tensor]:
+        """Each field at the given targets, on their device; floats as fp32, the others as int64."""
+        if self.resident is not None:
+            flat = index_BT.flatten().to(next(iter(self.resident.values())).device)
+            found = {name: t.index_select(0, flat) for name, t in self.resident.items()}
+        else:
+            rows = index_BT.flatten().cpu().numpy()
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_targets:
+                raise UserError(
+                    f"target {int(rows.max())} lies outside the cache in {self.folder} ({self.num_targets} "
+                    "targets): it belongs to another corpus"
+                )
+            found = {name: torch.from_numpy(_plain(a[rows])) for name, a in self.arrays.items()}
+        return {
+            name: t.to(index_BT.device, torch.float32 if t.is_floating_point() else torch.int64).unflatten(
+                0, index_BT.shape
+            )
+            for name, t in found.items()
+        }
+
+    def to(self, device: torch.device | str) -> _Rows:
+        """Held on the device: lookups then neither read files nor wait."""
+        return replace(
+            self, resident={n: torch.from_numpy(_plain(a[:])).to(device) for n, a in self.arrays.items()}
+        )
+
+
+def _plain(a: np.ndarray) -> np.ndarray:
+    """In a dtype that torch indexes everywhere."""
+    wider = {"<u2": "<i4", "<u4": "<i8"}.get(a.dtype.str)
+    return np.array(a) if wider is None else a.astype(wider)
+
+
+@dataclass(frozen=True)
+class TeacherCache:
+    folder: Path
+    k: int
+    vocab: int
+    num_targets: int
+    num_filled: int
+    confidence: float  # mean probability that the teacher gives the targets
+    identity: dict[str, Any]
+    rows: _Rows = field(repr=False)
+
+    @staticmethod
+    def open(folder: Path | str) -> TeacherCache:
+        folder = Path(folder)
+        told = _read_manifest(folder, "top-k")
+        keys = ("k", "vocab", "num_targets", "num_filled", "confidence", "identity")
+        return TeacherCache(folder, **{key: told[key] for key in keys}, rows=_open_rows(folder, told))
+
+    def to(self, device: torch.device | str) -> TeacherCache:
+        return replace(self, rows=self.rows.to(device))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes for a in self.rows.arrays.values())
+
+    def lookup(self, index_BT: Tensor, counted_BT: Tensor | None = None) -> TopK:
+        """The rows of these targets, on their device.
+
+        A target that was never computed (a prompt, padding) gets all its mass in the tail; `counted_BT` says which
+        must not be such.
+        """
+        found = self.rows.take(index_BT)
+        there = found["filled"] != 0
+        if counted_BT is not None:
+            self._check(there | ~counted_BT)
+        top = found["logp"].masked_fill(~there[..., None], LOWEST)
+        tail = found["tail"].masked_fill(~there, 0.0)
+        ids = torch.where(there[..., None], found["ids"], torch.arange(self.k, device=tail.device))
+        total = torch.logsumexp(torch.cat([top, tail[..., None]], dim=-1), dim=-1)
+        target = found["target"].masked_fill(~there, LOWEST)
+        return TopK(ids, top - total[..., None], tail - total, target)
+
+    def _check(self, fine_BT: Tensor) -> None:
+        message = f"the cache in {self.folder} lacks targets that are trained on: build it with the same data"
+        if fine_BT.is_cuda:
+            torch._assert_async(fine_BT.all(), message)  # nobody waits for the GPU
+        elif not fine_BT.all():
+            raise UserError(message)
+
+
+@dataclass(frozen=True)
+class ScalarCache:
+    folder: Path
+    num_targets: int
+    num_filled: int
+    identity: dict[str, Any]
+    rows: _Rows = field(repr=False)
+
+    @staticmethod
+    def open(folder: Path | str) -> ScalarCache:
+        folder = Path(folder)
+        told = _read_manifest(folder, "scalar")
+        keys = ("num_targets", "num_filled", "identity")
+        return ScalarCache(folder, **{key: told[key] for key in keys}, rows=_open_rows(folder, told))
+
+    def to(self, device: torch.device | str) -> ScalarCache:
+        return replace(self, rows=self.rows.to(device))
+
+    def lookup(self, index_BT: Tensor) -> Tensor:
+        """[B, T] fp32; NaN for a target that was never computed."""
+        found = self.rows.take(index_BT)
+        return found["value"].masked_fill(found["filled"] == 0, math.nan)
+
+
+def _read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+    told = _read_json(folder / "manifest.json")
+    if told is None:
+        unfinished = (folder / "building.json").is_file()
+        reason = "its build was not finished; build it again to go on" if unfinished else "there is none"
+        raise UserError(f"{folder} holds no teacher cache: {reason}")
+    if told.get("version") != VERSION or told.get("kind") != kind:
+        raise UserError(
+            f"{folder} holds a cache of kind {told.get('kind')!r}, version {told.get('version')}; this is for kind "
+            f"{kind!r}, version {VERSION}"
+        )
+    return told
+
+
+def _open_rows(folder: Path, told: dict[str, Any]) -> _Rows:
+    fields = {name: (str(kind), int(width)) for name, (kind, width) in told["fields"].items()}
+    fields["filled"] = ("u1", 0)
+    return _Rows(folder, told["num_targets"], _map(folder, fields, told["num_targets"], "r"))
+
+
+def _map(folder: Path, fields: Fields, num_targets: int, mode: Any) -> dict[str, Any]:
+    try:
+        return {
+            name: np.memmap(
+                folder / f"{name}.bin",
+                dtype=np.dtype(kind),
+                mode=mode,
+                shape=(num_targets, width) if width else (num_targets,),
+            )
+            for name, (kind, width) in fields.items()
+        }
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the cache in {folder} cannot be read: {error}; delete it and build it again"
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
