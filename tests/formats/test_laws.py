@@ -26,7 +26,8 @@ LABELS = [
         "fp3:s2:g64",
         "fp4:s1:g32:bfloat16",
     ),
-    *("int3:g64:fixed", "nf3:s2:g64:fixed"),
+    *("int4:sym:g64", "int8:sym:g0:bfloat16"),
+    *("int3:g64:fixed", "int4:sym:g32:fixed", "nf3:s2:g64:fixed"),
     *("sparse24", "sparse24:tile:held:mvue", "sparse24:soft:mvue"),
     *("sparse24+int4:g32", "sparse24:tile:held+nf3:s2:g32", "sparse24:soft+int3:g32:fixed"),
 ]

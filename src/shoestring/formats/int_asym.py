@@ -8,10 +8,14 @@ Per group of weights, with lo = min(w, 0) and hi = max(w, 0), so that 0 is alway
 Stored parts: codes uint8 [out, in*b/8] (kernels/packing.py), scale 16 bits [out, groups], zero uint8 [out,
 groups].
 
+symmetric=True puts the zero point in the middle of the codes, z = 2**(b-1), with s = 2 max|w| / (2**b - 1):
+the grid that most kernels and other libraries take. It is stored the same way, zero points included.
+
 The published rule takes lo and hi from the weights alone and clamps z; a group of one sign then loses its far
 end. With grid="fixed" scale and zero are not derived but kept beside the weight as frozen state
-(`weight_scale`, `weight_zero`), which is how a method that chose them otherwise hands them to `pack`; packed,
-the two are the same. Left out on purpose: a gradient to scale and zero.
+(`weight_scale`, `weight_zero`), which is how a method that chose them otherwise hands them to `pack`; with
+grid="learned" they are fp32 Parameters that train with the weight (gradients: groups.on_learned_grid). Packed,
+the three are the same.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from shoestring.formats.groups import (
     extremes,
     grid_state,
     group_width,
+    kept_scale,
+    on_learned_grid,
     rounding_slack,
     split,
     storable_scale,
@@ -59,6 +65,7 @@ class IntAsym(Format):
     group: int = 64
     scale_dtype: str = "float16"
     grid: str = "derived"
+    symmetric: bool = False
 
     name: ClassVar[str] = "int_asym"
 
@@ -70,15 +77,13 @@ class IntAsym(Format):
     @property
     def label(self) -> str:
         suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
-        return f"int{self.bits}:g{self.group}{suffix}{':fixed' if self.grid == 'fixed' else ''}"
+        middle = ":sym" if self.symmetric else ""
+        kept = "" if self.grid == "derived" else f":{self.grid}"
+        return f"int{self.bits}{middle}:g{self.group}{suffix}{kept}"
 
     @property
     def top(self) -> int:
         return 2**self.bits - 1
-
-    @property
-    def symmetric(self) -> bool:
-        return False
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         return (1, group_width(shape[1], self.group))
@@ -92,10 +97,17 @@ class IntAsym(Format):
     def fix_grid(self) -> IntAsym:
         return replace(self, grid="fixed")
 
+    def learn_grid(self) -> IntAsym:
+        return replace(self, grid="learned")
+
     def stored(self) -> IntAsym:
         return replace(self, grid="derived")
 
     def find_grid(self, low: Tensor, high: Tensor) -> Parts:
+        if self.symmetric:
+            reach = torch.maximum(-low, high).clamp(min=0)
+            scale = storable_scale(reach * (2 / self.top), self.scale_dtype)
+            return {"scale": scale, "zero": torch.full_like(scale, float(2 ** (self.bits - 1)))}
         low, high = low.clamp(max=0), high.clamp(min=0)
         # Multiplied, not divided: eager CUDA, Triton and the CPU round a division by a constant differently.
         scale = storable_scale((high - low) * (1 / self.top), self.scale_dtype)
@@ -110,16 +122,22 @@ class IntAsym(Format):
             return {}
         grid = self.find_grid(*extremes(split(w, self.group)))
         block = group_width(w.shape[1], self.group)
-        return {name: grid_state(t.squeeze(-1), self.scale_dtype, block) for name, t in grid.items()}
+        kinds = {"scale": self.grid, "zero": "fixed" if self.symmetric else self.grid}
+        return {n: grid_state(t.squeeze(-1), self.scale_dtype, block, kinds[n]) for n, t in grid.items()}
+
+    def kept_grid(self, state: Parts) -> tuple[Tensor, Tensor]:
+        """fp32 scale and zero [out, groups, 1] out of the state, as they are used and stored."""
+        scale, zero = kept_scale(state["scale"], self.scale_dtype), state["zero"].detach().float()
+        return scale.unsqueeze(-1), zero.round().clamp(0, self.top).unsqueeze(-1)
 
     def quantize(self, w: Tensor, state: Parts) -> tuple[Tensor, Tensor, Tensor]:
         """fp32 codes [out, groups, group], scale and zero [out, groups, 1]."""
         w_g = split(w, self.group)
-        if self.grid == "fixed":
-            scale, zero = state["scale"].float().unsqueeze(-1), state["zero"].float().unsqueeze(-1)
-        else:
+        if self.grid == "derived":
             grid = self.find_grid(*extremes(w_g))
             scale, zero = grid["scale"], grid["zero"]
+        else:
+            scale, zero = self.kept_grid(state)
         codes = (round_quotient(w_g, scale) + zero).clamp(0, self.top)
         return codes, scale, zero
 
@@ -139,7 +157,12 @@ class IntAsym(Format):
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         # decode(encode(w)) without packing the codes and unpacking them again.
         codes, scale, zero = self.quantize(w.detach(), state)
-        return straight_through(w, to_dtype(((codes - zero) * scale).flatten(-2), w.dtype))
+        level = (codes - zero) * scale
+        if self.grid != "learned":
+            return straight_through(w, to_dtype(level.flatten(-2), w.dtype))
+        trained_scale = straight_through(state["scale"].unsqueeze(-1), scale)
+        trained_zero = straight_through(state["zero"].unsqueeze(-1), zero)
+        return on_learned_grid(w, level, trained_scale, scale * 0.5, trained_zero)
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         rows, width = shape

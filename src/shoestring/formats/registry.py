@@ -1,6 +1,7 @@
 """Formats by name: the short spelling of a command line, and JSON as a packed checkpoint carries it.
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
+    parse_format("int8:sym:g0")
     parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
 `parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of your own joins
@@ -18,10 +19,11 @@ from shoestring.formats.dense import Dense
 from shoestring.formats.float_asym import TABLES, FloatAsym
 from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.slorb import Slorb
 from shoestring.formats.sparse24 import Sparse24
 from shoestring.formats.stacked import Stacked
 
-FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym, Sparse24, Stacked)}
+FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym, Sparse24, Stacked, Slorb)}
 SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES, "sparse24")
 SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
     "tile": {"select": "tile"},
@@ -32,10 +34,14 @@ SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parse_format(text: str) -> Format:
-    """`<kind>[:g<group>][:s<scales>][:fixed]`: kind as in SPELLINGS, group 0 for one per row, scales for nf
-    and fp only, fixed for a grid that is kept as state. `sparse24[:tile|:soft][:held][:mvue]` stands alone,
-    or before a `+` and the kind of the kept values.
+    """`<kind>[:sym][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym for int only, g0 or
+    per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is kept as
+    state. `sparse24[:tile|:soft][:held][:mvue]` stands alone, or before a `+` and the kind of the kept values;
+    `+slorb<inputs>[:trained]` after either adds a branch.
     """
+    pruned, plus, branch = text.strip().lower().rpartition("+slorb")
+    if plus:
+        return _parse_slorb(text, pruned, branch)
     pruning, plus, rest = text.strip().partition("+")
     if plus:
         first = parse_format(pruning)
@@ -59,8 +65,12 @@ def parse_format(text: str) -> Format:
             settings.update(SPARSE24_OPTIONS[option])
         elif option in SCALE_DTYPES and head != "dense":
             settings["scale_dtype"] = option
-        elif option == "fixed" and head != "dense":
+        elif option in ("fixed", "learned") and head != "dense":
             settings["grid"] = option
+        elif option == "per-channel" and head != "dense":
+            settings["group"] = 0
+        elif option == "sym" and head.startswith("int"):
+            settings["symmetric"] = True
         elif letter == "g" and number.isdigit() and head != "dense":
             settings["group"] = int(number)
         elif letter == "s" and number.isdigit() and head in TABLES:
@@ -76,6 +86,14 @@ def parse_format(text: str) -> Format:
     if head in TABLES:
         return FloatAsym(table=head, **settings)
     return IntAsym(bits=int(head[3:]), **settings)
+
+
+def _parse_slorb(text: str, pruned: str, branch: str) -> Format:
+    number, _, option = branch.partition(":")
+    first = parse_format(pruned)
+    if not number.isdigit() or option not in ("", "trained") or not isinstance(first, Sparse24 | Stacked):
+        raise UserError(f"Format {text!r}: write for example sparse24+slorb16 or sparse24+slorb16:trained.")
+    return Slorb(first, int(number), option or "sum")
 
 
 def from_json(data: dict[str, Any]) -> Format:
