@@ -17,6 +17,7 @@ from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.linear import FormatLinear
 from shoestring.formats.registry import FORMATS, from_json, parse_format
+from shoestring.formats.slorb import Slorb
 from shoestring.formats.sparse24 import Sparse24
 from shoestring.formats.stacked import Stacked
 
@@ -31,6 +32,7 @@ __all__ = [
     "GridFormat",
     "IntAsym",
     "Parts",
+    "Slorb",
     "Sparse24",
     "Stacked",
     "bits_per_weight",

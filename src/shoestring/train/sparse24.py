@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Format, FormatLinear, Sparse24, Stacked
+from shoestring.formats import Format, FormatLinear, Slorb, Sparse24, Stacked
 from shoestring.formats.linear import full, like_weight, local
+from shoestring.formats.rounding import cast_weight
 from shoestring.kernels.sparse24 import is_24
 from shoestring.mesh import Mesh
 from shoestring.train.hooks import Hook
@@ -80,13 +81,23 @@ def sparse_layers(model: nn.Module, *, resting: bool = False) -> list[SparseLaye
 
 
 def pruning_of(format: Format) -> Sparse24 | None:
-    return format.first if isinstance(format, Stacked) else format if isinstance(format, Sparse24) else None
+    while isinstance(format, Slorb | Stacked):
+        format = format.first
+    return format if isinstance(format, Sparse24) else None
+
+
+@torch.no_grad()
+def pruned_weight(linear: FormatLinear, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight that the forward multiplies with; beside a SLoRB branch the term that should be 2:4."""
+    if isinstance(linear.format, Slorb):
+        return linear.format.first.fake(cast_weight(local(linear.weight), dtype), linear.format_state())
+    return linear.effective_weight(dtype)
 
 
 def count_24(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
     """How many layers train with a 2:4 Format, and how many of them multiply with a 2:4 weight."""
     layers = sparse_layers(model, resting=True)
-    held = sum(is_24(layer.linear.effective_weight(dtype)) for layer in layers)
+    held = sum(is_24(pruned_weight(layer.linear, dtype)) for layer in layers)
     return {"layers": len(layers), "layers_24": held}
 
 
