@@ -1,6 +1,7 @@
 """Formats by name: the short spelling of a command line, and JSON as a packed checkpoint carries it.
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
+    parse_format("int8:sym:g0")
     parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
 `parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of your own joins
@@ -33,9 +34,10 @@ SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parse_format(text: str) -> Format:
-    """`<kind>[:g<group>][:s<scales>][:fixed]`: kind as in SPELLINGS, group 0 for one per row, scales for nf
-    and fp only, fixed for a grid that is kept as state. `sparse24[:tile|:soft][:held][:mvue]` stands alone,
-    or before a `+` and the kind of the kept values; `+slorb<inputs>[:trained]` after either adds a branch.
+    """`<kind>[:sym][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym for int only, g0 or
+    per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is kept as
+    state. `sparse24[:tile|:soft][:held][:mvue]` stands alone, or before a `+` and the kind of the kept values;
+    `+slorb<inputs>[:trained]` after either adds a branch.
     """
     pruned, plus, branch = text.strip().lower().rpartition("+slorb")
     if plus:
@@ -63,8 +65,12 @@ def parse_format(text: str) -> Format:
             settings.update(SPARSE24_OPTIONS[option])
         elif option in SCALE_DTYPES and head != "dense":
             settings["scale_dtype"] = option
-        elif option == "fixed" and head != "dense":
+        elif option in ("fixed", "learned") and head != "dense":
             settings["grid"] = option
+        elif option == "per-channel" and head != "dense":
+            settings["group"] = 0
+        elif option == "sym" and head.startswith("int"):
+            settings["symmetric"] = True
         elif letter == "g" and number.isdigit() and head != "dense":
             settings["group"] = int(number)
         elif letter == "s" and number.isdigit() and head in TABLES:
