@@ -36,6 +36,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench_app = typer.Typer(help="Measure what runs here.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
 ModelArgument = Annotated[str, typer.Argument(help="A Hugging Face folder, a run folder or a .gguf file.")]
 DeviceOption = Annotated[
     str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.")
@@ -284,6 +287,52 @@ def export(
     unpack(loaded.model)
     save_model(out, loaded.model, loaded.tokenizer, dtype=pick_dtype(dtype, "cpu"))
     print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); transformers loads it with AutoModelForCausalLM")
+
+
+@bench_app.command("serve")
+def bench_serve(
+    target: Annotated[
+        str, typer.Argument(help="A running server (http://...), or a MODEL to serve for this.")
+    ],
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second; default: 1, or as fast as the trace.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For how long requests are sent.")] = 30.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Arrivals and lengths from a CSV: TIMESTAMP, ContextTokens, GeneratedTokens."),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt (without a trace).")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer (without a trace).")] = 64,
+    slo_ttft: Annotated[float, typer.Option(help="Promise: seconds to the first token.")] = 1.0,
+    slo_tpot: Annotated[float, typer.Option(help="Promise: seconds per token after it.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Decides arrivals and prompts.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SHOESTRING_API_KEY", help="The server's key.")
+    ] = None,
+    serve_options: Annotated[
+        str, typer.Option(help="Options of the server started for a MODEL, e.g. '--max-requests 32'.")
+    ] = "",
+    save: Annotated[bool, typer.Option("--save", help="Append a line to results/serve.jsonl.")] = False,
+) -> None:
+    """Send requests at a rate or as in a trace: latency percentiles, throughput, goodput under an SLO."""
+    import shlex
+    from contextlib import nullcontext
+
+    from shoestring.bench.load import from_trace, poisson
+    from shoestring.bench.serve import Slo, own_server, run_load
+
+    if trace is not None:
+        plan = from_trace(trace, seconds, rate=rate)
+    else:
+        plan = poisson(rate or 1.0, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
+    is_url = target.startswith(("http://", "https://"))
+    options = shlex.split(serve_options)
+    with (
+        nullcontext(target.rstrip("/").removesuffix("/v1")) if is_url else own_server(target, options) as url
+    ):
+        case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
+        run_load(url, plan, Slo(slo_ttft, slo_tpot), case, seed=seed, api_key=api_key, save=save)
 
 
 # -- what the verbs share ----------------------------------------------------------------------------
