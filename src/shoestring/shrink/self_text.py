@@ -1,0 +1,250 @@
+"""Text that a model writes itself: prompts completed by our engine, kept as a corpus of prompts and completions.
+
+Data-free distillation (LLM-QAT, BitDistiller) trains a student on the teacher's own samples: no corpus that
+matches the teacher's training data is needed, and every token comes with the distribution it was drawn from.
+
+    prompts = read_prompts("some.txt", 3000)
+    generate_text(model, tokenizer, prompts, Path("self.jsonl"), sampling=PAPER)
+
+The file has one {"prompt", "completion"} a line, in the order of the prompts: the ordinary corpus reader reads
+it and does not count the prompts. Sample i is a function of the model, prompt i and (seed, i) alone, because the
+engine's noise is: a killed run goes on at the first line that is missing and ends with the same file as one that
+never stopped.
+
+Left out on purpose: chat templates (render the prompts first: Tokenizer.render_chat), filtering, several processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from shoestring.errors import UserError
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.transformer import Decoder
+from shoestring.serve.engine import Engine, Request
+from shoestring.serve.sampling import Sampling
+from shoestring.train.corpus import documents
+
+PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDistiller's settings
+# BitDistiller's prompts from running text: the first 128 characters of paragraphs longer than 512.
+PREFIX, LONG = 128, 512
+PROMPT_KEYS = ("prompt", "instruction", "question", "text", "turns")
+
+Progress = Callable[[int, str], Any]
+
+
+def generate_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    out: Path,
+    *,
+    sampling: Sampling = PAPER,
+    max_requests: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Complete every prompt and write `out`; `max_requests` of them at a time (None: 16 on a CPU, 256 on a GPU).
+
+    A finished `out` of the same prompts and settings is returned as it is; one of others is an error.
+    """
+    out = Path(out)
+    if out.suffix != ".jsonl":
+        raise UserError(f"out={out} must end in .jsonl, so that the corpus reader knows what it is")
+    prompts = [p for p in prompts if p.strip()]
+    if not prompts:
+        raise UserError("there are no prompts to complete: all of them are empty")
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=0)
+    key = _key(prompts, sampling, model)
+    if out.exists():
+        if _read_key(out) == key:
+            return out
+        raise UserError(
+            f"{out} exists already, with other prompts or settings; give another name or delete it"
+        )
+    partial = out.with_name(f"{out.name}.{key}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        done = _whole_lines(partial)
+        with partial.open("a", encoding="utf-8") as file:
+            _complete(model, tokenizer, prompts, done, file, sampling, max_requests, progress)
+        _check_not_empty(partial, sampling)
+        _key_path(out).write_text(json.dumps({"key": key, "sampling": asdict(sampling)}) + "\n")
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the generated text to {out}: {error.strerror or error}; make room and start again, what is "
+            "there is kept"
+        ) from error
+    return out
+
+
+def _complete(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    done: int,
+    file: TextIO,
+    sampling: Sampling,
+    max_requests: int | None,
+    progress: Progress | None,
+) -> None:
+    """Append the completions of prompts[done:], in order."""
+    bar_of = progress or (lambda total, description: nullcontext(None))
+    with bar_of(len(prompts), "self-generated text") as bar:
+        if bar is not None:
+            bar.advance(done)
+        for number, prompt, text in _completions(model, tokenizer, prompts, done, sampling, max_requests):
+            # The prompt as it was read: with a space cut off its end, so that the completion begins with one.
+            file.write(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) + "\n")
+            if number % 16 == 15:
+                file.flush()
+            if bar is not None:
+                bar.advance(1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _completions(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    done: int,
+    sampling: Sampling,
+    max_requests: int | None,
+) -> Iterator[tuple[int, str, str]]:
+    """(number, prompt, completion) in order. At most a few batches wait for a slow one before them."""
+    if done >= len(prompts):
+        return
+    on_cpu = model.embed.weight.device.type == "cpu"
+    max_requests = max_requests or (16 if on_cpu else 256)
+    positions = model.spec.max_positions
+    # A prompt that fills the context has no room for an answer: its end is what counts.
+    longest = max(1, positions - min(sampling.max_tokens, positions // 2))
+    encoded = [tokenizer.encode(p.rstrip())[-longest:] for p in prompts[done:]]
+    context = min(positions, max(map(len, encoded)) + sampling.max_tokens)
+    engine = Engine(
+        model,
+        tokenizer,
+        max_requests=max_requests,
+        max_context=context,
+        chunk=max(512, 2 * max_requests),
+        prefix_cache=False,
+    )
+    waiting: list[Request] = []  # in the order of the prompts; the first is the next to be given out
+    added = 0
+    assert sampling.seed is not None
+    while added < len(encoded) or waiting:
+        while added < len(encoded) and len(waiting) < 4 * max_requests:
+            seed = (sampling.seed + done + added) % 2**63
+            waiting.append(engine.add(encoded[added], replace(sampling, seed=seed)))
+            added += 1
+        if waiting[0].finish_reason is None:
+            engine.step()
+            continue
+        number = done + added - len(waiting)
+        yield number, prompts[number].rstrip(), waiting.pop(0).text
+
+
+def _whole_lines(path: Path) -> int:
+    """Lines of an unfinished file; a line that was cut off is removed."""
+    if not path.is_file():
+        return 0
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        path.write_bytes(whole)
+    return whole.count(b"\n")
+
+
+def _check_not_empty(path: Path, sampling: Sampling) -> None:
+    with path.open(encoding="utf-8") as file:
+        if not any(json.loads(line)["completion"].strip() for line in file):
+            path.unlink()
+            raise UserError(
+                f"the model ended every text at once (temperature {sampling.temperature}): there is nothing to train "
+                "on. Give prompts that it would go on with"
+            )
+
+
+def _key(prompts: list[str], sampling: Sampling, model: Decoder) -> str:
+    """Of everything that decides the text. The weights go in by a few of their values: another model of the same
+    shape is noticed."""
+    weight = model.embed.weight.detach()
+    drawn = weight.flatten()[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32)
+    told = json.dumps([prompts, asdict(sampling), repr(model.spec)])
+    return hashlib.blake2b(told.encode() + drawn.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _key_path(out: Path) -> Path:
+    return out.with_name(out.name + ".settings")
+
+
+def _read_key(out: Path) -> str | None:
+    try:
+        return str(json.loads(_key_path(out).read_text())["key"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# -- prompts -------------------------------------------------------------------------------------------------
+
+
+def read_prompts(source: str, limit: int | None = None) -> list[str]:
+    """Prompts from a file: the prompt (instruction, question, ...) of each line of a .jsonl or .json list;
+    beginnings of long paragraphs for any other corpus. Where there are more than `limit`, evenly spaced ones.
+    """
+    path = Path(source).expanduser()
+    found = _listed_prompts(path) if path.suffix in (".jsonl", ".json") else _beginnings(source)
+    if not found:
+        raise UserError(
+            f"prompts={source} gives no prompt: a text needs paragraphs longer than {LONG} characters, a list objects "
+            f"with one of {', '.join(PROMPT_KEYS)}"
+        )
+    if limit is None or limit >= len(found):
+        return found
+    if limit < 1:
+        raise UserError(f"{limit} prompts are not enough; give 1 or more")
+    return [found[i * len(found) // limit] for i in range(limit)]
+
+
+def _beginnings(source: str) -> list[str]:
+    lines = (line.strip() for document in documents(source) for line in document.text.split("\n"))
+    return [line[:PREFIX] for line in lines if len(line) > LONG]
+
+
+def _listed_prompts(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"prompts={path} cannot be read: {error}") from None
+    if not isinstance(rows, list):
+        raise UserError(f"prompts={path} holds a {type(rows).__name__}; give a list of objects or strings")
+    return [p for p in map(_prompt_of, rows) if p]
+
+
+def _prompt_of(row: Any) -> str:
+    if isinstance(row, str):
+        return row.strip()
+    if not isinstance(row, dict):
+        return ""
+    value = next((row[key] for key in PROMPT_KEYS if row.get(key)), "")
+    if isinstance(value, list):  # turns of a conversation: the first
+        value = value[0] if value else ""
+    text = value.strip() if isinstance(value, str) else ""
+    # Alpaca's instructions come with an input of their own.
+    extra = row.get("input")
+    return f"{text}\n{extra.strip()}" if text and isinstance(extra, str) and extra.strip() else text
