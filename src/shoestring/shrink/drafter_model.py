@@ -1,0 +1,116 @@
+"""What a drafter looks like before it learns: two shapes, and a vocabulary that may be trimmed.
+
+`first_layers(target, n)`   the target's embedding, first n blocks, last norm and head: it starts out knowing the
+                            tokens, but its head was made for hidden states of the last layer
+`fresh(spec, ...)`          a small decoder of its own width with random weights and the target's tokenizer
+`frequent_tokens(...)`      the most frequent tokens of a text: a drafter's head then needs few rows, which is most
+                            of its work when the vocabulary is large
+
+A drafter folder is an ordinary model folder with the full vocabulary, so that every tool can read it, and
+drafter.json: {"version", "vocab_ids": null or sorted ids, ...}. `serve.open_drafter` cuts the head when it opens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear
+from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
+from shoestring.model.parallel import init_weights
+from shoestring.runlog import write_atomically
+from shoestring.serve.drafters import DRAFTER_FILE
+
+VERSION = 1
+
+
+def first_layers(target: Decoder, num_layers: int) -> Decoder:
+    """A drafter with fp32 masters, made of the target's first blocks; packed weights are decoded."""
+    if not 1 <= num_layers < target.spec.num_layers:
+        raise UserError(
+            f"layers={num_layers}: a drafter takes 1 to {target.spec.num_layers - 1} of the target's "
+            f"{target.spec.num_layers} layers"
+        )
+    drafter = Decoder(replace(target.spec, num_layers=num_layers))
+    theirs = dict(target.named_modules())
+    state = target.state_dict()
+    with torch.no_grad():
+        for name, param in drafter.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            module = theirs[owner]
+            if leaf == "weight" and isinstance(module, FormatLinear):
+                param.copy_(module.effective_weight(torch.float32))
+            else:
+                param.copy_(state[name])
+    return drafter
+
+
+def fresh(
+    target: ModelSpec, *, num_layers: int, d_model: int, head_dim: int = 64, d_ff: int = 0, seed: int = 0
+) -> Decoder:
+    """A Llama-shaped drafter of its own width, with the target's tokens and context."""
+    if num_layers < 1 or d_model < 1 or d_model % head_dim:
+        raise UserError(
+            f"layers={num_layers}, d_model={d_model}: give at least one layer and a width that is a multiple of "
+            f"the head width {head_dim}"
+        )
+    spec = ModelSpec(
+        vocab_size=target.vocab_size,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=d_model // head_dim,
+        num_kv_heads=d_model // head_dim,
+        head_dim=head_dim,
+        d_ff=d_ff or 64 * -(-d_model * 8 // 3 // 64),
+        max_positions=target.max_positions,
+        bos_id=target.bos_id,
+        eos_id=target.eos_id,
+        extra_eos_ids=target.extra_eos_ids,
+    )
+    drafter = Decoder(spec)
+    init_weights(drafter, seed)
+    return drafter
+
+
+def frequent_tokens(tokens: np.ndarray, num: int, vocab_size: int, always: Iterable[int] = ()) -> list[int]:
+    """The `num` most frequent ids of a text, sorted; `always` (the end of a text, say) is among them."""
+    always = sorted(set(always))
+    if not len(always) < num <= vocab_size:
+        raise UserError(
+            f"vocab={num} tokens for the drafter: give more than {len(always)}, at most {vocab_size}; none keeps all"
+        )
+    counts = np.bincount(np.asarray(tokens), minlength=vocab_size).astype(np.int64)
+    counts[always] = np.iinfo(np.int64).max
+    # A stable sort: equally frequent tokens are taken by id, on every machine.
+    return sorted(int(i) for i in np.argsort(-counts, kind="stable")[:num])
+
+
+def coverage(tokens: np.ndarray, vocab_ids: Iterable[int]) -> float:
+    """The share of a text's tokens that are among these."""
+    return float(np.isin(np.asarray(tokens), np.array(sorted(vocab_ids))).mean()) if len(tokens) else 1.0
+
+
+def save_drafter(
+    folder: Path,
+    drafter: Decoder,
+    tokenizer: Tokenizer | None,
+    vocab_ids: list[int] | None,
+    dtype: torch.dtype | None = None,
+    **told: Any,
+) -> Path:
+    """An ordinary model folder and drafter.json, which is written last: a folder that has one is whole."""
+    save_model(folder, drafter, tokenizer, dtype=dtype)
+    content = {"version": VERSION, "vocab_ids": vocab_ids, **told}
+    write_atomically(folder / DRAFTER_FILE, json.dumps(content, indent=1) + "\n")
+    return folder
+
+
+def is_drafter(folder: Path) -> bool:
+    return (folder / DRAFTER_FILE).is_file()

@@ -1,0 +1,237 @@
+"""Objectives that make a drafter: distil what the target says about a text into a small model.
+
+`DraftDistill`  any loss of drafter_losses.py over the target's top-k, cached or computed on the spot. With a
+                `Selection` it is AdaSPEC: only the tokens count where the drafter is furthest behind a reference
+                drafter that was trained on all of them. The sum is still divided by all counted tokens.
+`OnPolicy`      DistillSpec on the drafter's own text: a share of the micro-batches is cut to a prompt, continued
+                by the drafter, and what it wrote is scored by the target. No gradient runs through the choice of
+                tokens. The other micro-batches go to another objective as they are.
+
+`scores(micro)` gives the target's TopK of every position: `cache.lookup` of a TeacherCache, or `LiveScores`.
+A trimmed vocabulary (`vocab_ids`) trains the head's rows of those tokens only; the embedding keeps all of them.
+
+AdaSPEC runs the head twice: first without gradients, for the losses that decide, then over the chosen rows only.
+Its threshold is that of a micro-batch, as published: with a few dozen tokens it is noisy.
+
+Left out: a head sharded over tensor-parallel ranks (a drafter is small).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.model.transformer import Head
+from shoestring.shrink.drafter_losses import Cells, Loss, cells, kl, pick_loss, select_tokens
+from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.objectives import chunked_head, default_chunk
+from shoestring.train.teacher_cache import TopK
+
+Scores = Callable[[Micro], TopK]
+# (drafter, prompts [B, P], new tokens, seed) -> [B, P + new]
+Generate = Callable[[nn.Module, Tensor, int, int], Tensor]
+
+
+class Known(NamedTuple):
+    """What the target says about N counted tokens."""
+
+    ids_NK: Tensor
+    logp_NK: Tensor
+    tail_logp_N: Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """AdaSPEC's filter: `fraction` of the counted tokens, by how far the drafter is behind `reference(micro)`."""
+
+    reference: Callable[[Micro], Tensor]  # [B, T]: the reference's KL, from a ScalarCache
+    fraction: float = 0.4
+
+
+class DraftDistill:
+    def __init__(
+        self,
+        scores: Scores,
+        loss: str = "kl",
+        *,
+        vocab_ids: Sequence[int] | None = None,
+        selection: Selection | None = None,
+        chunk: int = 0,
+    ) -> None:
+        self.scores, self.loss, self.selection, self.chunk = scores, pick_loss(loss), selection, chunk
+        self.vocab_ids = None if vocab_ids is None else torch.tensor(sorted(vocab_ids))
+        if selection is not None and not 0 < selection.fraction <= 1:
+            raise UserError(f"fraction={selection.fraction} must be more than 0 and at most 1")
+
+    def count(self, micro: Micro) -> int:
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        if micro.num_counted == 0:
+            return model(micro.tokens_BT, readout=lambda hidden, head: hidden.float().sum() * 0)
+        return model(micro.tokens_BT, readout=lambda hidden, head: self._readout(hidden, head, micro))
+
+    def _readout(self, hidden_BTD: Tensor, head: Head, micro: Micro) -> Tensor:
+        head, place_V = self._trim(head)
+        counted, known = self._known(micro)
+        hidden_ND = hidden_BTD[counted]
+        if self.selection is not None:
+            ours_N = token_losses(hidden_ND.detach(), head, known, kl, place_V, self.chunk)
+            gap_N = ours_N - self.selection.reference(micro).to(ours_N.device)[counted]
+            chosen_N = select_tokens(gap_N, self.selection.fraction)
+            hidden_ND, known = hidden_ND[chosen_N], Known(*(t[chosen_N] for t in known))
+
+        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            # Inside the chunked head nothing is recorded; the gradient of a chunk is taken here, at once.
+            with torch.enable_grad():
+                z = logits.detach().float().requires_grad_()
+                value = self.loss(_cells(z, known, lo, hi, place_V)).sum()
+                (grad,) = torch.autograd.grad(value, z)
+            return value.detach(), grad.to(logits.dtype)
+
+        return chunked_head(hidden_ND[None], head, chunk_loss, self.chunk)
+
+    @torch.no_grad()
+    def losses(self, model: nn.Module, micro: Micro, loss: str = "kl") -> Tensor:
+        """[B, T] losses of a drafter's tokens, 0 where they do not count: what a Selection's reference holds."""
+        found_BT = torch.zeros(micro.targets_BT.shape, device=micro.targets_BT.device)
+
+        def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
+            head, place_V = self._trim(head)
+            counted, known = self._known(micro)
+            found_BT[counted] = token_losses(
+                hidden_BTD[counted], head, known, pick_loss(loss), place_V, self.chunk
+            )
+            return found_BT
+
+        return model(micro.tokens_BT, readout=readout)
+
+    def _known(self, micro: Micro) -> tuple[Tensor, Known]:
+        counted = micro.targets_BT != IGNORED
+        top = self.scores(micro)
+        parts = (t.to(counted.device)[counted] for t in (top.ids_BTk, top.logp_BTk, top.tail_logp_BT))
+        return counted, Known(*parts)
+
+    def _trim(self, head: Head) -> tuple[Head, Tensor | None]:
+        """The rows of the tokens the drafter can say, and where each token's row is (-1: nowhere)."""
+        if head.group is not None:
+            raise UserError("a drafter cannot be trained tensor-parallel; leave mesh.tp at 1")
+        if self.vocab_ids is None:
+            return head, None
+        ids_M = self.vocab_ids.to(head.weight_VD.device)
+        place_V = torch.full((head.weight_VD.shape[0],), -1, device=ids_M.device)
+        place_V[ids_M] = torch.arange(len(ids_M), device=ids_M.device)
+        return Head(head.weight_VD[ids_M]), place_V
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _cells(z: Tensor, known: Known, lo: int, hi: int, place_V: Tensor | None) -> Cells:
+    return cells(z, known.ids_NK[lo:hi], known.logp_NK[lo:hi], known.tail_logp_N[lo:hi], place_V)
+
+
+@torch.no_grad()
+def token_losses(
+    hidden_ND: Tensor, head: Head, known: Known, loss: Loss, place_V: Tensor | None = None, chunk: int = 0
+) -> Tensor:
+    """Loss of every token [N], without gradients and without all logits at once."""
+    weight = head.weight_VD.detach().to(hidden_ND.dtype)
+    chunk = chunk or default_chunk(max(1, len(hidden_ND)), weight.shape[0], hidden_ND.element_size())
+    parts = [
+        loss(_cells(F.linear(hidden_ND[lo : lo + chunk], weight), known, lo, lo + chunk, place_V))
+        for lo in range(0, len(hidden_ND), chunk)
+    ]
+    return torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
+
+
+# -- the target on the spot ---------------------------------------------------------------------------------
+
+
+class LiveScores:
+    """The target's top-k of a micro-batch, computed now: for text that no cache knows."""
+
+    def __init__(self, target: nn.Module, k: int = 64) -> None:
+        self.target, self.k = target.eval(), k
+
+    @torch.no_grad()
+    def __call__(self, micro: Micro) -> TopK:
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
+            hidden_ND = hidden_BTD.flatten(0, 1)
+            weight = head.weight_VD.to(hidden_ND.dtype)
+            rows = default_chunk(len(hidden_ND), weight.shape[0], 4)
+            for part in hidden_ND.split(rows):
+                logp = F.linear(part, weight).float().log_softmax(-1)
+                top = logp.topk(min(self.k, logp.shape[1]), dim=-1)
+                tail = torch.log1p(-top.values.exp().sum(-1).clamp(max=1 - 1e-7))
+                parts.append((top.indices, top.values, tail))
+            return hidden_BTD.new_zeros(())
+
+        self.target(micro.tokens_BT, readout=readout)
+        ids, logp, tail = (torch.cat(p).unflatten(0, micro.tokens_BT.shape) for p in zip(*parts, strict=True))
+        return TopK(ids, logp, tail, torch.zeros_like(tail))
+
+
+# -- on the drafter's own text ------------------------------------------------------------------------------
+
+
+class OnPolicy:
+    def __init__(
+        self,
+        generate: Generate,
+        own: DraftDistill,
+        other: DraftDistill,
+        *,
+        share: float = 0.5,
+        num_new: int = 64,
+        seed: int = 0,
+    ) -> None:
+        """`own` judges the drafter's text (with LiveScores), `other` the micro-batches that stay as they are.
+        Which ones do is a function of the rows and the seed, so that a resumed run does the same."""
+        if not 0 < share <= 1 or num_new < 1:
+            raise UserError(f"share={share} must be in (0, 1] and num_new={num_new} at least 1")
+        self.generate, self.own, self.other = generate, own, other
+        self.share, self.num_new, self.seed = share, num_new, seed
+
+    def count(self, micro: Micro) -> int:
+        return self.written(micro) * micro.tokens_BT.shape[0] or self.other.count(micro)
+
+    def written(self, micro: Micro) -> int:
+        """New tokens per row that the drafter writes for this micro-batch; 0: none."""
+        draw = self._key(micro) / 2**64
+        return min(self.num_new, micro.tokens_BT.shape[1] - 1) if draw < self.share else 0
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        num_new = self.written(micro)
+        if not num_new:
+            return self.other(model, micro)
+        prompt_BP = micro.tokens_BT[:, : micro.tokens_BT.shape[1] - num_new]
+        text_BT = self.generate(model, prompt_BP, num_new, self._key(micro) % 2**31)
+        targets_BT = text_BT[:, 1:].clone()
+        targets_BT[:, : prompt_BP.shape[1] - 1] = IGNORED
+        rows = text_BT.shape[0]
+        index_BT = torch.zeros_like(targets_BT)
+        return self.own(model, Micro(text_BT[:, :-1], targets_BT, index_BT, rows * num_new))
+
+    def _key(self, micro: Micro) -> int:
+        # Rows travel to a device after they were counted; their first index is read back, one number.
+        said = f"{self.seed} {int(micro.index_BT[0, 0])} {int(micro.index_BT[-1, 0])}".encode()
+        return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
