@@ -12,7 +12,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import Format, convert, pack, packed_state, parse_format, unpack
+from shoestring.formats import (
+    Format,
+    convert,
+    formats_of,
+    pack,
+    packed_state,
+    parse_format,
+    prepare_packed,
+    unpack,
+)
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import shard_
 
 ROWS, WIDTH = 25, 192  # 25 rows: the two shards along dim 0 differ in size
 
@@ -50,6 +61,14 @@ def check(format: Format, dim: int, dtype: torch.dtype) -> None:
     y_local.float().square().sum().backward()
     grad = cut[0].weight.grad
     assert isinstance(grad, DTensor) and grad.placements == (Shard(dim),) and grad.to_local().abs().sum() > 0
+    y.float().square().sum().backward()
+    for name, trained in cut[0].trained_state().items():
+        # Along dim 1 the loss of a rank's partial product is another one; that it is cut the same way holds.
+        whole_grad, cut_grad = whole[0].trained_state()[name].grad, trained.grad
+        assert isinstance(cut_grad, DTensor) and cut_grad.placements == (Shard(dim),), name
+        if dim == 0:
+            expected = whole_grad.chunk(2, dim=0)[rank]
+            assert torch.allclose(cut_grad.to_local(), expected, rtol=1e-4, atol=1e-4), name
 
     early = packed_state(cut, dtype=dtype)
     pack(whole, dtype=dtype)
@@ -90,10 +109,37 @@ def check_fsdp(format: Format) -> None:
     assert torch.equal(x, expected)
 
 
+def check_fsdp_bf16() -> None:
+    """Mixed precision must not round a learned grid: what is packed is what bf16 training multiplied with."""
+    torch.manual_seed(0)
+    spec = ModelSpec(32, 64, 1, 2, 2, 32, 64, max_positions=16, tied=False)
+    model = Decoder(spec)
+    model.compute_dtype = torch.bfloat16
+    convert(model, [("*", parse_format("int3:g32:learned")), ("head", parse_format("nf3:s2:g32:learned"))])
+    shard_(model, init_device_mesh("cpu", (2,)), torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(16).view(2, 8)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+    expected = model(tokens)
+    state = {
+        n: t.full_tensor() if isinstance(t, DTensor) else t
+        for n, t in packed_state(model, dtype=torch.bfloat16).items()
+    }
+    packed = Decoder(spec)
+    packed.compute_dtype = torch.bfloat16
+    prepare_packed(packed, {n: f.to_json() for n, f in formats_of(model).items()}, torch.bfloat16)
+    packed.load_state_dict(state)
+    assert torch.equal(packed(tokens), expected)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     sparse = ("sparse24:tile:held:mvue", "sparse24:soft:mvue", "sparse24:tile:held+int4:g16")
-    for label in ("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32", *sparse):
+    learned = ("int3:g32:learned", "nf3:s2:g32:learned")
+    for label in ("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32", *learned, *sparse):
         for dim in (0, 1):
             for dtype in (torch.float32, torch.bfloat16):
                 check(parse_format(label), dim, dtype)
@@ -105,6 +151,8 @@ def main() -> None:
     else:
         raise AssertionError("a cut through a group must be refused")
     check_fsdp(parse_format("nf3:s2:g32"))
+    check_fsdp(parse_format("int3:g32:learned"))
+    check_fsdp_bf16()
     check_fsdp(parse_format("sparse24:tile:held:mvue"))
     dist.destroy_process_group()
     print("laws hold on 2 ranks")

@@ -28,6 +28,8 @@ LABELS = [
     ),
     *("int4:sym:g64", "int8:sym:g0:bfloat16"),
     *("int3:g64:fixed", "int4:sym:g32:fixed", "nf3:s2:g64:fixed"),
+    *("int2:g64:learned", "int3:g0:learned", "int4:sym:g32:bfloat16:learned"),
+    *("nf3:s2:g64:learned", "fp4:s1:g32:learned", "nf2:s2:g0:learned"),
     *("sparse24", "sparse24:tile:held:mvue", "sparse24:soft:mvue"),
     *("sparse24+int4:g32", "sparse24:tile:held+nf3:s2:g32", "sparse24:soft+int3:g32:fixed"),
 ]
@@ -127,9 +129,15 @@ def test_law_3_fake_is_decode_of_encode(format: Format, dtype: torch.dtype) -> N
 
 @every_format
 def test_law_3_gradient_is_the_identity(format: Format) -> None:
+    """Within the grid; a weight beyond a learned one gets none (test_learned_grid.py says which)."""
     w, upstream = hard_weight(torch.float32).requires_grad_(), torch.randn(24, 192)
     format.fake(w, state_of(format, w.detach())).backward(upstream)
-    assert w.grad is not None and torch.equal(w.grad, upstream)
+    assert w.grad is not None
+    same = w.grad == upstream
+    if "learned" in format.label:
+        assert (same | (w.grad == 0)).all() and same.float().mean() > 0.95
+    else:
+        assert same.all()
 
 
 def compiled_equals_eager(format: Format, dtype: torch.dtype, device: str) -> None:
@@ -160,6 +168,8 @@ def compiled_equals_eager(format: Format, dtype: torch.dtype, device: str) -> No
         ("nf3:s2:g64", torch.bfloat16),
         ("fp4:s1:g32:bfloat16", torch.float32),
         ("sparse24:soft:mvue", torch.bfloat16),
+        ("int3:g64:learned", torch.bfloat16),
+        ("nf3:s2:g32:learned", torch.float32),
         pytest.param("sparse24:tile+int4:g32", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )

@@ -14,8 +14,9 @@ differ; decode uses the stored one. FP tables have an odd number of values: thei
 and repeats the largest value.
 
 With grid="fixed" the scales are not derived but kept beside the weight as frozen state (`weight_scale`), for
-methods that choose them otherwise; packed, the two are the same. Left out on purpose: a gradient to the
-scales, and tables without a zero.
+methods that choose them otherwise; with grid="learned" they are fp32 Parameters that train with the weight
+(gradients: groups.on_learned_grid, each weight to the scale of its sign). Packed, the three are the same. Left
+out on purpose: learned tables, and tables without a zero.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from shoestring.formats.groups import (
     extremes,
     grid_state,
     group_width,
+    kept_scale,
+    on_learned_grid,
     rounding_slack,
     split,
     storable_scale,
@@ -106,7 +109,7 @@ class FloatAsym(Format):
     @property
     def label(self) -> str:
         suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
-        suffix += ":fixed" if self.grid == "fixed" else ""
+        suffix += "" if self.grid == "derived" else f":{self.grid}"
         return f"{self.table}:s{self.scales}:g{self.group}{suffix}"
 
     @property
@@ -130,6 +133,9 @@ class FloatAsym(Format):
     def fix_grid(self) -> FloatAsym:
         return replace(self, grid="fixed")
 
+    def learn_grid(self) -> FloatAsym:
+        return replace(self, grid="learned")
+
     def stored(self) -> FloatAsym:
         return replace(self, grid="derived")
 
@@ -137,9 +143,10 @@ class FloatAsym(Format):
         levels = TABLES[self.table]
         padded = levels + levels[-1:] * (2**self.bits - len(levels))
         state = {"table": Aux(torch.tensor(padded, dtype=torch.float32, device=w.device), "whole")}
-        if self.grid == "fixed":
+        if self.grid != "derived":
             grid = self.find_grid(*extremes(split(w, self.group)))
-            state["scale"] = grid_state(grid["scale"], self.scale_dtype, group_width(w.shape[1], self.group))
+            block = group_width(w.shape[1], self.group)
+            state["scale"] = grid_state(grid["scale"], self.scale_dtype, block, self.grid)
         return state
 
     def find_grid(self, low: Tensor, high: Tensor) -> Parts:
@@ -166,8 +173,10 @@ class FloatAsym(Format):
     def quantize(self, w: Tensor, state: Parts) -> tuple[Tensor, Tensor]:
         """uint8 codes [out, groups, group] and fp32 scale [out, groups, scales]."""
         w_g = split(w, self.group)
-        fixed = self.grid == "fixed"
-        scale = state["scale"].float() if fixed else self.find_grid(*extremes(w_g))["scale"]
+        if self.grid == "derived":
+            scale = self.find_grid(*extremes(w_g))["scale"]
+        else:
+            scale = kept_scale(state["scale"], self.scale_dtype)
         return self.find_codes(w_g, scale, state["table"]), scale
 
     def levels(self, codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
@@ -194,7 +203,14 @@ class FloatAsym(Format):
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         # decode(encode(w)) without packing the codes and unpacking them again.
         codes, scale = self.quantize(w.detach(), state)
-        return straight_through(w, self.dequantize(codes, scale, state["table"], w.dtype))
+        if self.grid != "learned":
+            return straight_through(w, self.dequantize(codes, scale, state["table"], w.dtype))
+        table, positive = state["table"], split(w.detach(), self.group) > 0
+        # The outermost gap is the widest of every table: half of it is as far as rounding can move a weight.
+        ends = torch.where(positive, table[-1] - table[len(TABLES[self.table]) - 2], table[1] - table[0])
+        sides = straight_through(state["scale"], scale)
+        side = torch.where(positive, sides[..., :1], sides[..., -1:])
+        return on_learned_grid(w, self.levels(codes, scale, table), side, ends * side.detach() * 0.5)
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         rows, width = shape

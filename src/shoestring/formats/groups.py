@@ -5,9 +5,11 @@ A scale is rounded to its stored dtype *before* it is used, so training multipli
 checkpoint holds. Scales are 16 bits wide on purpose: code * scale is then exact in fp32 (8 + 11 bits), so a
 compiler that fuses multiplications and additions cannot change a result.
 
-The grid of a group (scale, and zero point where there is one) either follows the weights' extremes at every
-step ("derived") or is kept beside the weight as frozen state ("fixed"), for whoever chose it by other means.
-`GridFormat` is what a method that chooses grids needs of a Format.
+The grid of a group (scale, and zero point where there is one) follows the weights' extremes at every step
+("derived"), or is kept beside the weight: frozen ("fixed"), for whoever chose it by other means, or as fp32
+Parameters that train with the weight ("learned"). A learned scale is rounded to 16 bits and a learned zero
+point to a whole code before they are used, straight-through. `GridFormat` is what a method that chooses grids
+needs of a Format.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats.base import Aux, Parts
-from shoestring.formats.rounding import round_to
+from shoestring.formats.base import Aux, Parts, straight_through
+from shoestring.formats.rounding import round_to, to_dtype
 from shoestring.kernels.packing import CODES_PER_RUN
 
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -27,7 +29,7 @@ SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALLEST, LARGEST = 2.0**-24, {torch.float16: 65504.0, torch.bfloat16: 2.0**100}
 
 
-GRIDS = ("derived", "fixed")
+GRIDS = ("derived", "fixed", "learned")
 
 
 @runtime_checkable
@@ -57,6 +59,10 @@ class GridFormat(Protocol):
         """The same Format with the grid kept as state."""
         ...
 
+    def learn_grid(self) -> GridFormat:
+        """The same Format with the grid kept as Parameters that train."""
+        ...
+
 
 def check_settings(group: int, scale_dtype: str, grid: str) -> None:
     if group < 0 or group % CODES_PER_RUN:
@@ -67,7 +73,7 @@ def check_settings(group: int, scale_dtype: str, grid: str) -> None:
     if scale_dtype not in SCALE_DTYPES:
         raise UserError(f"Scale dtype {scale_dtype!r} is not possible: use {' or '.join(SCALE_DTYPES)}.")
     if grid not in GRIDS:
-        raise UserError(f"Grid {grid!r} is not possible: use {' or '.join(GRIDS)}.")
+        raise UserError(f"Grid {grid!r} is not possible: use {', '.join(GRIDS)}.")
 
 
 def fitting_groups(width: int, group: int) -> list[int]:
@@ -111,9 +117,40 @@ def extremes(w_g: Tensor) -> tuple[Tensor, Tensor]:
     return w_g.amin(-1, keepdim=True), w_g.amax(-1, keepdim=True)
 
 
-def grid_state(t: Tensor, scale_dtype: str, group: int) -> Aux:
+def grid_state(t: Tensor, scale_dtype: str, group: int, grid: str) -> Aux:
     """A grid tensor [out, groups, ...] as state; zero points up to 255 are exact in either 16-bit dtype."""
+    if grid == "learned":
+        return Aux(t.clone(), "trained", (1, group))
     return Aux(t.to(SCALE_DTYPES[scale_dtype]), "rows", (1, group))
+
+
+def kept_scale(scale: Tensor, scale_dtype: str) -> Tensor:
+    """The fp32 value that is used (and stored) of a scale kept as state."""
+    return storable_scale(scale.detach().float(), scale_dtype)
+
+
+def on_learned_grid(
+    w: Tensor, level: Tensor, scale: Tensor, reach: Tensor, zero: Tensor | None = None
+) -> Tensor:
+    """The levels [out, groups, group] as a weight like `w`, with a gradient to w, scale and zero.
+
+    Rounding is straight-through, so that per weight (LSQ; for zero points EfficientQAT)
+
+        within the grid     dw'/dw = 1      dw'/ds = (w' - w) / s      dw'/dz = 0
+        beyond it           dw'/dw = 0      dw'/ds = w' / s            dw'/dz = -s
+
+    `scale` broadcasts to `level`; a weight further than `reach` from its level lies beyond the grid.
+    """
+    w_g = w.float().view(level.shape)
+    with torch.no_grad():
+        beyond = (w_g - level).abs() > reach
+        per_scale = torch.where(beyond, level, level - w_g) / scale
+        per_zero = torch.where(beyond, -scale, 0.0)
+    # Only the gradients of `path` count.
+    path = torch.where(beyond, 0.0, w_g) + per_scale * scale
+    if zero is not None:
+        path = path + per_zero * zero
+    return straight_through(path.flatten(-2).to(w.dtype), to_dtype(level.flatten(-2), w.dtype))
 
 
 def rounding_slack(w: Tensor, grid: Tensor) -> Tensor:

@@ -84,6 +84,11 @@ class FormatLinear(nn.Linear):
     def format_state(self) -> Parts:
         return {n: local(getattr(self, f"weight_{n}")) for n in self.state_names}
 
+    def trained_state(self) -> dict[str, nn.Parameter]:
+        """The state that gets gradients, as the Parameters themselves."""
+        held = {n: getattr(self, f"weight_{n}") for n in self.state_names}
+        return {n: t for n, t in held.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+
     def parts(self) -> Parts:
         return {n: local(getattr(self, f"weight_{n}")) for n in self.part_names}
 
@@ -156,11 +161,13 @@ class FormatLinear(nn.Linear):
     def encode(self, dtype: torch.dtype) -> Parts:
         """The parts that `pack` would store; those of a sharded weight are sharded like it."""
         w = cast_weight(local(self.weight), dtype)
-        if not w.isfinite().all():
-            raise UserError(
-                "The weight holds NaN or infinite values; packing would hide them. Check the training run."
-            )
-        parts = self.format.encode(w, self.format_state())
+        state = self.format_state()
+        for what, t in (("weight", w), *((f"weight's {n}", t) for n, t in state.items())):
+            if not t.isfinite().all():
+                raise UserError(
+                    f"The {what} holds NaN or infinite values; packing would hide them. Check the training run."
+                )
+        parts = self.format.encode(w, state)
         with torch.device("meta"):
             shapes = {n: t.shape for n, t in self.format.empty_parts(self.shape, dtype).items()}
         return {
@@ -215,16 +222,18 @@ class FormatLinear(nn.Linear):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FormatLinear:
         # model.to(torch.bfloat16) is about weights and activations; a table or scale in another dtype is
         # another weight. They follow to another device, never to another dtype.
-        kept = {f"weight_{n}": getattr(self, f"weight_{n}") for n in self.part_names + self.state_names}
+        names = (f"weight_{n}" for n in self.part_names + self.state_names)
+        kept = {n: getattr(self, n).detach() for n in names}  # detached: a Parameter changes in place
         self.decoded = None  # of the old device or dtype
         super()._apply(fn, recurse)
         for name, old in kept.items():
             new = getattr(self, name)
             if new.dtype != old.dtype:
-                restored = old.detach().to(new.device)
+                restored = old.to(new.device)
                 if isinstance(new, nn.Parameter):
-                    restored = nn.Parameter(restored, requires_grad=new.requires_grad)
-                setattr(self, name, restored)
+                    new.data = restored  # the same Parameter: optimizers hold it
+                else:
+                    setattr(self, name, restored)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

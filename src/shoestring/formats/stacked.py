@@ -40,6 +40,11 @@ class Stacked(Format):
                 f"{self.first.label}+{self.second.label} is not possible: stack sparse24 and one of the "
                 "int, nf or fp formats, in this order."
             )
+        if getattr(self.second, "grid", None) == "learned":
+            raise UserError(
+                f"{self.first.label}+{self.second.label} is not possible: the gradients here are those of "
+                "sparse24, none reaches a learned grid. Use a derived or a fixed one."
+            )
 
     @property
     def label(self) -> str:

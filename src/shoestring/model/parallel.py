@@ -183,7 +183,9 @@ def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    if compute_dtype != torch.float32:
+    # FSDP2 would cast scales and zero points too, and train with a grid that is not the one stored: such models
+    # are gathered as they are, and layers cast on use.
+    if compute_dtype != torch.float32 and not keeps_grids(model):
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=dp, mp_policy=policy)
@@ -192,6 +194,16 @@ def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def keeps_grids(model: nn.Module) -> bool:
+    """Whether a layer holds Parameters in floating point beside its weight."""
+    return any(
+        isinstance(t, nn.Parameter) and t.is_floating_point()
+        for m in model.modules()
+        if isinstance(m, FormatLinear)
+        for t in (getattr(m, f"weight_{n}") for n in m.state_names)
+    )
 
 
 # -- weights

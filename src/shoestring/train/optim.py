@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
+from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
 
 Schedule = Callable[[int], float]
@@ -22,11 +23,15 @@ def adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; fused on CUDA. The two groups are the same on every mesh."""
+    """AdamW with decay on matrices only; fused on CUDA. The two groups are the same on every mesh.
+
+    Learned grids of quantized layers are tables, not matrices: a smaller scale is not a simpler model.
+    """
+    grids = {id(t) for _, m in format_linears(model) for t in m.trained_state().values()}
     groups: dict[bool, list[nn.Parameter]] = {}
     for param in model.parameters():
         if param.requires_grad:
-            groups.setdefault(param.dim() >= 2, []).append(param)
+            groups.setdefault(param.dim() >= 2 and id(param) not in grids, []).append(param)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")
     on_cuda = any(local(p).is_cuda for ps in groups.values() for p in ps)
