@@ -12,7 +12,7 @@ from shoestring.serve.scheduler import Plan, QueueFull, Scheduler
 
 def scheduler(num_blocks: int = 8, size: int = 4, **changes: int) -> Scheduler:
     settings = {"max_requests": 4, "chunk": 16, **changes}
-    return Scheduler(BlockPool(num_blocks, size), lambda: b"root", **settings)  # type: ignore[arg-type]
+    return Scheduler(BlockPool(num_blocks, size), lambda request: b"root", **settings)  # type: ignore[arg-type]
 
 
 def request(id: int, num: int, first: int = 0) -> Request:

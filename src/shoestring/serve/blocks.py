@@ -85,11 +85,12 @@ class BlockPool:
         return -(-num_positions // self.block_size)
 
     # -- tables ---------------------------------------------------------------------------------------------
-    def open(self, root: bytes, tokens: Sequence[int]) -> Table | None:
+    def open(self, root: bytes, tokens: Sequence[int], *, shared: int | None = None) -> Table | None:
         """A table for all of `tokens`, its leading blocks taken from the cache where it has them. None when
         there are not enough blocks now. The table's hashes tell how many blocks need no computing; the block
-        of the last token never is among them, because that token must be computed to go on."""
-        hits = self._match(root, tokens)
+        of the last token never is among them, because that token must be computed to go on. `shared`: only
+        blocks below this position may come from the cache."""
+        hits = self._match(root, tokens if shared is None else tokens[: shared + 1])
         need = self.blocks_for(len(tokens)) - len(hits)
         idle = sum(self._block_of[h] in self._cached for h in hits)
         if self.num_available - idle < need:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -180,24 +180,15 @@ class DraftModel:
         able = [r for r in requests if self._make_room(r, n)]
         if not able:
             return [NO_DRAFT] * len(requests)
-        logits_NV = self._catch_up(able)
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        drawn = any(r.rule != "coupled" and not r.sampling.greedy for r in able)
-        samplings = [draft_sampling(r.sampling, r.rule, len(r.tokens)) for r in able]
-        for i in range(n):
-            tokens.append(sample(logits_NV, samplings, [len(r.tokens) + i for r in able]))
-            if drawn:
-                probs.append(probabilities(logits_NV, samplings))
-            if i + 1 < n:
-                spans = [Span(self._kept[r.id].table.blocks, len(r.tokens) + i, 1) for r in able]
-                logits_NV = self._forward(tokens[-1], spans, list(range(len(able))))
-        tokens_NG = torch.stack(tokens, dim=1).tolist()  # the one host sync of a proposal
+
+        def advance(tokens_N: Tensor, i: int) -> Tensor:
+            spans = [Span(self._kept[r.id].table.blocks, len(r.tokens) + i, 1) for r in able]
+            return self._forward(tokens_N, spans, list(range(len(able))))
+
         found: dict[int, Draft] = {}
-        for row, (request, ids) in enumerate(zip(able, tokens_NG, strict=True)):
-            self._kept[request.id].written.extend(ids[:-1])
-            sampled = request.rule != "coupled" and not request.sampling.greedy
-            found[request.id] = Draft(ids, torch.stack([p[row] for p in probs]) if sampled else None)
+        for request, draft in zip(able, write_drafts(able, n, self._catch_up(able), advance), strict=True):
+            self._kept[request.id].written.extend(draft.tokens[:-1])
+            found[request.id] = draft
         return [found.get(r.id, NO_DRAFT) for r in requests]
 
     def _make_room(self, request: Request, n: int) -> bool:
@@ -264,6 +255,28 @@ class DraftModel:
             return all_RV.index_copy_(1, self.vocab_ids, logits_RV)
         missing = self.vocab_size - logits_RV.shape[-1]
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing else logits_RV
+
+
+def write_drafts(
+    requests: Sequence[Request], n: int, logits_NV: Tensor, advance: Callable[[Tensor, int], Tensor]
+) -> list[Draft]:
+    """n tokens for each request, one after the other: the first from `logits_NV`, the next from
+    advance(draft i of all, i), the logits after it."""
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    drawn = [r.rule != "coupled" and not r.sampling.greedy for r in requests]
+    samplings = [draft_sampling(r.sampling, r.rule, len(r.tokens)) for r in requests]
+    for i in range(n):
+        tokens.append(sample(logits_NV, samplings, [len(r.tokens) + i for r in requests]))
+        if any(drawn):
+            probs.append(probabilities(logits_NV, samplings))
+        if i + 1 < n:
+            logits_NV = advance(tokens[-1], i)
+    tokens_NG = torch.stack(tokens, dim=1).tolist()  # the one host sync of a proposal
+    return [
+        Draft(ids, torch.stack([p[row] for p in probs]) if drawn[row] else None)
+        for row, ids in enumerate(tokens_NG)
+    ]
 
 
 # -- several ------------------------------------------------------------------------------------------------

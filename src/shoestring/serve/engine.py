@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, suggest
+from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
@@ -40,6 +41,8 @@ from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output,
 from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
+from shoestring.serve.self_skip import stack_self_skip
+from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
 from shoestring.serve.text import TextStream, TokenStream
 from shoestring.serve.verify import Check, Rule, Verify, verify
 
@@ -94,13 +97,16 @@ class Engine:
         num_drafts: int | None = None,
         rule: Rule | Literal["auto"] = "coupled",
         verify: Verify = verify,
+        skip: SkipPolicy | SkipSet | None = None,
+        draft_skip: SkipSet | None = None,
         eos_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`chunk` is the budget of rows per step. `num_blocks` is the memory for keys and values, taken at
         once; without it there is room for max_requests of full length, taken as needed. `num_drafts` is the
         number of guesses per request and step; None chooses it by measured speed. `rule` is how guesses are
-        verified; `verify` carries it out and can be wrapped to change logits."""
+        verified; `verify` carries it out and can be wrapped to change logits. `skip` decides which sublayers
+        requests leave out; `draft_skip` makes the model without those sublayers a drafter, after `drafter`."""
         spec = model.spec
         _check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
         _check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
@@ -119,6 +125,9 @@ class Engine:
         pool = BlockPool(num_blocks, block_size, grows=grows, prefix_cache=prefix_cache)
         self.runner = Runner(model, pool)
         self.cache = self.runner.cache
+        self.skipping = Skipping(skip, spec)
+        if draft_skip is not None:
+            drafter = stack_self_skip(drafter, self.runner, draft_skip)
         self.scheduler = Scheduler(
             pool, self._cache_root, max_requests=max_requests, chunk=chunk, max_waiting=max_waiting
         )
@@ -197,7 +206,9 @@ class Engine:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         stream = None if self.tokenizer is None else TextStream(self.tokenizer.stream(), sampling.stop)
-        return Request(tokens, len(tokens), sampling, next(self._ids), stream, rule)
+        request = Request(tokens, len(tokens), sampling, next(self._ids), stream, rule)
+        self.skipping.admit(request)
+        return request
 
     # -- the step -------------------------------------------------------------------------------------------
     # no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
@@ -211,13 +222,15 @@ class Engine:
         if not plan.work:
             return outputs
         began = time.perf_counter()
-        logits_RV, checked = self._forward(plan.work)
+        logits_RV, checked, watched = self._forward(plan.work)
         gained: list[list[int]] = []
         if checked:
             gained = self.verify(logits_RV, [_check(r) for r in checked])
         if self.goodput is not None and checked:
             num_rows = sum(num for _, num in plan.work)
             self.goodput.stepped(num_rows, time.perf_counter() - began, sum(map(len, gained)))
+        for watch in watched:
+            watch.count({r.id: len(new) for r, new in zip(checked, gained, strict=True)})
         return outputs + [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
 
     def _expire(self) -> list[Output]:
@@ -270,8 +283,20 @@ class Engine:
         self.stats.num_steps += bool(plan.work)
         self.stats.num_rows += sum(num for _, num in plan.work)
 
-    def _forward(self, work: list[tuple[Request, int]]) -> tuple[Tensor, list[Request]]:
-        """Logits of the rows to verify, and the requests they belong to. Moves num_computed of the others."""
+    def _forward(self, work: Work) -> tuple[Tensor, list[Request], list[Watched]]:
+        """Logits of the rows to verify, the requests they belong to and what was seen on the way; one pass for
+        each skip set. Moves num_computed of the others."""
+        parts = [self._forward_alike(part, skip) for skip, part in self.skipping.groups(work)]
+        logits_RV = parts[0][0] if len(parts) == 1 else torch.cat([logits for logits, _, _ in parts])
+        for request, num in work:
+            # A checked request's is set by its commit; after an abort in between nobody reads it.
+            request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
+            self._seal(request)
+        return logits_RV, [r for _, checked, _ in parts for r in checked], [w for *_, w in parts if w]
+
+    def _forward_alike(
+        self, work: Work, skip: SkipSet | None
+    ) -> tuple[Tensor, list[Request], Watched | None]:
         tokens: list[int] = []
         rows: list[int] = []
         spans: list[Span] = []
@@ -286,12 +311,9 @@ class Engine:
                 rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
             tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
             spans.append(span)
-        logits_RV = self.runner.forward(Batch(spans, tokens, rows))
-        for request, num in work:
-            # A checked request's is set by its commit; after an abort in between nobody reads it.
-            request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
-            self._seal(request)
-        return logits_RV, checked
+        watched = self.skipping.watching(work)
+        watch = None if watched is None else watched.watch
+        return self.runner.forward(Batch(spans, tokens, rows), skip, watch), checked, watched
 
     def _commit(self, request: Request, gained: list[int]) -> Output:
         num_drafted, num_accepted = len(request.drafts), len(gained) - 1
@@ -306,6 +328,7 @@ class Engine:
                 break
         request.num_computed = len(request.tokens) - 1
         request.draft = NO_DRAFT
+        self.skipping.committed(request)
         self._seal(request)
         self._count(num_drafted, num_accepted, len(kept))
         if self.drafter is not None:
@@ -316,7 +339,12 @@ class Engine:
 
     def _seal(self, request: Request) -> None:
         if request.table is not None:
-            self.cache.pool.seal(request.table, request.tokens, request.num_computed)
+            num = (
+                request.num_computed
+                if request.switch_at is None
+                else min(request.num_computed, request.switch_at)
+            )
+            self.cache.pool.seal(request.table, request.tokens, num)
 
     def _count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
         stats = self.stats
@@ -397,12 +425,14 @@ class Engine:
             self.abort(request)
 
     # -- what the parts ask for -----------------------------------------------------------------------------
-    def _cache_root(self) -> bytes:
-        return cache_root(self.model) if self.cache.pool.prefix_cache else b""
+    def _cache_root(self, request: Request) -> bytes:
+        if not self.cache.pool.prefix_cache:
+            return b""
+        return cache_root(self.model, "" if request.skip is None else request.skip.id)
 
     def _profile(self, rows: int) -> float:
         """Seconds of a target pass over this many rows; the requests' cache is not touched."""
-        return self.runner.seconds(min(rows, self.max_context))
+        return self.runner.seconds(min(rows, self.max_context), self.skipping.usual)
 
 
 def _check(request: Request) -> Check:

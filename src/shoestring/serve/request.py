@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from shoestring.model.skip import SkipSet
 from shoestring.serve.blocks import Table
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.text import TextStream
@@ -51,6 +52,21 @@ class Request:
     num_cached: int = 0  # prompt tokens that the prefix cache held when it was first admitted
     text: str = ""  # released so far; never shrinks
     finish_reason: FinishReason | None = None
+    # Which sublayers it leaves out (skipping.py): `skip` below position switch_at, `late_skip` from there on.
+    skip: SkipSet | None = None
+    late_skip: SkipSet | None = None
+    switch_at: int | None = None
+    num_watched: int = 0  # new tokens whose FFNs were looked at
+    similarity: Tensor | None = field(default=None, repr=False)  # per layer, summed over those
+
+    def skip_at(self, position: int) -> SkipSet | None:
+        return self.skip if self.switch_at is None or position < self.switch_at else self.late_skip
+
+    def until_switch(self, position: int) -> int | None:
+        """Rows from `position` on that are computed alike, where that is bounded."""
+        if self.switch_at is None or position >= self.switch_at:
+            return None
+        return self.switch_at - position
 
     @property
     def drafts(self) -> list[int]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.kv_cache import KVCache, Span
@@ -43,14 +45,17 @@ class Runner:
         return self.model.embed.weight.device
 
     @torch.no_grad()
-    def forward(self, batch: Batch, skip: object | None = None) -> Tensor:
-        """Logits [R, V] of the batch's `rows`, in compute dtype."""
+    def forward(self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None) -> Tensor:
+        """Logits [R, V] of the batch's `rows`, in compute dtype. `watch` is shown the residual stream."""
         device = self.device
         tokens = batch.tokens
         if not isinstance(tokens, Tensor):
             tokens = torch.tensor(list(tokens), device=device)
         positions = [p for span in batch.spans for p in range(span.start, span.stop)]
-        options = {} if skip is None else {"skip": skip}
+        # Models that know nothing of skipping may stand here, too.
+        options: dict[str, Any] = {} if skip is None else {"skip": skip}
+        if watch is not None:
+            options["watch"] = watch
         return self.model(
             tokens[None],
             torch.tensor([positions], device=device),
@@ -59,7 +64,7 @@ class Runner:
             **options,
         )
 
-    def seconds(self, num_rows: int, skip: object | None = None) -> float:
+    def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
         """Seconds of a forward over this many rows of one request, the better of two; on a cache of its own."""
         size = self.cache.pool.block_size
         pool = BlockPool(-(-num_rows // size), size)

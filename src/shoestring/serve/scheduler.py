@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        root: Callable[[], bytes],
+        root: Callable[[Request], bytes],
         *,
         max_requests: int,
         chunk: int,
@@ -104,12 +104,18 @@ class Scheduler:
     def _cut_draft(self, request: Request, budget: int) -> None:
         assert request.table is not None
         room = min(budget, self.pool.capacity(request.table) - len(request.tokens))
+        alike = request.until_switch(request.num_computed)
+        if alike is not None:
+            room = min(room, alike - 1)
         request.draft = request.draft.cut(room)
         grown = self.pool.grow(request.table, len(request.tokens) + len(request.drafts))
         assert grown
 
     def _read(self, request: Request, budget: int, plan: Plan) -> int:
         num = min(budget, len(request.tokens) - request.num_computed)
+        alike = request.until_switch(request.num_computed)
+        if alike is not None:
+            num = min(num, alike)
         if num > 0:
             plan.work.append((request, num))
         return num
@@ -117,7 +123,7 @@ class Scheduler:
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and len(self.running) < self.max_requests and budget > 0:
             request = self.waiting[0]
-            request.table = self.pool.open(self.root(), request.tokens)
+            request.table = self.pool.open(self.root(request), request.tokens, shared=request.switch_at)
             if request.table is None:
                 return
             self.waiting.popleft()
