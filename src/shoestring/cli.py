@@ -274,19 +274,23 @@ def inspect(
 def export(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    layout: Annotated[
+        str,
+        typer.Option("--as", help="dense, packed (ours) or compressed-tensors (int4 and int8, for vLLM)."),
+    ] = "dense",
+    dtype: Annotated[
+        str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")
+    ] = "auto",
 ) -> None:
-    """Write a plain Hugging Face folder (dense weights) that transformers loads."""
-    from shoestring.formats import unpack
+    """Write a model folder that others load: dense weights, or integers that vLLM and transformers read."""
     from shoestring.measure import megabytes_on_disk, pick_dtype
-    from shoestring.model import load_model, save_model
+    from shoestring.model.export import export_model
     from shoestring.runlog import check_free
 
     check_free(out)
-    loaded = load_model(model)
-    unpack(loaded.model)
-    save_model(out, loaded.model, loaded.tokenizer, dtype=pick_dtype(dtype, "cpu"))
-    print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); transformers loads it with AutoModelForCausalLM")
+    wanted = None if dtype == "auto" else pick_dtype(dtype, "cpu")
+    reader = export_model(model, out, layout, wanted)
+    print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {reader}")
 
 
 @bench_app.command("serve")

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoestring.errors import UserError
 from shoestring.formats.registry import from_json
+from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf
 from shoestring.model.tensor_files import TensorFiles, read_json
 from shoestring.report import Table, eval_table, flatten, read_config
@@ -145,23 +146,32 @@ def _checkpoint(folder: Path) -> list[Table]:
 
 def folder_weights(folder: Path) -> list[Stored]:
     """Every weight of a Hugging Face folder; the parts of a packed module are one weight."""
-    packing = folder / "shoestring.json"
-    modules: dict[str, Any] = read_json(packing).get("modules", {}) if packing.is_file() else {}
-    files = TensorFiles(folder, "packed" if modules else "model")
+    shapes, labels = _packed_modules(folder)
+    files = TensorFiles(folder, "packed" if (folder / "shoestring.json").is_file() else "model")
     stored: dict[str, Stored] = {}
     for name in files.names:
         module, _, leaf = name.rpartition(".")
         bits = math.prod(files.shape(name)) * float(DTYPE_BITS.get(files.dtype(name), 16))
-        if module in modules and leaf.startswith("weight_"):
+        if module in labels and leaf.startswith("weight_"):
             known = stored.get(f"{module}.weight")
-            label = from_json(modules[module]["format"]).label
             total = bits + (known.bits if known else 0.0)
-            stored[f"{module}.weight"] = Stored(
-                f"{module}.weight", tuple(modules[module]["shape"]), label, total
-            )
+            stored[f"{module}.weight"] = Stored(f"{module}.weight", shapes[module], labels[module], total)
         else:
             stored[name] = Stored(name, files.shape(name), files.dtype(name).lower(), bits)
     return list(stored.values())
+
+
+def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shape and Format of each packed module, by Hugging Face's names."""
+    if (folder / "shoestring.json").is_file():
+        modules: dict[str, Any] = read_json(folder / "shoestring.json").get("modules", {})
+        labels = {name: from_json(m["format"]).label for name, m in modules.items()}
+        return {name: tuple(m["shape"]) for name, m in modules.items()}, labels
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+        files = CompressedFiles(folder, quantization)
+        return dict(files.shapes), {name: f.label for name, f in files.formats.items()}
+    return {}, {}
 
 
 def weights_table(stored: list[Stored]) -> Table:

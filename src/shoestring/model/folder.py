@@ -1,8 +1,9 @@
 """Model folders: load one, or fill a sharded model from one. `save_model` (save.py) is offered here too.
 
 A finished model is a Hugging Face folder: config.json, safetensors, tokenizer files. `load_model` also takes
-a run folder (its model/) and a GGUF file. `load_into` fills a model that is already built and maybe sharded,
-reading only this process's box of each tensor.
+a run folder (its model/), a GGUF file, and the folders that vLLM users have (compressed_tensors.py).
+`load_into` fills a model that is already built and maybe sharded, reading only this process's box of each
+tensor.
 
 Left out on purpose: checkpoints of a running training (state/), pickled weights (never read), downloads.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
 from shoestring.model import hf_names
+from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf
 from shoestring.model.save import PACKED_VERSION, linears, save_model
 from shoestring.model.spec import ModelSpec
@@ -141,10 +143,17 @@ class _GgufSource:
 class _FolderSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.spec = _with_generation_eos(spec_from_hf(read_json(folder / "config.json")), folder)
-        self.formats, self.packed_dtype = _read_packing(folder, self.spec)
-        self._packed = (folder / "shoestring.json").is_file()
-        self._files = TensorFiles(folder, "packed" if self._packed else "model")
+        config = read_json(folder / "config.json")
+        self.spec = _with_generation_eos(spec_from_hf(config), folder)
+        self._files: TensorFiles | CompressedFiles
+        if quantization := _foreign_packing(folder, config):
+            self._files = CompressedFiles(folder, quantization)
+            self.formats, self.packed_dtype = _our_formats(self._files, self.spec), torch.float32
+            self._packed = True
+        else:
+            self.formats, self.packed_dtype = _read_packing(folder, self.spec)
+            self._packed = (folder / "shoestring.json").is_file()
+            self._files = TensorFiles(folder, "packed" if self._packed else "model")
         self._stored = hf_names.with_prefix(self.spec, self._files.names)
 
     def tokenizer(self) -> Tokenizer | None:
@@ -250,13 +259,33 @@ def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
     return dataclasses.replace(spec, extra_eos_ids=(*spec.extra_eos_ids, *new))
 
 
+def _foreign_packing(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization_config of another library whose folders are read (spec_from_hf refuses the others)."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or (folder / "shoestring.json").is_file():
+        return None
+    if quantization.get("quant_method") == METHOD:
+        return quantization
+    raise UserError(
+        f"{folder / 'shoestring.json'} is missing, but config.json says the weights are packed; copy the whole folder"
+    )
+
+
+def _our_formats(files: CompressedFiles, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    formats = {}
+    names = hf_names.with_prefix(spec, (f"{module}.weight_packed" for module in files.formats))
+    for full_name, name in names.items():
+        format = files.formats[name.rpartition(".")[0]]
+        ours = hf_names.our_module(spec, full_name.rpartition(".")[0])
+        if ours is None:
+            raise UserError(f"{files.folder}: {name!r} is not a linear layer of a {spec.model_type} model")
+        formats[ours] = format.to_json()
+    return formats
+
+
 def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, Any]], torch.dtype]:
     file = folder / "shoestring.json"
     if not file.is_file():
-        if "quantization_config" in read_json(folder / "config.json"):
-            raise UserError(
-                f"{file} is missing, but config.json says the weights are packed; copy the whole folder"
-            )
         return {}, torch.float32
     packing = read_json(file)
     if packing.get("version") != PACKED_VERSION:

@@ -107,7 +107,8 @@ def _refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
             )
     quantized = config.get("quantization_config")
     if quantized is not None and (
-        not isinstance(quantized, dict) or quantized.get("quant_method") != "shoestring"
+        not isinstance(quantized, dict)
+        or quantized.get("quant_method") not in ("shoestring", "compressed-tensors")
     ):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UserError(

@@ -89,7 +89,8 @@ def save_model(
         if out is not None and out.error is None:
             with out.guard():
                 write_index(out.temp, stem, shards)
-                _write_extras(out.temp, model, tokenizer, infos, packed, entries["embed.weight"].dtype)
+                about = _write_packing(out.temp, model, infos, packed) if packed else None
+                write_extras(out.temp, spec, tokenizer, entries["embed.weight"].dtype, about)
                 out.finish()
         _raise_together(out, mesh)
     finally:
@@ -165,25 +166,31 @@ def _merged_info(
     return TensorInfo(hf, shape, first.dtype)
 
 
-def _write_extras(
+def _write_packing(
+    folder: Path, model: Decoder, infos: list[TensorInfo], packed: dict[str, Format]
+) -> dict[str, Any]:
+    """shoestring.json; returns what config.json says about it."""
+    packing = _packing(model, infos, packed)
+    write_json(folder / "shoestring.json", packing)
+    return {
+        "quant_method": "shoestring",
+        "bits_per_weight": packing["bits_per_weight"],
+        "note": "packed weights: read with shoestring.load_model; `shoestring export` writes other layouts",
+    }
+
+
+def write_extras(
     folder: Path,
-    model: Decoder,
+    spec: ModelSpec,
     tokenizer: Tokenizer | None,
-    infos: list[TensorInfo],
-    packed: dict[str, Format],
     dtype: torch.dtype,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
-    spec = model.spec
+    """What a model folder has besides its tensors: config.json, generation_config.json, the tokenizer."""
     config = spec_to_hf(spec)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if packed:
-        packing = _packing(model, infos, packed)
-        write_json(folder / "shoestring.json", packing)
-        config["quantization_config"] = {
-            "quant_method": "shoestring",
-            "bits_per_weight": packing["bits_per_weight"],
-            "note": "packed weights: read with shoestring.load_model; `shoestring export` writes dense ones",
-        }
+    if quantization is not None:
+        config["quantization_config"] = quantization
     write_json(folder / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": spec.bos_id}
     ends = [*spec.eos_ids, *sorted(getattr(tokenizer, "eos_ids", set()) - set(spec.eos_ids))]

@@ -1,0 +1,361 @@
+"""compressed-tensors folders, both ways: the layout that vLLM and transformers read packed integers from.
+
+A linear layer `X` of a "pack-quantized" folder is
+
+    X.weight_packed      int32 [out, in*b/32]          codes, a little-endian bit stream along the input dim
+    X.weight_scale       float [out, groups]           one column: one scale per output row
+    X.weight_zero_point  int32 [ceil(out*b/32), groups]  zero points, packed along the *output* dim; asymmetric only
+    X.weight_shape       int64 [2]                     [out, in]
+
+and config.json says bits and groups under `quantization_config`. Codes and zero points there are signed with
+2**(b-1) added before packing, which makes them our unsigned ones, and the stream is that of kernels/packing.py:
+`weight_codes` is `weight_packed` seen as bytes. Nothing is rounded in either direction, so logits agree.
+
+The layout has no tables, no masks, and only one way to store 3 bits that all readers agree on: none. What it
+cannot hold is a UserError that says what to write instead. Left out on purpose: activation quantization, rotations
+and columns reordered by GPTQ (`weight_g_idx`), which are refused when read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats import Dense, Format, FormatLinear, IntAsym, Parts
+from shoestring.formats.groups import SCALE_DTYPES
+from shoestring.formats.linear import full
+from shoestring.kernels.packing import CODES_PER_RUN, pack_bits, unpack_bits
+from shoestring.model import hf_names
+from shoestring.model.atomic_folder import AtomicFolder
+from shoestring.model.save import linears, write_extras
+from shoestring.model.tensor_files import SHARD_BYTES, TensorFiles, TensorInfo, plan_shards, write_index
+
+if TYPE_CHECKING:
+    from shoestring.model.spec import ModelSpec
+    from shoestring.model.tokenizer import Tokenizer
+    from shoestring.model.transformer import Decoder
+
+METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
+EXPORT_BITS = (4, 8)  # 2 and 3: packed differently by older releases, and vLLM takes no zero points for them
+INSTEAD = "use --as packed (read by shoestring only) or --as dense (read by everything, larger)"
+
+Entry = tuple[TensorInfo, Callable[[], Tensor]]
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def save_compressed_tensors(
+    path: str | Path,
+    model: Decoder,
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write integer layers (packed, or training with an integer Format) as a compressed-tensors folder, whole
+    or not at all.
+
+    `dtype`: of the other weights, and what readers compute in by default; that of the scales unless given.
+    """
+    target, spec = Path(path).expanduser().resolve(), model.spec
+    formats = {name: m.format for name, m in linears(model) if not isinstance(m.format, Dense)}
+    wanted = exportable(spec, formats)
+    dtype = check_dtype(dtype, {f.scale_dtype for f in wanted.values()})
+    entries = _entries(model, wanted, dtype)
+    infos = [info for info, _ in entries.values()]
+    shards = plan_shards(infos, "model", shard_bytes)
+    out = AtomicFolder(target, sum(i.num_bytes for i in infos))
+    try:
+        for file, shard in shards.items():
+            with out.tensors(file, shard) as write:
+                for info in shard:
+                    write(entries[info.name][1]())
+        if out.error is None:
+            with out.guard():
+                write_index(out.temp, "model", shards)
+                write_extras(out.temp, spec, tokenizer, dtype, describe(model, wanted))
+                out.finish()
+        if out.error is not None:
+            raise UserError(out.error)
+    finally:
+        out.clean()
+    return target
+
+
+def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym]:
+    """The same formats, once each is known to fit the layout; UserError that names the first that does not."""
+    if spec.model_type == "gpt2":
+        raise UserError(
+            "compressed-tensors cannot hold a gpt2 model: its layers are Conv1D in transformers, and only Linear "
+            f"layers are packed there; {INSTEAD}"
+        )
+    if not formats:
+        raise UserError(
+            "the model has no quantized layer to write as compressed-tensors: quantize it first, for example "
+            "`shoestring run shrink/ptq model=MODEL rules='*=int4:g128'`, or use --as dense"
+        )
+    found: dict[str, IntAsym] = {}
+    for name, format in formats.items():
+        if not isinstance(format, IntAsym):
+            raise UserError(
+                f"compressed-tensors cannot hold {hf_names.hf_module(spec, name)} as {format.label}: it stores evenly "
+                f"spaced integers only (no nf or fp tables, no 2:4 masks); {INSTEAD}, or quantize to int4 or int8"
+            )
+        if format.bits not in EXPORT_BITS:
+            raise UserError(
+                f"compressed-tensors folders with {format.bits} bits ({hf_names.hf_module(spec, name)} is "
+                f"{format.label}) are not read alike by its releases and by vLLM; {INSTEAD}, or quantize to int4 or "
+                "int8"
+            )
+        found[name] = format
+    return found
+
+
+def check_dtype(dtype: torch.dtype | None, scale_dtypes: set[str]) -> torch.dtype:
+    """Readers cast scales to the folder's dtype, so it must hold them exactly."""
+    have = {SCALE_DTYPES[d] for d in scale_dtypes}
+    if dtype is None:
+        return next(iter(have)) if len(have) == 1 else torch.float32
+    if dtype != torch.float32 and have != {dtype}:
+        names = " and ".join(sorted(scale_dtypes))
+        raise UserError(
+            f"the scales are {names}, which {str(dtype).removeprefix('torch.')} would round, and readers cast them to "
+            "the folder's dtype: leave --dtype out, use fp32, or quantize with scales of that dtype "
+            "(int4:g128:bfloat16)"
+        )
+    return dtype
+
+
+def _entries(model: Decoder, wanted: dict[str, IntAsym], dtype: torch.dtype) -> dict[str, Entry]:
+    """{Hugging Face name: (what it will be, how to get it)}."""
+    spec, modules = model.spec, dict(linears(model))
+    entries: dict[str, Entry] = {}
+
+    def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, get: Callable[[], Tensor]) -> None:
+        entries[name] = (TensorInfo(name, shape, dtype), get)
+
+    for name, t in model.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if module in wanted and leaf.startswith("weight"):
+            continue
+        get = lambda t=t: full(t).detach().to(device="cpu", dtype=dtype)  # noqa: E731
+        add(hf_names.source_of(spec, name).name, tuple(t.shape), dtype, get)
+    for name, format in wanted.items():
+        layer, prefix = modules[name], hf_names.hf_module(spec, name)
+        (rows, width), bits = layer.shape, format.bits
+        groups = 1 if format.group == 0 else width // format.group
+        scale_dtype = SCALE_DTYPES[format.scale_dtype]
+        parts = _parts(layer, model.compute_dtype)
+        add(
+            f"{prefix}.weight_packed",
+            (rows, width * bits // 32),
+            torch.int32,
+            lambda p=parts: words(p()["codes"]),  # type: ignore[misc]
+        )
+        add(f"{prefix}.weight_scale", (rows, groups), scale_dtype, lambda p=parts: p()["scale"])  # type: ignore[misc]
+        add(
+            f"{prefix}.weight_shape",
+            (2,),
+            torch.int64,
+            lambda s=(rows, width): torch.tensor(s),  # type: ignore[misc]
+        )
+        if not format.symmetric:
+            add(
+                f"{prefix}.weight_zero_point",
+                (-(-rows * bits // 32), groups),
+                torch.int32,
+                lambda p=parts, b=bits: pack_zeros(p()["zero"], b),  # type: ignore[misc]
+            )
+    return entries
+
+
+def _parts(layer: FormatLinear, dtype: torch.dtype) -> Callable[[], Parts]:
+    def get() -> Parts:
+        parts = layer.parts() if layer.packed else layer.encode(dtype)
+        return {n: full(t).cpu() for n, t in parts.items()}
+
+    return get
+
+
+def words(codes: Tensor) -> Tensor:
+    """Packed bytes [rows, n] as 32-bit words [rows, n/4]."""
+    # Flat in between: a tensor of one row may have any stride there, which `view` minds.
+    return codes.reshape(-1).view(torch.int32).reshape(codes.shape[0], -1)
+
+
+def stream(packed: Tensor) -> Tensor:
+    """The inverse of `words`."""
+    return packed.reshape(-1).view(torch.uint8).reshape(packed.shape[0], -1)
+
+
+def pack_zeros(zero: Tensor, bits: int) -> Tensor:
+    """Zero points uint8 [out, groups] -> int32 [ceil(out*bits/32), groups]."""
+    turned = zero.t().contiguous()
+    turned = F.pad(turned, (0, -turned.shape[1] % 32))  # 32 codes are whole words at any width
+    num_words = -(-zero.shape[0] * bits // 32)
+    return words(pack_bits(turned, bits))[:, :num_words].t().contiguous()
+
+
+def unpack_zeros(packed: Tensor, bits: int, rows: int) -> Tensor:
+    """The inverse of `pack_zeros`."""
+    turned = stream(packed.t())
+    turned = F.pad(turned, (0, -(-rows // CODES_PER_RUN) * bits - turned.shape[1]))
+    return unpack_bits(turned, bits)[:, :rows].t().contiguous()
+
+
+def describe(model: Decoder, wanted: dict[str, IntAsym]) -> dict[str, Any]:
+    """The quantization_config of config.json."""
+    spec = model.spec
+    schemes: dict[tuple[int, int, bool], list[str]] = {}
+    for name, f in wanted.items():
+        schemes.setdefault((f.bits, f.group, f.symmetric), []).append(hf_names.hf_module(spec, name))
+    dense = [hf_names.hf_module(spec, name) for name, _ in linears(model) if name not in wanted]
+    groups = {}
+    for i, ((bits, group, symmetric), targets) in enumerate(schemes.items()):
+        groups[f"group_{i}"] = {
+            # One scheme for all: by kind of layer, which every reader can match; several: layer by layer.
+            "targets": ["Linear"] if len(schemes) == 1 else targets,
+            "weights": {
+                "num_bits": bits,
+                "type": "int",
+                "symmetric": symmetric,
+                "strategy": "group" if group else "channel",
+                "group_size": group or None,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+            "format": LAYOUT,
+        }
+    return {
+        "quant_method": METHOD,
+        "format": LAYOUT,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        # A tied head is no layer of ours, but it is one of transformers'.
+        "ignore": [*dense, *(["lm_head"] if spec.tied else [])],
+        "kv_cache_scheme": None,
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+class CompressedFiles:
+    """The tensors of a compressed-tensors folder under the names of packed parts: as TensorFiles, translated."""
+
+    def __init__(self, folder: Path, quantization: dict[str, Any]) -> None:
+        _check_readable(folder, quantization)
+        self.folder = folder
+        self._files = TensorFiles(folder, "model")
+        stored = set(self._files.names)
+        self.formats: dict[str, IntAsym] = {}  # by Hugging Face's module names
+        self.shapes: dict[str, tuple[int, int]] = {}
+        for name in sorted(stored):
+            module, _, leaf = name.rpartition(".")
+            if leaf == "weight_g_idx":
+                raise UserError(
+                    f"{folder}: the columns of {module!r} are reordered (weight_g_idx); quantize without act-order"
+                )
+            if leaf == "weight_packed":
+                self.shapes[module] = self._shape_of(module, stored)
+                self.formats[module] = self._format_of(module, stored)
+
+    def _shape_of(self, module: str, stored: set[str]) -> tuple[int, int]:
+        if missing := [n for n in ("weight_shape", "weight_scale") if f"{module}.{n}" not in stored]:
+            raise UserError(
+                f"{self.folder}: tensor {module + '.' + missing[0]!r} is missing; download it again"
+            )
+        rows, width = self._files.read(f"{module}.weight_shape").tolist()
+        return rows, width
+
+    def _format_of(self, module: str, stored: set[str]) -> IntAsym:
+        (rows, width), packed = self.shapes[module], self._files.shape(f"{module}.weight_packed")
+        scale, kind = (
+            self._files.shape(f"{module}.weight_scale"),
+            self._files.dtype(f"{module}.weight_scale"),
+        )
+        bits = next((b for b in (2, 3, 4, 8) if packed == (rows, -(-width * b // 32))), None)
+        if bits is None or len(scale) != 2 or scale[0] != rows or width % scale[1]:
+            raise UserError(
+                f"{self.folder}: {module!r} has packed words {list(packed)} and scales {list(scale)} for a weight of "
+                f"[{rows}, {width}]; 2, 3, 4 and 8 bits with a scale per group or row can be read"
+            )
+        return IntAsym(
+            bits=bits,
+            group=0 if scale[1] == 1 else width // scale[1],
+            scale_dtype="bfloat16" if kind == "BF16" else "float16",
+            symmetric=f"{module}.weight_zero_point" not in stored,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        found = []
+        for name in self._files.names:
+            module, _, leaf = name.rpartition(".")
+            if module in self.formats and leaf in ("weight_packed", "weight_shape", "weight_zero_point"):
+                continue
+            found.append(name)
+        return found + [f"{m}.weight_{part}" for m in self.formats for part in ("codes", "zero")]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        module, _, leaf = name.rpartition(".")
+        if module in self.formats and leaf == "weight_codes":
+            rows, width = self.shapes[module]
+            return rows, width * self.formats[module].bits // 8
+        if module in self.formats and leaf == "weight_zero":
+            return self._files.shape(f"{module}.weight_scale")
+        return self._files.shape(name)
+
+    def dtype(self, name: str) -> str:
+        module, _, leaf = name.rpartition(".")
+        if module in self.formats and leaf in ("weight_codes", "weight_zero"):
+            return "U8"
+        return self._files.dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        if module not in self.formats or leaf not in ("weight_codes", "weight_zero"):
+            return self._files.read(name, index)
+        if leaf == "weight_codes":
+            whole = stream(self._files.read(f"{module}.weight_packed"))[:, : self.shape(name)[1]]
+        else:
+            whole = self._zeros(module)
+        return whole[index] if index else whole
+
+    def _zeros(self, module: str) -> Tensor:
+        format, (rows, _) = self.formats[module], self.shapes[module]
+        middle = 2 ** (format.bits - 1)
+        if format.symmetric:
+            return torch.full(self._files.shape(f"{module}.weight_scale"), middle, dtype=torch.uint8)
+        zero = self._files.read(f"{module}.weight_zero_point")
+        if zero.dtype == torch.int8:  # as older releases stored them: signed, not packed
+            return (zero.to(torch.int16) + middle).to(torch.uint8)
+        return unpack_zeros(zero, format.bits, rows)
+
+
+def _check_readable(folder: Path, quantization: dict[str, Any]) -> None:
+    groups = quantization.get("config_groups")
+    groups = groups if isinstance(groups, dict) else {}
+    layouts = {str(g.get("format") or quantization.get("format")) for g in groups.values()}
+    if layouts != {LAYOUT}:
+        raise UserError(
+            f"{folder} holds compressed-tensors weights as {', '.join(sorted(layouts)) or 'an unknown format'}; only "
+            f"{LAYOUT} (weight-only integers) can be read: give the folder of the unquantized model"
+        )
+    if any(g.get("input_activations") for g in groups.values()):
+        raise UserError(
+            f"{folder} quantizes activations too, which would change the results here; give a weight-only folder "
+            "(W4A16, W8A16) or the unquantized model"
+        )
+    if quantization.get("transform_config"):
+        raise UserError(
+            f"{folder} rotates its activations (transform_config), which cannot be read; give another"
+        )
