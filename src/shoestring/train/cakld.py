@@ -1,0 +1,239 @@
+"""CAKLD: confidence-aware KL divergence between a teacher p and a student q, live or from a cache.
+
+BitDistiller (section 3.3). Over the whole vocabulary, averaged over the counted tokens of a step:
+
+    L = gamma * KL(q || p) + (1 - gamma) * KL(p || q)          gamma = mean over the data of p(y_t | y_<t)
+
+gamma is one number for the whole run: the mean probability that the teacher gives the tokens of the text. A sure
+teacher (code, sums) gives a student that seeks its modes, an unsure one a student that covers its mass. The
+authors' code differs from their paper (the largest probability instead of the token's own, 11 batches divided by
+10, padding and prompts counted, sums over a sequence); this is the paper's definition.
+
+`Cakld` runs the teacher beside the student. `CachedCakld` reads its k likeliest tokens and its tail mass from a
+`TeacherCache` and compares k + 1 outcomes: each of those tokens, and "any other". Both divergences of the coarse
+distributions are at most those of the full ones (data processing) and equal them at k = V; what is lost is how the
+student spreads its own tail, about which the teacher then says nothing.
+
+The logits exist a chunk of rows at a time (objectives.chunked_head); gradients are written down by hand:
+
+    full    dL/dz_v = (1 - gamma) (q_v - p_v) + gamma q_v (log q_v - log p_v - KL(q || p))
+    coarse  dL/dz_v = q_v (a_j - sum_i Q_i a_i)    for v in outcome j
+            a_j = gamma (log Q_j - log P_j) - (1 - gamma) P_j / Q_j
+
+Under tensor parallelism the vocabulary is cut and sums travel. Left out on purpose: temperatures (the paper has
+none), gamma per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh
+from shoestring.model.collectives import all_sum
+from shoestring.model.transformer import Head
+from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.objectives import (
+    chunked_head,
+    vocab_log_softmax,
+    vocab_logsumexp,
+    vocab_remove_,
+    vocab_start,
+    vocab_take,
+)
+from shoestring.train.teacher_cache import CHUNK_LOGITS, TeacherCache, TopK
+
+CHUNK_BYTES = 1 << 28  # of one fp32 array of logits
+
+
+class Cakld:
+    """CAKLD against a teacher that runs beside the student."""
+
+    def __init__(self, teacher: nn.Module, gamma: float, *, chunk: int = 0) -> None:
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.gamma, self.chunk = check_gamma(gamma), chunk
+
+    def count(self, micro: Micro) -> int:
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        teacher_hidden, teacher_head = read_teacher(self.teacher, micro.tokens_BT)
+        return model(
+            micro.tokens_BT,
+            readout=lambda hidden, head: self.readout(
+                hidden, head, teacher_hidden, teacher_head, micro.targets_BT
+            ),
+        )
+
+    def readout(
+        self, hidden_BTD: Tensor, head: Head, teacher_BTD: Tensor, teacher_head: Head, targets_BT: Tensor
+    ) -> Tensor:
+        check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
+        teacher_ND, counted_N = teacher_BTD.flatten(0, 1), targets_BT.flatten() != IGNORED
+        teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
+
+        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight).float()
+            logp = vocab_log_softmax(z_teacher, teacher_head)
+            logq = vocab_log_softmax(logits.float(), head)
+            loss_N1, grad = cakld_full(logp, logq, self.gamma, head)
+            counted = counted_N[lo:hi, None]
+            return (loss_N1 * counted).sum(), (grad * counted).to(logits.dtype)
+
+        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or pick_chunk(head))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gamma": self.gamma}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.gamma = check_gamma(state["gamma"])
+
+
+class CachedCakld:
+    """CAKLD against a cache; gamma is the cache's own confidence unless given."""
+
+    def __init__(self, cache: TeacherCache, gamma: float | None = None, *, chunk: int = 0) -> None:
+        self.cache = cache
+        self.gamma, self.chunk = check_gamma(cache.confidence if gamma is None else gamma), chunk
+
+    def count(self, micro: Micro) -> int:
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        top = self.cache.lookup(micro.index_BT, micro.targets_BT != IGNORED)
+        return model(
+            micro.tokens_BT, readout=lambda hidden, head: self.readout(hidden, head, top, micro.targets_BT)
+        )
+
+    def readout(self, hidden_BTD: Tensor, head: Head, top: TopK, targets_BT: Tensor) -> Tensor:
+        ranks = 1 if head.group is None else head.group.size()
+        check_vocabulary(head.weight_VD.shape[0] * ranks, self.cache.vocab)
+        ids_Nk, logp_Nk = top.ids_BTk.flatten(0, 1), top.logp_BTk.flatten(0, 1)
+        tail_N1, counted_N = top.tail_logp_BT.flatten()[:, None], targets_BT.flatten() != IGNORED
+
+        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            top_rows = (ids_Nk[lo:hi], logp_Nk[lo:hi], tail_N1[lo:hi])
+            loss_N1, grad = cakld_top_(logits.float(), *top_rows, counted_N[lo:hi, None], self.gamma, head)
+            return loss_N1.sum(), grad.to(logits.dtype)
+
+        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or pick_chunk(head))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gamma": self.gamma}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.gamma = check_gamma(state["gamma"])
+
+
+def pick_chunk(head: Head) -> int:
+    """Rows at a time. Several fp32 arrays of a chunk live at once, so it is smaller than that of a cross
+    entropy."""
+    return max(128, CHUNK_BYTES // (4 * head.weight_VD.shape[0]) // 128 * 128)
+
+
+# -- the equations -------------------------------------------------------------------------------------------
+
+
+def cakld_full(logp_NV: Tensor, logq_NV: Tensor, gamma: float, head: Head) -> tuple[Tensor, Tensor]:
+    """Loss per row [N, 1] and its gradient with respect to the student's logits [N, V]."""
+    p, q, gap = logp_NV.exp(), logq_NV.exp(), logq_NV - logp_NV
+    reverse, forward = (q * gap).sum(-1, keepdim=True), -(p * gap).sum(-1, keepdim=True)
+    if head.group is not None:
+        reverse, forward = all_sum(reverse, head.group), all_sum(forward, head.group)
+    grad = (1 - gamma) * (q - p) + gamma * q * (gap - reverse)
+    return gamma * reverse + (1 - gamma) * forward, grad
+
+
+def cakld_top_(
+    z_NV: Tensor,
+    ids_Nk: Tensor,
+    logp_Nk: Tensor,
+    tail_N1: Tensor,
+    counted_N1: Tensor,
+    gamma: float,
+    head: Head,
+) -> tuple[Tensor, Tensor]:
+    """Loss per row [N, 1] over k + 1 outcomes and its gradient with respect to the logits z, which it
+    overwrites."""
+    whole_N1 = vocab_logsumexp(z_NV, head)
+    logq_Nk = vocab_take(z_NV, ids_Nk, head) - whole_N1
+    vocab_remove_(z_NV, ids_Nk, head)
+    # At k = V nothing is left in the student's tail, nor in the teacher's: 0 * (log 0 - log 0) has to be 0.
+    rest_N1 = vocab_logsumexp(z_NV, head).clamp(min=torch.finfo(z_NV.dtype).min / 4)
+    logq = torch.cat([logq_Nk, rest_N1 - whole_N1], dim=-1)  # [N, k + 1], the tail last
+    logp = torch.cat([logp_Nk, tail_N1], dim=-1)
+    p, q, gap = logp.exp(), logq.exp(), logq - logp
+    loss_N1 = (gamma * q * gap - (1 - gamma) * p * gap).sum(-1, keepdim=True)
+    pull = gamma * q * gap - (1 - gamma) * p  # Q_j a_j
+    grad = (pull - q * pull.sum(-1, keepdim=True)) * counted_N1
+    # A token of the tail gets its share q_v / Q_tail of what the tail gets.
+    z_NV.sub_(rest_N1).exp_().mul_(grad[:, -1:])
+    _put_(z_NV, ids_Nk, grad[:, :-1], head)
+    return loss_N1 * counted_N1, z_NV
+
+
+def _put_(z_NV: Tensor, ids_Nk: Tensor, values_Nk: Tensor, head: Head) -> None:
+    """Write values at the given tokens, where z is 0."""
+    mine = ids_Nk - vocab_start(head)
+    held = (mine >= 0) & (mine < z_NV.shape[1])
+    z_NV.scatter_add_(1, mine.clamp(0, z_NV.shape[1] - 1), values_Nk.masked_fill(~held, 0.0))
+
+
+def read_teacher(teacher: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Head]:
+    """The teacher's last hidden states and its head."""
+    box: list[tuple[Tensor, Head]] = []
+
+    def keep(hidden: Tensor, head: Head) -> Tensor:
+        box.append((hidden, head))
+        return hidden
+
+    with torch.no_grad():
+        teacher(tokens_BT, readout=keep)
+    return box[0]
+
+
+# -- gamma ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def teacher_confidence(teacher: nn.Module, batches: Iterable[Micro], mesh: Mesh | None = None) -> float:
+    """gamma: the mean over counted targets of the probability that the teacher gives them.
+
+    Under a mesh every rank gives its own batches; all get the mean over all of them.
+    """
+    device = next(teacher.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # probability, tokens
+    for micro in batches:
+        micro = micro.to(device)
+        hidden_BTD, head = read_teacher(teacher, micro.tokens_BT)
+        hidden_ND, target_N = hidden_BTD.flatten(0, 1), micro.targets_BT.flatten()
+        weight = head.weight_VD.to(hidden_ND.dtype)
+        rows = max(1, CHUNK_LOGITS.get(device.type, 1 << 24) // weight.shape[0])
+        for h, t in zip(hidden_ND.split(rows), target_N.split(rows), strict=True):
+            logp = vocab_log_softmax(F.linear(h, weight).float(), head)
+            taken = vocab_take(logp, t.clamp(min=0)[:, None], head)[:, 0]
+            sums[0] += (taken.double().exp() * (t != IGNORED)).sum()
+        sums[1] += micro.num_counted
+    total, count = (sums if mesh is None else mesh.sum(sums)).tolist()
+    if count == 0:
+        raise UserError("the text has no counted token to measure the teacher's confidence on")
+    return total / count
+
+
+def check_gamma(gamma: float) -> float:
+    if not 0 <= gamma <= 1:
+        raise UserError(f"gamma={gamma} must lie between 0 (forward KL) and 1 (reverse KL)")
+    return float(gamma)
+
+
+def check_vocabulary(student: int, teacher: int) -> None:
+    if student != teacher:
+        raise UserError(
+            f"the student's vocabulary ({student}) differs from the teacher's ({teacher}); distillation needs the "
+            "same tokenizer on both sides"
+        )
