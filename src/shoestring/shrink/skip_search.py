@@ -1,0 +1,259 @@
+"""A skip set by measured damage per measured second, with fitted stand-ins.
+
+Cosine similarity says how little a sublayer changes the stream, not how much the change matters. Here every
+candidate is left out and the damage is measured where it counts, at the output: KL(whole model || without) over
+tokens of a calibration text. A candidate's price is
+
+    (damage with it - damage so far) / seconds that it saves at the wanted context length
+
+and the cheapest goes first. Prices change as the set grows, so before each choice the `lookahead` candidates that
+looked cheapest are measured again under the set so far (the first round measures all). Only the blocks from
+the candidate on are run: what comes before it is kept.
+
+A stand-in is fitted by least squares, one scale and a shift per channel,
+
+    minimise  sum over tokens of |scale x + shift - y|^2 / |x|^2
+
+because what follows is a norm, which sees relative errors. Attention sinks (in a trained model mostly the first token
+of a window, with a stream fifty times as long as others) are left out of the fit, and the scale is one number
+because of them: a scale per channel, good for all other tokens, ruined them and with them every later attention
+(KL 0.70 instead of 0.16 for one FFN of SmolLM2-135M). x is what the sublayer sees under the set so far, so that
+stand-ins make up for those before them; after the search all are fitted once more, in order.
+
+Left out: low-rank stand-ins, healing the kept layers by training, tensor-parallel models.
+
+Shapes: N windows, T tokens, D width, R measured rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.model.skip import (
+    KINDS,
+    PASS,
+    BlockSkip,
+    Kind,
+    SkipSet,
+    StandIn,
+    Sublayer,
+    Watch,
+    all_sublayers,
+)
+from shoestring.model.transformer import Decoder
+from shoestring.shrink.calibrate import embed, rope_of
+from shoestring.shrink.skip_set import Costs
+
+Progress = Callable[[int, int, str], None]  # measurements so far, in sight, what was chosen
+SINK = 5.0  # times the median length of the stream: beyond this a token is a sink
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What leaving sublayers out does to the predictions on the calibration text."""
+
+    kl: float  # mean KL(whole || without), nats per token
+    agreement: float  # tokens whose likeliest continuation stays the same
+    overlap: float  # mean sum of min(p, q): the chance that a drafted token is accepted
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The set after one more choice."""
+
+    skip: SkipSet
+    damage: Damage
+    speedup: float  # of a decode step, from the measured seconds
+
+
+def fit_stand_in(x_RD: Tensor, y_RD: Tensor) -> StandIn:
+    """The least-squares guess of a sublayer's output from its input, sinks left out."""
+    length_R = x_RD.double().square().mean(-1)
+    usual_R = length_R <= SINK**2 * length_R.median()
+    x, change = x_RD[usual_R].double(), (y_RD - x_RD)[usual_R].double()
+    weight_R1 = 1 / length_R[usual_R, None].clamp_min(1e-30)
+    weight_R1 = weight_R1 / weight_R1.sum()
+    mean_x, mean_change = (weight_R1 * x).sum(0), (weight_R1 * change).sum(0)
+    spread = (weight_R1 * (x - mean_x).square()).sum().clamp_min(1e-30)
+    slope = (weight_R1 * (x - mean_x) * (change - mean_change)).sum() / spread
+    shift_D = mean_change - slope * mean_x
+    return StandIn((1 + slope).float().reshape(1).cpu(), shift_D.float().cpu())
+
+
+class Trials:
+    """A model on a calibration text, with a set that grows."""
+
+    def __init__(
+        self, model: Decoder, tokens_NT: Tensor, *, num_rows: int = 256, fitted: bool = True
+    ) -> None:
+        """`num_rows`: predictions compared, evenly spaced over the text. Without `fitted` the stream passes
+        skipped sublayers unchanged."""
+        if model.embed.group is not None:
+            raise UserError("skip sets are searched on one device; run the recipe without torchrun")
+        self.model, self.fitted = model, fitted
+        self.tokens_NT = tokens_NT.to(model.embed.weight.device)
+        self.rope = rope_of(model, tokens_NT.shape[1], self.tokens_NT.device)
+        num = tokens_NT.numel()
+        self.rows = torch.arange(num_rows, device=self.tokens_NT.device) * num // num_rows
+        self._known: dict[tuple[str, Sublayer], tuple[StandIn, Damage]] = {}
+        with torch.no_grad():
+            self._inputs = [embed(model, self.tokens_NT)]  # the stream before each block, under the set
+            self.reset()
+            self._whole_RV = self._log_probs(self._inputs[-1])
+            self.damage = self._compare(self._whole_RV)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Back to the whole model. What was measured is remembered, for a search with other seconds."""
+        self.use(SkipSet([]))
+        self.damage = Damage(0.0, 1.0, 1.0)
+
+    @torch.no_grad()
+    def use(self, skip: SkipSet) -> None:
+        """Go on from this set; `refit` tells its damage."""
+        self.skipped: dict[Sublayer, StandIn] = dict(skip.skipped)
+        self._run_from(0)
+
+    @torch.no_grad()
+    def measure(self, sub: Sublayer) -> tuple[StandIn, Damage]:
+        """A stand-in for one more sublayer, and the damage of the set with it."""
+        key = self.skip_set("").id, sub
+        if key not in self._known:
+            self._known[key] = self._measure(sub)
+        return self._known[key]
+
+    def _measure(self, sub: Sublayer) -> tuple[StandIn, Damage]:
+        stand = self._fit(sub) if self.fitted else PASS
+        x = self._inputs[sub.layer]
+        for layer in range(sub.layer, len(self.model.blocks)):
+            x = self._block(layer, x, {**self.skipped, sub: stand})
+        return stand, self._compare(self._log_probs(x))
+
+    @torch.no_grad()
+    def add(self, sub: Sublayer, stand: StandIn, damage: Damage) -> None:
+        self.skipped[sub] = stand
+        self.damage = damage
+        self._run_from(sub.layer)
+
+    @torch.no_grad()
+    def refit(self) -> Damage:
+        """Fit every stand-in again, each behind those before it."""
+        if self.fitted:
+            del self._inputs[1:]
+            for sub in sorted(self.skipped):
+                del self.skipped[sub]
+                self._run_to(sub.layer)
+                self.skipped[sub] = self._fit(sub)
+        self._run_from(0)
+        self.damage = self._compare(self._log_probs(self._inputs[-1]))
+        return self.damage
+
+    def skip_set(self, name: str) -> SkipSet:
+        return SkipSet(dict(self.skipped), name=name)
+
+    def _fit(self, sub: Sublayer) -> StandIn:
+        seen: dict[Kind, tuple[Tensor, Tensor]] = {}
+
+        def watch(layer: int, kind: Kind, x: Tensor, y: Tensor) -> None:
+            seen[kind] = x, y
+
+        self._block(sub.layer, self._inputs[sub.layer], self.skipped, watch)
+        x, y = seen[sub.kind]
+        return fit_stand_in(x.flatten(0, 1), y.flatten(0, 1))
+
+    def _run_from(self, start: int) -> None:
+        """Bring the kept streams behind block `start` up to date."""
+        del self._inputs[start + 1 :]
+        self._run_to(len(self.model.blocks))
+
+    def _run_to(self, stop: int) -> None:
+        for layer in range(len(self._inputs) - 1, stop):
+            self._inputs.append(self._block(layer, self._inputs[layer], self.skipped))
+
+    def _block(
+        self, layer: int, x: Tensor, skipped: dict[Sublayer, StandIn], watch: Watch | None = None
+    ) -> Tensor:
+        skip = BlockSkip(*(_on(skipped.get(Sublayer(layer, kind)), x.device) for kind in KINDS))
+        return self.model.blocks[layer](x, self.rope, None, skip, watch)
+
+    def _log_probs(self, x_NTD: Tensor) -> Tensor:
+        hidden_RD = self.model.norm(x_NTD.flatten(0, 1)[self.rows])
+        head = self.model.read_head(hidden_RD.dtype)
+        return F.linear(hidden_RD, head.weight_VD.to(hidden_RD.dtype)).float().log_softmax(-1)
+
+    def _compare(self, other_RV: Tensor) -> Damage:
+        p = self._whole_RV.exp()
+        kl = (p * (self._whole_RV - other_RV)).sum(-1).mean()
+        agreement = (self._whole_RV.argmax(-1) == other_RV.argmax(-1)).double().mean()
+        overlap = torch.minimum(p, other_RV.exp()).sum(-1).mean()
+        return Damage(float(kl), float(agreement), float(overlap))
+
+
+def _on(stand: StandIn | None, device: torch.device) -> StandIn | None:
+    return None if stand is None else StandIn(*(None if t is None else t.to(device) for t in stand))
+
+
+def search(
+    trials: Trials,
+    costs: Costs,
+    *,
+    speedup: float,
+    lookahead: int = 6,
+    name: str = "measured",
+    progress: Progress | None = None,
+) -> list[Choice]:
+    """Greedy choices until the measured seconds promise `speedup` (or one sublayer is left), in order.
+
+    Stand-ins of the last choice are those of the search; `Trials.refit` polishes them."""
+    if speedup <= 1:
+        raise UserError(f"speedup={speedup} is not allowed; give more than 1")
+    price: dict[Sublayer, float] = {}
+    found: dict[Sublayer, tuple[StandIn, Damage]] = {}
+    choices: list[Choice] = []
+    left = [s for s in all_sublayers(len(trials.model.blocks)) if s not in trials.skipped]
+    done = 0
+
+    def look(sub: Sublayer) -> None:
+        nonlocal done
+        found[sub] = trials.measure(sub)
+        price[sub] = (found[sub][1].kl - trials.damage.kl) / costs.sublayers[sub]
+        done += 1
+        if progress is not None:
+            progress(done, max(len(left), done), trials.skip_set(name).__repr__())
+
+    for sub in left:
+        look(sub)
+    while len(left) > 1:
+        near = sorted(left, key=lambda s: price[s])[:lookahead]
+        if choices:  # before the first choice all have just been measured
+            for sub in near:
+                look(sub)
+        best = min(near, key=lambda s: price[s])
+        left.remove(best)
+        trials.add(best, *found[best])
+        skip = trials.skip_set(name)
+        choices.append(Choice(skip, trials.damage, costs.speedup(skip)))
+        if choices[-1].speedup >= speedup:
+            break
+    return choices
+
+
+def draft_gain(choice: Choice, num_drafts: int) -> float:
+    """Expected speed-up of decoding with the set as a drafter (Leviathan et al. 2023, theorem 3.8): tokens per
+    pass over the cost of a pass and its drafts, each draft accepted with the chance of an equal likeliest token."""
+    a, g = choice.damage.agreement, num_drafts
+    tokens = g + 1 if a == 1 else (1 - a ** (g + 1)) / (1 - a)
+    return tokens / (1 + g / choice.speedup)
+
+
+def best_drafter(choices: list[Choice], longest: int = 8) -> tuple[Choice, int, float]:
+    """The choice that gains most as a drafter, the number of drafts and the gain."""
+    return max(
+        ((c, g, draft_gain(c, g)) for c in choices for g in range(1, longest + 1)), key=lambda item: item[2]
+    )
