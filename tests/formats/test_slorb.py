@@ -15,7 +15,7 @@ from shoestring.formats.slorb import block_sums_matrix
 from shoestring.kernels.sparse24 import is_24, mask24
 
 LABELS = [
-    *("sparse24+slorb16", "sparse24:held+slorb8", "sparse24:tile:held:mvue+slorb16", "sparse24:soft+slorb32"),
+    *("sparse24+slorb16", "sparse24:held+slorb8", "sparse24:tile:held+slorb16", "sparse24:soft+slorb32"),
     *("sparse24+int4:g32+slorb16", "sparse24:held+slorb16:trained"),
 ]
 every_label = pytest.mark.parametrize("label", LABELS)
@@ -103,6 +103,7 @@ def test_cost_and_spelling() -> None:
         ("sparse24+slorb", "write for example"),
         ("sparse24+slorb16:tuned", "sparse24\\+slorb16:trained"),
         ("sparse24+slorb1", "2 or more inputs"),
+        ("sparse24:mvue+slorb16", "Leave mvue out"),
     ):
         with pytest.raises(UserError, match=said):
             parse_format(bad)

@@ -17,8 +17,9 @@ Merged into one dense matrix (`decode`, `unpack`, an export) the weight is no lo
     Slorb(Sparse24(hold_mask=True))                          spelled "sparse24:held+slorb16"
     Slorb(Stacked(Sparse24(), IntAsym(4)), block=32)         spelled "sparse24+int4:g64+slorb32"
 
-Left out on purpose: a kernel that computes the branch beside a sparse product, and cutting a layer with a trained
-P over tensor-parallel ranks (each rank would have a gradient of its own for it).
+Left out on purpose: a kernel that computes the branch beside a sparse product (training multiplies with a dense
+matrix), pruned output gradients (mvue), and cutting a layer with a trained P over tensor-parallel ranks (each rank
+would have a gradient of its own for it).
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Slorb(Format):
                 f"slorb is a branch beside a pruned weight; {self.first.label} prunes nothing: use "
                 "sparse24+slorb16 or sparse24+int4:g64+slorb16."
             )
+        if self.pruning.weight_grad != "exact":
+            raise UserError(
+                f"{self.label} is not possible: the weight gradient feeds the branch as well and has to be exact. "
+                "Leave mvue out."
+            )
         if self.block_inputs < 2:
             raise UserError(
                 f"slorb{self.block_inputs} is not possible: blocks have 2 or more inputs, say 16."
@@ -70,6 +76,10 @@ class Slorb(Format):
     def label(self) -> str:
         trained = ":trained" if self.projection == "trained" else ""
         return f"{self.first.label}+slorb{self.block_inputs}{trained}"
+
+    @property
+    def pruning(self) -> Sparse24:
+        return self.first.first if isinstance(self.first, Stacked) else self.first
 
     @property
     def whole_parts(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -158,11 +168,7 @@ class Slorb(Format):
         assert isinstance(first, Sparse24 | Stacked)
         return Slorb(first, self.block_inputs, self.projection)
 
-    # -- use -------------------------------------------------------------------------------------------------
-    def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
-        pruning = self.first.first if isinstance(self.first, Stacked) else self.first
-        return pruning.train_with(self.fake(w, state), x, state, bias)
-
+    # -- config -------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,

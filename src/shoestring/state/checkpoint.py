@@ -323,9 +323,13 @@ class Checkpointer:
         self.last = last  # a step to save after in any case: a finished run can then be made longer
         self.saved_step: int | None = None  # the newest step this process saved or resumed from
 
+    def due(self, step: int) -> bool:
+        """Whether after_step will save when `step` steps are finished."""
+        return bool(self.every and step % self.every == 0) or step == self.last
+
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Called by the trainer after every optimizer step; run.step counts the finished steps."""
-        if (self.every and run.step % self.every == 0) or run.step == self.last:
+        if self.due(run.step):
             self.save(run, parts)
 
     def save(self, run: RunLike, parts: dict[str, Any]) -> Path:

@@ -13,6 +13,7 @@ from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
 
 Schedule = Callable[[int], float]
+Look = Callable[[Tensor, list[nn.Parameter], Tensor], None]
 
 
 def adamw(
@@ -85,25 +86,32 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradients(params: Iterable[nn.Parameter], max_norm: float, see: Look | None = None) -> Tensor:
     """Scale gradients so that their global norm is at most max_norm (0 = measure only); returns the norm.
 
     The norm of a sharded tensor is summed over exactly the mesh axes that cut it. Nothing waits for the GPU.
+    `see(norm, parameters, norm of this rank's part of each)` is told what was measured.
     """
     by_axes: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
+    owners: dict[tuple[object, tuple[int, ...]], list[nn.Parameter]] = {}
     for param in params:
         if param.grad is not None:
             by_axes.setdefault(_cut_axes(param.grad), []).append(local(param.grad))
+            owners.setdefault(_cut_axes(param.grad), []).append(param)
     if not by_axes:
         return torch.zeros(())
     square = None
+    norms = []
     for (mesh, axes), grads in by_axes.items():
-        part = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
+        norms.append(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
+        part = norms[-1].square().sum()
         for axis in axes:
             torch.distributed.all_reduce(part, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         square = part if square is None else square + part
     assert square is not None
     norm = square.sqrt()
+    if see is not None:
+        see(norm, [p for group in owners.values() for p in group], torch.cat(norms))
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for grads in by_axes.values():

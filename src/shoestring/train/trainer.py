@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -26,6 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from shoestring.errors import Interrupted
 from shoestring.mesh import Mesh
 from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import latest
+from shoestring.train.gradient_watch import GradientWatch
 from shoestring.train.hooks import Hook
 from shoestring.train.micro import Micro
 from shoestring.train.optim import Schedule, clip_gradients, set_lr
@@ -65,6 +69,7 @@ class StepCheckpointer(Protocol):
     """What the trainer knows of checkpoints; levels and their policy live behind it."""
 
     def resume(self, run: Run, parts: dict[str, Any]) -> bool: ...
+    def due(self, step: int) -> bool: ...
     def after_step(self, run: Run, parts: dict[str, Any]) -> None: ...
     def save(self, run: Run, parts: dict[str, Any]) -> Any: ...
 
@@ -86,7 +91,8 @@ def train(
 ) -> Run:
     """Run from run.step (or from the checkpointer's latest) to `steps`.
 
-    Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once.
+    Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
+    or infinite stops the run with its layer's name (gradient_watch.py).
     """
     reducer = reducer or SumReducer(run.mesh)
     parts = {"data": data, "objective": objective, "reducer": reducer}
@@ -94,11 +100,14 @@ def train(
     if checkpointer is not None and checkpointer.resume(run, parts):
         run.log.truncate_after(run.step)
     meter = _Meter(run)
+    watch = GradientWatch(run.model, world_size=run.mesh.world_size)
     run.model.train()
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
         while run.step < steps:
-            loss, count, norm = _gradients(run, data.step(run.step), objective, reducer, clip)
+            loss, count, norm = _gradients(run, data.step(run.step), objective, reducer, clip, watch)
+            if norm.device.type == "cpu":
+                watch.check(partial(_newest, checkpointer))
             if schedule is not None:
                 set_lr(run.optimizer, schedule(run.step))
             for hook in hooks:
@@ -111,6 +120,8 @@ def train(
             meter.add(loss, count)
             bar.advance(1)
             logs_now = run.step % log_every == 0 or run.step == steps
+            if logs_now or (checkpointer is not None and checkpointer.due(run.step)):
+                watch.check(partial(_newest, checkpointer))
             if logs_now:
                 bar.advance(0, **meter.flush(norm))
             if evaluate is not None and eval_every and (run.step % eval_every == 0 or run.step == steps):
@@ -122,12 +133,13 @@ def train(
             # Ranks have to agree where to stop. One process looks after every step; several only when they
             # talk anyway.
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
+                watch.check(partial(_newest, checkpointer))
                 _stop(run, parts, checkpointer, steps)
     return run
 
 
 def _gradients(
-    run: Run, micros: list[Micro], objective: Objective, reducer: Reducer, clip: float
+    run: Run, micros: list[Micro], objective: Objective, reducer: Reducer, clip: float, watch: GradientWatch
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """Backward over all micro-batches; returns this rank's summed loss, the step's global count and the
     gradient norm."""
@@ -145,8 +157,13 @@ def _gradients(
         (summed / total).backward()
         loss += summed.detach()
     reducer(run.model)
-    norm = clip_gradients(run.model.parameters(), clip)
+    norm = clip_gradients(run.model.parameters(), clip, partial(watch.see, run.step + 1))
     return loss, total, norm
+
+
+def _newest(checkpointer: StepCheckpointer | None) -> Path | None:
+    folder = getattr(checkpointer, "folder", None)
+    return None if folder is None else latest(folder)
 
 
 def _sync_gradients(model: nn.Module, *, last: bool) -> None:
