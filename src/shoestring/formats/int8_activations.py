@@ -1,0 +1,111 @@
+"""Packed integer layers on a CPU that round their inputs to 8 bits: faster, and not the same function.
+
+    pack(model)  # or load a packed model
+    names = quantize_activations(model)
+
+A CPU without this multiplies with decoded weights in fp32. The layers named in the answer multiply 4-bit codes
+with 8-bit activations instead (kernels/w4a8.py). It is opt-in because logits change a little:
+bench/cpu_decode.py has the perplexity beside the speed. Saving, unpacking and moving the model work as
+before; on another device or in another dtype the layer computes as any packed layer.
+
+Left out on purpose: table formats (nf, fp), 2:4, groups that are no multiple of 32: such layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.formats.convert import format_linears
+from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.linear import FormatLinear
+from shoestring.kernels.packing import unpack_bits
+from shoestring.kernels.w4a8 import Operands, fast, prepare, unusable, usable_group, w4a8
+
+
+class Int8Linear(FormatLinear):
+    """A packed FormatLinear whose forward, on a CPU in fp32, rounds its input to 8 bits."""
+
+    int8: Operands | None
+
+    def operands8(self) -> Operands:
+        """Made at the first use, and again after the weight was loaded or moved."""
+        if self.int8 is None:
+            self.int8 = operands_of(self)
+        return self.int8
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.packed or x.dtype != torch.float32 or x.device.type != "cpu":
+            return super().forward(x)
+        y = w4a8(x.reshape(-1, self.in_features), self.operands8()).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None or self.defer_bias else y + self.bias
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """Nothing: the codes themselves are multiplied with."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Int8Linear:
+        self.int8 = None
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.int8 = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def operands_of(*layers: FormatLinear) -> Operands:
+    """The layers, which share input and Format, side by side as one weight."""
+    format = layers[0].format
+    assert isinstance(format, IntAsym) and all(x.format == format and x.packed for x in layers)
+    parts = [x.parts() for x in layers]
+    codes, scale, zero = (torch.cat([p[n] for p in parts]) for n in ("codes", "scale", "zero"))
+    return prepare(unpack_bits(codes, format.bits), scale, zero, format.bits)
+
+
+def fits(layer: FormatLinear) -> bool:
+    format = layer.format
+    return (
+        layer.packed
+        and isinstance(format, IntAsym)
+        and usable_group(format.group, layer.in_features)
+        and not hasattr(next(iter(layer.buffers())), "placements")
+    )
+
+
+def quantize_activations(model: nn.Module) -> list[str]:
+    """Let the packed integer layers round their inputs to 8 bits, in place; their names.
+
+    UserError where the machine, or none of the layers, can do it.
+    """
+    if reason := unusable():
+        raise UserError(f"8-bit activations are not possible here: {reason}; leave them out")
+    names = []
+    for name, layer in format_linears(model):
+        if fits(layer):
+            layer.__class__ = Int8Linear
+            assert isinstance(layer, Int8Linear)
+            layer.int8, layer.decoded = None, None
+            names.append(name)
+    if not names:
+        raise UserError(
+            "8-bit activations need packed integer layers (int2 to int8) with a group that is a multiple of 32, or 0, "
+            "and there are none: quantize the model first, for example with `shoestring run shrink/ptq`"
+        )
+    if not fast():
+        warnings.warn(
+            "8-bit activations: this torch has no KleidiAI kernels (Arm), expect no gain in speed",
+            stacklevel=2,
+        )
+    return names
+
+
+def keep_activations(model: nn.Module) -> None:
+    """Undo `quantize_activations`."""
+    for _, layer in format_linears(model):
+        if isinstance(layer, Int8Linear):
+            layer.__class__ = FormatLinear  # type: ignore[assignment]
+            del layer.int8

@@ -1,0 +1,117 @@
+"""The opt-in path that rounds activations to 8 bits, on whole models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, IntAsym, convert, int8_activations, keep_decoded, pack, unpack
+from shoestring.formats.int8_activations import Int8Linear, keep_activations, quantize_activations
+from shoestring.kernels.w4a8 import unusable
+from shoestring.model import Decoder, ModelSpec, load_model, save_model
+from shoestring.model.untie import untie_head
+
+pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+SPEC = ModelSpec(96, 64, 2, 4, 2, 16, 128, 64, bos_id=1, eos_id=2)
+
+
+def packed_model(**settings: object) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    convert(model, [("*", IntAsym(**{"bits": 4, "group": 32, **settings}))])  # type: ignore[arg-type]
+    pack(model)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Decoder) -> torch.Tensor:
+    return model(torch.arange(32).view(2, 16))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_close_but_not_equal_and_undone_without_a_trace() -> None:
+    model = packed_model()
+    before = logits(model)
+    names = quantize_activations(model)
+    assert len(names) == 14 and all(isinstance(model.get_submodule(n), Int8Linear) for n in names)
+    assert 0 < distance(logits(model), before) < 0.05
+    keep_decoded(model)  # what the command line does for every model on a CPU: no effect on these layers
+    assert all(m.decoded is None for m in model.modules() if isinstance(m, Int8Linear))
+    keep_activations(model)
+    assert torch.equal(logits(model), before)
+    assert not any(isinstance(m, Int8Linear) for m in model.modules())
+
+
+def test_saved_moved_loaded_and_unpacked_as_any_packed_model(tmp_path: Path) -> None:
+    model = packed_model()
+    save_model(tmp_path / "a", model)
+    before = logits(model)
+    quantize_activations(model)
+    rounded = logits(model)
+    save_model(tmp_path / "b", model)
+    assert (tmp_path / "a/packed.safetensors").read_bytes() == (
+        tmp_path / "b/packed.safetensors"
+    ).read_bytes()
+    other = load_model(tmp_path / "a").model
+    quantize_activations(other)
+    assert torch.equal(logits(other), rounded)
+    # New weights are noticed, and so is a dtype that the operator does not take.
+    torch.manual_seed(1)
+    changed = Decoder(SPEC)
+    convert(changed, [("*", IntAsym(4, 32))])
+    pack(changed)
+    other.load_state_dict(changed.state_dict())
+    assert distance(logits(other), logits(changed)) < 0.05
+    x = torch.randn(3, 64, dtype=torch.float64)
+    layer = other.blocks[0].attn.q  # type: ignore[union-attr]
+    assert isinstance(layer, FormatLinear) and layer(x).dtype == torch.float64
+    unpack(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_biases_and_leading_dims() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32))
+    convert(model, [("*", IntAsym(4, 32, symmetric=True))])
+    pack(model)
+    x = torch.randn(2, 3, 64)
+    exact = model(x).detach()
+    quantize_activations(model)
+    assert model(x).shape == (2, 3, 32) and 0 < distance(model(x).detach(), exact) < 0.05
+
+
+def test_layers_that_do_not_fit_stay_and_none_at_all_is_an_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    convert(model, [("0", IntAsym(4, 8)), ("1", IntAsym(3, 32))])
+    pack(model)
+    assert quantize_activations(model) == ["1"]
+    with pytest.raises(UserError, match="multiple of 32"):
+        quantize_activations(nn.Sequential(nn.Linear(64, 32)))
+
+
+def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_activations, "unusable", lambda: "no such operator")
+    with pytest.raises(UserError, match="not possible here: no such operator"):
+        quantize_activations(packed_model())
+
+
+def test_an_untied_8_bit_head(tmp_path: Path) -> None:
+    model = packed_model()
+    before = logits(model)
+    untie_head(model, IntAsym(8, 0, symmetric=True))
+    assert model.head is not None and not model.spec.tied
+    assert 0 < distance(logits(model), before) < 0.01
+    save_model(tmp_path / "m", model)
+    assert torch.equal(logits(load_model(tmp_path / "m").model), logits(model))
+    assert "head" in quantize_activations(model)
+    assert distance(logits(model), before) < 0.05
+    with pytest.raises(UserError, match="packed as int8:sym:g0 already"):
+        untie_head(model, IntAsym(8, 0))
