@@ -104,7 +104,15 @@ def _model_folder(folder: Path) -> list[Table]:
         "max_positions": spec.max_positions,
     }
     stored = folder_weights(folder)
-    return [_facts(f"Model {folder}", facts, stored), weights_table(stored)]
+    return [_facts(f"Model {folder}", facts, stored), weights_table(stored), *_pruning(folder)]
+
+
+def _pruning(folder: Path) -> list[Table]:
+    """What a pruning recipe counted on the weights it wrote."""
+    if not (folder / "pruning.json").is_file():
+        return []
+    counted = read_json(folder / "pruning.json")
+    return [Table("Pruned to 2:4", ["", ""], [[k.replace("_", " "), v] for k, v in counted.items()])]
 
 
 def _gguf(path: Path) -> list[Table]:

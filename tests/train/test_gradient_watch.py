@@ -49,9 +49,7 @@ def test_a_bad_loss_is_called_one(tmp_path: Path) -> None:
     run, hooks = new_run("ast")
     with torch.no_grad():
         run.model.get_parameter("norm.weight").fill_(float("nan"))
-    with pytest.raises(
-        UserError, match=r"step 1: the loss and with it every gradient .*no checkpoint yet"
-    ):
+    with pytest.raises(UserError, match=r"step 1: the loss and with it every gradient .*no checkpoint yet"):
         fit(run, 3, hooks)
 
 

@@ -244,6 +244,19 @@ def hold_branches(model: Decoder, branches: dict[str, Parts]) -> None:
             local(held).copy_(local(like_weight(value.to(local(held).device), layer.weight)))
 
 
+def take_branches(model: Decoder) -> dict[str, Parts]:
+    """The branches by layer; the layers become dense ones whose weights hold zeros."""
+    found = {
+        name: {"low": layer.weight_low.detach()}  # type: ignore[operator]
+        for name, layer in model.named_modules()
+        if isinstance(layer, FormatLinear) and isinstance(layer.format, Slorb)
+    }
+    for layer in model.modules():
+        if isinstance(layer, FormatLinear):
+            layer.set_format(Dense())
+    return found
+
+
 def _layer_error(name: str, format: Format, old: Tensor, new: Tensor, seen: Statistics | None) -> LayerError:
     scale = float(old.square().sum())
     return LayerError(

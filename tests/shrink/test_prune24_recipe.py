@@ -1,0 +1,208 @@
+"""`shoestring run shrink/prune24` from a model folder to a 2:4 one, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_shrink import SPEC, tiny_model
+
+from shoestring.cli import run_cli
+from shoestring.kernels.sparse24 import is_24
+from shoestring.model import load_model, save_model
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.runlog import read_jsonl
+from shoestring.shrink.resume import BlockFiles
+
+TOKENS = torch.arange(24)[None]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a calibration text, a corpus and a text to evaluate on."""
+    folder = tmp_path_factory.mktemp("prune24")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
+    for name in ("calib.txt", "test.txt"):
+        (folder / name).write_text(" ".join(draw.choices(words, k=800)))
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(120)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": w}) for w in words[:12]))
+    tokenizer = Tokenizer.train([(folder / "calib.txt").read_text()], vocab_size=300)
+    spec = replace(SPEC, num_layers=2, vocab_size=tokenizer.vocab_size)
+    save_model(folder / "model", tiny_model(spec), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> Callable[..., str]:
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
+
+    def call(*argv: object, fails: bool = False) -> str:
+        capsys.readouterr()
+        code = run_cli(["run", "shrink/prune24", *(str(a) for a in argv), "device=cpu"])
+        out, err = capsys.readouterr()
+        if fails:
+            assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+            return err
+        assert code == 0, (out, err)
+        return out
+
+    return call
+
+
+ONE_SHOT = ["model=model", "calib=calib.txt", "calib_windows=6", "calib_context=32", "max_tokens=512"]
+SHORT = {
+    "data": "corpus.jsonl", "steps": 12, "batch": 4, "context": 32, "warmup": 2, "lr": 1e-3, "log_every": 3,
+    "eval_every": 6, "save_every": 5, "flip_every": 4, "refresh": 5,
+}  # fmt: skip
+
+
+def short(**changes: object) -> list[str]:
+    return [f"{key}={value}" for key, value in {**SHORT, **changes}.items()]
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return load_model(folder).model(TOKENS)
+
+
+def test_ast_with_slorb_end_to_end_and_resume(cli: Callable[..., str], here: Path) -> None:
+    out = cli(*ONE_SHOT, *short(slorb=16, text="test.txt", run="boosted"))
+    assert "14 layers are 2:4" in out and "epochs)" in out
+    rows = read_jsonl(here / "boosted/evals.jsonl")
+    assert [r["model"] for r in rows] == ["dense", "one-shot sparsegpt", "ast + slorb"]
+    assert rows[2]["bits_per_weight"] == 10.0 and all(r["perplexity"] > 1 for r in rows)
+    told = json.loads((here / "boosted/packed/pruning.json").read_text())
+    assert told["layers_24"] == 14 and told["kept_share"] == 0.5 and told["train_tokens"] == 12 * 4 * 32
+    for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "val_loss"):
+        assert any(name in row for row in read_jsonl(here / "boosted/metrics.jsonl")), name
+    page = (here / "boosted/report.html").read_text()
+    assert "Flip rate" in page and "Kept and masked weights" in page and "Coverage" in page
+
+    # Packed, the branch is apart; in the dense folder it is added in, and both are the same model.
+    stored = load_file(here / "boosted/packed/packed.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    assert stored[f"{name}.weight_low"].abs().max() > 0
+    assert not is_24(load_file(here / "boosted/model/model.safetensors")[f"{name}.weight"])
+    assert torch.equal(logits(here / "boosted/model"), logits(here / "boosted/packed"))
+    assert run_cli(["inspect", "boosted/packed"]) == 0
+
+    # The checkpoint of step 5 goes on to the same model.
+    first = (here / "boosted/packed/packed.safetensors").read_bytes()
+    for newer in (here / "boosted/checkpoints").glob("step-*10"):
+        newer.rename(here / "later")
+    assert "was started with lr=0.001" in cli("resume=boosted", "lr=2e-3", fails=True)
+    cli("resume=boosted")
+    assert (here / "boosted/packed/packed.safetensors").read_bytes() == first
+
+
+def test_zeros_in_dense_weights_and_packed_without_a_branch(
+    cli: Callable[..., str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = cli(*ONE_SHOT, *short(train="cast", steps=6, method="wanda", run="cast", layers="*.mlp.*"))
+    assert "6 layers are 2:4" in out
+    weights = load_file(here / "cast/model/model.safetensors")
+    pruned = [n for n in weights if ".mlp." in n]
+    assert len(pruned) == 6 and all(is_24(weights[n]) for n in pruned)
+    assert not any(is_24(weights[n]) for n in weights if "_proj.weight" in n and ".self_attn." in n)
+    assert torch.equal(logits(here / "cast/model"), logits(here / "cast/packed"))
+    assert run_cli(["inspect", "cast/model"]) == 0
+    assert "Pruned to 2:4" in capsys.readouterr().out
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(here / "cast/model")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS).logits, logits(here / "cast/model"), rtol=1e-4, atol=1e-4)
+
+
+def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli(*ONE_SHOT, "train=none", "slorb=16", "run=whole")
+    save = BlockFiles.save
+
+    def stop(self: BlockFiles, index: int, *rest: Any) -> None:
+        save(self, index, *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockFiles, "save", stop)
+    assert (
+        run_cli(["run", "shrink/prune24", *ONE_SHOT, "train=none", "slorb=16", "run=cut", "device=cpu"]) != 0
+    )
+    assert not (here / "cut/oneshot").exists()
+    monkeypatch.setattr(BlockFiles, "save", save)
+    cli("resume=cut")
+    for file in ("model/model.safetensors", "packed/packed.safetensors"):
+        assert (here / "cut" / file).read_bytes() == (here / "whole" / file).read_bytes()
+    assert not (here / "cut/blocks").exists()
+
+
+def test_training_on_the_models_own_text(cli: Callable[..., str], here: Path) -> None:
+    own = {
+        "data": "self",
+        "prompts": "prompts.jsonl",
+        "self_tokens": 24,
+        "self_texts": 12,
+        "method": "magnitude",
+    }
+    branch = {"slorb": 8, "projection": "trained", "start": "dense"}
+    cli(*ONE_SHOT, *short(steps=3, context=8, batch=2, run="own", **own, **branch))
+    assert len(read_jsonl(here / "own/self.jsonl")) == 12
+    assert "model.layers.0.mlp.up_proj.weight_proj" in load_file(here / "own/packed/packed.safetensors")
+
+
+def test_a_layer_that_is_not_24_is_not_delivered(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoestring.recipes.shrink import prune24
+
+    def forgetful(*args: Any) -> Any:
+        model = original(*args)
+        with torch.no_grad():
+            model.blocks[1].mlp.up.weight_mask[0, :4] = True
+        return model
+
+    original = prune24.load_start
+    monkeypatch.setattr(prune24, "load_start", forgetful)
+    with torch.no_grad():
+        for p in (loaded := load_model(here / "model").model).parameters():
+            p.abs_()  # no zeros to begin with
+        save_model(here / "positive", loaded, load_model(here / "model").tokenizer)
+    monkeypatch.setattr(prune24, "take_branches", keep_weights(here / "positive"))
+    said = cli(*ONE_SHOT[1:], "model=positive", "train=none", "method=magnitude", "run=bad", fails=True)
+    assert "blocks.1.mlp.up: 1 of 2048 groups of four have more than two weights" in said
+    assert not (here / "bad/model").exists() and not (here / "bad/packed").exists()
+
+
+def keep_weights(source: Path) -> Callable[..., dict[str, Any]]:
+    """take_branches that puts the dense weights back, as a faulty stage would."""
+    from shoestring.shrink.prune import take_branches
+
+    def take(model: Any) -> dict[str, Any]:
+        found = take_branches(model)
+        model.load_state_dict(load_model(source).model.state_dict())
+        return found
+
+    return take
+
+
+def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
+    before = {p.name for p in here.iterdir()}
+    assert "model= is missing" in cli("calib=calib.txt", fails=True)
+    assert "needs data=" in cli(*ONE_SHOT, fails=True)
+    assert "needs prompts=" in cli(*ONE_SHOT, "data=self", fails=True)
+    assert "give slorb=16" in cli(*ONE_SHOT, "train=none", "projection=trained", fails=True)
+    assert "flatters" in cli(*ONE_SHOT, "train=none", "text=calib.txt", fails=True)
+    assert "anneal=2.0 is not a share" in cli(*ONE_SHOT, *short(anneal=2), fails=True)
+    assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}
