@@ -14,16 +14,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from shoestring import __version__
 from shoestring.errors import Interrupted, UserError
+from shoestring.terminal import find_skips, open_engine, stream_text, user_lines
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
-    from shoestring.serve import Engine, Sampling
 
 app = typer.Typer(
     name="shoestring",
@@ -56,6 +56,12 @@ MinPOption = Annotated[
 SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 StopOption = Annotated[
     list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
+]
+SkipOption = Annotated[
+    str,
+    typer.Option(
+        help="Leave sublayers out: none, adaskip, measured, a file of shrink/skip_set; lossless only guesses ahead."
+    ),
 ]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
 
@@ -111,6 +117,7 @@ def generate(
     drafter: Annotated[
         str | None, typer.Option(help="Guess ahead with ngram, a draft model's path, or both: ngram+PATH.")
     ] = None,
+    skip: SkipOption = "none",
     stats: StatsOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -125,9 +132,9 @@ def generate(
     tokens = need_tokenizer(loaded).encode(text)
     limit = loaded.spec.max_positions
     context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
-    engine = _engine(loaded, context, drafter)
+    engine = open_engine(loaded, context, drafter, skip)
     print(text, end="", flush=True)
-    _stream(engine, tokens, sampling, stats)
+    stream_text(engine, tokens, sampling, stats)
 
 
 @app.command()
@@ -141,6 +148,7 @@ def chat(
     min_p: MinPOption = 0.0,
     seed: SeedOption = None,
     context: Annotated[int, typer.Option(help="Tokens of chat to remember at most.")] = 4096,
+    skip: SkipOption = "none",
     stats: StatsOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -156,11 +164,11 @@ def chat(
         raise UserError(
             f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
         )
-    engine = _engine(loaded, min(context, loaded.spec.max_positions))
+    engine = open_engine(loaded, min(context, loaded.spec.max_positions), None, skip)
     messages = [{"role": "system", "content": system}] if system else []
-    for line in _user_lines():
+    for line in user_lines():
         messages.append({"role": "user", "content": line})
-        text = _stream(engine, tokenizer.encode(tokenizer.render_chat(messages)), sampling, stats)
+        text = stream_text(engine, tokenizer.encode(tokenizer.render_chat(messages)), sampling, stats)
         messages.append({"role": "assistant", "content": text})
 
 
@@ -177,6 +185,7 @@ def serve(
     drafter: Annotated[
         str | None, typer.Option(help="ngram, a draft model, or several joined by +: guesses tokens ahead.")
     ] = None,
+    skip: SkipOption = "none",
     max_requests: Annotated[int, typer.Option(help="Texts computed at the same time.")] = 8,
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; one more is refused.")] = 64,
     max_context: Annotated[int | None, typer.Option(help="Prompt and new tokens of one text.")] = None,
@@ -212,7 +221,14 @@ def serve(
         metrics_prefix=metrics_prefix,
     )
     place = pick_device(device)
-    main(model, options, device=place, dtype=pick_dtype(dtype, place))
+    length = max_context or 2048
+    main(
+        model,
+        options,
+        device=place,
+        dtype=pick_dtype(dtype, place),
+        skips=None if skip == "none" else lambda loaded: find_skips(loaded, skip, length),
+    )
 
 
 @app.command("eval")
@@ -362,56 +378,6 @@ def _load(path: str, device: str, dtype: str) -> Loaded:
     place = pick_device(device)
     loaded = load_model(path, device=place, dtype=pick_dtype(dtype, place))
     return ready(loaded)
-
-
-def _engine(loaded: Loaded, context: int, drafter: str | None = None) -> Engine:
-    from shoestring.serve import Engine, open_drafter
-
-    guess = None
-    if drafter is not None:
-        device, dtype = loaded.model.embed.weight.device, loaded.model.compute_dtype
-        guess = open_drafter(drafter, loaded.model, device=str(device), dtype=dtype)
-    return Engine(loaded.model, loaded.tokenizer, max_requests=1, max_context=context, drafter=guess)
-
-
-def _stream(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool) -> str:
-    """Print a completion as it comes; returns it."""
-    import time
-
-    began, pieces, first = time.perf_counter(), [], 0.0
-    before = engine.stats.num_new_tokens
-    for piece in engine.stream(tokens, sampling):
-        first = first or time.perf_counter() - began
-        pieces.append(piece)
-        print(piece, end="", flush=True)
-    print(flush=True)
-    if stats:
-        num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
-        rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
-        print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
-        s = engine.stats
-        if s.num_drafted:
-            share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
-            print(f"[{share}, {s.num_steps} steps]")
-    return "".join(pieces)
-
-
-def _user_lines() -> Any:
-    """Lines typed by the user (with a prompt) or piped in, until the end of input."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print("Type a message; an empty line or Ctrl-D ends the chat.")
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not line and interactive:
-            return
-        if line:
-            if not interactive:
-                print(f"> {line}")
-            yield line
 
 
 # -- errors and exit codes ---------------------------------------------------------------------------

@@ -23,7 +23,8 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.formats import keep_decoded
-from shoestring.model.folder import load_model
+from shoestring.model.folder import Loaded, load_model
+from shoestring.model.skip import SkipSet
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 
@@ -44,6 +45,7 @@ except ModuleNotFoundError as error:
 from shoestring.serve.drafters import Drafter, open_drafter
 from shoestring.serve.engine import Engine
 from shoestring.serve.logits import with_rules
+from shoestring.serve.skipping import SkipPolicy
 from shoestring.serve.verify import verify
 
 log = logging.getLogger("shoestring.serve")
@@ -95,6 +97,8 @@ class Service:
         listener: socket.socket,
         name: str,
         drafter: Drafter | None = None,
+        skip: SkipPolicy | None = None,
+        draft_skip: SkipSet | None = None,
     ) -> None:
         self.options, self._listener = options, listener
         self.engine = Engine(
@@ -105,6 +109,8 @@ class Service:
             chunk=options.chunk,
             num_blocks=options.num_blocks,
             drafter=drafter,
+            skip=skip,
+            draft_skip=draft_skip,
             # The coupled rule: texts are a function of their seed, with a drafter or without.
             rule="coupled",
             verify=with_rules(verify),
@@ -196,8 +202,11 @@ def main(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    skips: Callable[[Loaded], tuple[SkipPolicy | None, SkipSet | None]] | None = None,
 ) -> None:
-    """Serve a model (Hugging Face folder, run folder or .gguf file) until a signal ends it."""
+    """Serve a model (Hugging Face folder, run folder or .gguf file) until a signal ends it.
+
+    `skips(loaded)` gives the policy of requests and the set of drafts, where sublayers are to be skipped."""
     options = options or ServeOptions()
     template = None if options.chat_template is None else _read_template(options.chat_template)
     listener = listen(options.host, options.port)
@@ -215,7 +224,10 @@ def main(
         drafter = None
         if options.drafter is not None:
             drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
-        service = Service(loaded.model, loaded.tokenizer, options, listener, name, drafter)
+        policy, draft_skip = (None, None) if skips is None else skips(loaded)
+        service = Service(
+            loaded.model, loaded.tokenizer, options, listener, name, drafter, policy, draft_skip
+        )
         if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
             log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
         chat = "" if loaded.tokenizer.chat_template else " (no chat template: completions only)"

@@ -50,7 +50,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.shrink.calibrate import embed, rope_of
 from shoestring.shrink.skip_set import Costs
 
-Progress = Callable[[int, int, str], None]  # measurements so far, in sight, what was chosen
+Progress = Callable[[int, int], None]  # sublayers measured and skipped so far
 SINK = 5.0  # times the median length of the stream: beyond this a token is a sink
 
 
@@ -225,7 +225,7 @@ def search(
         price[sub] = (found[sub][1].kl - trials.damage.kl) / costs.sublayers[sub]
         done += 1
         if progress is not None:
-            progress(done, max(len(left), done), trials.skip_set(name).__repr__())
+            progress(done, len(trials.skipped))
 
     for sub in left:
         look(sub)

@@ -1,0 +1,121 @@
+"""Find sublayers that a model can leave out when it decodes, for a wanted speed-up at a context length.
+
+Run:     shoestring run shrink/skip_set model=DIR calib=some.txt context=2048 speedup=1.3
+         shoestring run shrink/skip_set model=RUN method=adaskip text=other.txt
+         shoestring run shrink/skip_set model=DIR method=lossless speedup=2
+Needs:   the model in fp32 (CPU) or bf16 (GPU), and its activations on the calibration windows
+Time:    SmolLM2-135M on one CPU core, 1,024 calibration tokens: adaskip half a minute, measured 10 minutes;
+         the search runs the model about 60 + 6 n times for n sublayers. A GPU needs seconds
+Expect:  quality falls quickly for small models: docs/methods/skipping.md has the table. method=lossless changes no
+         text: the set only guesses ahead
+Leaves:  a run folder with skip.json for --skip FILE (or --skip lossless:FILE), the choices in order with their damage,
+         perplexity before and after where text or data is given, report.html
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoestring.config import option, to_json
+from shoestring.errors import UserError
+from shoestring.measure import (
+    corpus_of_run,
+    evaluate_row,
+    need_tokenizer,
+    pick_device,
+    pick_dtype,
+    ready,
+    text_tokens,
+)
+from shoestring.model import load_model
+from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, write_report
+from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.shrink.skip_find import Found, Wanted, calibration, find_set
+from shoestring.shrink.skip_set import left_out
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
+    method: Literal["measured", "adaskip", "lossless", "early_exit", "unified"] = option(
+        "measured", "how sublayers are chosen; lossless: the best set for guessing ahead"
+    )
+    context: int = option(2048, "context length at which seconds are measured")
+    speedup: float = option(1.3, "of a decode step; lossless: where the search ends")
+    calib: str | None = option(
+        None, "calibration text or corpus; none: a run's own training text, else the Python standard library"
+    )
+    calib_windows: int = option(2, "windows of calibration text")
+    calib_context: int = option(512, "tokens in a window")
+    rows: int = option(256, "predictions compared per trial")
+    lookahead: int = option(6, "candidates measured again before each choice")
+    out: str | None = option(None, "file for the set; none puts skip.json into the run folder")
+    text: str | None = option(None, "a text file: perplexity before and after")
+    data: str | None = option(
+        None, "or a corpus: its validation split. A run is evaluated on its own by default"
+    )
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
+    device: str = option("auto", "auto, cpu or cuda")
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-skip_set-DATE")
+
+
+def main(cfg: Config) -> Path:
+    wanted = Wanted(cfg.method, cfg.context, cfg.speedup, cfg.rows, cfg.lookahead)
+    if cfg.out is not None and Path(cfg.out).exists():
+        raise UserError(f"out={cfg.out} exists already; give another name or remove it")
+    device = pick_device(cfg.device)
+    loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
+    source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
+    context = min(cfg.calib_context, loaded.spec.max_positions)
+    progress = RunLog(None).progress
+    calib_NT = calibration(source, need_tokenizer(loaded), cfg.calib_windows, context, progress)
+    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
+
+    folder = new_run_folder("shrink/skip_set") if cfg.run is None else check_free(Path(cfg.run))
+    log = RunLog(folder)
+    log.save_config({"recipe": "shrink/skip_set", "config": to_json(cfg)})
+    num_all = 2 * loaded.spec.num_layers
+    expected = num_all + cfg.lookahead * round(num_all * (1 - 1 / cfg.speedup))
+    with log.progress(expected, f"{cfg.method}: trials") as bar:
+
+        def tick(done: int, num_skipped: int) -> None:
+            bar.advance(1, skipped=num_skipped)
+
+        found = find_set(loaded.model, calib_NT, wanted, progress=tick)
+    for step, choice in enumerate(found.choices, start=1):
+        log.log(step, kl=choice.damage.kl, agreement=choice.damage.agreement, speedup=choice.speedup)
+    out = Path(cfg.out) if cfg.out else folder / "skip.json"
+    write_atomically(out, json.dumps(found.to_json()) + "\n")
+    if tokens is not None:
+        options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
+        log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
+        with left_out(loaded.model, found.skip):
+            log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
+    finish(log, folder, out, cfg, found)
+    return folder
+
+
+def finish(log: RunLog, folder: Path, out: Path, cfg: Config, found: Found) -> None:
+    rows = log.evaluations()
+    if rows:
+        eval_table(rows, "Before and after").print()
+    steps = [c.speedup for c in found.choices]
+    curve = Series("KL", steps, [c.damage.kl for c in found.choices])
+    skip = "lossless:" if cfg.method == "lossless" else ""
+    commands = f'shoestring generate {cfg.model} "Once upon a time" --skip {skip}{out} --stats'
+    named = [[s.layer, s.kind] for s in found.skip.skipped]
+    sections: list[Section] = [
+        Curves("Damage on the calibration text", [curve], "speed-up of a decode step", "KL, nats per token"),
+        *run_sections(folder),
+        Table("Skipped", ["layer", "sublayer"], named, f"Expected: {found.notes['speedup']:.2f}x"),
+        Text("Next", commands, code=True),
+    ]
+    page = write_report(folder, "shrink/skip_set", sections, subtitle=str(folder))
+    told = f"{len(found.skip.attn)} attention and {len(found.skip.mlp)} FFN sublayers skipped"
+    speed = f"{found.notes['speedup']:.2f}x by the seconds measured at {cfg.context} positions"
+    log.say(f"{told}: {speed}; set in {out}, report in {page}. Next:\n{commands}")
+    log.close()

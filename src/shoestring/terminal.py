@@ -1,0 +1,90 @@
+"""A model at the terminal: what `generate`, `chat` and `serve` share.
+
+Imports what it needs when it needs it, as the command line does, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoestring.model.folder import Loaded
+    from shoestring.model.skip import SkipSet
+    from shoestring.serve import Engine, Sampling, SkipPolicy
+
+
+def open_engine(loaded: Loaded, context: int, drafter: str | None = None, skip: str = "none") -> Engine:
+    from shoestring.serve import Engine, open_drafter
+
+    guess = None
+    if drafter is not None:
+        device, dtype = loaded.model.embed.weight.device, loaded.model.compute_dtype
+        guess = open_drafter(drafter, loaded.model, device=str(device), dtype=dtype)
+    policy, draft_skip = (None, None) if skip == "none" else find_skips(loaded, skip, context)
+    return Engine(
+        loaded.model,
+        loaded.tokenizer,
+        max_requests=1,
+        max_context=context,
+        drafter=guess,
+        skip=policy,
+        draft_skip=draft_skip,
+    )
+
+
+def find_skips(loaded: Loaded, skip: str, context: int) -> tuple[SkipPolicy | None, SkipSet | None]:
+    """What --skip names: a policy for requests, or a set for drafts."""
+    from shoestring.measure import corpus_of_run
+    from shoestring.shrink.skip_find import open_skip
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    corpus, _ = corpus_of_run(loaded.path)
+    found = open_skip(skip, loaded, context=context, corpus=corpus, say=say)
+    return found.policy, found.draft
+
+
+def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool) -> str:
+    """Print a completion as it comes; returns it."""
+    import time
+
+    began, pieces, first = time.perf_counter(), [], 0.0
+    before = engine.stats.num_new_tokens
+    for piece in engine.stream(tokens, sampling):
+        first = first or time.perf_counter() - began
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+    print(flush=True)
+    if stats:
+        num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
+        rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
+        print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
+        for skip in engine.skipping.sets.values():
+            print(
+                f"[{len(skip.attn)} attention and {len(skip.mlp)} FFN sublayers skipped: {skip.name or skip.id}]"
+            )
+        s = engine.stats
+        if s.num_drafted:
+            share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
+            print(f"[{share}, {s.num_steps} steps, {s.num_new_tokens / s.num_steps:.2f} tokens per step]")
+    return "".join(pieces)
+
+
+def user_lines() -> Any:
+    """Lines typed by the user (with a prompt) or piped in, until the end of input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("Type a message; an empty line or Ctrl-D ends the chat.")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line and interactive:
+            return
+        if line:
+            if not interactive:
+                print(f"> {line}")
+            yield line
