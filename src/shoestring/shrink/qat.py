@@ -1,0 +1,228 @@
+"""Quantization-aware training as a Format and an objective in the ordinary trainer: the pieces around it.
+
+    clip_weights(model, rules, walk(model, windows))      BitDistiller's start: groups clamped to searched ranges
+    build_student(spec, rules, mesh, ...)                 built on meta, cut over the mesh, filled from a folder
+    hold_grids(model, grids)                              grids that another method found, as what training starts from
+    relative_adamw(model, rates), FallingRates(...)       learning rates as parts of what they move
+
+What trains and what is trained on is the caller's: train(Run(student, ...), data, CachedCakld(cache), ...).
+
+Learning rates relative to the size of what they move fit any layer and any model: weights by parts of their root
+mean square, scales by parts of their mean, zero points by codes.
+
+Left out on purpose: activations are not quantized; embeddings and the head keep their 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.formats import Dense, Parts, convert, init_state
+from shoestring.formats.convert import Rule, format_linears
+from shoestring.formats.groups import split
+from shoestring.formats.linear import full, like_weight, local
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, ModelSpec, load_into
+from shoestring.model.parallel import ParallelConfig, materialize, parallelize
+from shoestring.runlog import write_atomically
+from shoestring.shrink.calibrate import BlockStep, block_linears
+from shoestring.shrink.clip import Clip, clip_ranges
+from shoestring.shrink.grid import state_of
+from shoestring.shrink.quantize import plan
+from shoestring.train.hooks import Hook
+from shoestring.train.trainer import Run
+
+T = TypeVar("T")
+
+
+# -- where training starts -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_weights(
+    model: Decoder,
+    rules: Sequence[Rule],
+    steps: Iterable[BlockStep],
+    settings: Clip | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Clamp every group of the layers in `rules` to the range that hurts the layer's outputs least, in place.
+
+    steps: walk(model, windows, Calibration(inputs="full")), as published. Query and key stay as they are.
+    """
+    settings = settings or Clip(search="full")
+    formats = plan(model, rules)
+    for step in steps:
+        prefix = f"blocks.{step.index}."
+        for name, layer in block_linears(model.blocks[step.index]).items():
+            format = formats.get(prefix + name)
+            if format is None or name.rsplit(".", 1)[-1] in settings.skip:
+                continue
+            w = layer.weight.float()
+            state = state_of(format, w)  # type: ignore[arg-type]
+            low, high = clip_ranges(w, step.statistics[name].hessian, format, state, settings)
+            layer.weight.copy_(split(w, format.group).clamp(low, high).flatten(-2))
+        if progress is not None:
+            progress(step.index + 1, len(model.blocks))
+
+
+def build_student(
+    spec: ModelSpec,
+    rules: Sequence[Rule],
+    mesh: Mesh,
+    path: Path | str,
+    config: ParallelConfig | None = None,
+) -> Decoder:
+    """fp32 masters from `path` with the Formats of `rules`, on this mesh; no rank holds more than its share."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+        if rules:
+            convert(model, rules)
+    parallelize(model, mesh, config or ParallelConfig())
+    materialize(model, mesh.device)
+    load_into(model, path)
+    init_state(model)
+    return model
+
+
+def build_teacher(spec: ModelSpec, mesh: Mesh, path: Path | str, dtype: torch.dtype) -> Decoder:
+    """The full model in `dtype`, frozen, on this mesh."""
+    with torch.device("meta"):
+        model = Decoder(spec).to(dtype)
+    model.requires_grad_(False)
+    parallelize(model, mesh, ParallelConfig(compute_dtype=dtype))
+    materialize(model, mesh.device)
+    load_into(model, path)
+    return model.eval()
+
+
+@torch.no_grad()
+def hold_grids(model: nn.Module, grids: dict[str, Parts]) -> None:
+    """Put grids [out, groups, ...] into layers that keep theirs as state (fixed or learned), on any mesh."""
+    modules = dict(format_linears(model))
+    for name, grid in grids.items():
+        layer = modules[name]
+        for part, t in grid.items():
+            kept = getattr(layer, f"weight_{part}")
+            whole = t.reshape(full(kept).shape).to(local(kept).device, kept.dtype)
+            local(kept).copy_(local(like_weight(whole, kept)))
+
+
+def read_grids(model: nn.Module) -> dict[str, Parts]:
+    """The grids of layers that keep theirs as state: what `hold_grids` takes."""
+    return {
+        name: {
+            n: full(getattr(layer, f"weight_{n}")).detach().float() for n in ("scale", "zero") if n in names
+        }
+        for name, layer in format_linears(model)
+        if (names := layer.state_names) and "scale" in names and not layer.packed
+    }
+
+
+# -- learning rates ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Parts of what is moved, per step; 0 freezes."""
+
+    weight: float = 1e-3  # of the root mean square of a layer's weights
+    scale: float = 2e-3  # of the mean of a layer's scales
+    zero: float = 1e-2  # codes
+    norm: float = 1e-3  # of the root mean square of a norm or bias
+    rest: float = 0.0  # embeddings and head, of their root mean square
+
+    def __post_init__(self) -> None:
+        values = (self.weight, self.scale, self.zero, self.norm, self.rest)
+        if any(not 0 <= v <= 1 for v in values) or not any(values):
+            raise UserError(
+                f"learning rates {values} are not possible: each is a part between 0 and 1 of what it moves, for "
+                "example 0.001, and one must be above 0"
+            )
+
+
+def relative_adamw(
+    model: nn.Module, rates: Rates, *, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.AdamW:
+    """AdamW without decay, one group a parameter, each with its own `full_lr`; what has rate 0 is frozen."""
+    units: dict[int, tuple[nn.Parameter, float]] = {}
+    for _, layer in format_linears(model):
+        kept = layer.trained_state()
+        for name, p in kept.items():
+            part = rates.zero if name == "zero" else rates.scale * float(full(p.detach()).mean())
+            units[id(p)] = (p, part)
+        if not isinstance(layer.format, Dense) and isinstance(layer.weight, nn.Parameter):
+            units[id(layer.weight)] = (layer.weight, rates.weight * _size(layer.weight))
+    groups: list[dict[str, Any]] = []
+    for p in model.parameters():
+        if id(p) not in units:
+            rate = rates.norm if p.ndim == 1 else rates.rest
+            units[id(p)] = (p, rate * _size(p) if p.is_floating_point() else 0.0)
+        lr = units[id(p)][1]
+        if p.is_floating_point():
+            p.requires_grad_(lr > 0)
+        if lr > 0:
+            groups.append({"params": [p], "lr": lr, "full_lr": lr})
+    if not groups:
+        raise UserError("nothing is left to train: all learning rates are 0")
+    fused = True if local(groups[0]["params"][0]).is_cuda else None
+    return torch.optim.AdamW(
+        groups, lr=groups[0]["lr"], betas=betas, weight_decay=0.0, eps=1e-12, fused=fused
+    )
+
+
+def _size(p: Tensor) -> float:
+    return float(full(p.detach()).float().square().mean().sqrt())
+
+
+class FallingRates(Hook):
+    """Every group's rate: a short warm-up, then along a cosine to `floor` of its full rate at the last step."""
+
+    def __init__(self, steps: int, *, warmup: int = 0, floor: float = 0.05) -> None:
+        self.steps, self.warmup, self.floor = steps, warmup, floor
+
+    def before_step(self, run: Run) -> None:
+        if run.step < self.warmup:
+            part = (run.step + 1) / self.warmup
+        else:
+            done = min(1.0, (run.step - self.warmup) / max(1, self.steps - 1 - self.warmup))
+            part = self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in run.optimizer.param_groups:
+            group["lr"] = group["full_lr"] * part
+
+
+# -- stages --------------------------------------------------------------------------------------------------
+
+
+def once(mesh: Mesh, folder: Path, name: str, action: Callable[[], T]) -> None:
+    """Run a long action on the first rank while the others wait for its mark, not in a collective that would
+    time out. An action that is done is not done again."""
+    done, failed = folder / f"{name}.done", folder / f"{name}.failed"
+    if mesh.is_main:
+        if done.is_file():
+            return
+        failed.unlink(missing_ok=True)
+        try:
+            action()
+        except BaseException as error:
+            if mesh.world_size > 1:
+                write_atomically(failed, str(error) or type(error).__name__)
+            raise
+        write_atomically(done, "")
+        return
+    began = time.time()
+    while not done.is_file():
+        # A mark older than this start belongs to an earlier run.
+        if failed.is_file() and failed.stat().st_mtime > began - 1:
+            raise UserError(f"the first process could not finish {name}: {failed.read_text()}")
+        time.sleep(0.2)

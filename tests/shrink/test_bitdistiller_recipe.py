@@ -1,0 +1,147 @@
+"""`shoestring run shrink/bitdistiller` in miniature, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_shrink import SPEC, tiny_model
+
+from shoestring.cli import run_cli
+from shoestring.model import load_model, save_model
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.runlog import read_jsonl
+from shoestring.serve.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bitdistiller")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
+    for name in ("prompts.txt", "test.txt"):
+        (folder / name).write_text("\n".join(" ".join(draw.choices(words, k=160)) for _ in range(12)))
+    tokenizer = Tokenizer.train([(folder / "prompts.txt").read_text()], vocab_size=300)
+    save_model(folder / "model", tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size)), tokenizer)
+    (folder / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(60))
+    )
+    return folder
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> Callable[..., str]:
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
+
+    def call(*argv: object, fails: bool = False, recipe: str = "shrink/bitdistiller") -> str:
+        capsys.readouterr()
+        code = run_cli(["run", recipe, *(str(a) for a in argv), "device=cpu"])
+        out, err = capsys.readouterr()
+        if fails:
+            assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+            return err
+        assert code == 0, (out, err)
+        return out
+
+    return call
+
+
+SMALL = [
+    "model=model", "format=int2:g32", "num_prompts=12", "max_new=40", "calib_windows=4", "context=32", "batch=4",
+    "micro=2", "steps=6", "lr=1e-3", "log_every=1", "save_every=2", "text=test.txt", "eval_context=32",
+    "eval_tokens=256",
+]  # fmt: skip
+PROMPTS = [*SMALL, "prompts=prompts.txt", "max_requests=4"]
+
+
+def test_text_clip_and_training_end_in_a_packed_model(cli: Callable[..., str], here: Path) -> None:
+    before_files = {p: p.read_bytes() for p in (here / "model").iterdir()}
+    out = cli(*PROMPTS, "run=live")
+    assert "gamma 0." in out and "packed model in live/model" in out
+    before, after = read_jsonl(here / "live/evals.jsonl")
+    assert before["format"] == "dense" and after["format"] == "int2:g32"
+    losses = [row["loss"] for row in read_jsonl(here / "live/metrics.jsonl")]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert len(read_jsonl(here / "live/self_text.jsonl")) == 12
+    told = json.loads((here / "live/model/quantization.json").read_text())
+    assert 0 < told["gamma"] < 1 and told["method"] == "shrink/bitdistiller"
+    packed = load_model(here / "live").model
+    assert packed.blocks[0].mlp.up.packed  # type: ignore[union-attr]
+    assert (here / "live/report.html").is_file() and not (here / "live/checkpoints").exists()
+    assert {p: p.read_bytes() for p in (here / "model").iterdir()} == before_files
+
+
+def test_cached_teacher_and_a_corpus(cli: Callable[..., str], here: Path) -> None:
+    cli(*SMALL, "data=corpus.jsonl", "teacher=cached", "k=300", "run=cached", "out=packed")
+    cli(*SMALL, "data=corpus.jsonl", "teacher=live", "run=same")
+    cached, live = (
+        [row["loss"] for row in read_jsonl(here / f"{name}/metrics.jsonl")] for name in ("cached", "same")
+    )
+    # All tokens are kept: only the 16 bits of the cache differ.
+    assert cached == pytest.approx(live, rel=2e-2)
+    assert load_model(here / "packed").model.blocks[1].attn.q.packed  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stage", ["text", "training"])
+def test_a_stopped_run_goes_on_in_its_stage(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    if not (here / "whole").exists():
+        cli(*PROMPTS, "run=whole")
+    count = 0
+
+    def dying(limit: int, action: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > limit:
+                raise KeyboardInterrupt
+            return action(*args, **kwargs)
+
+        return call
+
+    name = f"cut-{stage}"
+    with monkeypatch.context() as patch:
+        if stage == "text":
+            patch.setattr(Engine, "step", dying(60, Engine.step))
+        else:
+            from shoestring.train import cakld
+
+            patch.setattr(cakld.Cakld, "__call__", dying(9, cakld.Cakld.__call__))
+        assert run_cli(["run", "shrink/bitdistiller", *PROMPTS, f"run={name}", "device=cpu"]) != 0
+    assert not (here / f"{name}/model").exists()
+    assert "was started with format=int2:g32" in cli(f"resume={name}", "format=int3:g32", fails=True)
+    out = cli(f"resume={name}")
+    assert ("resumed from" in out) == (stage == "training")
+    for file in ("self_text.jsonl", "model/packed.safetensors"):
+        assert (here / name / file).read_bytes() == (here / "whole" / file).read_bytes(), file
+    assert "finished" in cli(f"resume={name}", fails=True)
+
+
+def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
+    (here / "short.jsonl").write_text('{"text": "abc abc"}')
+    (here / "empty.txt").write_text("")
+    before = {p.name for p in here.iterdir()}
+
+    def said(*argv: str) -> str:
+        changed = {a.split("=")[0] for a in argv}
+        return cli(*[a for a in SMALL if a.split("=")[0] not in changed], *argv, fails=True)
+
+    assert "model= is missing" in said("model=", "data=corpus.jsonl")
+    assert "prompts= (the model" in said()
+    assert "flatters" in said("data=test.txt")
+    assert "gives no prompt" in said("prompts=empty.txt")
+    assert "validation split" in said("data=short.jsonl") or "windows of" in said("data=short.jsonl")
+    assert "use group" in said("prompts=prompts.txt", "format=int2:g48")
+    assert "no range that follows" in said("prompts=prompts.txt", "format=dense")
+    assert "positions" in said("prompts=prompts.txt", "context=4096")
+    assert "no file" in said("prompts=prompts.txt", "text=nowhere.txt")
+    assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}
