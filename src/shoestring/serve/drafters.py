@@ -152,10 +152,11 @@ class DraftModel:
         block_size: int = 16,
         num_blocks: int | None = None,
         chunk: int = 512,
+        graphs: bool | None = None,
     ) -> None:
         """`vocab_size` is the target's, where padding makes it differ from the drafter's own. `vocab_ids`: the
         model's logits are for these tokens only, in this order (see `trim_head`). `num_blocks` bounds the
-        drafter's memory (None: grows with need); a request it cannot hold gets no drafts."""
+        drafter's memory (None: grows with need); a request it cannot hold gets no drafts. `graphs` as in Engine."""
         self.model, self.chunk = model, chunk
         self.vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
         self.vocab_ids: Tensor | None = None
@@ -163,7 +164,7 @@ class DraftModel:
             self.vocab_ids = torch.tensor(vocab_ids, device=model.embed.weight.device)
         most = 256 * -(-model.spec.max_positions // block_size)
         self.pool = BlockPool(num_blocks or most, block_size, grows=num_blocks is None)
-        self.runner = Runner(model, self.pool)
+        self.runner = Runner(model, self.pool, graphs=graphs)
         self.cache = self.runner.cache
         self._kept: dict[int, _Kept] = {}
 
@@ -185,8 +186,12 @@ class DraftModel:
             spans = [Span(self._kept[r.id].table.blocks, len(r.tokens) + i, 1) for r in able]
             return self._forward(tokens_N, spans, list(range(len(able))))
 
+        self._forget_wrong(able)
+        drafts = self._chain(able, n)
+        if drafts is None:
+            drafts = write_drafts(able, n, self._catch_up(able), advance)
         found: dict[int, Draft] = {}
-        for request, draft in zip(able, write_drafts(able, n, self._catch_up(able), advance), strict=True):
+        for request, draft in zip(able, drafts, strict=True):
             self._kept[request.id].written.extend(draft.tokens[:-1])
             found[request.id] = draft
         return [found.get(r.id, NO_DRAFT) for r in requests]
@@ -198,6 +203,7 @@ class DraftModel:
             return False
         kept = self._kept.get(request.id)
         if kept is None:
+            self.runner.refresh()
             table = self.pool.open(cache_root(self.model), request.tokens)
             if table is None:
                 return False
@@ -205,16 +211,51 @@ class DraftModel:
             kept = self._kept[request.id] = _Kept(table, request.tokens[:num_hit], num_hit)
         return self.pool.grow(kept.table, num)
 
-    def _catch_up(self, requests: list[Request]) -> Tensor:
-        """Compute every committed token that is not; the logits after the last, [N, V]."""
+    def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
+        """n drafts each, chosen on the device and read from there by the next pass, so that the host waits once, at
+        the end; None where that is not possible (no kernels, a long text to catch up on, drafts that are drawn)."""
+        if (
+            not self.runner.fast
+            or self.vocab_ids is not None
+            or self.vocab_size != self.model.spec.vocab_size
+        ):
+            return None
+        if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
+            return None
+        tables = [self._kept[r.id].table for r in requests]
+        starts = [len(self._kept[r.id].written) for r in requests]
+        ids = [t for r, start in zip(requests, starts, strict=True) for t in r.tokens[start:]]
+        spans = [
+            Span(table.blocks, start, len(r.tokens) - start)
+            for r, table, start in zip(requests, tables, starts, strict=True)
+        ]
+        samplings = [r.sampling for r in requests]
+        flight = self.runner.choose(Batch(spans, ids, range(len(ids))), samplings)
+        if flight is None:
+            return None
+        flights = [flight]
+        for i in range(n - 1):
+            last_N = flights[0].last() if i == 0 and len(ids) > len(requests) else None
+            spans = [Span(t.blocks, len(r.tokens) + i, 1) for r, t in zip(requests, tables, strict=True)]
+            flights.append(self.runner.choose_next(spans, samplings, tokens=last_N))
+        for request, start in zip(requests, starts, strict=True):
+            self._kept[request.id].written += request.tokens[start:]
+        self._note_read(requests)
+        chosen = [f.tokens() for f in flights]  # the last one waits, for all of them
+        return [Draft([found[row][-1] for found in chosen]) for row in range(len(requests))]
+
+    def _forget_wrong(self, requests: list[Request]) -> None:
+        """Keep of what was written what the requests' tokens say, without the last: it is computed in any case."""
         for request in requests:
             kept, tokens = self._kept[request.id], request.tokens
             right = kept.num_certain
             while right < min(len(kept.written), len(tokens) - 1) and kept.written[right] == tokens[right]:
                 right += 1
             del kept.written[right:]
-            # The last token is computed in any case: its logits are wanted.
             del kept.written[len(tokens) - 1 :]
+
+    def _catch_up(self, requests: list[Request]) -> Tensor:
+        """Compute every committed token that is not; the logits after the last, [N, V]."""
         logits: dict[int, Tensor] = {}
         while len(logits) < len(requests):
             part, budget = [], self.chunk
@@ -224,11 +265,14 @@ class DraftModel:
                     part.append((request, min(missing, budget)))
                     budget -= part[-1][1]
             logits |= self._read(sorted(part, key=lambda item: item[1]))
+        self._note_read(requests)
+        return torch.stack([logits[r.id] for r in requests])
+
+    def _note_read(self, requests: list[Request]) -> None:
         for request in requests:
             kept = self._kept[request.id]
             kept.num_certain = len(request.tokens)
             self.pool.seal(kept.table, request.tokens, len(request.tokens))
-        return torch.stack([logits[r.id] for r in requests])
 
     def _read(self, part: list[tuple[Request, int]]) -> dict[int, Tensor]:
         """One pass over rows of several requests; the last logits of those that it finishes."""

@@ -13,8 +13,7 @@ This file joins them.
 
 No module-level state: several engines (a target and its drafter, say) live in one process.
 
-Left out: CUDA graphs, a server loop. A thread that owns the engine calls add, abort and step; nothing here
-locks.
+Left out: a server loop. A thread that owns the engine calls add, abort and step; nothing here locks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from torch import Tensor
 from shoestring.errors import UserError, suggest
 from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
-from shoestring.serve.blocks import BlockPool
+from shoestring.serve.blocks import BlockPool, Table
+from shoestring.serve.cuda_graphs import Flight
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.serve.kv_cache import Span, cache_root
@@ -44,7 +44,7 @@ from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.self_skip import stack_self_skip
 from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
 from shoestring.serve.text import TextStream, TokenStream
-from shoestring.serve.verify import Check, Rule, Verify, verify
+from shoestring.serve.verify import Check, Rule, Verify, accept, needs_logits, note_gained, verify
 
 __all__ = ["Completion", "Drafter", "Engine", "Output", "Prompt", "Request", "Stats", "TextCodec"]
 
@@ -99,6 +99,7 @@ class Engine:
         verify: Verify = verify,
         skip: SkipPolicy | SkipSet | None = None,
         draft_skip: SkipSet | None = None,
+        graphs: bool | None = None,
         eos_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,7 +107,8 @@ class Engine:
         once; without it there is room for max_requests of full length, taken as needed. `num_drafts` is the
         number of guesses per request and step; None chooses it by measured speed. `rule` is how guesses are
         verified; `verify` carries it out and can be wrapped to change logits. `skip` decides which sublayers
-        requests leave out; `draft_skip` makes the model without those sublayers a drafter, after `drafter`."""
+        requests leave out; `draft_skip` makes the model without those sublayers a drafter, after `drafter`.
+        `graphs`: fused steps with fixed addresses, CUDA graphs on a GPU; None: where there are kernels."""
         spec = model.spec
         _check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
         _check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
@@ -123,7 +125,7 @@ class Engine:
         self.rule, self.verify, self.clock = rule, verify, clock
         self.eos_ids = _eos_ids(model, tokenizer) if eos_ids is None else set(eos_ids)
         pool = BlockPool(num_blocks, block_size, grows=grows, prefix_cache=prefix_cache)
-        self.runner = Runner(model, pool)
+        self.runner = Runner(model, pool, graphs=graphs)
         self.cache = self.runner.cache
         self.skipping = Skipping(skip, spec)
         if draft_skip is not None:
@@ -139,6 +141,7 @@ class Engine:
                 self.goodput = Goodput(self._profile)
         self.stats = Stats()
         self._ids = itertools.count()
+        self._flight: _Flight | None = None  # a step that runs ahead of what is known
 
     # -- requests in and out --------------------------------------------------------------------------------
     def add(
@@ -216,22 +219,94 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
         outputs = self._expire()
-        self._propose()
-        plan = self.scheduler.schedule()
-        self._note(plan)
-        if not plan.work:
-            return outputs
-        began = time.perf_counter()
-        logits_RV, checked, watched = self._forward(plan.work)
+        flight, self._flight = self._flight, None
+        if flight is None or not any(flight.alive):
+            if self.waiting and len(self.running) < self.scheduler.max_requests:
+                self.runner.refresh()
+            self._propose()
+            plan = self.scheduler.schedule()
+            self._note(plan)
+            if not plan.work:
+                return outputs
+            began = time.perf_counter()
+            flight = self._launch(plan.work, began)
+            if flight is None:
+                return outputs + self._compute(plan.work, began)
+        self._flight = self._run_ahead(flight)
+        return outputs + self._land(flight)
+
+    def _compute(self, work: Work, began: float) -> list[Output]:
+        """A step whose logits are wanted, or that verifies nothing."""
+        logits_RV, checked, watched = self._forward(work)
         gained: list[list[int]] = []
         if checked:
             gained = self.verify(logits_RV, [_check(r) for r in checked])
         if self.goodput is not None and checked:
-            num_rows = sum(num for _, num in plan.work)
+            num_rows = sum(num for _, num in work)
             self.goodput.stepped(num_rows, time.perf_counter() - began, sum(map(len, gained)))
         for watch in watched:
             watch.count({r.id: len(new) for r, new in zip(checked, gained, strict=True)})
-        return outputs + [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
+        return [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
+
+    # -- steps whose tokens are chosen on the device --------------------------------------------------------
+    def _launch(self, work: Work, began: float) -> _Flight | None:
+        """Start a step in which every request gains tokens by the coupled rule; None where it is not such a one."""
+        requests = [r for r, _ in work]
+        if not all(r.ready and (r.rule == "coupled" or not r.drafts) for r in requests):
+            return None
+        checks = [_check(r) for r in requests]
+        if needs_logits(self.verify, checks) or self.skipping.watching(work) is not None:
+            return None
+        groups = self.skipping.groups(work)
+        if len(groups) > 1:
+            return None
+        batch = self._batch(work)[0]
+        handle = self.runner.choose(batch, [r.sampling for r in requests], groups[0][0])
+        if handle is None:
+            return None
+        return _Flight(requests, [r.table for r in requests], checks, groups[0][0], handle, began)
+
+    def _run_ahead(self, flight: _Flight) -> _Flight | None:
+        """Start the step after `flight` before its tokens are known on the host, where nothing but those tokens
+        could change that step: it takes them from the device. A request that turns out to have ended had its
+        row computed for nothing."""
+        requests = flight.requests
+        admits = self.waiting and len(self.running) < self.scheduler.max_requests
+        if self.drafter is not None or admits or not all(flight.alive) or len(requests) != len(self.running):
+            return None
+        if any(r.drafts or self._room(r) < 2 for r in requests):
+            return None
+        spans, checks = [], []
+        for request in requests:
+            assert request.table is not None
+            position = len(request.tokens)  # of the token that is on its way
+            if request.until_switch(position - 1) is not None:
+                return None  # its set may be about to change
+            if not self.cache.pool.grow(request.table, position + 1):
+                return None
+            spans.append(Span(request.table.blocks, position, 1))
+            checks.append(replace(_check(request), position=position + 1))
+        handle = self.runner.choose_next(spans, [r.sampling for r in requests], flight.skip)
+        self.stats.num_steps += 1
+        self.stats.num_rows += len(requests)
+        return _Flight(requests, flight.tables, checks, flight.skip, handle, time.perf_counter())
+
+    def _land(self, flight: _Flight) -> list[Output]:
+        """Wait for the tokens of a flight and give them to the requests that are still there."""
+        targets = flight.handle.tokens()
+        landed = [
+            (request, check, accept(check.drafts, found))
+            for request, check, found, alive in zip(
+                flight.requests, flight.checks, targets, flight.alive, strict=True
+            )
+            if alive
+        ]
+        if self.goodput is not None and landed:
+            num_rows = sum(check.num_rows for check in flight.checks)
+            num_gained = sum(len(new) for _, _, new in landed)
+            self.goodput.stepped(num_rows, time.perf_counter() - flight.began, num_gained)
+        note_gained(self.verify, [check for _, check, _ in landed], [new for _, _, new in landed])
+        return [self._commit(request, new) for request, _, new in landed]
 
     def _expire(self) -> list[Output]:
         late = [r for r in (*self.running, *self.waiting) if r.deadline is not None]
@@ -297,6 +372,13 @@ class Engine:
     def _forward_alike(
         self, work: Work, skip: SkipSet | None
     ) -> tuple[Tensor, list[Request], Watched | None]:
+        batch, checked = self._batch(work)
+        watched = self.skipping.watching(work)
+        watch = None if watched is None else watched.watch
+        return self.runner.forward(batch, skip, watch), checked, watched
+
+    def _batch(self, work: Work) -> tuple[Batch, list[Request]]:
+        """What a step computes, and the requests that it verifies."""
         tokens: list[int] = []
         rows: list[int] = []
         spans: list[Span] = []
@@ -311,9 +393,7 @@ class Engine:
                 rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
             tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
             spans.append(span)
-        watched = self.skipping.watching(work)
-        watch = None if watched is None else watched.watch
-        return self.runner.forward(Batch(spans, tokens, rows), skip, watch), checked, watched
+        return Batch(spans, tokens, rows), checked
 
     def _commit(self, request: Request, gained: list[int]) -> Output:
         num_drafted, num_accepted = len(request.drafts), len(gained) - 1
@@ -433,6 +513,25 @@ class Engine:
     def _profile(self, rows: int) -> float:
         """Seconds of a target pass over this many rows; the requests' cache is not touched."""
         return self.runner.seconds(min(rows, self.max_context), self.skipping.usual)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step on its way: its requests, as they were, and where their tokens will be."""
+
+    requests: list[Request]
+    tables: list[Table | None]
+    checks: list[Check]
+    skip: SkipSet | None
+    handle: Flight
+    began: float
+
+    @property
+    def alive(self) -> list[bool]:
+        """Which of the requests still run, and have not been preempted since."""
+        return [
+            r.finish_reason is None and r.table is t for r, t in zip(self.requests, self.tables, strict=True)
+        ]
 
 
 def _check(request: Request) -> Check:

@@ -7,9 +7,9 @@ the tensors double when a block beyond them is used, so a model with an 8k conte
 somebody needs it.
 
 `plan(spans)` returns the `attend` callable of one forward, in which the rows of all requests lie behind each
-other (B=1, T=all rows). It is the seam for a paged kernel. This reference gathers the blocks of a request
-into a contiguous copy (a request whose blocks are neighbours is read in place) and calls the plain attention;
-requests with equally many rows attend together, padded to the longest.
+other (B=1, T=all rows). It works everywhere: it gathers the blocks of a request into a contiguous copy (a
+request whose blocks are neighbours is read in place) and calls the plain attention; requests with equally many
+rows attend together, padded to the longest. `reserve` and `stored` are for kernels that read blocks in place.
 
 Shapes: T rows of the step, H query heads, G key/value heads, D head dim, S keys, N requests in a group.
 """
@@ -30,6 +30,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, chain_root
 
 MIN_POSITIONS = 64  # what a growing cache begins with; below this, growing costs more than the memory
+MIN_GPU_POSITIONS = 4096  # there, growing also means to capture graphs again
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class KVCache:
         # Width, dtype and device come from the first keys written: a tensor-parallel rank holds fewer heads.
         self._keys: list[Tensor | None] = [None] * spec.num_layers
         self._values: list[Tensor | None] = [None] * spec.num_layers
+        self.num_moves = (
+            0  # how often a tensor was replaced by a larger one: addresses of before are then void
+        )
 
     @property
     def num_free(self) -> int:
@@ -72,6 +76,20 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
+
+    # -- blocks read in place -------------------------------------------------------------------------------
+    def reserve(self, num_groups: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Memory in every layer for every block that is in use, before a forward that takes `stored`."""
+        like_BTGD = torch.empty(0, 0, num_groups, head_dim, dtype=dtype, device=device)
+        for layer in range(len(self._keys)):
+            self._keys[layer] = self._grown(self._keys[layer], like_BTGD)
+            self._values[layer] = self._grown(self._values[layer], like_BTGD)
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, [blocks, block_size, G, D] each."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None and values is not None
+        return keys, values
 
     # -- one forward ----------------------------------------------------------------------------------------
     def plan(self, spans: Sequence[Span], device: torch.device | str) -> Attend:
@@ -133,12 +151,13 @@ class KVCache:
         have = 0 if old is None else old.shape[0]
         if old is not None and have >= self.pool.num_touched:
             return old
-        least = self.pool.blocks_for(MIN_POSITIONS)
+        least = self.pool.blocks_for(MIN_POSITIONS if like_BTGD.device.type == "cpu" else MIN_GPU_POSITIONS)
         num = min(self.pool.num_blocks, max(self.pool.num_touched, 2 * have, least))
         # Zeros: a batch padded to its longest request multiplies unwritten values by 0, and 0 * nan is nan.
         new = like_BTGD.new_zeros(num, self.pool.block_size, *like_BTGD.shape[2:])
         if old is not None:
             new[:have] = old
+        self.num_moves += 1
         return new
 
 
@@ -150,13 +169,16 @@ def _read(stored: Tensor, index: slice | Tensor) -> Tensor:
     return stored.index_select(0, index.flatten()).unflatten(0, index.shape).flatten(1, 2)
 
 
+def weights_id(model: Decoder) -> list[tuple[int, int]]:
+    """Addresses and version counters of all tensors: another list after an optimizer step or a load into the same
+    model. FSDP2 changes values behind the counters."""
+    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
+    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+
+
 def cache_root(model: Decoder, skip_set: str = "") -> bytes:
     """Where the hash chain of a model's blocks starts: (weights id, dtype of keys and values, skip set).
 
-    The weights id is made of the addresses and version counters of all tensors, so an optimizer step or a
-    load into the same model starts a new chain. FSDP2 changes values behind the counters: call
-    `Engine.forget_prefixes` there.
+    Under FSDP2 call `Engine.forget_prefixes` after every change of the weights.
     """
-    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
-    weights = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-    return chain_root(weights, model.compute_dtype, skip_set)
+    return chain_root(weights_id(model), model.compute_dtype, skip_set)

@@ -28,7 +28,7 @@ from torch import Tensor
 from shoestring.model import collectives
 from shoestring.model.transformer import Decoder, Head
 from shoestring.serve.sampling import Sampling
-from shoestring.serve.verify import Check
+from shoestring.serve.verify import Check, needs_logits
 
 BLOCK_LOGITS = 1 << 23  # logits of a prompt held at once: 32 MB in fp32
 
@@ -87,15 +87,29 @@ class RuledSampling(Sampling):
 Verify = Callable[..., list[list[int]]]
 
 
-def with_rules(verify: Verify) -> Verify:
+class Ruled:
     """`verify` that obeys the rules of `RuledSampling`s and fills their traces; others pass unchanged."""
 
-    def ruled(logits_RV: Tensor, checks: Sequence[Check], *rest: Any) -> list[list[int]]:
-        gained = verify(apply_rules(logits_RV, checks), checks, *rest)
+    def __init__(self, verify: Verify) -> None:
+        self._verify = verify
+
+    def __call__(self, logits_RV: Tensor, checks: Sequence[Check], *rest: Any) -> list[list[int]]:
+        gained = self._verify(apply_rules(logits_RV, checks), checks, *rest)
         record(logits_RV, checks, gained)
         return gained
 
-    return ruled
+    def needs_logits(self, checks: Sequence[Check]) -> bool:
+        asked = [c.sampling for c in checks if isinstance(c.sampling, RuledSampling)]
+        return any(s.ruled or s.num_logprobs is not None for s in asked) or needs_logits(self._verify, checks)
+
+    def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
+        for check, new in zip(checks, gained, strict=True):
+            if isinstance(check.sampling, RuledSampling):
+                check.sampling.trace.tokens.extend(new)
+
+
+def with_rules(verify: Verify) -> Ruled:
+    return Ruled(verify)
 
 
 def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:

@@ -1,9 +1,16 @@
 """The runner: one forward of the model over the rows of a step.
 
 A `Batch` is what a step computes, as plain numbers: whose rows (spans of blocks), which tokens stand in them and
-of which rows logits are wanted. The runner writes keys and values, chooses the attention and returns the
-logits; it knows nothing of requests, scheduling or sampling. The engine's target and a draft model each have
-one.
+of which rows logits are wanted. The runner writes keys and values, chooses the attention and returns logits, or
+the tokens chosen from them; it knows nothing of requests, scheduling or verification. The engine's target and a
+draft model each have one.
+
+Three ways to compute a step, the first that can:
+
+    graph   few rows per request: a program with fixed addresses, on a GPU a CUDA graph (cuda_graphs.py)
+    fused   any rows: the fused forward over blocks read in place (fused.py)
+    plain   `Decoder.forward` over gathered keys and values: on a CPU, under tensor parallelism, with hooks, or
+            when somebody watches the residual stream
 
 `skip` is the set of sublayers that this step leaves out, None for the whole model. A batch holds one set.
 
@@ -15,15 +22,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
+from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.paged_attention import prefill_rows, splits_for
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
-from shoestring.serve.kv_cache import KVCache, Span
+from shoestring.serve.cpu_step import CpuStep, steppable
+from shoestring.serve.cuda_graphs import ROWS_EACH, Flight, StepGraphs
+from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
+from shoestring.serve.kv_cache import KVCache, Span, weights_id
+from shoestring.serve.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -36,17 +51,108 @@ class Batch:
 
 
 class Runner:
-    def __init__(self, model: Decoder, pool: BlockPool) -> None:
-        self.model = model
+    def __init__(self, model: Decoder, pool: BlockPool, *, graphs: bool | None = None) -> None:
+        """`graphs`: whether steps run fused and, on a GPU, as CUDA graphs; None: where there are kernels for it."""
+        self.model, self._wanted = model, graphs
         self.cache = KVCache(model.spec, pool)
+        self._fused: FusedDecoder | None = None
+        self._graphs: StepGraphs | None = None
+        self._cpu: CpuStep | None = None  # one row on a CPU, where layers round their inputs to 8 bits
+        self._weights: object = None  # what the fused weights were made of
+        if graphs and not fusable(model):
+            raise UserError(
+                "graphs=True, but this model cannot run fused: it is sharded or its modules have hooks; "
+                "leave graphs out to let the engine decide"
+            )
 
     @property
     def device(self) -> torch.device:
         return self.model.embed.weight.device
 
+    @property
+    def fast(self) -> bool:
+        """Whether steps can run fused."""
+        wanted = self._wanted
+        if wanted is None:
+            wanted = self.device.type == "cuda" and self.model.compute_dtype in (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+            )
+            wanted = wanted and triton_usable(self.model.embed.weight)
+        return wanted and fusable(self.model)
+
+    def refresh(self) -> None:
+        """Before a request's first step: notice weights that changed. Within a request they may not."""
+        if not self.fast:
+            self._fused = self._graphs = None
+            self._refresh_cpu()
+            return
+        if self._fused is None or self._weights != weights_id(self.model):
+            self._fused = self._graphs = None  # free before the copies are made
+            self._fused = FusedDecoder(self.model)
+            self._graphs = StepGraphs(self._fused, self.cache)
+            self._weights = weights_id(self.model)
+
+    def _refresh_cpu(self) -> None:
+        if self.device.type != "cpu" or not steppable(self.model):
+            self._cpu = None
+        elif self._cpu is None or self._weights != weights_id(self.model):
+            self._cpu = CpuStep(self.model)
+            self._weights = weights_id(self.model)
+
+    # -- a step ---------------------------------------------------------------------------------------------
     @torch.no_grad()
     def forward(self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None) -> Tensor:
-        """Logits [R, V] of the batch's `rows`, in compute dtype. `watch` is shown the residual stream."""
+        """Logits [R, V] of the batch's `rows`, in compute dtype or fp32. `watch` is shown the residual stream."""
+        if watch is not None or not self._ready():
+            return self._plain(batch, skip, watch)
+        assert self._graphs is not None
+        num_rows = sum(s.num for s in batch.spans)
+        single = not isinstance(batch.tokens, Tensor) or num_rows == len(batch.spans)
+        if single and self._graphs.fits(batch.spans):
+            logits = self._graphs.logits(batch.spans, batch.tokens, skip)
+            if len(batch.rows) == num_rows:
+                return logits
+            return logits[torch.tensor(list(batch.rows), device=self.device, dtype=torch.int64)]
+        return self._run_fused(batch, skip)
+
+    @torch.no_grad()
+    def choose(
+        self, batch: Batch, samplings: Sequence[Sampling], skip: SkipSet | None = None
+    ) -> Flight | None:
+        """Launch a step whose every row is followed by a token chosen on the device, one Sampling a span; None
+        where that is not possible. `flight.tokens()` has the tokens."""
+        if not self._ready() or len(batch.rows) != sum(s.num for s in batch.spans):
+            return None
+        assert self._graphs is not None
+        if not self._graphs.fits(batch.spans):
+            return None
+        return self._graphs.choose(batch.spans, batch.tokens, samplings, skip)
+
+    @torch.no_grad()
+    def choose_next(
+        self,
+        spans: Sequence[Span],
+        samplings: Sequence[Sampling],
+        skip: SkipSet | None = None,
+        *,
+        tokens: Tensor | None = None,
+    ) -> Flight:
+        """The step after the `choose` just launched, one row each, on the tokens it chose; on `tokens`, its
+        `last()`, where it had more rows."""
+        assert self._graphs is not None
+        return self._graphs.choose(spans, tokens, samplings, skip)
+
+    def _ready(self) -> bool:
+        if self._fused is None and self.fast:
+            self.refresh()
+        return self._fused is not None
+
+    def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
+        whole = skip is None and watch is None and list(batch.rows) == [0]
+        if self._cpu is not None and whole and self._cpu.fits(batch.spans, self.cache.pool.block_size):
+            return self._cpu.logits(int(batch.tokens[0]), batch.spans[0], self.cache)
         device = self.device
         tokens = batch.tokens
         if not isinstance(tokens, Tensor):
@@ -64,15 +170,69 @@ class Runner:
             **options,
         )
 
+    def _run_fused(self, batch: Batch, skip: SkipSet | None) -> Tensor:
+        fused, spec = self._fused, self.model.spec
+        assert fused is not None
+        self.cache.reserve(spec.num_kv_heads, spec.head_dim, fused.dtype, fused.device)
+        tokens = batch.tokens
+        if not isinstance(tokens, Tensor):
+            tokens = torch.tensor(list(tokens), device=fused.device)
+        rows = place_rows(batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads)
+        x_TD = fused.hidden(tokens, rows.to(fused.device), self.cache, skip)
+        wanted = torch.tensor(list(batch.rows), device=fused.device, dtype=torch.int64)
+        return fused.logits(x_TD.index_select(0, wanted))
+
     def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
         """Seconds of a forward over this many rows of one request, the better of two; on a cache of its own."""
         size = self.cache.pool.block_size
         pool = BlockPool(-(-num_rows // size), size)
-        apart = Runner(self.model, pool)
-        batch = Batch([Span(range(pool.num_blocks), 0, num_rows)], [0] * num_rows, range(num_rows))
+        apart = Runner(self.model, pool, graphs=self._wanted)
+        if self._ready():
+            assert self._fused is not None
+            apart._fused, apart._graphs = self._fused, StepGraphs(self._fused, apart.cache)
+        batch = Batch([Span(list(range(pool.num_blocks)), 0, num_rows)], [0] * num_rows, range(num_rows))
         seconds = []
-        for _ in range(2):
+        for _ in range(3 if apart.fast else 2):  # the first fused one compiles and captures
             began = time.perf_counter()
             apart.forward(batch, skip).argmax(-1).tolist()  # waits for the device
             seconds.append(time.perf_counter() - began)
         return min(seconds)
+
+
+def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int) -> Rows:
+    """Where the rows of a step lie, as tensors on the host."""
+    positions, slots, tiles_few, tiles_many = [], [], [], []
+    each = prefill_rows(num_heads, num_groups)
+    width = max(-(-s.stop // size) for s in spans)
+    tables_LW = torch.zeros(len(spans), width, dtype=torch.int32)
+    row = 0
+    for n, span in enumerate(spans):
+        blocks = torch.tensor(list(span.blocks[: -(-span.stop // size)]))
+        tables_LW[n, : len(blocks)] = blocks
+        at = torch.arange(span.start, span.stop)
+        positions.append(at)
+        slots.append(blocks[at // size] * size + at % size)
+        if span.num <= ROWS_EACH[-1]:
+            tiles_few.append((n, row, span.start, span.num))
+        else:
+            tiles_many += [
+                (n, row + i, span.start + i, min(each, span.num - i)) for i in range(0, span.num, each)
+            ]
+        row += span.num
+    tiles = []
+    if tiles_few:
+        most = max(tile[3] for tile in tiles_few)
+        splits = splits_for(max(tile[2] + tile[3] for tile in tiles_few))
+        tiles.append(Tiles(torch.tensor(tiles_few, dtype=torch.int32), most, splits))
+    if tiles_many:
+        # The last tiles of a prompt see the most keys: first in the queue, they are not what all wait for.
+        tiles.append(Tiles(torch.tensor(tiles_many[::-1], dtype=torch.int32), each, 1))
+    prompts = None
+    if all(s.start == 0 for s in spans):
+        found, row = [], 0
+        for num, group in groupby(spans, key=lambda s: s.num):
+            count = len(list(group))
+            found.append((row, count, num))
+            row += count * num
+        prompts = tuple(found)
+    return Rows(torch.cat(positions), torch.cat(slots), tables_LW, tuple(tiles), prompts)

@@ -117,6 +117,54 @@ def _floor(row_V: Tensor, s: Sampling) -> Tensor:
     return floor
 
 
+# -- sampling with everything on the device -----------------------------------------------------------------
+
+PARAMETERS = ("temperature", "top_k", "top_p", "log_min_p")  # rows of `parameters`, one column a token
+
+
+def parameters(samplings: Sequence[Sampling]) -> tuple[list[list[float]], list[int]]:
+    """What `sample_at` takes, as numbers: PARAMETERS x tokens, and the seeds."""
+    columns = [
+        (s.temperature, s.top_k, s.top_p, math.log(s.min_p) if s.min_p > 0 else -math.inf) for s in samplings
+    ]
+    seeds = [0 if s.greedy else _signed(_seed_of(s)) for s in samplings]
+    return [list(row) for row in zip(*columns, strict=True)], seeds
+
+
+def sample_at(
+    logits_RV: Tensor, parameters_4R: Tensor, seed_R: Tensor, position_R: Tensor, *, cuts: bool
+) -> Tensor:
+    """`sample` with its settings in tensors (parameters in fp64), so that a CUDA graph can hold it.
+
+    `cuts`: whether top_k, top_p or min_p of any row are on; they cost a sort.
+    """
+    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    best_R = logits.argmax(dim=-1)
+    heat_R, _, top_p_R, log_min_p_R = parameters_4R.to(logits.dtype)
+    greedy_R = heat_R == 0
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = scaled / torch.where(greedy_R, 1.0, heat_R)[:, None]
+    if cuts:
+        floor_R1 = _floors(scaled, parameters_4R[1].long(), top_p_R, log_min_p_R)
+        scaled = scaled.masked_fill(scaled < floor_R1, -torch.inf)
+    noise = gumbel_noise_at(seed_R, position_R, logits.shape[-1])
+    return torch.where(greedy_R, best_R, (scaled.double() + noise).argmax(dim=-1))
+
+
+def _floors(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, log_min_p_R: Tensor) -> Tensor:
+    """_floor of every row, [R, 1]."""
+    vocab = scaled_RV.shape[-1]
+    ordered_RV = scaled_RV.sort(dim=-1, descending=True).values
+    last_R1 = torch.where((top_k_R > 0) & (top_k_R < vocab), top_k_R, vocab)[:, None] - 1
+    floor_R1 = ordered_RV.gather(1, last_R1)
+    ordered_RV = ordered_RV.masked_fill(ordered_RV < floor_R1, -torch.inf)
+    prob_RV = ordered_RV.softmax(dim=-1)
+    kept_RV = (prob_RV.cumsum(dim=-1) - prob_RV < top_p_R[:, None]) & (ordered_RV > -torch.inf)
+    nucleus_R1 = ordered_RV.masked_fill(~kept_RV, torch.inf).amin(dim=-1, keepdim=True)
+    floor_R1 = torch.where(top_p_R[:, None] < 1, torch.maximum(floor_R1, nucleus_R1), floor_R1)
+    return torch.maximum(floor_R1, ordered_RV[:, :1] + log_min_p_R[:, None])
+
+
 # -- noise --------------------------------------------------------------------------------------------------
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -134,6 +182,12 @@ def gumbel_noise(
     """
     seed_R = torch.tensor([_signed(s) for s in seeds], device=device)
     position_R = torch.tensor(list(positions), device=device, dtype=torch.int64)
+    return gumbel_noise_at(seed_R, position_R, vocab)
+
+
+def gumbel_noise_at(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
+    """gumbel_noise with seeds (as signed numbers) and positions on the device."""
+    device = seed_R.device
     state_R = _mix(_mix(seed_R + _signed(_GOLDEN)) ^ (position_R * _signed(_MIX1)))
     counter_V = torch.arange(1, vocab + 1, device=device) * _signed(_GOLDEN)
     bits_RV = _mix(state_R[:, None] + counter_V)

@@ -72,6 +72,24 @@ def verify(logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
     return gained
 
 
+def needs_logits(rule: Verify, checks: Sequence[Check]) -> bool:
+    """Whether `rule` has to see the logits of these checks, or their coupled target tokens are enough.
+
+    A `verify` of somebody's own may change logits, so it has to, unless it has a `needs_logits` that says no.
+    """
+    if rule is verify:
+        return False
+    asked = getattr(rule, "needs_logits", None)
+    return True if asked is None else bool(asked(checks))
+
+
+def note_gained(rule: Verify, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
+    """Tell `rule` what was gained without it."""
+    noted = getattr(rule, "note_gained", None)
+    if noted is not None:
+        noted(checks, gained)
+
+
 # -- coupled ------------------------------------------------------------------------------------------------
 
 

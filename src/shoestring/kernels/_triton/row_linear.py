@@ -1,0 +1,60 @@
+"""The kernel of kernels/row_linear.py: a program streams a few rows of the weight past the one row of x."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_linear_kernel(
+    x,
+    weight,
+    bias,
+    norm,
+    residual,
+    out,
+    eps,
+    num_out,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = n < num_out
+    k = tl.arange(0, BLOCK)
+    start_of = n.to(tl.int64) * K
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    acc_up = tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, K, BLOCK):
+        inside = start + k < K
+        both = real[:, None] & inside[None, :]
+        at = start_of[:, None] + (start + k)[None, :]
+        w = tl.load(weight + at, mask=both, other=0.0, eviction_policy="evict_first")
+        xk = tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += xk * xk
+            xk *= tl.load(norm + start + k, mask=inside, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * xk[None, :]
+        if SWIGLU:
+            up_at = at + tl.cast(num_out, tl.int64) * K
+            w_up = tl.load(weight + up_at, mask=both, other=0.0, eviction_policy="evict_first")
+            acc_up += w_up.to(tl.float32) * xk[None, :]
+    y = tl.sum(acc, 1)
+    scale = 1.0
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+        y *= scale
+    if BIAS:
+        y += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.sum(acc_up, 1) * scale
+        if BIAS:
+            up += tl.load(bias + num_out + n, mask=real, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up
+    if RESIDUAL:
+        y += tl.load(residual + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,109 @@
+"""A dense linear layer on one row, with what stands around it: y = [norm] x W^T [+ bias] [swiglu] [+ residual].
+
+With one row the product only reads W, so the kernel is a stream over the weight at the speed of memory, and the
+small operations around it would cost as much time as they save bytes; here they are free:
+
+    norm      RMSNorm of x. y = (W (x * weight)) / rms(x), so the sum of squares is gathered on the way.
+    swiglu    W holds gate rows, then up rows: y_i = silu(g_i) * u_i.
+    residual  added in fp32, one rounding.
+
+Left out: more rows than one (a matrix product through the library is at the speed of memory too), packed
+weights (their Formats have kernels of their own).
+
+Shapes: K inputs, N outputs (of y; W has 2N rows under swiglu).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.kernels.backend import triton_usable
+
+
+def row_linear_ref(
+    x_1K: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual_1N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    wide = torch.promote_types(x_1K.dtype, torch.float32)
+    x = x_1K.to(wide)
+    if norm_K is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_K.to(wide)
+    y = F.linear(x, weight.to(wide), None if bias is None else bias.to(wide))
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    if residual_1N is not None:
+        y = y + residual_1N.to(wide)
+    return y.to(out_dtype or x_1K.dtype)
+
+
+def row_linear(
+    x_1K: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual_1N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As row_linear_ref; chooses the kernel."""
+    if not triton_usable(x_1K):
+        return row_linear_ref(
+            x_1K,
+            weight,
+            bias,
+            norm_K=norm_K,
+            eps=eps,
+            swiglu=swiglu,
+            residual_1N=residual_1N,
+            out_dtype=out_dtype,
+        )
+    from shoestring.kernels._triton.row_linear import _row_linear_kernel
+
+    num_out, num_in = weight.shape
+    num_out //= 2 if swiglu else 1
+    assert x_1K.shape == (1, num_in) and x_1K.is_contiguous() and weight.is_contiguous()
+    out_1N = torch.empty(1, num_out, device=x_1K.device, dtype=out_dtype or x_1K.dtype)
+    rows, columns, warps = tile_for(num_out, num_in, swiglu)
+    _row_linear_kernel[(-(-num_out // rows),)](
+        x_1K,
+        weight,
+        x_1K if bias is None else bias,
+        x_1K if norm_K is None else norm_K,
+        x_1K if residual_1N is None else residual_1N,
+        out_1N,
+        eps,
+        num_out,
+        K=num_in,
+        ROWS=rows,
+        BLOCK=columns,
+        BIAS=bias is not None,
+        NORM=norm_K is not None,
+        SWIGLU=swiglu,
+        RESIDUAL=residual_1N is not None,
+        num_warps=warps,
+    )
+    return out_1N
+
+
+def tile_for(num_out: int, num_in: int, swiglu: bool) -> tuple[int, int, int]:
+    """(rows of W per program, columns per load, warps): enough programs for every multiprocessor to have several
+    loads under way, few enough that each streams a while."""
+    columns = min(1024, 1 << (num_in - 1).bit_length())
+    rows = 2 if num_out <= 8192 else 4
+    if num_out > 65536:
+        rows = 8
+    if swiglu:
+        rows = max(1, rows // 2)
+    return rows, columns, 4

@@ -1,0 +1,308 @@
+"""Decoding steps with fixed addresses: what a CUDA graph can hold, and the graphs.
+
+A step of N requests with Q rows each (Q - 1 drafts) is one program: embedding, blocks, writing of keys and values,
+attention, head and the choice of tokens. Everything that changes from step to step lies in device buffers, so on
+a GPU the program is captured once and replayed with a single launch. Graphs are made when first needed, keyed by
+
+    (requests, rows each, ranges of keys, how tokens are chosen, skip set)
+
+with the first two padded upwards; padding rows write nothing. Elsewhere the same program simply runs, which is
+how it is tested without a GPU.
+
+One buffer of numbers is copied to the device before a launch:
+
+    token      -1: the token that the previous launch chose in this row, which never left the device
+    position, slot (place of the row's keys and values), seed
+    where in the block tables to note the row's block: tables stay on the device and grow there
+    a tile per request (kernels/paged_attention.py)
+
+A block table is copied whole only when another request takes its row. `Flight.tokens` waits for the chosen
+tokens: the one host sync of a step, and it can come after the next step has been launched.
+
+Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoestring.kernels.paged_attention import splits_for
+from shoestring.model.skip import SkipSet
+from shoestring.serve.fused import FusedDecoder, Rows, Tiles
+from shoestring.serve.kv_cache import KVCache, Span
+from shoestring.serve.sampling import PARAMETERS, Sampling, parameters, sample_at
+
+Kind = Literal["logits", "greedy", "drawn", "cut"]
+
+REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS_EACH = (1, 2, 3, 4, 5, 7, 9, 12, 16)
+MAX_ROWS = 256
+MAX_GRAPHS = 64  # the oldest goes
+
+
+class Flight:
+    """The tokens of a launched step, request by request."""
+
+    def __init__(self, chosen_R: Tensor, nums: Sequence[int], rows_each: int) -> None:
+        self._nums, self._each, self._chosen_R = nums, rows_each, chosen_R
+        self._event: torch.cuda.Event | None = None
+        if chosen_R.is_cuda:
+            self._host = torch.empty(chosen_R.shape, dtype=chosen_R.dtype, pin_memory=True)
+            self._host.copy_(chosen_R, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = chosen_R.clone()
+
+    def last(self) -> Tensor:
+        """The token after each request's last row, on the device; before the next launch only."""
+        rows = [n * self._each + num - 1 for n, num in enumerate(self._nums)]
+        return self._chosen_R.index_select(0, _to_device(rows, torch.int64, self._chosen_R.device))
+
+    def tokens(self) -> list[list[int]]:
+        """What each row's token is followed by; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        chosen = self._host.tolist()
+        return [chosen[n * self._each : n * self._each + num] for n, num in enumerate(self._nums)]
+
+
+class StepGraphs:
+    def __init__(self, fused: FusedDecoder, cache: KVCache) -> None:
+        self.fused, self.cache = fused, cache
+        self._width = cache.pool.blocks_for(fused.spec.max_positions)
+        # Behind the tables one more number, where padding rows write.
+        self._tables = torch.zeros(0, dtype=torch.int32, device=fused.device)
+        self._known: list[
+            tuple[Sequence[int], int]
+        ] = []  # per table row: whose blocks, and how many are there
+        self._last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
+        self._graphs: dict[tuple[int, int, int, Kind, str], _Graph] = {}
+        self._num_moves = cache.num_moves
+        self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
+
+    # -- what the runner calls ------------------------------------------------------------------------------
+    def fits(self, spans: Sequence[Span]) -> bool:
+        """Whether a step of these rows is worth a graph: few rows each, and not mostly padding."""
+        num_each = max(s.num for s in spans)
+        if len(spans) > REQUESTS[-1] or num_each > ROWS_EACH[-1]:
+            return False
+        padded = _at_least(len(spans), REQUESTS) * _at_least(num_each, ROWS_EACH)
+        return padded <= MAX_ROWS and padded <= 2 * sum(s.num for s in spans) + 8
+
+    def logits(self, spans: Sequence[Span], tokens: Sequence[int] | Tensor, skip: SkipSet | None) -> Tensor:
+        """Logits of every row, [T, V]."""
+        graph = self._launch(spans, tokens, None, skip)
+        index = [n * graph.rows_each + i for n, s in enumerate(spans) for i in range(s.num)]
+        if index == list(range(len(index))):
+            return graph.logits[: len(index)].clone()
+        return graph.logits[torch.tensor(index, device=self.fused.device)]
+
+    def choose(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int] | Tensor | None,
+        samplings: Sequence[Sampling],
+        skip: SkipSet | None,
+    ) -> Flight:
+        """The token that follows each row, one Sampling a request. `tokens` None: those of the launch before,
+        whose rows these are one position further on."""
+        graph = self._launch(spans, tokens, samplings, skip)
+        return Flight(self._last_R[: graph.num_rows], [s.num for s in spans], graph.rows_each)
+
+    # -- one launch -----------------------------------------------------------------------------------------
+    def _launch(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int] | Tensor | None,
+        samplings: Sequence[Sampling] | None,
+        skip: SkipSet | None,
+    ) -> _Graph:
+        spec = self.fused.spec
+        self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
+        if self.cache.num_moves != self._num_moves:
+            self._graphs.clear()
+            self._num_moves = self.cache.num_moves
+        num = _at_least(len(spans), REQUESTS)
+        each = _at_least(max(s.num for s in spans), ROWS_EACH)
+        splits = splits_for(max(s.stop for s in spans))
+        key = (num, each, splits, _kind(samplings), "" if skip is None else skip.id)
+        self._fit_tables(num)
+        graph = self._graphs.get(key)
+        if graph is None:
+            if len(self._graphs) == MAX_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            graph = self._graphs[key] = _Graph(self, *key[:4], skip)
+        ids: Sequence[int] | None
+        if isinstance(tokens, Tensor):
+            assert len(tokens) == len(spans) and all(s.num == 1 for s in spans)
+            rows = slice(None, len(spans) * each, each)
+            self._last_R[rows] = tokens
+            ids = None
+        else:
+            ids = tokens
+        self._send_tables(spans)
+        graph.fill(spans, ids, samplings, self._note_blocks(spans, num, each))
+        graph.replay()
+        return graph
+
+    def _fit_tables(self, num: int) -> None:
+        if len(self._tables) < num * self._width + 1:
+            # Graphs hold the address of the old tables.
+            self._graphs.clear()
+            self._known = [((), 0)] * num
+            self._tables = torch.zeros(num * self._width + 1, dtype=torch.int32, device=self.fused.device)
+
+    def tables(self, num: int) -> Tensor:
+        return self._tables[: num * self._width].view(num, self._width)
+
+    def _send_tables(self, spans: Sequence[Span]) -> None:
+        """Make row n of the tables hold the blocks of span n below its first row."""
+        size = self.cache.pool.block_size
+        for n, span in enumerate(spans):
+            blocks, num_known = self._known[n]
+            need = -(-span.start // size)
+            if blocks is not span.blocks or num_known < need:
+                row = _to_device(list(span.blocks), torch.int32, self.fused.device)
+                self._tables[n * self._width : n * self._width + len(row)] = row
+                num_known = len(row)
+            self._known[n] = (span.blocks, max(num_known, -(-span.stop // size)))
+
+    def _note_blocks(self, spans: Sequence[Span], num: int, each: int) -> tuple[list[int], list[int]]:
+        """For every row: where its block's number belongs in the tables, and the number."""
+        size = self.cache.pool.block_size
+        at, block = [len(self._tables) - 1] * (num * each), [0] * (num * each)
+        for n, span in enumerate(spans):
+            for i in range(span.num):
+                page = (span.start + i) // size
+                at[n * each + i] = n * self._width + page
+                block[n * each + i] = span.blocks[page]
+        return at, block
+
+
+class _Graph:
+    """One captured step."""
+
+    def __init__(
+        self,
+        owner: StepGraphs,
+        num_requests: int,
+        rows_each: int,
+        num_splits: int,
+        kind: Kind,
+        skip: SkipSet | None,
+    ) -> None:
+        self.owner, self.num_requests, self.rows_each, self.kind = owner, num_requests, rows_each, kind
+        self.num_splits, self.skip = num_splits, skip
+        self.num_rows = num_requests * rows_each
+        device = owner.fused.device
+        self._numbers = torch.zeros(6 * self.num_rows + 4 * num_requests, dtype=torch.int64, device=device)
+        self._parameters_4R = torch.zeros(len(PARAMETERS), self.num_rows, dtype=torch.float64, device=device)
+        self._sent: list[Sampling] | None = None
+        self._seeds: list[int] = [0] * self.num_rows
+        self.logits = torch.empty(0, device=device)
+        self.replay: Callable[[], None] = self._program
+        if device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
+        # All rows are padding while the program runs to compile its kernels: only the last tokens would change.
+        num = self.num_rows
+        pad = len(self.owner._tables) - 1
+        self._numbers[2 * num : 3 * num] = -1
+        self._numbers[3 * num : 4 * num] = pad
+        last = self.owner._last_R.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._program()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
+            self._program()
+        self.owner._last_R.copy_(last)
+        self.replay = graph.replay
+
+    def _program(self) -> None:
+        owner, num = self.owner, self.num_rows
+        given, position, slot, at, block, seed = self._numbers[: 6 * num].view(6, num)
+        last = owner._last_R[:num]
+        tokens = torch.where(given >= 0, given, last)
+        owner._tables.index_copy_(0, at, block.to(torch.int32))
+        tiles = Tiles(
+            self._numbers[6 * num :].view(self.num_requests, 4).to(torch.int32),
+            self.rows_each,
+            self.num_splits,
+        )
+        rows = Rows(position, slot, owner.tables(self.num_requests), (tiles,))
+        logits = owner.fused.logits(owner.fused.hidden(tokens, rows, owner.cache, self.skip))
+        if self.kind == "logits":
+            self.logits = logits
+        elif self.kind == "greedy":
+            last.copy_(logits.argmax(dim=-1))
+        else:
+            cuts = self.kind == "cut"
+            last.copy_(sample_at(logits, self._parameters_4R, seed, position + 1, cuts=cuts))
+
+    def fill(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int] | None,
+        samplings: Sequence[Sampling] | None,
+        noted: tuple[list[int], list[int]],
+    ) -> None:
+        """Send the numbers of the next replay. `tokens` lie request behind request; None: all from the device."""
+        each, size = self.rows_each, self.owner.cache.pool.block_size
+        given, position = [0] * self.num_rows, [0] * self.num_rows
+        slot = [-1] * self.num_rows
+        tiles = [0] * (4 * self.num_requests)
+        taken = 0
+        for n, span in enumerate(spans):
+            tiles[4 * n : 4 * n + 4] = (n, n * each, span.start, span.num)
+            for i in range(span.num):
+                at = span.start + i
+                row = n * each + i
+                given[row] = -1 if tokens is None else tokens[taken]
+                position[row] = at
+                slot[row] = span.blocks[at // size] * size + at % size
+                taken += 1
+        if self.kind in ("drawn", "cut"):
+            assert samplings is not None
+            self._send_samplings(samplings)
+        values = [*given, *position, *slot, *noted[0], *noted[1], *self._seeds, *tiles]
+        self._numbers.copy_(_to_pinned(values, torch.int64, self._numbers.device), non_blocking=True)
+
+    def _send_samplings(self, samplings: Sequence[Sampling]) -> None:
+        rows = [s for s in samplings for _ in range(self.rows_each)]
+        rows += [Sampling()] * (self.num_rows - len(rows))
+        if rows == self._sent:
+            return
+        settings, self._seeds = parameters(rows)
+        host = _to_pinned(settings, torch.float64, self._numbers.device)
+        self._parameters_4R.copy_(host, non_blocking=True)
+        self._sent = rows
+
+
+def _kind(samplings: Sequence[Sampling] | None) -> Kind:
+    if samplings is None:
+        return "logits"
+    drawn = [s for s in samplings if not s.greedy]
+    if any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawn):
+        return "cut"
+    return "drawn" if drawn else "greedy"
+
+
+def _at_least(num: int, sizes: Sequence[int]) -> int:
+    return next(size for size in sizes if size >= num)
+
+
+def _to_pinned(values: list[int] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _to_pinned(values, dtype, device).to(device, non_blocking=True)

@@ -1,0 +1,207 @@
+"""The kernels of the decoding step: references against plain attention and norms in fp64, kernels under Triton's
+interpreter against the references in fp64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.kernels.add_norm import add_norm_, add_norm_ref_
+from shoestring.kernels.paged_attention import paged_attention, paged_attention_ref, prefill_rows, splits_for
+from shoestring.kernels.rotate_store import rotate_store_, rotate_store_ref_
+from shoestring.kernels.row_linear import row_linear, row_linear_ref
+from shoestring.kernels.swiglu import swiglu, swiglu_ref
+
+# (request's first position, rows) per tile; a tile of no rows is padding.
+DECODE = [(0, 1), (5, 1), (300, 1), (0, 0), (519, 1)]
+VERIFY = [(7, 3), (250, 5), (40, 1), (0, 0)]
+PREFILL = [(0, 8), (8, 8), (16, 3), (260, 8), (0, 1)]
+
+
+def paged_case(
+    spans: list[tuple[int, int]], heads: int, groups: int, dim: int, page: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, tables and tiles; blocks scattered, unread positions poisoned with NaN."""
+    g = torch.Generator().manual_seed(heads * dim + len(spans))
+    width = max(-(-(p + n) // page) for p, n in spans) + 1
+    num_blocks = len(spans) * width + 3
+    order = torch.randperm(num_blocks, generator=g)[: len(spans) * width]
+    tables = order.view(len(spans), width).to(torch.int32)
+    keys = torch.full((num_blocks, page, groups, dim), torch.nan, dtype=dtype)
+    values = keys.clone()
+    rows = sum(n for _, n in spans)
+    q = torch.randn(rows, heads, dim, generator=g).to(dtype)
+    tiles, first = [], 0
+    for i, (position, num) in enumerate(spans):
+        for p in range(position + num):
+            keys[tables[i, p // page], p % page] = torch.randn(groups, dim, generator=g).to(dtype)
+            values[tables[i, p // page], p % page] = torch.randn(groups, dim, generator=g).to(dtype)
+        tiles.append((i, first, position, num))
+        first += num
+    return q, keys, values, tables, torch.tensor(tiles, dtype=torch.int32)
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_reference_is_plain_attention(window: int | None) -> None:
+    q, keys, values, tables, tiles = paged_case([(0, 9), (11, 4)], 4, 2, 8, 4, torch.float64)
+    got = paged_attention_ref(q, keys, values, tables, tiles, window=window)
+    for i, (position, num, first) in enumerate([(0, 9, 0), (11, 4, 9)]):
+        stop = position + num
+        k, v = (
+            t[tables[i].long()].flatten(0, 1)[:stop].repeat_interleave(2, dim=1).transpose(0, 1)
+            for t in (keys, values)
+        )
+        age = torch.arange(position, stop)[:, None] - torch.arange(stop)
+        mask = (age >= 0) & (age < (window or 1000))
+        want = F.scaled_dot_product_attention(q[first : first + num].transpose(0, 1), k, v, attn_mask=mask)
+        torch.testing.assert_close(got[first : first + num], want.transpose(0, 1))
+
+
+def test_reference_of_rotate_store_is_the_models_rotation() -> None:
+    from shoestring.model.attention import rope_tables, rotate
+
+    g = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, (4 + 2 * 2) * 6, generator=g, dtype=torch.float64)
+    freq, positions = torch.rand(3, generator=g), torch.tensor([0, 5, 1000])
+    keys, values = torch.zeros(2, 8, 2, 6, dtype=torch.float64)
+    q = rotate_store_(qkv, keys, values, torch.tensor([7, -1, 2]), positions, freq)
+    x = qkv.view(1, 3, 8, 6)
+    cos, sin = rope_tables(freq, positions[None], torch.float64)
+    want = rotate(x, cos, sin)[0]
+    torch.testing.assert_close(q, want[:, :4])
+    torch.testing.assert_close(keys[[7, 2]], want[[0, 2], 4:6])
+    torch.testing.assert_close(values[[7, 2]], x[0, [0, 2], 6:8])
+    assert keys[[0, 1, 3, 4, 5, 6]].abs().sum() == 0  # the padding row left nothing
+
+
+def test_splits_cover_every_length() -> None:
+    assert [splits_for(n) for n in (1, 1024, 1025, 4096, 4097, 131072)] == [4, 4, 16, 16, 64, 1024]
+    assert prefill_rows(32, 8) == 32 and prefill_rows(9, 3) == 32 and prefill_rows(8, 8) == 128
+
+
+def check_attention(device: str = "cpu") -> None:
+    kinds = [torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu")
+    for dtype in kinds:
+        for spans, heads, groups, dim, page, rows, splits, window in [
+            (DECODE, 4, 2, 16, 16, 1, 4, None),
+            (DECODE, 9, 3, 8, 4, 1, 4, 40),
+            (VERIFY, 4, 1, 16, 16, 5, 4, None),
+            (VERIFY, 2, 2, 12, 16, 5, 16, 300),
+            (PREFILL, 6, 2, 16, 16, 8, 1, None),
+            (PREFILL, 6, 2, 16, 1, 8, 1, 9),
+        ]:
+            q, keys, values, tables, tiles = (
+                t.to(device) for t in paged_case(spans, heads, groups, dim, page, dtype)
+            )
+            want = paged_attention_ref(
+                q.double(), keys.double(), values.double(), tables, tiles, window=window
+            )
+            plain = paged_attention_ref(q, keys, values, tables, tiles, window=window)
+            wide = torch.randn(q.shape[0], heads + 3, dim).to(q)  # a view into a wider row
+            wide[:, :heads] = q
+            got = paged_attention(
+                wide[:, :heads],
+                keys,
+                values,
+                tables,
+                tiles,
+                rows_per_tile=rows,
+                num_splits=splits,
+                window=window,
+            )
+            error, plain_error = rms(got, want), rms(plain, want)
+            assert error <= 2 * plain_error + 1e-6, (spans, dtype, error, plain_error)
+    # What is launched does not change the answer: more ranges, another batch.
+    q, keys, values, tables, tiles = (t.to(device) for t in paged_case(DECODE, 4, 2, 16, 16, torch.float32))
+    few = paged_attention(q, keys, values, tables, tiles, rows_per_tile=1, num_splits=4)
+    many = paged_attention(q, keys, values, tables, tiles, rows_per_tile=1, num_splits=16)
+    alone = paged_attention(q, keys, values, tables, tiles[2:3], rows_per_tile=1, num_splits=4)
+    assert torch.equal(few, many) and torch.equal(alone[2], few[2])
+
+
+def check_rotate_store(device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(1)
+    for dtype, rows, heads, groups, dim, norm, turn in [
+        (torch.float32, 3, 4, 2, 16, False, True),
+        (torch.float16, 5, 9, 3, 12, True, True),
+        (torch.float32, 300, 3, 1, 8, True, False),
+    ]:
+        qkv = torch.randn(rows, (heads + 2 * groups) * dim, generator=g).to(device, dtype)
+        slots = torch.randperm(rows + 4, generator=g)[:rows].to(device)
+        slots[1] = -1
+        positions = torch.randint(0, 4000, (rows,), generator=g).to(device)
+        freq = torch.rand(dim // 2, generator=g).to(device) if turn else None
+        weights = [torch.rand(dim, generator=g).to(device) for _ in range(2)] if norm else [None, None]
+        store = [torch.zeros(rows + 4, groups, dim, dtype=dtype, device=device) for _ in range(4)]
+        exact = [torch.zeros(rows + 4, groups, dim, dtype=torch.float64, device=device) for _ in range(2)]
+        want = rotate_store_ref_(qkv.double(), *exact, slots, positions, freq, *weights, 1e-6)
+        plain = rotate_store_ref_(qkv, *store[:2], slots, positions, freq, *weights, 1e-6)
+        got = rotate_store_(qkv.clone(), *store[2:], slots, positions, freq, *weights, 1e-6)
+        for a, b, c in [(got, plain, want), (store[2], store[0], exact[0]), (store[3], store[1], exact[1])]:
+            # Angles of thousands of radians: one rounding of the angle is 1e-4 of the result.
+            assert rms(a, c) <= 2 * rms(b, c) + 2e-6, (dtype, rms(a, c), rms(b, c))
+
+
+def check_small(device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(2)
+    for dtype, rows, width in [(torch.float32, 3, 40), (torch.float16, 1, 576), (torch.float16, 5, 7)]:
+        x, delta = (torch.randn(rows, width, generator=g).to(device, dtype) for _ in range(2))
+        weight = torch.rand(width, generator=g).to(device)
+        for add in (delta, None):
+            mine, plain, exact = x.clone(), x.clone(), x.clone()
+            got, ref = add_norm_(mine, add, weight, 1e-5), add_norm_ref_(plain, add, weight, 1e-5)
+            want = add_norm_ref_((exact if add is None else exact + add).double(), None, weight, 1e-5)
+            assert torch.equal(mine, plain)
+            assert rms(got, want) <= 2 * rms(ref, want) + 1e-7
+        both = torch.cat([x, delta], dim=1)
+        assert rms(swiglu(both), swiglu_ref(both.double())) <= (
+            2 * rms(swiglu_ref(both), swiglu_ref(both.double())) + 1e-7
+        )
+    for dtype, num_in, num_out in [(torch.float32, 40, 6), (torch.float16, 1100, 33)]:
+        x = torch.randn(1, num_in, generator=g).to(device, dtype)
+        weight = torch.randn(2 * num_out, num_in, generator=g).to(device, dtype)
+        bias, norm = (torch.randn(n, generator=g).to(device) for n in (2 * num_out, num_in))
+        residual = torch.randn(1, 2 * num_out, generator=g).to(device, dtype)
+        for options in (
+            {},
+            {"norm_K": norm, "eps": 1e-5},
+            {"norm_K": norm, "eps": 1e-5, "swiglu": True, "bias": bias},
+            {"residual_1N": residual, "bias": bias, "out_dtype": torch.float32},
+        ):
+            got, ref = row_linear(x, weight, **options), row_linear_ref(x, weight, **options)
+            exact = {**options, **({"residual_1N": residual.double()} if "residual_1N" in options else {})}
+            want = row_linear_ref(x.double(), weight.double(), **{**exact, "out_dtype": torch.float64})
+            assert got.dtype == ref.dtype and got.shape == ref.shape
+            assert rms(got, want) <= 2 * rms(ref, want) + 1e-5, options
+
+
+@pytest.mark.parametrize("check", ["check_attention", "check_rotate_store", "check_small"])
+def test_kernels_under_the_interpreter(check: str) -> None:
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-c", f"import test_paged_attention as t; t.{check}()"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("check", [check_attention, check_rotate_store, check_small])
+def test_kernels_on_the_gpu(check: Callable[[str], None]) -> None:
+    check("cuda")

@@ -1,0 +1,293 @@
+"""Steps with fixed addresses: fused forward, static buffers, tokens that stay on the device, steps that run
+ahead. Without a GPU the same program runs uncaptured; `gpu` tests capture it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_serve import LookupDrafter, naive, near_copy, tiny_decoder
+
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model.skip import SkipSet, Sublayer
+from shoestring.serve import DraftModel, Engine, Sampling
+from shoestring.serve.blocks import BlockPool
+from shoestring.serve.cuda_graphs import StepGraphs
+from shoestring.serve.engine import Request
+from shoestring.serve.fused import FusedDecoder, fusable, join
+from shoestring.serve.kv_cache import Span
+from shoestring.serve.logits import RuledSampling, Rules, with_rules
+from shoestring.serve.runner import Batch, Runner
+from shoestring.serve.sampling import parameters, sample, sample_at
+from shoestring.serve.verify import verify
+
+SHAPES = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "tied": False, "qkv_bias": True},
+    "gpt2": {
+        "norm": "layer",
+        "act": "gelu_tanh",
+        "positions": "learned",
+        "num_kv_heads": 4,
+        "mlp_bias": True,
+        "out_bias": True,
+        "qkv_bias": True,
+    },
+    "window": {"sliding_window": 5, "first_window_layer": 1},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_fused_forward_is_the_models(shape: str) -> None:
+    """Whole prompts, chunks behind others, drafts and single rows: fused and as a graph, against the full forward."""
+    model = tiny_decoder(**SHAPES[shape])
+    tokens = torch.randint(0, 29, (2, 40), generator=torch.Generator().manual_seed(0))
+    want = model(tokens)
+    runner = Runner(model, BlockPool(30, 4), graphs=True)
+    blocks = [list(range(11, 0, -1)), list(range(12, 23))]
+    done = [0, 0]
+    for nums in [(7, 7), (1, 1), (20, 0), (3, 20), (1, 2), (1, 1)]:
+        part = [i for i in (0, 1) if nums[i]]
+        spans = [Span(blocks[i], done[i], nums[i]) for i in part]
+        ids = [t for i in part for t in tokens[i, done[i] : done[i] + nums[i]].tolist()]
+        got = runner.forward(Batch(spans, ids, range(len(ids))))
+        expect = torch.cat([want[i, done[i] : done[i] + nums[i]] for i in part])
+        torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-4)  # norms are fp32 in the model
+        done = [d + n for d, n in zip(done, nums, strict=True)]
+
+
+def test_layers_side_by_side_hold_nothing_twice() -> None:
+    model = tiny_decoder()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    FusedDecoder(model)
+    attn = model.blocks[0].attn
+    assert attn.k.weight.untyped_storage().data_ptr() == attn.q.weight.untyped_storage().data_ptr()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    where = [p.data_ptr() for p in model.parameters()]
+    FusedDecoder(model)  # a second engine on the same model moves nothing
+    assert [p.data_ptr() for p in model.parameters()] == where
+
+
+@pytest.mark.parametrize("format", ["int4:g8", "nf4:g8"])
+def test_packed_layers_are_stacked_part_by_part(format: str) -> None:
+    model = tiny_decoder().float()
+    model.compute_dtype = torch.float32
+    convert(model, [("blocks.*", parse_format(format))])
+    pack(model)
+    attn = model.blocks[0].attn
+    x = torch.randn(3, 16)
+    want = torch.cat([attn.q(x), attn.k(x), attn.v(x)], dim=-1)
+    linear = join([attn.q, attn.k, attn.v], torch.float32)
+    assert linear.format is not None and not linear.apart
+    torch.testing.assert_close(linear(x), want)
+    torch.testing.assert_close(torch.cat([attn.q(x), attn.k(x), attn.v(x)], dim=-1), want)
+    text = Engine(model, graphs=True).generate([[1, 2, 3]], Sampling(max_tokens=8))[0]
+    assert text.token_ids == naive(model, [1, 2, 3], Sampling(max_tokens=8))
+
+
+def test_sharded_and_hooked_models_run_plain() -> None:
+    model = tiny_decoder()
+    assert fusable(model)
+    model.blocks[0].mlp.register_forward_hook(lambda *_: None)
+    assert not fusable(model)
+    with pytest.raises(ValueError, match="hooks"):
+        Engine(model, graphs=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_schedule_gives_the_text_of_the_naive_loop(seed: int) -> None:
+    """Greedy and sampled requests that arrive over time, on pools too small for all, with and without drafts."""
+    rng = random.Random(seed)
+    model = tiny_decoder(seed, **(SHAPES["window"] if seed % 2 else {}))
+    drafter = None
+    if seed >= 2:
+        drafter = LookupDrafter() if seed % 2 else DraftModel(near_copy(model, 0.02))
+    engine = Engine(
+        model,
+        max_requests=rng.randint(2, 5),
+        chunk=rng.choice([3, 8, 40]),
+        block_size=rng.choice([1, 4, 16]),
+        num_blocks=None if seed % 3 else 64 // rng.choice([1, 4]) + 20,
+        max_context=None if seed % 3 else 20,
+        drafter=drafter,
+        num_drafts=rng.randint(1, 4),
+        graphs=True,
+    )
+    todo = []
+    for _ in range(9):
+        prompt = [rng.randrange(29) for _ in range(rng.randint(1, 12))]
+        heat = rng.choice([0.0, 0.0, 0.8])
+        sampling = Sampling(
+            temperature=heat,
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.01]),
+            seed=rng.randrange(1000),
+            max_tokens=rng.randint(1, 8),
+        )
+        todo.append((prompt, sampling))
+    requests: list[tuple[Request, list[int]]] = []
+    while todo or engine.busy:
+        if todo and rng.random() < 0.5:
+            prompt, sampling = todo.pop()
+            want = naive(model, prompt, sampling)
+            requests.append((engine.add(prompt, sampling), want))
+        if rng.random() < 0.05 and engine.running:
+            engine.abort(rng.choice(engine.running))
+        engine.step()
+    for request, want in requests:
+        if request.finish_reason != "abort":
+            assert request.new_tokens == want[: len(request.new_tokens)] and request.new_tokens
+            assert len(request.new_tokens) == min(len(want), engine.max_context - request.num_prompt)
+    assert engine.cache.num_used == 0
+
+
+def test_a_step_runs_ahead_and_its_tokens_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder()
+    sent: list[object] = []
+    choose = StepGraphs.choose
+
+    def spy(self: StepGraphs, spans: Sequence[Span], tokens: object, *rest: object) -> object:
+        sent.append(tokens)
+        return choose(self, spans, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StepGraphs, "choose", spy)
+    engine = Engine(model, graphs=True)
+    sampling = Sampling(max_tokens=9, temperature=0.7, seed=3)
+    request = engine.add([1, 2, 3], sampling)
+    lengths = []
+    while engine.busy:
+        engine.step()
+        lengths.append(len(request.new_tokens))
+    assert request.new_tokens == naive(model, [1, 2, 3], sampling)
+    assert lengths == list(range(1, 10)), "one token a step, as ever"
+    # The prompt's three rows want one token and go another way; then one launch with tokens, the rest without.
+    assert sent[0] == [request.new_tokens[0]] and sent[1:] == [None] * 7
+
+
+def test_a_request_that_ends_leaves_the_step_that_ran_ahead() -> None:
+    """End-of-text and aborts are noticed one launch late: the others must not see it."""
+    model = tiny_decoder()
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    texts = [naive(model, p, Sampling(max_tokens=20)) for p in prompts]
+    eos = texts[0][4]
+    wants = [t[: t.index(eos) + 1] if eos in t else t for t in texts]
+    engine = Engine(model, graphs=True, eos_ids=[eos])
+    requests = [engine.add(p, Sampling(max_tokens=20)) for p in prompts]
+    for _ in range(8):
+        engine.step()
+    engine.abort(requests[2])
+    late = engine.add([1, 2, 3], Sampling(max_tokens=20))  # takes over freed blocks
+    while engine.busy:
+        engine.step()
+    assert [r.new_tokens for r in requests[:2]] == wants[:2] and late.new_tokens == wants[0]
+    assert requests[2].new_tokens == wants[2][: len(requests[2].new_tokens)]
+    assert engine.cache.num_used == 0
+
+
+def test_rules_and_log_probabilities_see_logits() -> None:
+    model = tiny_decoder()
+    plain, made = (
+        Engine(model, verify=with_rules(verify)),
+        Engine(model, verify=with_rules(verify), graphs=True),
+    )
+
+    def ask(engine: Engine) -> list[object]:
+        samplings = [
+            RuledSampling(max_tokens=6, rules=Rules(bias=((3, 2.0),), frequency=0.5)),
+            RuledSampling(max_tokens=6, num_logprobs=2),
+            RuledSampling(max_tokens=6, temperature=0.9, seed=5),
+        ]
+        return [
+            (c.token_ids, s.trace.tokens, [(t.token, [i for i, _ in t.top]) for t in s.trace.logprobs])
+            for c, s in zip(engine.generate([[1, 2]] * 3, samplings), samplings, strict=True)
+        ]
+
+    assert ask(plain) == ask(made)
+    alone = RuledSampling(
+        max_tokens=6
+    )  # asks for nothing: chosen on the device, and its trace filled all the same
+    assert made.generate([[1, 2]], alone)[0].token_ids == alone.trace.tokens
+
+
+def test_skip_sets_have_graphs_of_their_own() -> None:
+    model = tiny_decoder(num_layers=3)
+    skip = SkipSet([Sublayer(1, "attn"), Sublayer(2, "mlp")])
+    asked = ([[1, 2, 3], [5, 6]], Sampling(max_tokens=10))
+    want = Engine(model, skip=skip).generate(*asked)
+    engine = Engine(model, skip=skip, graphs=True)
+    assert [c.token_ids for c in engine.generate(*asked)] == [c.token_ids for c in want]
+    drafting = Engine(model, draft_skip=skip, num_drafts=3, graphs=True)
+    whole = Engine(model).generate(*asked)
+    assert [c.token_ids for c in drafting.generate(*asked)] == [c.token_ids for c in whole]
+    assert drafting.stats.num_drafted
+
+
+def test_changed_weights_are_noticed() -> None:
+    model = tiny_decoder()
+    engine = Engine(model, graphs=True)
+    sampling = Sampling(max_tokens=6)
+    before = engine.generate([[1, 2, 3]], sampling)[0].token_ids
+    assert before == naive(model, [1, 2, 3], sampling)
+    with torch.no_grad():
+        model.blocks[0].attn.k.weight.normal_(0, 2)
+        model.norm.weight.fill_(0.5)
+    assert engine.generate([[1, 2, 3]], sampling)[0].token_ids == naive(model, [1, 2, 3], sampling)
+
+
+def test_sampling_from_tensors_is_sampling() -> None:
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 200, generator=gen) * 3
+    logits[:, 50:60] = logits[:, :1]  # ties
+    rng = random.Random(0)
+    samplings = [
+        Sampling(
+            temperature=rng.choice([0.0, 0.5, 1.3]),
+            top_k=rng.choice([0, 1, 7, 200, 500]),
+            top_p=rng.choice([1.0, 0.9, 0.3]),
+            min_p=rng.choice([0.0, 0.05]),
+            seed=rng.choice([2**63 + 5, 17, -3]),
+        )
+        for _ in range(40)
+    ]
+    positions = [rng.randrange(10000) for _ in range(40)]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        settings, seeds = parameters(samplings)
+        got = sample_at(
+            logits.to(dtype),
+            torch.tensor(settings, dtype=torch.float64),
+            torch.tensor(seeds),
+            torch.tensor(positions),
+            cuts=True,
+        )
+        assert torch.equal(got, sample(logits.to(dtype), samplings, positions))
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_graphs_on_the_gpu_write_the_text_of_the_plain_path(shape: str) -> None:
+    """fp32: the plain path without kernels, the graph path with them, alone and in a batch, and with drafts."""
+    spec = replace(tiny_decoder(**SHAPES[shape]).spec, d_model=64, head_dim=16, d_ff=96, max_positions=1400)
+    model = tiny_decoder(**{k: getattr(spec, k) for k in spec.__dataclass_fields__}).float().cuda()
+    model.compute_dtype = torch.float32
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.mul_(0.5)
+    prompts = [[1, 2, 3], [4] * 300, list(range(29)) * 40, [7]]
+    samplings = [Sampling(max_tokens=40), Sampling(max_tokens=40, temperature=0.7, seed=3)] * 2
+    want = Engine(model, graphs=False).generate(prompts, samplings)
+    for drafter in (None, LookupDrafter()):
+        engine = Engine(model, drafter=drafter, num_drafts=3, chunk=256)
+        assert engine.runner.fast
+        got = engine.generate(prompts, samplings)
+        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+        again = engine.generate(prompts, samplings)
+        assert [c.token_ids for c in again] == [c.token_ids for c in want]
