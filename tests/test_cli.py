@@ -246,6 +246,64 @@ def test_inspect_shows_formats_per_layer(cli: Cli, model_folder: Path, packed_fo
     assert "f32" in row and " 32 " in row
 
 
+def test_inspect_against_the_source_shows_each_layers_error(
+    cli: Cli, model_folder: Path, packed_folder: Path, tmp_path: Path
+) -> None:
+    shown = cli("inspect", packed_folder, "--against", model_folder)
+    assert shown.code == 0, shown.err
+    rows = shown.out[shown.out.index("against") :].splitlines()
+
+    def error(layer: str) -> float:
+        return float(next(line for line in rows if layer in line).split()[-1])
+
+    ours, source = load_model(packed_folder).model, load_model(model_folder).model
+    got = ours.get_submodule("blocks.0.attn.q").effective_weight(torch.float32)  # type: ignore[operator]
+    want = source.get_submodule("blocks.0.attn.q").weight
+    expected = float((got - want).norm() / want.norm())  # type: ignore[operator]
+    assert error("layers.0.self_attn.q_proj") == pytest.approx(expected, rel=1e-2)
+    assert error("layers.1.self_attn.q_proj") == 0  # left dense
+    assert error("layers.0.mlp.up_proj") > error("layers.0.self_attn.q_proj") > 0.01  # 3 bits, then 4
+    row = next(line for line in rows if "layers.0.self_attn.q_proj" in line)
+    assert "int4:g64" in row and "4.375" in row
+    other = load_model(model_folder)
+    torch.manual_seed(0)
+    deeper = Decoder(replace(other.spec, num_layers=other.spec.num_layers + 1))
+    save_model(tmp_path / "other", deeper)
+    assert_one_line_error(cli("inspect", tmp_path / "other", "--against", model_folder), "has no layer")
+
+
+def test_export_as_compressed_tensors_and_its_refusals(
+    cli: Cli, model_folder: Path, packed_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert_one_line_error(
+        cli("export", packed_folder, out, "--as", "gguf"), "dense, compressed-tensors, packed"
+    )
+    assert_one_line_error(
+        cli("export", packed_folder, out, "--as", "compressed-tensors"), "nf3", "--as packed"
+    )
+    assert_one_line_error(cli("export", model_folder, out, "--as", "compressed-tensors"), "shrink/ptq")
+    assert not out.exists()
+    loaded = load_model(model_folder)
+    convert(loaded.model, [("*", parse_format("int8:sym:g32"))])
+    pack(loaded.model)
+    save_model(tmp_path / "int8", loaded.model, loaded.tokenizer)
+    shown = cli("export", tmp_path / "int8", out, "--as", "compressed-tensors", "--dtype", "fp32")
+    assert shown.code == 0 and "vLLM" in shown.out, shown.err
+    ids = torch.arange(1, 41)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(out).model(ids), loaded.model(ids))
+    assert "int8:sym:g32" in cli("inspect", out).out
+
+
+def test_int8_activations_on_the_command_line(cli: Cli, packed_folder: Path, model_folder: Path) -> None:
+    argv = ["the", "--max-tokens", "4", "--device", "cpu"]
+    assert cli("generate", packed_folder, *argv, "--int8-activations").code == 0
+    wrong = cli("generate", packed_folder, *argv, "--int8-activations", "--dtype", "bf16")
+    assert_one_line_error(wrong, "8-bit activations are for models on a CPU in float32")
+    assert_one_line_error(cli("generate", model_folder, *argv, "--int8-activations"), "packed integer layers")
+
+
 def test_export_gives_transformers_the_same_logits(cli: Cli, packed_folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "hf"

@@ -46,6 +46,13 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")
 ]
+Int8Option = Annotated[
+    bool,
+    typer.Option(
+        "--int8-activations",
+        help="On a CPU: int layers round their inputs to 8 bits; faster, not quite the same.",
+    ),
+]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
 TopKOption = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
@@ -121,6 +128,7 @@ def generate(
     stats: StatsOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
 ) -> None:
     """Continue a text, streaming it to the terminal."""
     from shoestring.measure import need_tokenizer
@@ -128,7 +136,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, int8_activations)
     tokens = need_tokenizer(loaded).encode(text)
     limit = loaded.spec.max_positions
     context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
@@ -152,13 +160,14 @@ def chat(
     stats: StatsOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
 ) -> None:
     """Talk to a chat model, with its own chat template. Also reads one message per line from a pipe."""
     from shoestring.measure import need_tokenizer
     from shoestring.serve import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens)
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, int8_activations)
     tokenizer = need_tokenizer(loaded)
     if tokenizer.chat_template is None:
         raise UserError(
@@ -199,6 +208,7 @@ def serve(
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
     from shoestring.measure import pick_device, pick_dtype
@@ -219,6 +229,7 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         chat_template=chat_template,
         metrics_prefix=metrics_prefix,
+        int8_activations=int8_activations,
     )
     place = pick_device(device)
     length = max_context or 2048
@@ -254,13 +265,14 @@ def evaluate(
     ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
     from shoestring.measure import evaluate_row, is_run, measure_task, text_tokens
     from shoestring.report import eval_table
     from shoestring.runlog import RunLog
 
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, int8_activations)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
     if tokens is None and not tasks and not speed:
         raise UserError(
@@ -278,12 +290,19 @@ def evaluate(
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A run, a model folder, a checkpoint or a .gguf file.")],
+    against: Annotated[
+        str | None, typer.Option(help="The model it was made from: how far each layer's weight has moved.")
+    ] = None,
 ) -> None:
     """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
     from shoestring.summary import summarize
 
     for table in summarize(Path(path)):
         table.print()
+    if against is not None:
+        from shoestring.weight_errors import errors_table, weight_errors
+
+        errors_table(weight_errors(path, against), path, against).print()
 
 
 @app.command()
@@ -371,12 +390,16 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
     recipe.main(config)
 
 
-def _load(path: str, device: str, dtype: str) -> Loaded:
+def _load(path: str, device: str, dtype: str, int8_activations: bool = False) -> Loaded:
     from shoestring.measure import pick_device, pick_dtype, ready
     from shoestring.model import load_model
 
     place = pick_device(device)
     loaded = load_model(path, device=place, dtype=pick_dtype(dtype, place))
+    if int8_activations:
+        from shoestring.formats.int8_activations import quantize_activations
+
+        quantize_activations(loaded.model, compute_dtype=loaded.model.compute_dtype)
     return ready(loaded)
 
 

@@ -76,11 +76,17 @@ def fits(layer: FormatLinear) -> bool:
     )
 
 
-def quantize_activations(model: nn.Module) -> list[str]:
+def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch.float32) -> list[str]:
     """Let the packed integer layers round their inputs to 8 bits, in place; their names.
 
-    UserError where the machine, or none of the layers, can do it.
+    UserError where the machine, or none of the layers, can do it. `compute_dtype`: that of the activations.
     """
+    devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
+    if devices - {"cpu"} or compute_dtype != torch.float32:
+        raise UserError(
+            f"8-bit activations are for models on a CPU in float32, not on {', '.join(sorted(devices))} in "
+            f"{str(compute_dtype).removeprefix('torch.')}; leave them out, or choose cpu and fp32"
+        )
     if reason := unusable():
         raise UserError(f"8-bit activations are not possible here: {reason}; leave them out")
     names = []

@@ -23,6 +23,7 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.formats import keep_decoded
+from shoestring.formats.int8_activations import quantize_activations
 from shoestring.model.folder import Loaded, load_model
 from shoestring.model.skip import SkipSet
 from shoestring.model.tokenizer import Tokenizer
@@ -69,6 +70,7 @@ class ServeOptions:
     allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
     metrics_prefix: str = "shoestring"
     chat_template: Path | None = None  # a Jinja file, instead of the model's own
+    int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
 
     def __post_init__(self) -> None:
         for name, good, allowed in (
@@ -217,6 +219,8 @@ def main(
         if template is not None:
             loaded.tokenizer.chat_template = template
         loaded.model.eval()
+        if options.int8_activations:
+            quantize_activations(loaded.model, compute_dtype=dtype)
         if torch.device(device).type == "cpu":  # no kernels for packed weights there: decoded once
             keep_decoded(loaded.model, dtype=dtype)
         _log_to_stderr()

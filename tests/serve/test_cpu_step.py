@@ -1,0 +1,106 @@
+"""The short step of one row on a CPU: the same logits and the same cache as the plain forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shoestring.formats import IntAsym, convert, pack
+from shoestring.formats.int8_activations import quantize_activations
+from shoestring.kernels.w4a8 import unusable
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.untie import untie_head
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.blocks import BlockPool
+from shoestring.serve.cpu_step import CpuStep, steppable
+from shoestring.serve.kv_cache import KVCache, Span
+
+pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+SPEC = ModelSpec(96, 64, 2, 4, 2, 16, 128, 64, bos_id=1, eos_id=2)
+SPECS = {
+    "llama": SPEC,
+    "qwen2": replace(SPEC, model_type="qwen2", qkv_bias=True),
+    "qwen3": replace(SPEC, model_type="qwen3", qk_norm=True),
+    "one group": replace(SPEC, num_kv_heads=1, mlp_bias=True, out_bias=True),
+}
+
+
+def served(spec: ModelSpec = SPEC, *, symmetric: bool = False) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(spec).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.2 + (p.ndim == 1))
+    convert(model, [("*", IntAsym(4, 32, symmetric=symmetric))])
+    pack(model)
+    quantize_activations(model)
+    return model
+
+
+@pytest.mark.parametrize("name", SPECS)
+@torch.no_grad()
+def test_logits_keys_and_values_are_those_of_the_plain_forward(name: str) -> None:
+    model = served(SPECS[name])
+    assert steppable(model)
+    tokens, span = torch.arange(3, 15), Span([2, 3, 4, 5], 11, 1)
+    caches = []
+    for short in (True, False):
+        cache = KVCache(model.spec, BlockPool(8, 4))
+        cache.pool.num_touched = 8  # type: ignore[misc]
+        plan = cache.plan([Span([2, 3, 4, 5], 0, 11)], "cpu")
+        model(tokens[None, :11], torch.arange(11)[None], attend=plan)
+        if short:
+            got = CpuStep(model).logits(14, span, cache)
+        else:
+            wanted = model(tokens[None, 11:], torch.tensor([[11]]), attend=cache.plan([span], "cpu"))[0]
+        caches.append(cache)
+    # The rounding of inputs to 8 bits turns last bits into a level here and there.
+    torch.testing.assert_close(got, wanted, atol=0.02 * float(wanted.abs().max()), rtol=0)
+    for layer in range(2):
+        for mine, other in zip(caches[0].stored(layer), caches[1].stored(layer), strict=True):
+            torch.testing.assert_close(mine, other, atol=0.02 * float(other.abs().max()), rtol=0)
+
+
+def test_the_engine_takes_it_for_single_rows_and_the_plain_forward_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = served()
+    untie_head(model, IntAsym(8, 0, symmetric=True))
+    quantize_activations(model)
+    calls: list[int] = []
+    plain = CpuStep.logits
+    monkeypatch.setattr(CpuStep, "logits", lambda self, *a: (calls.append(1), plain(self, *a))[1])
+    prompts = [[1, 5, 9, 12], [1, 7, 7], [1, 30, 31, 32, 33]]
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    alone = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
+    assert len(calls) == 3 * 7  # every token but the first, which the prompt's rows give
+    calls.clear()
+    Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)
+    assert not calls
+    monkeypatch.setattr(CpuStep, "fits", staticmethod(lambda *_: False))
+    without = [
+        Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts
+    ]
+    # Last bits may turn a level of an input, and that a choice between two tokens that are almost equal.
+    assert sum(a == b for a, b in zip(alone, without, strict=True)) >= 2
+
+
+def test_changed_weights_are_noticed_and_other_models_take_the_plain_forward() -> None:
+    model, sampling = served(), Sampling(max_tokens=6, ignore_eos=True)
+    engine = Engine(model, max_requests=1, max_context=32)
+    first = engine.generate([[1, 5, 9]], sampling)[0].token_ids
+    torch.manual_seed(5)
+    other = served(symmetric=False)
+    with torch.no_grad():
+        for buffer in other.buffers():
+            if buffer.dtype == torch.float16:
+                buffer.copy_(buffer * (1 + torch.rand_like(buffer)))
+    model.load_state_dict(other.state_dict())
+    engine.forget_prefixes()
+    again = engine.generate([[1, 5, 9]], sampling)[0].token_ids
+    assert again == Engine(other, max_requests=1, max_context=32).generate([[1, 5, 9]], sampling)[0].token_ids
+    assert again != first
+    assert not steppable(Decoder(SPEC))
+    assert not steppable(served(replace(SPEC, model_type="mistral", sliding_window=8)))
