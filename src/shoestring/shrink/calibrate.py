@@ -181,12 +181,12 @@ def walk(
     Blocks before `start` are yielded without statistics, for a caller that has their weights already.
     """
     calibration = calibration or Calibration()
-    _check(model, tokens_NT)
+    check_tokens(model, tokens_NT)
     device = model.embed.weight.device
     num_windows, context = tokens_NT.shape
     shape = (num_windows, context, model.spec.d_model)
     with ExitStack() as stack:
-        store = _store(shape, model.compute_dtype, device, calibration, stack)
+        store = activation_store(shape, model.compute_dtype, device, calibration, stack)
         batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
         with torch.no_grad():
             for rows in batches:
@@ -196,16 +196,16 @@ def walk(
             # The generator is suspended outside of no_grad: the caller's grad mode stays its own.
             statistics: dict[str, Statistics] = {}
             if index >= start:
-                statistics = _run_block(block, index, store, batches, rope, device, calibration)
+                statistics = run_block(block, index, store, batches, rope, device, calibration)
             elif calibration.inputs == "full":
-                _run_block(block, index, store, batches, rope, device, None)
+                run_block(block, index, store, batches, rope, device, None)
             yield BlockStep(index, statistics)
             if calibration.inputs == "quantized" and index + 1 < len(model.blocks):
-                _run_block(block, index, store, batches, rope, device, None)
+                run_block(block, index, store, batches, rope, device, None)
 
 
 @torch.no_grad()
-def _run_block(
+def run_block(
     block: nn.Module,
     index: int,
     store: Tensor,
@@ -247,7 +247,7 @@ def rope_of(model: Decoder, context: int, device: torch.device) -> tuple[Tensor,
     return rope_tables(rope_frequencies(model.spec, device), positions, model.compute_dtype)
 
 
-def _store(
+def activation_store(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -276,7 +276,7 @@ def _store(
     return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)
 
 
-def _check(model: Decoder, tokens_NT: Tensor) -> None:
+def check_tokens(model: Decoder, tokens_NT: Tensor) -> None:
     if tokens_NT.ndim != 2 or tokens_NT.numel() == 0:
         raise UserError(f"calibration tokens have shape {list(tokens_NT.shape)}; give [windows, context]")
     spec = model.spec

@@ -91,12 +91,14 @@ class QuantizeReport:
     method: str
     converted: ConvertReport
     layers: list[LayerError] = field(default_factory=list)
+    blocks: list[dict[str, float]] = field(default_factory=list)  # what the method has to say about each
 
     def to_json(self) -> dict[str, Any]:
         return {
             "method": self.method,
             "bits_per_weight": round(self.converted.bits_per_weight, 4),
             "layers": [asdict(layer) for layer in self.layers],
+            **({"blocks": self.blocks} if self.blocks else {}),
         }
 
 
@@ -137,11 +139,24 @@ def quantize(
         if progress is not None:
             known = [e.output_error for e in errors if e.output_error is not None]
             progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
+    return finish(model, rules, formats, grids, layers, method.name, skip)
+
+
+def finish(
+    model: Decoder,
+    rules: Sequence[Rule],
+    formats: dict[str, GridFormat],
+    grids: dict[str, Parts],
+    layers: list[LayerError],
+    method: str,
+    skip: Sequence[str],
+) -> QuantizeReport:
+    """Round the layers outside of the blocks, and give every layer its Format with the chosen grid."""
     for name in [n for n in formats if n not in grids]:
         layer, format = model.get_submodule(name), formats[name]
         assert isinstance(layer, FormatLinear)
         choice = nearest(layer.weight, format, _table(format, layer.weight))
-        layers.append(_layer_error(name, format, layer.weight.float(), choice.weight, None))
+        layers.append(layer_error(name, format, layer.weight.float(), choice.weight, None))
         layer.weight.copy_(choice.weight)
         grids[name] = choice.grid
     fixed = [(glob, f.fix_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]
@@ -150,7 +165,7 @@ def quantize(
         layer = model.get_submodule(name)
         assert isinstance(layer, FormatLinear)
         hold(layer, grid)
-    return QuantizeReport(method.name, converted, layers)
+    return QuantizeReport(method, converted, layers)
 
 
 def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
@@ -212,7 +227,7 @@ def quantize_block(
             ]
         for name, choice in zip(names, made, strict=True):
             old = linears[name].weight.float()
-            errors.append(_layer_error(prefix + name, format, old, choice.weight, seen.hessian))
+            errors.append(layer_error(prefix + name, format, old, choice.weight, seen.hessian))
             linears[name].weight.copy_(choice.weight)
             grids[prefix + name] = choice.grid
     return grids, errors
@@ -236,7 +251,7 @@ def _table(format: GridFormat, w: Tensor) -> Parts:
     return state_of(format, w)
 
 
-def _layer_error(
+def layer_error(
     name: str, format: GridFormat, old: Tensor, new: Tensor, hessian: Tensor | None
 ) -> LayerError:
     assert isinstance(format, Format)

@@ -37,14 +37,22 @@ class BlockFiles:
             index += 1
         return index
 
-    def save(self, index: int, block: nn.Module, grids: dict[str, Parts], errors: list[LayerError]) -> None:
+    def save(
+        self,
+        index: int,
+        block: nn.Module,
+        grids: dict[str, Parts],
+        errors: list[LayerError],
+        notes: dict[str, float] | None = None,
+    ) -> None:
         tensors = {f"block:{name}": t.detach().contiguous() for name, t in block.state_dict().items()}
         for layer, grid in grids.items():
             tensors.update({f"grid:{layer}:{part}": t.contiguous() for part, t in grid.items()})
         temp = self.path(index).with_suffix(".temp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temp, metadata={"errors": json.dumps([asdict(e) for e in errors])})
+            told = {"errors": json.dumps([asdict(e) for e in errors]), "notes": json.dumps(notes or {})}
+            save_file(tensors, temp, metadata=told)
             temp.replace(self.path(index))
         except (OSError, SafetensorError) as error:
             temp.unlink(missing_ok=True)
@@ -52,6 +60,11 @@ class BlockFiles:
                 f"cannot write block {index} to {self.folder}: {error}; make room and go on with resume="
                 f"{self.folder.parent}"
             ) from error
+
+    def notes(self, index: int) -> dict[str, float]:
+        """What `save` was told beside the errors."""
+        with safe_open(self.path(index), framework="pt") as f:
+            return dict(json.loads(f.metadata().get("notes", "{}")))
 
     def load(self, index: int, block: nn.Module) -> tuple[dict[str, Parts], list[LayerError]]:
         """Fill the block with what was chosen; returns grids and errors as `quantize_block` does."""

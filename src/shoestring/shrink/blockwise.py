@@ -1,0 +1,386 @@
+"""Block-wise training: weights, scales and zero points of one block at a time, against the block's own outputs.
+
+    report = train_blocks(model, [("*", parse_format("int2"))], windows(tokens, 64, 512), Blockwise())
+    pack(model)
+
+Post-training methods choose each weight once. Here every decoder block is trained on the calibration text
+(EfficientQAT's Block-AP; OmniQuant before it): with F the full block, Q the block with its layers on learned
+grids (formats, grid="learned"), x the full model's activations before it and x' what the student sees,
+
+    minimise  |Q(x') - F(x)|^2     over the weights, the scales, the zero points and the norms inside the block
+
+x' are the outputs of the finished quantized blocks (inputs="quantized": later blocks make up for the errors of
+earlier ones), or x itself (inputs="full"). Training starts from the grid of another method (`init`) and from
+the weights before rounding; AWQ's folding is kept. With train="grid" the weights stay as they are: a learned
+clip, which needs little text.
+
+The loss counts every token alike: its error is divided by the mean square of its target, because the norm
+that reads it divides too. Plain squares (loss="square") are the published ones; a handful of tokens with huge
+activations then outweigh all the others.
+
+Learning rates have units, so that they fit any layer and any number of bits: weights move by parts of the
+layer's rounding error (root mean square, at the start), scales by parts of their mean, zero points by codes,
+norms and biases by parts of their root mean square. Some windows are held out; after every pass over
+the others the block is measured on them, and the best state wins, the untrained one included: a block never
+ends worse on them than it started.
+
+Memory: one block in fp32 with its gradients and moments, and two stores of activations (files beyond
+`memory_gb`). A finished block is final: it is written to `files`, and a stopped run goes on at the next one
+with the same bits.
+
+Left out on purpose: several processes; training across blocks (that is end-to-end training, with any
+objective, on the formats this leaves).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.formats import Dense, FormatLinear, GridFormat, Parts
+from shoestring.formats.convert import Rule
+from shoestring.model.transformer import Block, Decoder
+from shoestring.shrink.awq import Awq
+from shoestring.shrink.calibrate import (
+    Calibration,
+    Statistics,
+    activation_store,
+    block_linears,
+    check_tokens,
+    embed,
+    rope_of,
+    run_block,
+)
+from shoestring.shrink.gptq import Gptq
+from shoestring.shrink.grid import hold
+from shoestring.shrink.quantize import (
+    HEADS,
+    METHODS,
+    LayerError,
+    Progress,
+    QuantizeReport,
+    Rtn,
+    finish,
+    layer_error,
+    plan,
+    quantize_block,
+)
+from shoestring.shrink.resume import BlockFiles
+
+Rope = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    init: str = "awq"  # the method whose grid training starts from
+    train: Literal["all", "grid"] = "all"  # grid: the weights stay, scales and zero points are trained
+    epochs: int = 4
+    batch: int = 2  # windows in a step
+    lr_weight: float = 0.03  # of the root mean square of the layer's rounding error
+    lr_scale: float = 5e-3  # of the mean of the layer's scales
+    lr_zero: float = 2e-2  # codes
+    lr_norm: float = 1e-3  # of the root mean square of a norm or bias; 0 leaves them
+    floor: float = 0.05  # the learning rates fall to this part of themselves, along a cosine
+    held_out: float = 0.125  # part of the windows that training does not see
+    loss: Literal["token", "square"] = "token"
+    seed: int = 0
+
+    name = "blockwise"
+
+    def __post_init__(self) -> None:
+        if self.init not in METHODS:
+            raise UserError(
+                f"init={self.init!r} is not possible for blockwise: use one of {', '.join(METHODS)}"
+            )
+        if self.epochs < 1 or self.batch < 1:
+            raise UserError(
+                f"blockwise with {self.epochs} epochs in batches of {self.batch} is not possible: use 1 or more"
+            )
+        rates = (self.lr_weight, self.lr_scale, self.lr_zero, self.lr_norm)
+        if any(not 0 <= rate <= 1 for rate in rates):
+            raise UserError(
+                f"blockwise learning rates {rates} are not possible: they are parts of what is trained, between "
+                "0 and 1, for example 0.003"
+            )
+        if not 0 <= self.held_out <= 0.5:
+            raise UserError(
+                f"blockwise cannot hold out {self.held_out} of the windows: use a part between 0 and 0.5"
+            )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one block has to learn: from `seen` to `target`, both [windows, context, width]."""
+
+    seen: Tensor
+    target: Tensor
+    rope: Rope
+    device: torch.device
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.seen[rows].to(self.device), self.target[rows].to(self.device)
+
+
+def train_blocks(
+    model: Decoder,
+    rules: Sequence[Rule],
+    tokens_NT: Tensor,
+    settings: Blockwise | None = None,
+    calibration: Calibration | None = None,
+    *,
+    skip: Sequence[str] = HEADS,
+    progress: Progress | None = None,
+    files: BlockFiles | None = None,
+) -> QuantizeReport:
+    """Quantize in place, as `quantize` does; the layers end with a fixed grid, ready for `pack`.
+
+    progress(blocks done, blocks, error of the block's outputs, relative). `files`: where finished blocks are
+    kept; those that are there already are taken.
+    """
+    settings, calibration = settings or Blockwise(), calibration or Calibration()
+    check_tokens(model, tokens_NT)
+    formats = plan(model, rules, skip)
+    grids: dict[str, Parts] = {}
+    layers: list[LayerError] = []
+    notes: list[dict[str, float]] = []
+    num_finished = files.count() if files is not None else 0
+    for index, block, task, statistics in walk_pairs(model, tokens_NT, calibration, num_finished):
+        prefix = f"blocks.{index}."
+        wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
+        if files is not None and index < num_finished:
+            made, errors = files.load(index, block)
+            told = files.notes(index)
+        else:
+            try:
+                made, errors, told = train_block(block, task, statistics, wanted, settings, index, prefix)
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"out of memory in block {index}: use fewer windows a step (train_batch, now "
+                    f"{settings.batch}), or shorter ones; finished blocks are kept"
+                ) from error
+            if files is not None:
+                files.save(index, block, made, errors, told)
+        grids.update(made)
+        layers.extend(errors)
+        notes.append(told)
+        if progress is not None:
+            progress(index + 1, len(model.blocks), told["after"])
+    with torch.no_grad():
+        report = finish(model, rules, formats, grids, layers, settings.name, skip)
+    report.blocks = notes
+    return report
+
+
+def walk_pairs(
+    model: Decoder, tokens_NT: Tensor, calibration: Calibration, start: int
+) -> Iterator[tuple[int, Block, Task, dict[str, Statistics]]]:
+    """Block after block with its inputs, the full block's outputs, and its layers' statistics on these inputs.
+
+    The caller changes the block between two steps. Blocks before `start` come without statistics.
+    """
+    device = model.embed.weight.device
+    num_windows, context = tokens_NT.shape
+    shape = (num_windows, context, model.spec.d_model)
+    halved = replace(calibration, memory_gb=calibration.memory_gb / 2)
+    collecting = replace(calibration, inputs="quantized")  # collect without writing
+    with ExitStack() as stack:
+        seen, full = (activation_store(shape, model.compute_dtype, device, halved, stack) for _ in range(2))
+        batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
+        with torch.no_grad():
+            for rows in batches:
+                seen[rows] = full[rows] = embed(model, tokens_NT[rows].to(device)).to(seen.device)
+        rope = rope_of(model, context, device)
+        for index, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            statistics: dict[str, Statistics] = {}
+            if index >= start:
+                statistics = run_block(block, index, seen, batches, rope, device, collecting)
+            run_block(block, index, full, batches, rope, device, None)
+            yield index, block, Task(seen, full, rope, device), statistics
+            if calibration.inputs == "full":
+                seen.copy_(full)
+            elif index + 1 < len(model.blocks):
+                run_block(block, index, seen, batches, rope, device, None)
+
+
+# -- one block -----------------------------------------------------------------------------------------------
+def train_block(
+    block: Block,
+    task: Task,
+    statistics: dict[str, Statistics],
+    formats: dict[str, GridFormat],
+    settings: Blockwise,
+    index: int = 0,
+    prefix: str = "",
+) -> tuple[dict[str, Parts], list[LayerError], dict[str, float]]:
+    """Train the (dense) layers that have a Format, and leave them dense with weights on their grids.
+
+    Returns grids, errors and notes: the block's output error before and after, on the held-out windows.
+    """
+    dtypes = {name: p.dtype for name, p in block.named_parameters()}
+    start = start_grids(block, statistics, formats, METHODS[settings.init], prefix)
+    with torch.no_grad():
+        block.float()  # masters; layers and norms cast on use
+    linears = {n: m for n, m in block_linears(block).items() if n in formats}
+    for name, layer in linears.items():
+        layer.set_format(formats[name].learn_grid())  # type: ignore[arg-type]
+        hold(layer, start.grids[prefix + name])
+    trained = parameter_groups(block, linears, start.rounding, settings)
+    before, after = fit(block, task, trained, settings, index, prefix)
+    compute = task.seen.dtype
+    made: dict[str, Parts] = {}
+    errors: list[LayerError] = []
+    with torch.no_grad():
+        for name, layer in linears.items():
+            parts = layer.encode(compute)
+            made[prefix + name] = {n: parts[n].float() for n in ("scale", "zero") if n in parts}
+            used = layer.effective_weight(compute)
+            layer.set_format(Dense())
+            layer.weight.copy_(used)
+            old, hessian = start.weights[name].float(), start.statistics[name].hessian
+            errors.append(layer_error(prefix + name, formats[name], old, used.float(), hessian))
+        for name, p in block.named_parameters():
+            p.data = p.data.to(dtypes[name])
+            p.requires_grad_(True)
+    return made, errors, {"before": before, "after": after}
+
+
+@dataclass(frozen=True)
+class Start:
+    grids: dict[str, Parts]  # by whole name
+    statistics: dict[str, Statistics]  # of the inputs, after AWQ's folding
+    weights: dict[str, Tensor]  # before rounding, after folding
+    rounding: dict[str, float]  # root mean square of what rounding to the grid changes
+
+
+@torch.no_grad()
+def start_grids(
+    block: Block,
+    statistics: dict[str, Statistics],
+    formats: dict[str, GridFormat],
+    method: object,
+    prefix: str,
+) -> Start:
+    """Grids by `method`; the weights stay unrounded (GPTQ's are its own: rounding is part of them)."""
+    if isinstance(method, Awq):
+        statistics = method.prepare(block, statistics, formats)
+        method = method.clip or Rtn()
+    linears = block_linears(block)
+    before = {name: linears[name].weight.detach().clone() for name in formats}
+    grids, _ = quantize_block(block, statistics, formats, method, prefix)  # type: ignore[arg-type]
+    rounding = {name: root_mean_square(linears[name].weight - w) for name, w in before.items()}
+    if not isinstance(method, Gptq):
+        for name, w in before.items():
+            linears[name].weight.copy_(w)
+    return Start(grids, statistics, before, rounding)
+
+
+def parameter_groups(
+    block: Block, linears: dict[str, FormatLinear], rounding: dict[str, float], settings: Blockwise
+) -> list[dict[str, object]]:
+    """What is trained, each with its own learning rate; everything else of the block is frozen."""
+    rates: list[tuple[nn.Parameter, float]] = []
+    for layer_name, layer in linears.items():
+        for name, p in layer.trained_state().items():
+            mean = float(p.detach().mean())
+            rates.append((p, settings.lr_zero if name == "zero" else settings.lr_scale * mean))
+        if settings.train == "all":
+            assert isinstance(layer.weight, nn.Parameter)
+            rates.append((layer.weight, settings.lr_weight * rounding[layer_name]))
+    if settings.train == "all":
+        small = [p for p in block.parameters() if p.ndim == 1]
+        rates.extend((p, settings.lr_norm * root_mean_square(p)) for p in small)
+    for p in block.parameters():
+        p.requires_grad_(False)
+    groups: list[dict[str, object]] = []
+    for p, rate in rates:
+        if rate > 0:
+            p.requires_grad_(True)
+            groups.append({"params": [p], "lr": rate, "full_lr": rate})
+    return groups
+
+
+def root_mean_square(t: Tensor) -> float:
+    return float(t.detach().square().mean().sqrt())
+
+
+def fit(
+    block: Block,
+    task: Task,
+    groups: list[dict[str, object]],
+    settings: Blockwise,
+    index: int,
+    prefix: str,
+) -> tuple[float, float]:
+    """Train; returns the error before and after. Deterministic: the order of windows follows (seed, index)."""
+    num_windows = task.seen.shape[0]
+    num_held = round(num_windows * settings.held_out)
+    order = torch.randperm(num_windows, generator=torch.Generator().manual_seed(settings.seed))
+    held, rest = order[:num_held].sort().values, order[num_held:]
+    judge = held if num_held else rest
+    before = best = measure(block, task, judge, settings)
+    if not math.isfinite(before):
+        raise UserError(
+            f"{prefix}: the block's outputs are not finite on the calibration text; check the model"
+        )
+    if not groups:
+        return before, before
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12)
+    state = snapshot(groups)
+    gen = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
+    steps_per_epoch = math.ceil(len(rest) / settings.batch)
+    num_steps, step = settings.epochs * steps_per_epoch, 0
+    for _ in range(settings.epochs):
+        for rows in rest[torch.randperm(len(rest), generator=gen)].split(settings.batch):
+            for group in optimizer.param_groups:
+                fall = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps - 1)))
+                group["lr"] = group["full_lr"] * (settings.floor + (1 - settings.floor) * fall)
+            with torch.enable_grad():
+                x, y = task.batch(rows)
+                loss = block_loss(block(x, task.rope, None), y, settings.loss)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            step += 1
+        error = measure(block, task, judge, settings)
+        # NaN is never less: a run that diverges keeps the best state it had.
+        if error < best:
+            best, state = error, snapshot(groups)
+    restore(groups, state)
+    return before, best
+
+
+def block_loss(out: Tensor, target: Tensor, kind: str) -> Tensor:
+    """Mean over tokens of the squared error, relative to the token's target, or to the mean of all targets."""
+    out, target = out.float(), target.float()
+    error, size = (out - target).square().mean(-1), target.square().mean(-1)
+    if kind == "square":
+        return error.mean() / size.mean().clamp(min=1e-20)
+    return (error / size.clamp(min=1e-20)).mean()
+
+
+@torch.no_grad()
+def measure(block: Block, task: Task, rows: Tensor, settings: Blockwise) -> float:
+    """The loss over the given windows."""
+    total = 0.0
+    for part in rows.split(max(settings.batch, 4)):
+        x, y = task.batch(part)
+        total += float(block_loss(block(x, task.rope, None), y, settings.loss)) * len(part)
+    return total / len(rows)
+
+
+def snapshot(groups: list[dict[str, object]]) -> list[Tensor]:
+    return [p.detach().clone() for g in groups for p in g["params"]]  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def restore(groups: list[dict[str, object]], state: list[Tensor]) -> None:
+    for p, kept in zip((p for g in groups for p in g["params"]), state, strict=True):  # type: ignore[attr-defined]
+        p.copy_(kept)
