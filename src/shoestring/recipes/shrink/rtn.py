@@ -18,11 +18,14 @@ from typing import Any, Literal
 
 from shoestring.config import option, to_json
 from shoestring.errors import UserError
-from shoestring.formats import Format, convert, pack, parse_format, unpack
+from shoestring.formats import Dense, Format, convert, pack, parse_format, unpack
+from shoestring.formats.convert import assign, candidates, tied_names
 from shoestring.measure import evaluate_row, pick_device, pick_dtype, text_tokens
-from shoestring.model import load_model, save_model
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.save import linears
 from shoestring.report import Scatter, Section, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder
+from shoestring.shrink.quantize import HEADS
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ def main(cfg: Config) -> Path:
             check_free(Path(wanted))
     device = pick_device(cfg.device)
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
+    check_source(loaded.model, rules, cfg.model)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
     folder = new_run_folder("shrink/rtn") if cfg.run is None else check_free(Path(cfg.run))
@@ -71,6 +75,22 @@ def main(cfg: Config) -> Path:
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
     finish(log, folder, out)
     return folder
+
+
+def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> None:
+    """What cannot be rounded is said before there is a run folder."""
+    chosen, _ = assign(candidates(model), rules, HEADS, tied_names(model))
+    for name, layer in linears(model):
+        if layer.packed:
+            raise UserError(
+                f"{path} is packed already ({name} is {layer.format.label}): quantize the model it was made from"
+            )
+        if not layer.weight.isfinite().all():
+            raise UserError(f"{name}.weight holds NaN or infinite values; check the model {path}")
+        try:
+            chosen.get(name, Dense()).check(layer.shape)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
 
 
 def parse_rules(text: str) -> list[tuple[str, Format]]:

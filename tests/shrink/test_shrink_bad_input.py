@@ -1,0 +1,160 @@
+"""What goes wrong when a model is quantized: each is said by name, early, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_shrink import SPEC, tiny_model
+
+from shoestring.cli import run_cli
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model import load_model, save_model
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.shrink import resume
+
+SMALL = ["model=model", "calib=calib.txt", "calib_windows=4", "calib_context=32", "format=int4:g32"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
+    (tmp_path / "calib.txt").write_text(" ".join(draw.choices(words, k=400)))
+    tokenizer = Tokenizer.train([(tmp_path / "calib.txt").read_text()], vocab_size=300)
+    save_model(tmp_path / "model", tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size)), tokenizer)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str], here: Path) -> Callable[..., str]:
+    """The one-line error of a recipe, which leaves no run folder."""
+
+    def call(recipe: str, *argv: str) -> str:
+        before = {p.name for p in here.iterdir()}
+        capsys.readouterr()
+        code = run_cli(["run", recipe, *argv, "device=cpu", "run=never"])
+        out, err = capsys.readouterr()
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+        assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}
+        return err
+
+    return call
+
+
+def contents(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        p.name: (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in folder.iterdir()
+    }
+
+
+def test_calibration_that_is_empty_short_or_not_text(fails: Callable[..., str], here: Path) -> None:
+    for text in ("", "   \n", "abc"):
+        (here / "calib.txt").write_text(text)
+        assert "give a longer text" in fails("shrink/ptq", *SMALL), text
+    (here / "calib.txt").write_bytes(b"\xff\xfe\x00bad")
+    assert "calib.txt" in fails("shrink/ptq", *SMALL)
+    assert "nowhere.txt" in fails("shrink/ptq", "model=model", "calib=nowhere.txt")
+
+
+def test_a_group_that_does_not_divide_names_those_that_do(fails: Callable[..., str]) -> None:
+    for recipe in ("shrink/ptq", "shrink/rtn"):
+        argv = ["model=model", "format=int4:g48"] + (["calib=calib.txt"] if recipe.endswith("ptq") else [])
+        message = fails(recipe, *argv)
+        assert "blocks.0.attn.q: Group 48 does not divide input width 64: use group 32, 64, or 0" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_name_the_layer(
+    value: float, fails: Callable[..., str], here: Path
+) -> None:
+    loaded = load_model(here / "model")
+    with torch.no_grad():
+        loaded.model.blocks[1].mlp.down.weight[3, 5] = value  # type: ignore[union-attr]
+    save_model(here / "model", loaded.model, loaded.tokenizer)
+    for recipe, more in (("shrink/ptq", SMALL), ("shrink/rtn", ["model=model", "format=nf3:g32"])):
+        assert "blocks.1.mlp.down.weight holds NaN or infinite values" in fails(recipe, *more)
+
+
+def test_a_model_that_is_packed_already(fails: Callable[..., str], here: Path) -> None:
+    loaded = load_model(here / "model")
+    convert(loaded.model, [("*", parse_format("int4:g32"))])
+    pack(loaded.model)
+    save_model(here / "model", loaded.model, loaded.tokenizer)
+    assert "int4:g32 already" in fails("shrink/ptq", *SMALL)
+    assert "packed already" in fails("shrink/rtn", "model=model", "format=nf3:g32")
+
+
+@pytest.mark.parametrize(
+    "label", ["int2:g32", "int4:g32", "int4:sym:g32", "int8:g0", "nf4:g32", "fp3:s1:g32"]
+)
+def test_zero_and_constant_groups_keep_their_value(label: str) -> None:
+    w = torch.zeros(4, 64)
+    w[1], w[2], w[3, 32:] = 0.25, -3.0, 1e-3
+    format = parse_format(label)
+    parts = format.encode(w, {n: a.tensor for n, a in format.state(w).items()})
+    got = format.decode(parts, torch.float32)
+    assert got.isfinite().all() and not got[0].any() and not got[3, :32].any()
+    coarse = 0.51 / 7.5 if "sym" in label else 0.01  # the middle of the codes leaves one end half a step short
+    torch.testing.assert_close(got, w, rtol=coarse, atol=1e-6)
+
+
+def test_killed_in_the_middle_of_a_block_it_goes_on_and_the_source_is_untouched(here: Path) -> None:
+    """SIGKILL while block 1 is being written: no handler runs, half a file stays behind."""
+    before = contents(here / "model")
+    script = """
+import os, signal, sys
+from pathlib import Path
+from shoestring.shrink import resume
+whole = resume.save_file
+def save_file(tensors, path, metadata):
+    if "block-00001" in str(path):
+        Path(path).write_bytes(b"half a file")
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(tensors, path, metadata=metadata)
+resume.save_file = save_file
+from shoestring.cli import run_cli
+sys.exit(run_cli(sys.argv[1:]))
+"""
+    argv = ["run", "shrink/ptq", *SMALL, "device=cpu"]
+    killed = subprocess.run([sys.executable, "-c", script, *argv, "run=cut"], capture_output=True, cwd=here)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert resume.BlockFiles(here / "cut/blocks").count() == 1 and not (here / "cut/model").exists()
+    assert run_cli(["run", "shrink/ptq", "resume=cut"]) == 0
+    assert run_cli([*argv, "run=whole"]) == 0
+    packed = "model/packed.safetensors"
+    assert (here / "cut" / packed).read_bytes() == (here / "whole" / packed).read_bytes()
+    assert contents(here / "model") == before
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = resume.save_file
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        if "block-00001" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(resume, "save_file", full)
+    assert run_cli(["run", "shrink/ptq", *SMALL, "device=cpu", "run=cut"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: cannot write block 1") and "resume=" in error
+    assert [p.name for p in (here / "cut/blocks").iterdir()] == ["block-00000.safetensors"]
+    monkeypatch.setattr(resume, "save_file", whole)
+    assert run_cli(["run", "shrink/ptq", "resume=cut"]) == 0
+    assert load_model(here / "cut/model").model.blocks[2].mlp.up.packed  # type: ignore[union-attr]
