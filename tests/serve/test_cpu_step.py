@@ -39,17 +39,18 @@ def served(spec: ModelSpec = SPEC, *, symmetric: bool = False) -> Decoder:
     return model
 
 
+@pytest.mark.parametrize("blocks", [[2, 3, 4, 5], [6, 1, 3, 0]], ids=["neighbours", "scattered"])
 @pytest.mark.parametrize("name", SPECS)
 @torch.no_grad()
-def test_logits_keys_and_values_are_those_of_the_plain_forward(name: str) -> None:
+def test_logits_keys_and_values_are_those_of_the_plain_forward(name: str, blocks: list[int]) -> None:
     model = served(SPECS[name])
     assert steppable(model)
-    tokens, span = torch.arange(3, 15), Span([2, 3, 4, 5], 11, 1)
+    tokens, span = torch.arange(3, 15), Span(blocks, 11, 1)
     caches = []
     for short in (True, False):
         cache = KVCache(model.spec, BlockPool(8, 4))
         cache.pool.num_touched = 8  # type: ignore[misc]
-        plan = cache.plan([Span([2, 3, 4, 5], 0, 11)], "cpu")
+        plan = cache.plan([Span(blocks, 0, 11)], "cpu")
         model(tokens[None, :11], torch.arange(11)[None], attend=plan)
         if short:
             got = CpuStep(model).logits(14, span, cache)
@@ -74,7 +75,9 @@ def test_the_engine_takes_it_for_single_rows_and_the_plain_forward_for_others(
     monkeypatch.setattr(CpuStep, "logits", lambda self, *a: (calls.append(1), plain(self, *a))[1])
     prompts = [[1, 5, 9, 12], [1, 7, 7], [1, 30, 31, 32, 33]]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
-    alone = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
+    alone = [
+        Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts
+    ]
     assert len(calls) == 3 * 7  # every token but the first, which the prompt's rows give
     calls.clear()
     Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)

@@ -3,12 +3,13 @@
 With 4-bit codes the products of a small model take less time than the calls around them: `Decoder.forward` makes
 some sixty calls a block. This step makes about twenty. q, k, v are one product and so are gate and up; the norm is
 one dot product and a scaled copy; rotary positions are one small matrix product (the rotation by the position
-as a [D, D] matrix, made once a step for all layers and heads); keys and values are written to and read from the
-engine's blocks in place, as the plain forward has them, so steps of both kinds may follow each other.
+as a [D, D] matrix, made once a step for all layers and heads); keys and values lie in the engine's blocks as the
+plain forward has them (read in place where the blocks are neighbours), so steps of both kinds may follow each
+other.
 
 It computes what `Decoder.forward` computes on such layers, up to the rounding of fp32. Left out, and run by the
-plain forward: several rows or requests, blocks that are not neighbours, sliding windows, skipped sublayers,
-other architectures than RMSNorm + SwiGLU + rotary positions, layers in different formats.
+plain forward: several rows or requests, sliding windows, skipped sublayers, other architectures than RMSNorm +
+SwiGLU + rotary positions, layers in different formats.
 
 Shapes: D model width, H query heads, G key/value heads, S positions.
 """
@@ -99,20 +100,18 @@ class CpuStep:
         )
 
     @staticmethod
-    def fits(spans: Sequence[Span], pool_size: int) -> bool:
-        """One new row of one request, whose blocks are neighbours."""
-        if len(spans) != 1 or spans[0].num != 1 or spans[0].start == 0:
-            return False
-        num = -(-spans[0].stop // pool_size)
-        blocks = spans[0].blocks
-        return all(blocks[i] == blocks[0] + i for i in range(num))
+    def fits(spans: Sequence[Span]) -> bool:
+        """One new row of one request."""
+        return len(spans) == 1 and spans[0].num == 1
 
     @torch.no_grad()
     def logits(self, token: int, span: Span, cache: KVCache) -> Tensor:
         """Logits [1, V] of the row; writes its keys and values."""
         spec, position = self.spec, span.start
         heads, groups, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        first = span.blocks[0] * cache.pool.block_size
+        size = cache.pool.block_size
+        slot = span.blocks[position // size] * size + position % size
+        table = _table(span.blocks, -(-span.stop // size))
         cache.reserve(groups, width, torch.float32, torch.device("cpu"))
         rotation = self._rotation(position)
         num_qk = (heads + groups) * width
@@ -129,15 +128,14 @@ class CpuStep:
                 )
             qk = qk @ rotation
             keys, values = cache.stored(index)
-            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-            keys[first + position] = qk[heads:]
-            values[first + position] = qkv[0, num_qk:].view(groups, width)
-            seen = slice(first, first + position + 1)
+            keys.view(-1, groups, width)[slot] = qk[heads:]
+            values.view(-1, groups, width)[slot] = qkv[0, num_qk:].view(groups, width)
+            k_SGD, v_SGD = (t[table].view(-1, groups, width)[: span.stop] for t in (keys, values))
             # The query heads of a group stand in a row: to the kernel they are rows that see the same keys.
             out = F.scaled_dot_product_attention(
                 qk[:heads].view(1, groups, -1, width),
-                keys[seen].transpose(0, 1)[None],
-                values[seen].transpose(0, 1)[None],
+                k_SGD.transpose(0, 1)[None],
+                v_SGD.transpose(0, 1)[None],
             )
             x += layer.o(out.reshape(1, -1))
             gate_up = layer.up(self._normed(x, layer.mlp_norm))
@@ -155,6 +153,14 @@ class CpuStep:
         """[D, D]: x @ rotation turns a head to `position`, as model.attention.rotate does."""
         angle = (position * self.freq).repeat(2)
         return self.eye * angle.cos() + self.turn * angle.sin()
+
+
+def _table(blocks: Sequence[int], num: int) -> slice | Tensor:
+    """The first `num` blocks, as an index: a slice where they are neighbours, which copies nothing."""
+    first = blocks[0]
+    if all(blocks[i] == first + i for i in range(num)):
+        return slice(first, first + num)
+    return torch.tensor([blocks[i] for i in range(num)])
 
 
 def _product(*layers: FormatLinear) -> _Product:
