@@ -59,6 +59,8 @@ def table() -> str:
     lines = newest("cpu_decode")
     quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}
     speed = {(n["case"], n["config"]["threads"]): n for n in lines if n["metric"] == "tokens_per_s"}
+    if not speed:
+        return "Not measured yet."
     threads = sorted({t for _, t in speed})
     rows = []
     for case in CASES:
