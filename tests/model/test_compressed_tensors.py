@@ -117,6 +117,15 @@ def test_a_model_in_training_is_written_as_it_computes(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path / "ct").model), logits(model))
 
 
+def test_zero_points_that_were_moved_are_written(tmp_path: Path) -> None:
+    model = quantized(SPEC, ("*", "int4:sym:g8"))
+    moved = model.get_submodule("blocks.0.attn.q")
+    moved.weight_zero[3, 2] = 5  # type: ignore[index, operator]
+    out = save_compressed_tensors(tmp_path / "ct", model, dtype=torch.float32)
+    torch.testing.assert_close(logits(from_transformers(out)), logits(model), atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits(load_model(out).model), logits(model))
+
+
 def test_shards_default_dtype_and_inspection(tmp_path: Path) -> None:
     model = quantized(SPEC, ("*", "int4:g8:bfloat16"))
     out = save_compressed_tensors(tmp_path / "ct", model, shard_bytes=10_000)

@@ -19,6 +19,7 @@ and columns reordered by GPTQ (`weight_g_idx`), which are refused when read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def save_compressed_tensors(
     """
     target, spec = Path(path).expanduser().resolve(), model.spec
     formats = {name: m.format for name, m in linears(model) if not isinstance(m.format, Dense)}
-    wanted = exportable(spec, formats)
+    wanted = _as_stored(model, exportable(spec, formats))
     dtype = check_dtype(dtype, {f.scale_dtype for f in wanted.values()})
     entries = _entries(model, wanted, dtype)
     infos = [info for info, _ in entries.values()]
@@ -115,6 +116,19 @@ def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym
                 "int8"
             )
         found[name] = format
+    return found
+
+
+def _as_stored(model: Decoder, formats: dict[str, IntAsym]) -> dict[str, IntAsym]:
+    """Symmetric only where every zero point is in the middle: a learned grid may have moved them."""
+    modules = dict(linears(model))
+    found = {}
+    for name, format in formats.items():
+        symmetric = format.symmetric
+        if symmetric:
+            zero = _parts(modules[name], model.compute_dtype)()["zero"]
+            symmetric = bool((zero == 2 ** (format.bits - 1)).all())
+        found[name] = replace(format, symmetric=symmetric)
     return found
 
 
