@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.bench.results import newest, record
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import parse_format
-from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.gguf import find_smollm2
-from shoestring.model.parallel import ParallelConfig
+from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import walk, windows
 from shoestring.shrink.prune import PRUNERS, hold_branches, prune, take_branches
@@ -41,6 +42,8 @@ from shoestring.train.trainer import Run
 
 BENCH = "prune24"
 MODEL = "SmolLM2-135M-Instruct"
+PLAIN, BOOSTED = "sparse24:held", "sparse24:held+slorb16"
+TIMED, WARM = 6, 3  # steps
 ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", "ast", "ast+slorb", "cast")
 NAMES = {
@@ -79,58 +82,90 @@ class Bench:
 def one_shot(bench: Bench, name: str, label: str) -> Decoder:
     model, method = bench.load(), PRUNERS[name]
     steps = walk(model, bench.calibration()) if method.needs_text else ()
-    prune(model, [("*", parse_format(label))], steps, method)
-    check_coverage(model, [("*", parse_format(label))])
+    rules = [("*", parse_format(label))]
+    prune(model, rules, steps, method)
+    check_coverage(model, rules)
     return model
+
+
+def sparsegpt_start(bench: Bench, work: Path) -> tuple[Path, dict[str, dict[str, Tensor]]]:
+    """A folder with the SparseGPT weights and the branches that go with them; pruned once for all cases."""
+    folder = work / "sparsegpt"
+    if not folder.exists():
+        model = one_shot(bench, "sparsegpt", BOOSTED)
+        branches = take_branches(model)
+        save_file(
+            {n: parts["low"].contiguous() for n, parts in branches.items()}, work / "branch.safetensors"
+        )
+        save_model(folder, model)
+    return folder, {n: {"low": t} for n, t in load_file(work / "branch.safetensors").items()}
+
+
+def from_start(
+    bench: Bench, boosted: bool, work: Path, compute: torch.dtype, mode: CompileMode = "off"
+) -> Decoder:
+    """A student with the SparseGPT weights, and their branches."""
+    mesh = open_mesh(MeshConfig())
+    folder, branches = sparsegpt_start(bench, work)
+    parallel = ParallelConfig(compile=mode, compute_dtype=compute)
+    student = build_student(folder, [("*", parse_format(BOOSTED if boosted else PLAIN))], mesh, parallel)
+    hold_branches(student, branches if boosted else {})
+    return student
 
 
 def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
     """Retrain; returns the model, what belongs to the config and what was measured on the way."""
     args = bench.args
-    label = "sparse24:held+slorb16" if case.endswith("+slorb") else "sparse24:held"
-    rules = [("*", parse_format(label))]
+    boosted = case.endswith("+slorb")
+    rules = [("*", parse_format(BOOSTED if boosted else PLAIN))]
     mesh = open_mesh(MeshConfig())
     compute = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
-    start, branches = bench.source, {}
-    if case != "cast":
-        start = work / f"start-{label.replace(':', '-')}"
-        model = one_shot(bench, "sparsegpt", label)
-        branches = take_branches(model)
-        save_model(start, model)
-        del model
-    student = build_student(start, rules, mesh, ParallelConfig(compile=args.compile, compute_dtype=compute))
-    hold_branches(student, branches)
+
+    def new_student() -> Decoder:
+        if case == "cast":
+            return build_student(bench.source, rules, mesh, ParallelConfig(False, args.compile, compute))
+        return from_start(bench, boosted, work, compute, args.compile)
+
+    student = new_student()
     teacher = load_model(bench.source, device=mesh.device, dtype=compute).model
     corpus = prepare(args.text, tokenizer=bench.tokenizer, val_fraction=0.0)
     data = TokenData(
         corpus.train, context=args.train_context, batch=args.batch, micro=args.micro, seed=args.seed
     )
-    rule = "cast" if case == "cast" else "ast"
-    settings = Retrain(steps=args.steps, rule=rule, lr=args.lr, warmup=max(1, args.steps // 20))  # type: ignore[arg-type]
+    rule: Any = "cast" if case == "cast" else "ast"
+
+    def settings_of(steps: int) -> Retrain:
+        return Retrain(steps=steps, rule=rule, lr=args.lr, warmup=max(1, steps // 20))
+
+    steps = args.steps
+    if args.seconds:
+        steps = fitting_steps(args.seconds, student, settings_of(TIMED + WARM), teacher, data, mesh)
+        student = new_student()
+    settings = settings_of(steps)
     curve: list[list[float]] = []
 
     @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
         run.model.eval()
-        value = perplexity(run.model, bench.valid[:4096], context=512).value  # type: ignore[arg-type]
+        value = perplexity(run.model, bench.valid[: args.tokens // 4], context=512).value  # type: ignore[arg-type]
         curve.append([run.step * data.tokens_per_step, round(value, 3)])
-        print(f"  {case}: step {run.step} of {args.steps}, validation perplexity {value:.2f}", flush=True)
+        print(f"  {case}: step {run.step} of {steps}, validation perplexity {value:.2f}", flush=True)
         return {"val_perplexity": value}
 
     log = RunLog(None, quiet=True)
     began = time.perf_counter()
     run = Run(student, settings.optimizer(student), mesh, log)
     evaluate(run)
-    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=max(1, args.steps // 6), log_every=5)
+    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=max(1, steps // 4), log_every=5)
     seconds = time.perf_counter() - began
     coverage = check_coverage(student, rules, compute)
     rates = [row["flip_rate"] for row in log.history if "flip_rate" in row]
     kept = [row for row in log.history if "kept_magnitude" in row]
     config = {
-        "steps": args.steps, "batch": args.batch, "train_context": args.train_context, "lr": args.lr,
-        "seed": args.seed, "train_tokens": args.steps * data.tokens_per_step,
-        "unique_tokens": min(len(corpus.train), args.steps * data.tokens_per_step),
-        "epochs": round(args.steps / data.steps_per_epoch, 3), "start": "dense" if case == "cast" else "sparsegpt",
+        "steps": steps, "batch": args.batch, "train_context": args.train_context, "lr": args.lr,
+        "seed": args.seed, "train_tokens": steps * data.tokens_per_step,
+        "unique_tokens": min(len(corpus.train), steps * data.tokens_per_step),
+        "epochs": round(steps / data.steps_per_epoch, 3), "start": "dense" if case == "cast" else "sparsegpt",
     }  # fmt: skip
     seen = {
         "curve": curve, "layers_24": coverage.layers, "kept_share": round(coverage.kept / coverage.weights, 6),
@@ -139,6 +174,23 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
         "seconds": round(seconds, 1),
     }  # fmt: skip
     return student, config, seen
+
+
+def fitting_steps(
+    seconds: float, student: Decoder, settings: Retrain, teacher: Decoder, data: TokenData, mesh: Mesh
+) -> int:
+    """How many steps go into `seconds`; spoils the student."""
+    run = Run(student, settings.optimizer(student), mesh, RunLog(None, quiet=True))
+    times: list[float] = []
+
+    def clock(run: Run) -> dict[str, float]:
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        return {}
+
+    retrain(run, teacher, data, settings, evaluate=clock, eval_every=1)
+    return max(10, int(seconds / ((times[-1] - times[WARM - 1]) / TIMED)))
 
 
 def main() -> None:
@@ -166,8 +218,10 @@ def main() -> None:
                 model = bench.load()
             elif case in ("ast", "ast+slorb", "cast"):
                 model, config, seen = trained(bench, case, Path(work))
+            elif case.startswith("sparsegpt"):
+                model = from_start(bench, case.endswith("+slorb"), Path(work), torch.float32)
             else:
-                model = one_shot(bench, case.split("+")[0], "sparse24" + ("+slorb16" if "+" in case else ""))
+                model = one_shot(bench, case, PLAIN)
             if case not in ("dense", "magnitude", "cast"):
                 config["calibration_tokens"] = args.windows * 512
             save(case, bench.quality(model), {**common, **config}, seen, time.perf_counter() - began)
@@ -223,10 +277,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--text", help="trained rows: training corpus, a file, folder or glob")
     parser.add_argument("--steps", type=int, default=600 if on_gpu else 40)
+    parser.add_argument("--seconds", type=float, help="instead: as many steps as go into this time")
     parser.add_argument("--batch", type=int, default=16 if on_gpu else 2)
     parser.add_argument("--train-context", type=int, default=1024 if on_gpu else 256)
     parser.add_argument("--micro", type=int)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=3e-4 if on_gpu else 1e-4)
     parser.add_argument("--compile", choices=("off", "blocks"), default="off")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
