@@ -102,7 +102,7 @@ def definition(
     return tokens[len(prompt) :]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     stems=st.lists(st.lists(st.integers(0, 28), min_size=1, max_size=14), min_size=1, max_size=2),
     tails=st.lists(
@@ -117,6 +117,7 @@ def definition(
     spare=st.sampled_from([0, 1, 3, None]),
     max_requests=st.integers(1, 5),
     prefix_cache=st.booleans(),
+    graphs=st.sampled_from([None, True]),
 )
 def test_every_schedule_writes_the_text_of_the_definition(
     stems: list[list[int]],
@@ -130,6 +131,7 @@ def test_every_schedule_writes_the_text_of_the_definition(
     spare: int | None,
     max_requests: int,
     prefix_cache: bool,
+    graphs: bool | None,
 ) -> None:
     """Three sets side by side, FFN sets that change, shared beginnings, pools too small, drafters; everything twice,
     so that the second time meets the first's blocks."""
@@ -150,6 +152,7 @@ def test_every_schedule_writes_the_text_of_the_definition(
         draft_skip=one("0mlp", "2attn", "2mlp") if kind in ("self", "stacked") else None,
         num_drafts=num_drafts,
         skip=policy,
+        graphs=graphs,
     )
     for _ in range(2):
         assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
@@ -169,6 +172,7 @@ def test_every_schedule_writes_the_text_of_the_definition(
     chunk=st.sampled_from([2, 7, 64]),
     size=st.sampled_from([1, 4, 16]),
     spare=st.sampled_from([0, 2, None]),
+    graphs=st.sampled_from([None, True]),
 )
 def test_a_set_as_a_drafter_changes_no_text(
     prompts: list[list[int]],
@@ -180,6 +184,7 @@ def test_a_set_as_a_drafter_changes_no_text(
     chunk: int,
     size: int,
     spare: int | None,
+    graphs: bool | None,
 ) -> None:
     model = model_of()
     samplings = samplings[: len(prompts)]
@@ -197,6 +202,7 @@ def test_a_set_as_a_drafter_changes_no_text(
         draft_skip=one(*names),
         num_drafts=num_drafts,
         rule=rule,  # type: ignore[arg-type]
+        graphs=graphs,
     )
     for _ in range(2):
         assert [c.token_ids for c in engine.generate(prompts, samplings)] == want

@@ -49,18 +49,29 @@ class SelfSkip:
         return [found.get(r.id, NO_DRAFT) for r in requests]
 
     def _write(self, requests: list[Request], n: int, skip: SkipSet) -> list[Draft]:
-        rows = range(len(requests))
+        # The last committed token is computed here without the skipped sublayers, and again by the target.
+        last = [r.tokens[-1] for r in requests]
+        drafts = self._chain(requests, n, skip, last)
+        if drafts is not None:
+            return drafts
 
         def advance(tokens: Sequence[int] | Tensor, i: int) -> Tensor:
-            spans = []
-            for r in requests:
-                assert r.table is not None
-                spans.append(Span(r.table.blocks, len(r.tokens) + i, 1))
-            return self.runner.forward(Batch(spans, tokens, rows), skip)
+            return self.runner.forward(Batch(_spans(requests, i), tokens, range(len(requests))), skip)
 
-        # The last committed token is computed here without the skipped sublayers, and again by the target.
-        first_NV = advance([r.tokens[-1] for r in requests], -1)
-        return write_drafts(requests, n, first_NV, advance)
+        return write_drafts(requests, n, advance(last, -1), advance)
+
+    def _chain(self, requests: list[Request], n: int, skip: SkipSet, last: list[int]) -> list[Draft] | None:
+        """The drafts chosen on the device, where the runner can: the host waits once, at the end."""
+        if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
+            return None
+        samplings = [r.sampling for r in requests]
+        flight = self.runner.choose(Batch(_spans(requests, -1), last, range(len(last))), samplings, skip)
+        if flight is None:
+            return None
+        flights = [flight]
+        flights += [self.runner.choose_next(_spans(requests, i), samplings, skip) for i in range(n - 1)]
+        chosen = [f.tokens() for f in flights]
+        return [Draft([found[row][-1] for found in chosen]) for row in range(len(requests))]
 
     def _make_room(self, request: Request, n: int, spare: int) -> bool:
         """Blocks for the drafts, the last of which is never computed. A block is left for each of the `spare`
@@ -80,6 +91,15 @@ class SelfSkip:
         if own.id not in self._joined:
             self._joined[own.id] = self.skip.plus(own)
         return self._joined[own.id]
+
+
+def _spans(requests: list[Request], i: int) -> list[Span]:
+    """One row each, at the place of draft i; -1 is the last committed token."""
+    spans = []
+    for request in requests:
+        assert request.table is not None
+        spans.append(Span(request.table.blocks, len(request.tokens) + i, 1))
+    return spans
 
 
 def stack_self_skip(drafter: Drafter | None, runner: Runner, skip: SkipSet) -> Drafter:
