@@ -33,7 +33,7 @@ from shoestring.evals.tasks import run_task
 from shoestring.model import Decoder, ModelSpec, load_model
 from shoestring.model.folder import Loaded
 from shoestring.model.gguf import find_smollm2
-from shoestring.model.skip import SkipSet
+from shoestring.model.skip import KINDS, SkipSet, Sublayer
 from shoestring.serve import Engine, Sampling
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.skip_search import Trials, best_drafter, search
@@ -90,6 +90,24 @@ def speeds() -> str:
     return markdown(header, rows) + provenance(lines)
 
 
+def costs() -> str:
+    lines = [n for n in newest("skipping") if n["metric"] == "sublayer_us"]
+    rows = [
+        [
+            n["device"],
+            n["config"]["model"],
+            f"{n['config']['context']:,}",
+            n["case"],
+            f"{n['value']:,.1f}",
+            f"{n['baseline_value']:,.0f}",
+            f"{100 * n['value'] / n['baseline_value']:.2f}%",
+        ]
+        for n in lines
+    ]
+    header = ["device", "model", "context", "sublayer", "us", "whole step, us", "share of one"]
+    return markdown(header, rows) + provenance(lines)
+
+
 def drafts() -> str:
     lines = [n for n in newest("skipping") if n["metric"] == "tokens_per_s"]
     rows = []
@@ -118,6 +136,7 @@ def find_sets(args: argparse.Namespace) -> None:
     trials = Trials(model, calibration, num_rows=args.rows)
     for context in CONTEXTS:
         costs = measure_costs(model, context, repeats=9)
+        record_costs(MODEL, costs)
         for method, make in simple.items():
             for speedup in SPEEDUPS:
                 keep(args.sets, method, context, speedup, fewest(make, num_layers, costs, speedup), {})
@@ -224,6 +243,8 @@ def measure_speed(args: argparse.Namespace) -> None:
             for num in (8, 16):
                 mixed = {"method": f"{num} sublayers", "context": context, "speedup": float(num)}
                 sets.append((mixed, unified(spec.num_layers, num)))
+        for context in CONTEXTS:
+            record_costs(name, measure_costs(model, context, repeats=args.repeats))
         for notes, skip in sets:
             ratios, step = time_steps(model, notes["context"], skip, repeats=args.repeats)
             line = record(
@@ -240,6 +261,30 @@ def measure_speed(args: argparse.Namespace) -> None:
             )
             print(name, line["case"], notes["context"], line["value"], f"{step * 1000:.3f} ms", flush=True)
         del model
+
+
+def record_costs(model: str, costs: Costs) -> None:
+    """What one attention and one FFN sublayer take of a decode step."""
+    for kind in KINDS:
+        seconds = costs.sublayers[Sublayer(0, kind)]
+        line = record(
+            bench="skipping",
+            case={"attn": "attention", "mlp": "FFN"}[kind],
+            metric="sublayer_us",
+            unit="us",
+            samples=[1e6 * seconds],
+            baseline="whole step",
+            baseline_value=1e6 * costs.step,
+            config={"model": model, "context": costs.context},
+            note="batch 1; from steps without all sublayers of the kind",
+        )
+        print(
+            model,
+            line["case"],
+            costs.context,
+            f"{line['value']:.1f} of {1e6 * costs.step:.0f} us",
+            flush=True,
+        )
 
 
 def measure_drafts(args: argparse.Namespace) -> None:

@@ -64,7 +64,7 @@ class StepTimer:
             raise UserError(f"context={context} does not fit this model; give 2 to {positions}")
         pool = BlockPool(-(-context // block_size), block_size)
         self.runner = Runner(model, pool)
-        self.batch = Batch([Span(range(pool.num_blocks), context - 1, 1)], [0], [0])
+        self.batch = Batch([Span(list(range(pool.num_blocks)), context - 1, 1)], [0], [0])
 
     def __call__(self, skip: SkipSet | None = None) -> float:
         began = time.perf_counter()
