@@ -17,7 +17,7 @@ would change the distribution (docs/methods/speculation.md has an example).
 A drafter made by `shoestring run shrink/drafter` is a model folder with a drafter.json, which names the tokens its
 head was trained for.
 
-Left out: trees, drafters with another tokenizer, drafting with the target's own layers.
+The model's own layers as a drafter: self_skip.py. Left out: trees, drafters with another tokenizer.
 
 Shapes: N requests, G drafts, V vocabulary.
 """
@@ -214,11 +214,7 @@ class DraftModel:
     def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
         """n drafts each, chosen on the device and read from there by the next pass, so that the host waits once, at
         the end; None where that is not possible (no kernels, a long text to catch up on, drafts that are drawn)."""
-        if (
-            not self.runner.fast
-            or self.vocab_ids is not None
-            or self.vocab_size != self.model.spec.vocab_size
-        ):
+        if self.vocab_ids is not None or self.vocab_size != self.model.spec.vocab_size:
             return None
         if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
             return None
@@ -230,19 +226,14 @@ class DraftModel:
             for r, table, start in zip(requests, tables, starts, strict=True)
         ]
         samplings = [r.sampling for r in requests]
-        flight = self.runner.choose(Batch(spans, ids, range(len(ids))), samplings)
+        batch = Batch(spans, ids, range(len(ids)))
+        flight = self.runner.choose(batch, samplings) if n == 1 else self.runner.chain(batch, samplings, n)
         if flight is None:
             return None
-        flights = [flight]
-        for i in range(n - 1):
-            last_N = flights[0].last() if i == 0 and len(ids) > len(requests) else None
-            spans = [Span(t.blocks, len(r.tokens) + i, 1) for r, t in zip(requests, tables, strict=True)]
-            flights.append(self.runner.choose_next(spans, samplings, tokens=last_N))
         for request, start in zip(requests, starts, strict=True):
             self._kept[request.id].written += request.tokens[start:]
         self._note_read(requests)
-        chosen = [f.tokens() for f in flights]  # the last one waits, for all of them
-        return [Draft([found[row][-1] for found in chosen]) for row in range(len(requests))]
+        return [Draft(found[-n:]) for found in flight.tokens()]
 
     def _forget_wrong(self, requests: list[Request]) -> None:
         """Keep of what was written what the requests' tokens say, without the last: it is computed in any case."""
