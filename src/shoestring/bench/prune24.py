@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoestring.bench.results import newest, record
+from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import parse_format
@@ -35,7 +35,7 @@ from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import walk, windows
 from shoestring.shrink.prune import PRUNERS, hold_branches, prune, take_branches
-from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, retrain
+from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, rest, retrain, wake
 from shoestring.train.data import TokenData
 from shoestring.train.shards import prepare
 from shoestring.train.trainer import Run
@@ -147,7 +147,11 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
         run.model.eval()
+        if rule == "cast":  # what would be delivered now, not what is trained
+            wake(run.model)
         value = perplexity(run.model, bench.valid[: args.tokens // 4], context=512).value  # type: ignore[arg-type]
+        if rule == "cast" and run.step < steps:
+            rest(run.model)
         curve.append([run.step * data.tokens_per_step, round(value, 3)])
         print(f"  {case}: step {run.step} of {steps}, validation perplexity {value:.2f}", flush=True)
         return {"val_perplexity": value}
@@ -259,6 +263,67 @@ def dense_value(config: dict[str, Any]) -> float | None:
         if n["case"] == "dense" and all(n["config"][k] == config[k] for k in shared)
     ]
     return found[-1] if found else None
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the machine, are comparable
+
+
+def grouped() -> list[list[dict[str, Any]]]:
+    """The newest lines, those of one machine and one test together, in the order of the methods."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in newest(BENCH):
+        found.setdefault((line["device"], *(line["config"][k] for k in SHARED)), []).append(line)
+    return [sorted(lines, key=lambda n: CASES.index(n["case"])) for lines in found.values()]
+
+
+def table() -> str:
+    return "\n\n".join(_table(lines) for lines in grouped())
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
+    rows = []
+    for n in lines:
+        config = n["config"]
+        trained = ""
+        if "train_tokens" in config:
+            trained = f"{config['train_tokens']:,} ({config['epochs']:.2f} epochs)"
+        times = "" if n["ratio"] is None or n["case"] == "dense" else f"{1 / n['ratio']:.2f}x"
+        accuracy = f"{100 * n['quality']['accuracy_LAMBADA']:.1f}"
+        name = NAMES.get(n["case"], n["case"])
+        rows.append([name, f"{config['bits']:.0f}", f"{n['value']:,.1f}", times, accuracy, trained])
+    config = lines[-1]["config"]
+    header = [MODEL, "bits/weight", "perplexity", "of dense", "LAMBADA, %", "training tokens"]
+    said = (
+        f"\n\nWikiText-2 test text (tokenised edition), first {config['tokens']:,} tokens, context "
+        f"{config['context']}; {config['items']} LAMBADA items; calibrated on {calibrated(lines)} tokens "
+        "of the validation text."
+    )
+    return markdown(header, rows) + said + provenance(lines)
+
+
+def calibrated(lines: list[dict[str, Any]]) -> str:
+    found = {n["config"]["calibration_tokens"] for n in lines if "calibration_tokens" in n["config"]}
+    return " or ".join(f"{count:,}" for count in sorted(found))
+
+
+def curve() -> str:
+    """Perplexity on the validation text against training tokens, one row a trained case."""
+    rows = []
+    for lines in grouped():
+        for n in (x for x in lines if x["quality"].get("curve")):
+            points = ", ".join(
+                f"{tokens / 1e3:,.0f}k: {value:.1f}" for tokens, value in n["quality"]["curve"]
+            )
+            seen = n["quality"]
+            first, last = seen["flip_rate_first"], seen["flip_rate_last"]
+            flips = "" if first is None else f"{first:.4f} -> {last:.4f}"
+            rows.append(
+                [NAMES[n["case"]], points, flips, f"{seen['masked_over_kept']}", f"{n['config']['lr']:g}"]
+            )
+    return markdown(
+        ["", "perplexity after tokens (validation)", "flip rate", "masked / kept |w|", "lr"], rows
+    )
 
 
 def arguments() -> argparse.Namespace:

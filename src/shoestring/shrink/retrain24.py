@@ -128,8 +128,7 @@ def retrain(
 ) -> Run:
     """Train run.model, whose optimizer is settings.optimizer(model); without a teacher on the text alone."""
     if settings.rule == "cast":
-        for layer in sparse_layers(run.model):
-            layer.linear.rest()
+        rest(run.model)
     hooks: list[Hook] = [
         FlipMeter(settings.flip_every),
         MaskRefresh(settings.refresh, resting=settings.rule == "cast"),
@@ -151,6 +150,11 @@ def retrain(
     wake(run.model)
     MaskRefresh(1).refresh(run)
     return run
+
+
+def rest(model: nn.Module) -> None:
+    for layer in sparse_layers(model):
+        layer.linear.rest()
 
 
 def wake(model: nn.Module) -> None:
