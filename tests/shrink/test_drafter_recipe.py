@@ -1,0 +1,262 @@
+"""`shoestring run shrink/drafter` through the real command line, on a small trained model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoestring.cli import run_cli
+from shoestring.errors import UserError
+from shoestring.model import Decoder, load_model
+from shoestring.runlog import read_jsonl
+from shoestring.serve import Engine, Sampling, open_drafter
+from shoestring.serve.drafters import DraftModel
+from shoestring.shrink import drafter as stages
+from shoestring.shrink.drafter_acceptance import Counting
+from shoestring.shrink.drafter_model import first_layers, frequent_tokens, fresh
+from shoestring.state.checkpoint import Checkpointer
+
+SMALL = [
+    "model=target", "num_prompts=48", "prompt_tokens=8", "new_tokens=40", "layers=1", "batch=8",
+    "context=48", "warmup=5", "lr=3e-3", "held_out=4", "eval_tokens=24", "save_every=20", "eval_every=20", "device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus and a model that was trained on it: words that follow each other by rule."""
+    folder = tmp_path_factory.mktemp("drafter")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 4))) for _ in range(40)]
+    follows = {w: draw.choices(words, k=3) for w in words}
+    lines = []
+    for _ in range(300):
+        text = [draw.choice(words)]
+        while len(text) < 40:
+            text.append(draw.choices(follows[text[-1]], weights=(8, 2, 1))[0])
+        lines.append(json.dumps({"text": " ".join(text)}))
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    (folder / "texts").mkdir()
+    for i, line in enumerate(lines):
+        (folder / "texts" / f"{i:03d}.txt").write_text(json.loads(line)["text"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("SHOESTRING_CACHE", str(folder / "cache"))
+        argv = ["data=texts", "d_model=64", "num_layers=3", "num_heads=2", "num_kv_heads=2", "vocab_size=300"]
+        argv += ["context=64", "steps=160", "batch=8", "lr=4e-3", "warmup=10", "eval_every=0", "save_every=0"]
+        assert run_cli(["run", "train/dense", *argv, "run=target", "device=cpu"]) == 0
+    return folder
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> Callable[..., str]:
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
+
+    def call(*argv: object, fails: bool = False) -> str:
+        capsys.readouterr()
+        code = run_cli([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        if fails:
+            assert code == 2 and err.count("\n") == 1, (code, out, err)
+            return err
+        assert code == 0, (out, err)
+        return out
+
+    return call
+
+
+def test_a_distilled_drafter_beats_the_first_layers_it_began_as(cli: Callable[..., str], here: Path) -> None:
+    out = cli("run", "shrink/drafter", *SMALL, "steps=120", "vocab=200", "run=one")
+    assert "tokens make" in out and "times plain" in out
+    told = json.loads((here / "one/acceptance.json").read_text())
+    rows = {row["drafter"]: row for row in told["rows"]}
+    assert set(rows) == {"drafter", "before training", "ngram"} and told["tokens_per_s_alone"] > 0
+    for kind in ("greedy", "sampled"):
+        trained, before = rows["drafter"][kind], rows["before training"][kind]
+        assert trained["acceptance"] > before["acceptance"] + 0.1, (kind, trained, before)
+        assert trained["accepted_length"] > before["accepted_length"] + 0.2
+        assert trained["num_tokens"] == 4 * 24 and len(trained["at"]) == 4
+        assert 1 <= trained["accepted_length"] <= 5 and all(0 <= a <= 1 for a in trained["at"])
+    page = (here / "one/report.html").read_text()
+    assert "Acceptance by place" in page and "before training" in page and "val_acceptance" not in page
+    metrics = [m for m in read_jsonl(here / "one/metrics.jsonl") if "val_acceptance" in m]
+    assert metrics[-1]["step"] == 120 and metrics[-1]["val_acceptance"] > metrics[0]["val_acceptance"]
+    drafter = json.loads((here / "one/model/drafter.json").read_text())
+    assert len(drafter["vocab_ids"]) == 200 and drafter["loss"] == "lk_hybrid"
+    assert not (here / "one/targets").exists()
+
+    plain = cli("generate", "target", "ab", "--max-tokens", "30", "--device", "cpu")
+    guessed = cli(
+        "generate", "target", "ab", "--max-tokens", "30", "--device", "cpu", "--drafter", "one", "--stats"
+    )
+    assert guessed.startswith(plain.rstrip("\n")) and "tokens per step" in guessed
+
+
+def test_greedy_text_is_the_targets_own(here: Path, cli: Callable[..., str]) -> None:
+    """In fp64, where the number of rows in a pass does not decide a token."""
+    if not (here / "one/model").exists():
+        pytest.skip("needs the run of the test before")
+    target = load_model("target", dtype=torch.float64)
+    drafter = open_drafter("one", target.model, dtype=torch.float64)
+    assert target.tokenizer is not None
+    prompts = [target.tokenizer.encode(t) for t in ("ab cd", "j", "fgh ab i")]
+    sampling = Sampling(max_tokens=40, ignore_eos=True)
+    plain = [c.token_ids for c in Engine(target.model).generate(prompts, sampling)]
+    engine = Engine(target.model, drafter=drafter, num_drafts=4)
+    assert [c.token_ids for c in engine.generate(prompts, sampling)] == plain
+    assert engine.stats.num_accepted > 20
+
+
+def test_adaspec_stopped_at_every_stage_ends_the_same(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [
+        s for s in SMALL if s.split("=")[0] not in ("num_prompts", "new_tokens", "eval_every", "save_every")
+    ]
+    small += ["num_prompts=24", "new_tokens=30", "eval_every=0", "save_every=10"]
+    argv = ["run", "shrink/drafter", *small, "steps=20", "method=adaspec", "reference_steps=20", "loss=kl"]
+    cli(*argv, "run=whole")
+    save = Checkpointer.save
+    scored = stages.build_cache
+
+    def stop_in(place: str) -> None:
+        def killed_save(self: Checkpointer, run: Any, parts: dict[str, Any]) -> Any:
+            path = save(self, run, parts)
+            if run.step == 10 and ("reference" in str(self.folder)) == (place == "reference"):
+                raise KeyboardInterrupt
+            return path
+
+        def killed_scores(*args: Any, **options: Any) -> Any:
+            scored(*args, **options)
+            raise KeyboardInterrupt
+
+        if place == "scores":
+            monkeypatch.setattr(stages, "build_cache", killed_scores)
+        else:
+            monkeypatch.setattr(Checkpointer, "save", killed_save)
+
+    command = [*argv, "run=cut"]
+    for place in ("scores", "reference", "drafter"):
+        stop_in(place)
+        assert "resume=cut" in cli(*command, fails=True)
+        assert not (here / "cut/model").exists()
+        monkeypatch.setattr(stages, "build_cache", scored)
+        monkeypatch.setattr(Checkpointer, "save", save)
+        command = ["run", "shrink/drafter", "resume=cut"]
+    assert "was started with fraction=0.4" in cli(*command, "fraction=0.5", fails=True)
+    cli(*command)
+    for name in ("model/model.safetensors", "model/drafter.json", "text.jsonl"):
+        assert (here / "cut" / name).read_bytes() == (here / "whole" / name).read_bytes()
+    steps = [m["step"] for m in read_jsonl(here / "cut/metrics.jsonl") if "loss" in m]
+    assert steps == [10, 20]
+    before = (here / "cut/acceptance.json").read_text()
+    cli(*command)  # nothing left to do
+    assert (here / "cut/acceptance.json").read_text() == before
+
+
+def test_on_policy_and_a_fresh_drafter(cli: Callable[..., str], here: Path) -> None:
+    cli("run", "shrink/drafter", *SMALL, "steps=6", "on_policy=0.5", "micro=2", "d_model=32", "vocab=100", "loss=jsd",
+        "text=corpus", "prompts=texts", "run=fresh")  # fmt: skip
+    drafter = load_model("fresh")
+    assert drafter.spec.d_model == 32 and drafter.spec.num_layers == 1
+    assert not (here / "fresh/text.jsonl").exists()
+    assert [m["step"] for m in read_jsonl(here / "fresh/metrics.jsonl") if "loss" in m] == [6]
+
+
+def test_prompts_from_a_list_are_held_out(here: Path) -> None:
+    (here / "list.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(20)))
+    train, apart = stages.listed_prompts(str(here / "list.jsonl"), 16, 4)
+    assert len(train) == 16 and len(apart) == 4 and not set(train) & set(apart)
+    with pytest.raises(UserError, match="held_out"):
+        stages.listed_prompts(str(here / "list.jsonl"), 16, 15)
+
+
+def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
+    run = ["run", "shrink/drafter"]
+    before = {p.name for p in here.iterdir()}
+    assert "model= is missing" in cli(*run, fails=True)
+    assert "take 1 to 2" in cli(*run, "model=target", "layers=3", fails=True)
+    assert "positions" in cli(*run, "model=target", "context=65", fails=True)
+    assert "vocab=301" in cli(*run, "model=target", "vocab=301", "context=48", fails=True)
+    assert "lk_hybrid" in cli(*run, "model=target", "loss=ls", fails=True)
+    assert "num_prompts=0" in cli(*run, "model=target", "num_prompts=0", fails=True)
+    assert "list of prompts" in cli(
+        *run, "model=target", "prompts=corpus.jsonl", "text=corpus", "context=48", fails=True
+    )
+    (here / "bare").symlink_to(here / "target/model")
+    assert "give prompts=" in cli(*run, "model=bare", "context=48", fails=True)
+    (here / "bare").unlink()
+    assert {p.name for p in here.iterdir()} == before
+
+
+# -- parts --------------------------------------------------------------------------------------------------
+
+
+def test_first_layers_are_the_targets_weights(here: Path) -> None:
+    target = load_model(here / "target").model
+    drafter = first_layers(target, 2)
+    ours, theirs = drafter.state_dict(), target.state_dict()
+    assert len(drafter.blocks) == 2 and set(ours) < set(theirs)
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    assert ours["embed.weight"].data_ptr() != theirs["embed.weight"].data_ptr()
+    for bad in (0, 3):
+        with pytest.raises(UserError, match="1 to 2"):
+            first_layers(target, bad)
+
+
+def test_a_fresh_drafter_has_the_targets_tokens(here: Path) -> None:
+    target = load_model(here / "target").model
+    drafter = fresh(target.spec, num_layers=1, d_model=64, head_dim=32)
+    assert isinstance(drafter, Decoder) and drafter.spec.vocab_size == target.spec.vocab_size
+    with pytest.raises(UserError, match="multiple"):
+        fresh(target.spec, num_layers=1, d_model=65)
+
+
+def test_frequent_tokens() -> None:
+    text = np.array([5, 5, 5, 2, 2, 9, 1], dtype=np.uint16)
+    assert frequent_tokens(text, 2, 10) == [2, 5]
+    assert frequent_tokens(text, 3, 10, always=[7]) == [2, 5, 7]
+    assert frequent_tokens(text, 6, 10) == [0, 1, 2, 3, 5, 9]  # equally rare: by id
+    for bad in (0, 11):
+        with pytest.raises(UserError, match="vocab"):
+            frequent_tokens(text, bad, 10)
+
+
+def test_counting_looks_only_at_guesses_behind_right_ones() -> None:
+    class Silent:
+        def propose(self, requests: Any, n: int) -> Any: ...
+        def observe(self, request: Any, num_drafted: int, num_accepted: int) -> None: ...
+        def release(self, request: Any) -> None: ...
+
+    class Asked:
+        def __init__(self, num_new: int) -> None:
+            self.tokens, self.num_prompt = [0] * (10 + num_new), 10
+
+    counting = Counting(Silent())
+    counting.observe(Asked(1), 0, 0)  # type: ignore[arg-type]
+    assert counting.num_rounds == 0  # that was the prompt
+    for num_drafted, num_accepted in ((3, 0), (3, 1), (3, 3), (1, 1)):
+        counting.observe(Asked(9), num_drafted, num_accepted)  # type: ignore[arg-type]
+    assert counting.tested == [4, 2, 1] and counting.kept == [3, 1, 1] and counting.num_rounds == 4
+
+
+def test_a_trimmed_writer_says_only_its_tokens(here: Path) -> None:
+    model = load_model(here / "target").model
+    said = [3, 5, 8, 20, 40, 41]
+    write = stages.engine_writer(said, model.spec.vocab_size)
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    text = write(model, prompts, 9, 0)
+    assert text.shape == (2, 12) and text[:, :3].equal(prompts)
+    assert set(text[:, 3:].flatten().tolist()) <= set(said)
+    assert write(model, prompts, 9, 0).equal(text) and not write(model, prompts, 9, 100).equal(text)
+    assert isinstance(DraftModel(model), DraftModel)
