@@ -214,7 +214,11 @@ class DraftModel:
     def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
         """n drafts each, chosen on the device and read from there by the next pass, so that the host waits once, at
         the end; None where that is not possible (no kernels, a long text to catch up on, drafts that are drawn)."""
-        if self.vocab_ids is not None or self.vocab_size != self.model.spec.vocab_size:
+        if (
+            not self.runner.fast
+            or self.vocab_ids is not None
+            or self.vocab_size != self.model.spec.vocab_size
+        ):
             return None
         if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
             return None
@@ -226,14 +230,19 @@ class DraftModel:
             for r, table, start in zip(requests, tables, starts, strict=True)
         ]
         samplings = [r.sampling for r in requests]
-        batch = Batch(spans, ids, range(len(ids)))
-        flight = self.runner.choose(batch, samplings) if n == 1 else self.runner.chain(batch, samplings, n)
+        flight = self.runner.choose(Batch(spans, ids, range(len(ids))), samplings)
         if flight is None:
             return None
+        flights = [flight]
+        for i in range(n - 1):
+            last_N = flights[0].last() if i == 0 and len(ids) > len(requests) else None
+            spans = [Span(t.blocks, len(r.tokens) + i, 1) for r, t in zip(requests, tables, strict=True)]
+            flights.append(self.runner.choose_next(spans, samplings, tokens=last_N))
         for request, start in zip(requests, starts, strict=True):
             self._kept[request.id].written += request.tokens[start:]
         self._note_read(requests)
-        return [Draft(found[-n:]) for found in flight.tokens()]
+        chosen = [f.tokens() for f in flights]  # the last one waits, for all of them
+        return [Draft([found[row][-1] for found in chosen]) for row in range(len(requests))]
 
     def _forget_wrong(self, requests: list[Request]) -> None:
         """Keep of what was written what the requests' tokens say, without the last: it is computed in any case."""
