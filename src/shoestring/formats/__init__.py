@@ -9,6 +9,7 @@ from shoestring.formats.convert import (
     pack,
     packed_state,
     prepare_packed,
+    serve,
     unpack,
 )
 from shoestring.formats.dense import Dense
@@ -45,5 +46,6 @@ __all__ = [
     "packed_state",
     "parse_format",
     "prepare_packed",
+    "serve",
     "unpack",
 ]

@@ -112,6 +112,16 @@ class Format:
         return self
 
     # -- use -------------------------------------------------------------------------------------------------
+    def serving_parts(self, parts: Parts) -> Parts:
+        """The same weight in the order that a kernel on the parts' device reads; the parts themselves where
+        there is none. `linear` takes either.
+        """
+        return parts
+
+    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        """The inverse of serving_parts, bit for bit, for a (local) weight of `shape`."""
+        return parts
+
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.fake(w, state), bias)
 

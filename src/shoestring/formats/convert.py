@@ -302,6 +302,14 @@ def keep_decoded(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Non
         module.keep_decoded(dtype)
 
 
+def serve(model: nn.Module) -> list[str]:
+    """Lay packed weights out for the kernels of their device, in place; the names of those that have one.
+
+    `load_model` does this on a GPU. Values, state_dict and memory stay what they were.
+    """
+    return [name for name, module in format_linears(model) if module.serve()]
+
+
 def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
     """Packed layers become dense ones with the weights they stood for, in place; returns their names."""
     names = []

@@ -43,6 +43,8 @@ from shoestring.formats.groups import (
     storable_scale,
 )
 from shoestring.formats.rounding import to_dtype
+from shoestring.formats.serving import apply_parts, chunk_layout, from_chunks, to_chunks
+from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.packing import pack_bits, packed_width, unpack_bits
 
 
@@ -211,6 +213,23 @@ class FloatAsym(Format):
         sides = straight_through(state["scale"], scale)
         side = torch.where(positive, sides[..., :1], sides[..., -1:])
         return on_learned_grid(w, self.levels(codes, scale, table), side, ends * side.detach() * 0.5)
+
+    def layout(self, width: int) -> Layout:
+        return chunk_layout(self.bits, group_width(width, self.group), self.scales, True, self.scale_dtype)
+
+    def serving_parts(self, parts: Parts) -> Parts:
+        chunks = to_chunks(parts, self.layout(parts["codes"].shape[1] * 8 // self.bits))
+        return parts if chunks is None else {"chunks": chunks, "table": parts["table"]}
+
+    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        if "chunks" not in parts:
+            return parts
+        stored = from_chunks(parts["chunks"], self.layout(shape[1]), shape, self.group, self.scale_dtype)
+        return {**stored, "table": parts["table"]}
+
+    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+        y = apply_parts(x, parts, bias, self.layout(x.shape[-1]))
+        return super().linear(x, parts, bias) if y is None else y
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         rows, width = shape

@@ -42,6 +42,8 @@ from shoestring.formats.groups import (
     storable_scale,
 )
 from shoestring.formats.rounding import to_dtype
+from shoestring.formats.serving import apply_parts, chunk_layout, from_chunks, to_chunks
+from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.packing import pack_bits, packed_width, unpack_bits
 
 
@@ -163,6 +165,22 @@ class IntAsym(Format):
         trained_scale = straight_through(state["scale"].unsqueeze(-1), scale)
         trained_zero = straight_through(state["zero"].unsqueeze(-1), zero)
         return on_learned_grid(w, level, trained_scale, scale * 0.5, trained_zero)
+
+    def layout(self, width: int) -> Layout:
+        return chunk_layout(self.bits, group_width(width, self.group), 1, False, self.scale_dtype)
+
+    def serving_parts(self, parts: Parts) -> Parts:
+        chunks = to_chunks(parts, self.layout(parts["codes"].shape[1] * 8 // self.bits))
+        return parts if chunks is None else {"chunks": chunks}
+
+    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        if "chunks" not in parts:
+            return parts
+        return from_chunks(parts["chunks"], self.layout(shape[1]), shape, self.group, self.scale_dtype)
+
+    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+        y = apply_parts(x, parts, bias, self.layout(x.shape[-1]))
+        return super().linear(x, parts, bias) if y is None else y
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         rows, width = shape

@@ -13,6 +13,7 @@ same way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class FormatLinear(nn.Linear):
     defer_bias: bool
     decoded: Tensor | None
     resting: Format | None
+    serving_names: tuple[str, ...]
+    cuts: dict[str, Cut]
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class FormatLinear(nn.Linear):
         self.defer_bias = False
         self.decoded = None  # see keep_decoded
         self.resting = None
+        self.serving_names = ()  # see serve
+        self.cuts = {}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,7 +95,14 @@ class FormatLinear(nn.Linear):
         return {n: t for n, t in held.items() if isinstance(t, nn.Parameter) and t.requires_grad}
 
     def parts(self) -> Parts:
-        return {n: local(getattr(self, f"weight_{n}")) for n in self.part_names}
+        """The stored parts of a packed weight (this rank's, when it is sharded), however they are held."""
+        if not self.serving_names:
+            return self.operands()
+        return self.format.stored_parts(self.operands(), self._local_shape())
+
+    def operands(self) -> Parts:
+        """What `format.linear` multiplies with: the parts as they are held (see serve)."""
+        return {n: local(getattr(self, f"weight_{n}")) for n in self.serving_names or self.part_names}
 
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight the forward multiplies with, in `dtype`."""
@@ -105,7 +117,7 @@ class FormatLinear(nn.Linear):
         if self.decoded is not None and self.decoded.dtype == dtype:
             return F.linear(x, self.decoded, bias)
         if self.packed:
-            return self.format.linear(x, self.parts(), bias)
+            return self.format.linear(x, self.operands(), bias)
         return self.format.train_linear(x, cast_weight(local(self.weight), dtype), self.format_state(), bias)
 
     # -- changing the Format ---------------------------------------------------------------------------------
@@ -183,6 +195,7 @@ class FormatLinear(nn.Linear):
     def prepare_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
         """Become a packed module with uninitialised parts, for load_state_dict to fill."""
         format.check(self.shape)
+        self.stop_serving()
         with torch.device(next(iter(self._held().values())).device if self.packed else self.weight.device):
             parts = format.empty_parts(self.shape, dtype)
         self._drop(self.state_names)
@@ -194,8 +207,52 @@ class FormatLinear(nn.Linear):
         if self.packed:
             self.decoded = self.format.decode(self.parts(), dtype)
 
+    def serve(self) -> bool:
+        """Hold a packed weight in the order its kernel reads, instead of the stored one: same numbers, same
+        memory. Saving, exporting and moving go through the stored parts as before. False where there is no
+        kernel.
+        """
+        if not self.packed or self.serving_names:
+            return self.packed and bool(self.serving_names)
+        parts = self.parts()
+        operands = self.format.serving_parts(parts)
+        if operands is parts:
+            return False
+        held: dict[str, Any] = {**self._held()}
+        self.cuts = {
+            n: Cut(t.device_mesh, t.placements, t.shape) for n, t in held.items() if hasattr(t, "placements")
+        }
+        self._drop(self.part_names)
+        for name, t in operands.items():
+            self.register_buffer(f"weight_{name}", t, persistent=False)
+        self.serving_names, self.decoded = tuple(operands), None
+        return True
+
+    def stop_serving(self) -> bool:
+        """Undo `serve`; whether there was something to undo."""
+        if not self.serving_names:
+            return False
+        parts = self.parts()
+        self._drop(self.serving_names)
+        for name, part in parts.items():
+            cut = self.cuts.get(name)
+            self.register_buffer(f"weight_{name}", part if cut is None else like_shard(part, cut, cut.shape))
+        self.serving_names, self.cuts = (), {}
+        return True
+
+    def _local_shape(self) -> tuple[int, int]:
+        """[out, in] of what this rank holds."""
+        rows, width = self.shape
+        cut = next((c for n, c in self.cuts.items() if n not in self.format.whole_parts), None)
+        for axis, placement in enumerate(() if cut is None else cut.placements):
+            if cut is not None and placement.is_shard():
+                ranks = cut.device_mesh.size(axis)
+                rows, width = (rows // ranks, width) if placement.dim == 0 else (rows, width // ranks)
+        return rows, width
+
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         """A dense weight again: what the packed module multiplied with, in `dtype`."""
+        self.stop_serving()
         weight = self.effective_weight(dtype)
         any_part = next(t for n, t in self._held().items() if n not in self.format.whole_parts)
         self._drop(self.part_names)
@@ -222,6 +279,7 @@ class FormatLinear(nn.Linear):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FormatLinear:
         # model.to(torch.bfloat16) is about weights and activations; a table or scale in another dtype is
         # another weight. They follow to another device, never to another dtype.
+        served = self.stop_serving()
         names = (f"weight_{n}" for n in self.part_names + self.state_names)
         kept = {n: getattr(self, n).detach() for n in names}  # detached: a Parameter changes in place
         self.decoded = None  # of the old device or dtype
@@ -234,17 +292,40 @@ class FormatLinear(nn.Linear):
                     new.data = restored  # the same Parameter: optimizers hold it
                 else:
                     setattr(self, name, restored)
+        if served:
+            self.serve()  # where the new device has a kernel
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.decoded = None
+        served = self.stop_serving()
         super()._load_from_state_dict(*args, **kwargs)
+        if served:
+            self.serve()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.serving_names:
+            for name, part in self.parts().items():
+                cut = self.cuts.get(name)
+                destination[f"{prefix}weight_{name}"] = (
+                    part if cut is None else like_shard(part, cut, cut.shape)
+                )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.label}{', packed' if self.packed else ''}"
 
 
 # -- sharded weights -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Cut:
+    """How a part was sharded before it was laid out for serving."""
+
+    device_mesh: Any
+    placements: Any
+    shape: torch.Size
+
+
 def full(t: Tensor) -> Tensor:
     """The logical tensor, gathered when it is sharded."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t

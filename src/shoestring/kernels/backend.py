@@ -18,7 +18,7 @@ from torch import Tensor
 
 def triton_usable(t: Tensor) -> bool:
     if t.is_cuda:
-        return _has_triton() or _fall_back("triton is not installed (pip install 'shoestring[gpu]')")
+        return _has_triton() or fall_back("triton is not installed (pip install 'shoestring[gpu]')")
     # The interpreter's bf16 dot is wrong and fp64 is not supported by every kernel: fp16 and fp32 only.
     return interpreting() and _has_triton() and t.dtype in (torch.float16, torch.float32)
 
@@ -33,7 +33,7 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _fall_back(reason: str) -> bool:
+def fall_back(reason: str) -> bool:
     if os.environ.get("SHOESTRING_STRICT") == "1":
         raise RuntimeError(f"SHOESTRING_STRICT=1 and a kernel cannot run: {reason}")
     warnings.warn(f"using the plain torch reference instead of a kernel: {reason}", stacklevel=3)

@@ -63,6 +63,10 @@ def load_model(
         prepare_packed(model, source.formats, source.packed_dtype)
     model.to_empty(device=device)
     _fill(model, source)
+    if source.formats and device.type == "cuda":
+        from shoestring.formats import serve
+
+        serve(model)
     model.compute_dtype = dtype
     tokenizer = source.tokenizer()
     if tokenizer is not None and tokenizer.vocab_size > source.spec.vocab_size:

@@ -1,0 +1,80 @@
+"""Stored parts <-> the order that the low-bit kernels read; shared by IntAsym and FloatAsym.
+
+Serving parts are `chunks` (kernels/lowbit_layout.py) and, for tables, `table`. They hold the same numbers as the
+stored parts, and `stored_parts` gives those back bit for bit, so a served model saves, exports and moves as before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoestring.formats.base import Parts
+from shoestring.formats.groups import SCALE_DTYPES, group_width
+from shoestring.kernels.lowbit import (
+    chunks_usable,
+    decode_chunks,
+    lowbit_linear,
+    lowbit_parts_linear,
+    parts_usable,
+)
+from shoestring.kernels.lowbit_layout import (
+    CHUNK_ROWS,
+    Layout,
+    chunk_group,
+    pack_chunks,
+    unpack_chunks,
+)
+from shoestring.kernels.packing import pack_bits, unpack_bits
+
+
+def chunk_layout(bits: int, group: int, scales: int, table: bool, scale_dtype: str) -> Layout:
+    return Layout(bits, chunk_group(group), table, scales, scale_dtype == "bfloat16")
+
+
+def to_chunks(parts: Parts, layout: Layout) -> Tensor | None:
+    """The chunks of stored parts, or None where no kernel would read them."""
+    rows = parts["codes"].shape[0]
+    if not chunks_usable(parts["codes"]) or rows % CHUNK_ROWS or layout.bits > 4 or not layout.group:
+        return None
+    return lay_out(parts, layout)
+
+
+def lay_out(parts: Parts, layout: Layout) -> Tensor:
+    scale = parts["scale"].view(torch.int16)
+    if layout.table:
+        low, high = scale[..., 0], scale[..., -1]
+    else:
+        low, high = scale, parts["zero"].to(torch.int16)
+    return pack_chunks(unpack_bits(parts["codes"], layout.bits), low, high, layout)
+
+
+def from_chunks(
+    chunks: Tensor, layout: Layout, shape: tuple[int, int], group: int, scale_dtype: str
+) -> Parts:
+    """codes, scale and zero (integers) as they were stored; `group` is the Format's."""
+    codes, low, high = unpack_chunks(chunks, layout, shape)
+    every = group_width(shape[1], group) // layout.group
+    low, high = (t[:, ::every].contiguous() for t in (low, high))
+    as_scale = SCALE_DTYPES[scale_dtype]
+    parts = {"codes": pack_bits(codes.contiguous(), layout.bits)}
+    if layout.table:
+        scale = torch.stack([low, high], dim=-1)[..., : layout.scales].contiguous()
+        return {**parts, "scale": scale.view(as_scale)}
+    return {**parts, "scale": low.view(as_scale), "zero": high.to(torch.uint8)}
+
+
+def apply_parts(x: Tensor, parts: Parts, bias: Tensor | None, layout: Layout) -> Tensor | None:
+    """x times the weight of serving or stored parts, or None where there is no kernel for them."""
+    table = parts.get("table")
+    if "chunks" in parts:
+        return lowbit_linear(x, parts["chunks"], table, bias, layout)
+    if layout.bits <= 4 and parts_usable(x):
+        return lowbit_parts_linear(
+            x, parts["codes"], parts["scale"], parts.get("zero"), table, bias, layout.bits
+        )
+    return None
+
+
+def decode_served(parts: Parts, layout: Layout, width: int, dtype: torch.dtype) -> Tensor:
+    return decode_chunks(parts["chunks"], parts.get("table"), layout, width, dtype)

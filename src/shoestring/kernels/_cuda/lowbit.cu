@@ -1,0 +1,483 @@
+// y[M, N] = x[M, K] @ w[N, K]^T for few rows M and weights of 2, 3 or 4 bits, on sm_90 and later.
+//
+// Weights are the A operand of mma.m16n8k16 (16 output rows x 16 k), activations the B operand, so 8 activation
+// rows cost one instruction. The weights lie in memory as "chunks" of 16 rows x 128 k (kernels/lowbit_layout.py):
+// the words of a lane hold that lane's own fragments, and the chunk ends with its scales, so a chunk is one bulk
+// copy and decoding needs no shuffle.
+//
+//  - every warp streams its row tiles straight into registers, DEPTH chunks ahead; nothing but x passes through
+//    shared memory, and the main loop has no barrier while one panel of x holds all inputs of the block.
+//  - integers become floats with one LOP3 per pair (a mask and a magic exponent); tables are read two weights at a
+//    time from a shared-memory table with one copy per bank.
+//  - the inputs are split over `k_warps` warps of a block and over the blocks of a cluster; partial sums meet in
+//    (distributed) shared memory and are added in a fixed order: the result does not depend on timing.
+//  - the grid may start while its predecessor drains (programmatic dependent launch): weights are fetched first,
+//    x only after griddepcontrol.wait.
+//
+// `lowbit_dense` writes the decoded weight, rounded once from fp32: bit for bit what the Format decodes to.
+//
+// Macros given by the caller:
+//   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
+//   HALF 0 bf16, 1 fp16 activations   SBF16 1: scales are bf16, 0: fp16   GROUP 32,64,128   MT tiles of 8 rows
+//   R row tiles a warp   DEPTH chunks in flight   WARPS most warps a block   BLOCKS blocks an SM, at least
+//   MODE 0: scale the sum of a group; zero points and signs through a second product (least arithmetic)
+//        1: subtract the zero point from each weight; scale the sum of a group (integers only)
+//        2: scale each weight (least registers; for many rows)
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#define NG (128 / GROUP)             // scale sets of a chunk
+#define SPG (8 / NG)                 // steps of 16 k in a group
+#define NW (2 * BITS)                // words of a lane
+#define CODES (256 * BITS)           // bytes of codes in a chunk
+#define CHUNK (CODES + 64 * NG)
+#define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
+#define MAGIC (MAGIC16 | MAGIC16 << 16)
+#define BASE (HALF ? 1024.f : 128.f)
+// Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
+#define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : BITS == 3 ? 8 : 4)
+#define LUT_BYTES (TABLE ? (128 << (2 * BITS)) : 0)
+#define INLINE __device__ __forceinline__
+
+extern __shared__ __align__(1024) char smem[];
+
+INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- memory --------------------------------------------------------------------------------------------------
+INLINE void copy_async(u32 to, const void* from, bool inside) {  // 16 bytes, zeros where there is nothing
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+INLINE uint4 stream16(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+INLINE uint2 stream8(const void* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+INLINE u32 stream4(const void* p) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// ---- arithmetic ----------------------------------------------------------------------------------------------
+INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+#endif
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+INLINE void load_x(u32* f, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
+}
+INLINE u32 field(u32 w, u32 mask) { return (w & mask) | MAGIC; }
+#if HALF
+#define PAIR "f16x2"
+#else
+#define PAIR "bf16x2"
+#endif
+INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+INLINE u32 relu2(u32 a) { u32 d; asm("max." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0u)); return d; }
+INLINE u32 mul_relu2(u32 a, u32 b) {
+    u32 d; asm("fma.rn.relu." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0u)); return d;
+}
+INLINE float half_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
+INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
+INLINE u16 narrow(float f) {
+    u16 h;
+#if HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+#endif
+    return h;
+}
+INLINE float widen(u16 h) {
+#if HALF
+    return half_float(h);
+#else
+    return __uint_as_float((u32)h << 16);
+#endif
+}
+INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
+INLINE u32 both_narrow(float f) { return both(narrow(f)); }
+
+// ---- codes to pairs of floats --------------------------------------------------------------------------------
+// a[i] of step j: row (i & 1 ? g + 8 : g), k = 16 j + 2 t + (i & 2 ? 8 : 0) and the next; g = lane / 4, t = lane % 4.
+INLINE void load_words(u32* w, const char* chunk, const int lane) {
+    uint4 v = stream16(chunk + lane * 16);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+#if BITS == 4
+    v = stream16(chunk + 512 + lane * 16);
+    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
+#elif BITS == 3
+    uint2 u = stream8(chunk + 512 + lane * 8);
+    w[4] = u.x, w[5] = u.y;
+#endif
+}
+#if !TABLE
+INLINE void decode(u32* a, const u32* w, const int j) {
+#if BITS == 4
+    u32 v = w[j];
+#if HALF
+    a[0] = field(v, 0x000f000f), a[1] = field(v, 0x00f000f0);
+    a[2] = field(v >> 8, 0x000f000f), a[3] = field(v >> 8, 0x00f000f0);
+#else
+    a[0] = field(v, 0x000f000f), a[1] = field(v >> 4, 0x000f000f);
+    a[2] = field(v >> 8, 0x000f000f), a[3] = field(v >> 12, 0x000f000f);
+#endif
+#elif BITS == 2
+    u32 v = w[j / 2], s = j % 2 * 8;
+    a[0] = field(v >> s, 0x00030003), a[1] = field(v >> s, 0x000c000c);
+    a[2] = field(v >> (s + 4), 0x00030003), a[3] = field(v >> (s + 4), 0x000c000c);
+#else
+    // Five fields of 3 bits fill 15 bits of a half word: at 0, 3, 6, 9 and 12. Rows 0..7 take fields read at bit 0,
+    // rows 8..15 fields read at bit 3; the two that are left over are spread over the top bits.
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int s = 2 * j + i;
+        u32 lo, hi;
+        if (s < 9) lo = field(w[s / 3] >> (s % 3 * 6), 0x00070007);
+        else if (s == 9) lo = (w[0] >> 15 & 0x00010001) | (w[1] >> 14 & 0x00020002) | (w[2] >> 13 & 0x00040004) | MAGIC;
+        else lo = field(w[3 + (s - 10) / 2] >> ((s - 10) % 2 * 6), 0x00070007);
+        if (s < 6) hi = field(w[s / 2] >> (s % 2 * 6), 0x00380038);
+        else if (s == 15) hi = (w[3] >> 12 & 0x00080008) | (w[4] >> 11 & 0x00100010) | (w[5] >> 10 & 0x00200020) | MAGIC;
+        else hi = field(w[3 + (s - 6) / 3] >> ((s - 6) % 3 == 2 ? 9 : (s - 6) % 3 * 6), 0x00380038);
+        a[2 * i] = lo, a[2 * i + 1] = hi;
+    }
+#endif
+}
+#else
+// A pair of codes is an index of 2*BITS bits, read at bit 7: times 128 bytes, the distance of entries.
+#define INDEX_MASK (((1u << (2 * BITS)) - 1) << 7)
+INLINE u32 rotate(u32 w, const int right) { return __funnelshift_r(w, w, right & 31); }
+INLINE u32 pair_index(const u32* w, const int p) {
+    u32 v;
+#if BITS == 4
+    v = rotate(w[p / 4], p % 4 * 8);
+#elif BITS == 2
+    v = rotate(w[p / 8], p % 8 * 4);
+#else
+    if (p < 30) v = rotate(w[p / 5], p % 5 * 6);
+    else {
+        const int b = (p - 30) * 3;
+        v = (w[b] << 2 & 0x180) | (w[b + 1] << 4 & 0x600) | (w[b + 2] << 6 & 0x1800);
+    }
+#endif
+    return v & INDEX_MASK;
+}
+INLINE void decode(u32* a, const u32* w, const int j, const char* lut) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = *(const u32*)(lut + pair_index(w, 4 * j + i));
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
+    const char* __restrict__ W, const u16* __restrict__ X, u16* __restrict__ Y, const float* __restrict__ table,
+    const u16* __restrict__ bias, int N, int K, int M, int pitch_x, int tiles, int chunks, int k_warps, int panel) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int row_warps = (blockDim.x >> 5) / k_warps, row_warp = warp % row_warps, k_warp = warp / row_warps;
+    const int block_tiles = row_warps * R, tile0 = blockIdx.y * block_tiles;
+    u32 rank, ranks;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+    const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
+    const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
+
+    // ---- weights: the chunks first + k_warp + n * k_warps of each tile, DEPTH of them ahead ------------------------
+    u32 w[DEPTH][R][NW], grid[DEPTH][R][NG][2];
+    const char* from[R];
+    #pragma unroll
+    for (int r = 0; r < R; r++)  // a tile past the end reads the last one and writes nothing
+        from[r] = W + ((u64)min(tile0 + row_warp * R + r, tiles - 1) * chunks + first + k_warp) * CHUNK;
+    const int mine = count > k_warp ? (count - k_warp + k_warps - 1) / k_warps : 0;
+    auto fetch = [&](const int slot, const int n) {
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            const char* chunk = from[r] + (u64)n * k_warps * CHUNK;
+            load_words(w[slot][r], chunk, lane);
+            #pragma unroll
+            for (int q = 0; q < NG; q++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) grid[slot][r][q][h] = stream4(chunk + CODES + q * 64 + g * 4 + h * 32);
+        }
+    };
+    #pragma unroll
+    for (int p = 0; p < DEPTH; p++)
+        if (p < mine) fetch(p, p);
+    asm volatile("griddepcontrol.launch_dependents;");
+
+#if TABLE
+    for (int e = warp; e < 1 << (2 * BITS); e += blockDim.x >> 5)
+        *(u32*)(smem + e * 128 + lane * 4) = narrow(table[e & ((1 << BITS) - 1)]) | (u32)narrow(table[e >> BITS]) << 16;
+    const char* lane_lut = smem + lane * 4;
+#endif
+
+    // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
+    char* const x_smem = smem + LUT_BYTES;
+    const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
+    const int panels = (count + panel - 1) / panel;
+    auto fetch_x = [&](const int n) {
+        const u32 to = shared_address(x_smem) + (n & 1) * M * x_pitch;
+        const int k0 = (first + n * panel) * 128, pieces = min(panel, count - n * panel) * 16;
+        for (int e = threadIdx.x; e < M * pieces; e += blockDim.x) {
+            const int m = e / pieces, piece = e - m * pieces, k = k0 + piece * 8;
+            copy_async(to + m * x_pitch + piece * 16, X + (u64)m * pitch_x + min(k, K - 8), k < K);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    fetch_x(0);
+
+    float acc[R][MT][4];
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
+    u32 x_row[MT];  // this lane's address for ldmatrix; rows past M repeat the last
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
+
+    auto consume = [&](const int slot, const u32 x_at) {
+        #pragma unroll
+        for (int q = 0; q < NG; q++) {
+#if MODE != 2
+            float c[R][MT][4];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) c[r][m][e] = 0.f;
+#endif
+#if MODE == 0 && (!TABLE || TWO)
+            // integers: one sum of x for all tiles; two scales: the positive part of each tile
+            float c2[TABLE ? R : 1][MT][4];
+            #pragma unroll
+            for (int r = 0; r < (TABLE ? R : 1); r++)
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) c2[r][m][e] = 0.f;
+            const u32 one = HALF ? 0x3c003c00u : 0x3f803f80u, ones[4] = {one, one, one, one};
+#endif
+#if !TABLE && MODE != 0
+            u32 zero[R][2];
+            #pragma unroll
+            for (int r = 0; r < R; r++) {
+                zero[r][0] = both((grid[slot][r][q][0] >> 16) + MAGIC16);
+                zero[r][1] = both((grid[slot][r][q][1] >> 16) * RS + MAGIC16);
+            }
+#endif
+#if MODE == 2
+            u32 up[R][2], down[R][2];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    up[r][h] = both_narrow(scale_float(grid[slot][r][q][h]));
+                    down[r][h] = TWO ? both_narrow(-scale_float(grid[slot][r][q][h] >> 16)) : 0;
+                }
+#endif
+            #pragma unroll
+            for (int jj = 0; jj < SPG / 2; jj++) {
+                const int j2 = q * (SPG / 2) + jj;
+                u32 x[MT][4];
+                #pragma unroll
+                for (int m = 0; m < MT; m++) load_x(x[m], x_row[m] + x_at + j2 * 64);
+                #pragma unroll
+                for (int b = 0; b < 2; b++) {
+#if MODE == 0 && !TABLE
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++) mma(c2[0][m], ones, x[m][2 * b], x[m][2 * b + 1]);
+#endif
+                    #pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        u32 a[4];
+#if TABLE
+                        decode(a, w[slot][r], 2 * j2 + b, lane_lut);
+#else
+                        decode(a, w[slot][r], 2 * j2 + b);
+#if MODE != 0
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++) a[e] = sub2(a[e], zero[r][e & 1]);
+#endif
+#endif
+#if MODE == 2
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            // one of the two products is 0, so their difference is exact
+                            a[e] = TWO ? sub2(mul_relu2(a[e], up[r][e & 1]), mul_relu2(a[e], down[r][e & 1]))
+                                       : mul2(a[e], up[r][e & 1]);
+                        #pragma unroll
+                        for (int m = 0; m < MT; m++) mma(acc[r][m], a, x[m][2 * b], x[m][2 * b + 1]);
+#else
+                        #pragma unroll
+                        for (int m = 0; m < MT; m++) mma(c[r][m], a, x[m][2 * b], x[m][2 * b + 1]);
+#if TWO
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++) a[e] = relu2(a[e]);
+                        #pragma unroll
+                        for (int m = 0; m < MT; m++) mma(c2[r][m], a, x[m][2 * b], x[m][2 * b + 1]);
+#endif
+#endif
+                    }
+                }
+            }
+#if MODE != 2
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 bits = grid[slot][r][q][h];
+                    const float up = scale_float(bits);
+#if MODE == 0 && !TABLE
+                    const float offset = BASE + (float)((bits >> 16) * (h ? RS : 1));
+#elif TWO
+                    const float down = scale_float(bits >> 16), more = up - down;
+#endif
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        #pragma unroll
+                        for (int e = 2 * h; e < 2 * h + 2; e++) {
+#if MODE == 0 && !TABLE
+                            acc[r][m][e] += up * (c[r][m][e] - offset * c2[0][m][e]);
+#elif TWO
+                            acc[r][m][e] += down * c[r][m][e] + more * c2[r][m][e];
+#else
+                            acc[r][m][e] += up * c[r][m][e];
+#endif
+                        }
+                }
+#endif
+        }
+    };
+
+    const int per_panel = panel / k_warps;  // chunks of this warp in a panel: a multiple of DEPTH
+    for (int n = 0, i = 0; n < panels; n++) {
+        if (n + 1 < panels) fetch_x(n + 1);
+        if (n + 1 < panels) asm volatile("cp.async.wait_group 1;" ::: "memory");
+        else asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+        const u32 half = (n & 1) * M * x_pitch;
+        for (int k = 0; k < per_panel && i < mine; k += DEPTH) {
+            #pragma unroll
+            for (int p = 0; p < DEPTH; p++, i++) {
+                if (i >= mine) break;
+                consume(p, half + (k + p) * k_warps * 256);
+                if (i + DEPTH < mine) fetch(p, i + DEPTH);
+            }
+        }
+        if (n + 1 < panels) __syncthreads();  // the next fetch overwrites this panel
+    }
+
+    // ---- sum over warps and cluster, in order --------------------------------------------------------------------
+    __syncthreads();
+    float* part = (float*)x_smem;
+    const int rows = block_tiles * 16, pitch = rows + 4;
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int col = m * 8 + t * 2 + (e & 1), row = (row_warp * R + r) * 16 + g + (e & 2 ? 8 : 0);
+                if (col < M) part[(k_warp * M + col) * pitch + row] = acc[r][m][e] * (e & 2 ? 1.f / RS : 1.f);
+            }
+    if (ranks > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    else __syncthreads();
+    const int row0 = tile0 * 16;
+    for (int e = rank * blockDim.x + threadIdx.x; e < M * rows; e += ranks * blockDim.x) {
+        const int col = e / rows, row = e - col * rows;
+        if (row0 + row >= N) continue;
+        float sum = 0.f;
+        for (int p = 0; p < ranks; p++)
+            for (int k = 0; k < k_warps; k++) {
+                const float* here = part + (k * M + col) * pitch + row;
+                float v;
+                if (ranks == 1) v = *here;
+                else {
+                    u32 there;
+                    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(p));
+                    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+                }
+                sum += v;
+            }
+        if (bias) sum += widen(bias[row0 + row]);
+        Y[(u64)col * N + row0 + row] = narrow(sum);
+    }
+    if (ranks > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// ---- the whole weight, decoded ---------------------------------------------------------------------------------
+// A warp takes one chunk at a time; its 16 x 128 values meet in shared memory and leave as rows of 256 bytes.
+#define DENSE_WARPS 8
+extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) lowbit_dense(
+    const char* __restrict__ W, u16* __restrict__ D, const float* __restrict__ table, int K, int first_tile, int chunks,
+    int total) {
+    __shared__ __align__(16) u32 tile[DENSE_WARPS][16][68];  // 68: rows four banks apart, 16-byte aligned
+    __shared__ float levels[TABLE ? 1 << BITS : 1][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+#if TABLE
+    for (int e = warp; e < 1 << BITS; e += DENSE_WARPS) levels[e][lane] = table[e];
+    __syncthreads();
+#endif
+    for (int n = blockIdx.x * DENSE_WARPS + warp; n < total; n += gridDim.x * DENSE_WARPS) {
+        const int row_tile = n / chunks, c = n % chunks;
+        const char* chunk = W + ((u64)(first_tile + row_tile) * chunks + c) * CHUNK;
+        u32 w[NW];
+        load_words(w, chunk, lane);
+        #pragma unroll
+        for (int q = 0; q < NG; q++) {
+            float up[2], down[2];
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 grid = *(const u32*)(chunk + CODES + q * 64 + g * 4 + h * 32);
+                up[h] = scale_float(grid);
+                down[h] = TABLE ? scale_float(grid >> 16) : -(float)(grid >> 16);
+            }
+            #pragma unroll
+            for (int j = q * SPG; j < (q + 1) * SPG; j++) {
+#if !TABLE
+                u32 a[4];
+                decode(a, w, j);
+#endif
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int h = i & 1;
+                    float v[2];
+#if TABLE
+                    const u32 pair = pair_index(w, 4 * j + i) >> 7;
+                    v[0] = levels[pair & ((1 << BITS) - 1)][lane], v[1] = levels[pair >> BITS][lane];
+                    v[0] *= v[0] > 0 ? up[h] : down[h], v[1] *= v[1] > 0 ? up[h] : down[h];
+#else
+                    const int rs = h ? RS : 1;
+                    v[0] = ((float)((a[i] & 0xff) / rs) + down[h]) * up[h];
+                    v[1] = ((float)((a[i] >> 16 & 0xff) / rs) + down[h]) * up[h];
+#endif
+                    tile[warp][g + 8 * h][j * 8 + t + (i & 2 ? 4 : 0)] = narrow(v[0]) | (u32)narrow(v[1]) << 16;
+                }
+            }
+        }
+        __syncwarp();
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int row = 2 * i + lane / 16, word = lane % 16 * 4, k = c * 128 + word * 2;
+            if (k < K) *(uint4*)(D + (u64)(row_tile * 16 + row) * K + k) = *(const uint4*)&tile[warp][row][word];
+        }
+        __syncwarp();
+    }
+}

@@ -1,0 +1,342 @@
+"""Weights of 2, 3 or 4 bits times activations: y = x w^T + b, without a dense weight in memory.
+
+    integers    w = (q - zero) * scale           tables    w = T[q] * (scale of T[q]'s sign)
+
+Three ways to the same result (within the rounding of x's dtype; tests and bench hold each to twice the error of
+`F.linear` on the decoded weight):
+
+    chunks   CUDA C++ through NVRTC (sm_90 and later), weights in the order of kernels/lowbit_layout.py. Up to
+             MOST_ROWS rows one kernel streams the weights through the tensor cores (_cuda/lowbit.cu); above that the
+             weight is decoded into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
+    parts    Triton, from the stored parts as they are: where NVRTC or the GPU is not up to it. Up to MOST_ROWS rows.
+    plain    decode and F.linear: everything else, and the definition.
+
+Which warps, tiles and splits the CUDA kernel runs with is a table by number of rows and shape (`choose_plan`), and
+SHOESTRING_LOWBIT_PLAN='{"k_warps": 8, ...}' overrides it. A plan never changes what is computed beyond the order of
+summation; for one plan the result is the same bit for bit at every run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.kernels.backend import fall_back, interpreting, triton_usable
+from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, unpack_chunks
+
+MOST_ROWS = 64
+SHARED_LIMIT = 227 * 1024 - 1024  # what a block may ask for on sm_90, less what the system keeps
+SOURCE = Path(__file__).parent / "_cuda" / "lowbit.cu"
+
+
+# -- the definition ------------------------------------------------------------------------------------------
+def decode_chunks_ref(chunks: Tensor, table: Tensor | None, layout: Layout, width: int) -> Tensor:
+    """fp32 weight [out, width] that `chunks` stand for, in plain torch."""
+    codes, low, high = unpack_chunks(chunks, layout, (chunks.shape[0] * CHUNK_ROWS, width))
+    as_scale = torch.bfloat16 if layout.bf16_scale else torch.float16
+    up = low.contiguous().view(as_scale).float().unsqueeze(-1)
+    codes = codes.unflatten(-1, (-1, layout.group))
+    if table is None:
+        return ((codes.float() - high.float().unsqueeze(-1)) * up).flatten(-2)
+    down = high.contiguous().view(as_scale).float().unsqueeze(-1)
+    level = table.index_select(0, codes.flatten().int()).view(codes.shape)
+    return (level * torch.where(level > 0, up, down)).flatten(-2)
+
+
+def lowbit_linear_ref(
+    x: Tensor, chunks: Tensor, table: Tensor | None, bias: Tensor | None, layout: Layout
+) -> Tensor:
+    """`x` [..., in] times the weight, decoded in fp32 and rounded once to x's dtype."""
+    return F.linear(x, decode_chunks_ref(chunks, table, layout, x.shape[-1]).to(x.dtype), bias)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# -- choosing ------------------------------------------------------------------------------------------------
+@functools.cache
+def _cuda_usable(device: int) -> bool:
+    from shoestring.kernels.nvrtc import NvrtcError, driver_library, nvrtc_library
+
+    if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        nvrtc_library(), driver_library()
+    except NvrtcError as error:
+        return fall_back(str(error))
+    return True
+
+
+def chunks_usable(t: Tensor) -> bool:
+    """Whether weights on t's device are worth laying out in chunks."""
+    return t.is_cuda and _cuda_usable(t.device.index or 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the few-row kernel runs: `row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth`
+    chunks in flight; K also split over a cluster of `split` blocks; x in panels of at most `x_kib` KiB; `mode` as
+    in _cuda/lowbit.cu."""
+
+    row_warps: int
+    k_warps: int
+    tiles: int
+    depth: int
+    split: int
+    mode: int
+    x_kib: int = 100
+
+    @property
+    def warps(self) -> int:
+        return self.row_warps * self.k_warps
+
+    def memory(self, layout: Layout, rows: int, chunks: int) -> tuple[int, int]:
+        """(chunks in a panel of x, bytes of shared memory)."""
+        lut = 128 << (2 * layout.bits) if layout.table else 0
+        unit = self.k_warps * self.depth
+        whole = ceil_div(ceil_div(chunks, self.split), unit) * unit
+        budget = self.x_kib * 1024 - lut
+        if rows * (whole * 256 + 16) <= budget:
+            panel, x_bytes = whole, rows * (whole * 256 + 16)
+        else:  # two panels in turn
+            panel = max(1, (budget // (2 * rows) - 16) // 256 // unit) * unit
+            x_bytes = 2 * rows * (panel * 256 + 16)
+        part = self.k_warps * rows * (self.row_warps * self.tiles * CHUNK_ROWS + 4) * 4
+        return panel, lut + max(x_bytes, part)
+
+
+@functools.cache
+def choose_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
+    """The plan for x [rows, width] and a weight [out, width]; it fits the shared memory of a block."""
+    given = os.environ.get("SHOESTRING_LOWBIT_PLAN")
+    plan = _measured_plan(layout, rows, out, width)
+    if given:
+        try:
+            plan = dataclasses.replace(plan, **json.loads(given))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"SHOESTRING_LOWBIT_PLAN={given!r} is not a plan ({error}): write some of "
+                f"{', '.join(f.name for f in dataclasses.fields(Plan))} as JSON."
+            ) from error
+    while plan.memory(layout, rows, ceil_div(width, CHUNK_WIDTH))[1] > SHARED_LIMIT:
+        if plan.k_warps > 1:
+            plan = dataclasses.replace(plan, k_warps=plan.k_warps // 2)
+        elif plan.depth > 1:
+            plan = dataclasses.replace(plan, depth=1)
+        else:
+            plan = dataclasses.replace(plan, row_warps=max(1, plan.row_warps // 2), x_kib=plan.x_kib * 3 // 4)
+    return plan
+
+
+def _measured_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
+    if rows <= 8:
+        return Plan(row_warps=2, k_warps=4, tiles=1, depth=4, split=1, mode=0)
+    if rows <= 16:
+        return Plan(row_warps=4, k_warps=2, tiles=1, depth=3, split=2, mode=2 if layout.table else 1)
+    return Plan(row_warps=8, k_warps=1, tiles=2 if rows > 32 else 1, depth=1, split=4, mode=2, x_kib=200)
+
+
+# -- the CUDA kernels ----------------------------------------------------------------------------------------
+@functools.cache
+def _source() -> str:
+    return SOURCE.read_text()
+
+
+def _macros(layout: Layout, dtype: torch.dtype, **more: int) -> dict[str, int]:
+    base = {"MT": 1, "R": 1, "DEPTH": 1, "WARPS": 8, "MODE": 0, "BLOCKS": 1}
+    return {
+        "BITS": layout.bits,
+        "TABLE": int(layout.table),
+        "TWO": int(layout.scales == 2),
+        "HALF": int(dtype == torch.float16),
+        "SBF16": int(layout.bf16_scale),
+        "GROUP": layout.group,
+        **base,
+        **more,
+    }
+
+
+def _pointer(t: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if t is None else t.data_ptr())
+
+
+@functools.cache
+def _rows_kernel(layout: Layout, dtype: torch.dtype, row_tiles: int, plan: Plan, device: int):  # type: ignore[no-untyped-def]
+    from shoestring.kernels.nvrtc import compile_kernel
+
+    most = 8 if plan.warps <= 8 else 16
+    macros = _macros(layout, dtype, MT=row_tiles, R=plan.tiles, DEPTH=plan.depth, WARPS=most, MODE=plan.mode)
+    return compile_kernel(_source(), "lowbit_rows", macros, device)
+
+
+def few_rows_cuda(
+    x_MK: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Up to MOST_ROWS rows; x bf16 or fp16."""
+    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
+        x_MK = x_MK.contiguous()
+    (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
+    out = tiles * CHUNK_ROWS
+    y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device)
+    plan = plan or choose_plan(layout, rows, out, width)
+    row_tiles = next(n for n in (1, 2, 4, 8) if rows <= 8 * n)
+    kernel = _rows_kernel(layout, x_MK.dtype, row_tiles, plan, x_MK.device.index)
+    panel, shared_bytes = plan.memory(layout, rows, per_row)
+    numbers = (out, width, rows, x_MK.stride(0), tiles, per_row, plan.k_warps, panel)
+    kernel.launch(
+        (plan.split, ceil_div(tiles, plan.row_warps * plan.tiles), 1),
+        plan.warps * 32,
+        shared_bytes,
+        (*map(_pointer, (chunks, x_MK, y, table, bias)), *map(ctypes.c_int, numbers)),
+        cluster=plan.split,
+    )
+    return y
+
+
+def decode_chunks_cuda(
+    chunks: Tensor, table: Tensor | None, layout: Layout, width: int, dtype: torch.dtype
+) -> Tensor:
+    """The dense weight in bf16 or fp16, bit for bit what decode_chunks_ref rounds to."""
+    from shoestring.kernels.nvrtc import compile_kernel
+
+    tiles, per_row = chunks.shape[:2]
+    dense = torch.empty(tiles * CHUNK_ROWS, width, dtype=dtype, device=chunks.device)
+    kernel = compile_kernel(_source(), "lowbit_dense", _macros(layout, dtype), chunks.device.index)
+    total = tiles * per_row
+    blocks = min(
+        ceil_div(total, 8), 6 * torch.cuda.get_device_properties(chunks.device).multi_processor_count
+    )
+    args = (
+        *map(_pointer, (chunks, dense, table)),
+        *map(ctypes.c_int, (width, 0, per_row, total)),
+    )
+    kernel.launch((blocks, 1, 1), 256, 0, args, dependent=False)
+    return dense
+
+
+# -- operators -----------------------------------------------------------------------------------------------
+def lowbit_linear(
+    x: Tensor, chunks: Tensor, table: Tensor | None, bias: Tensor | None, layout: Layout
+) -> Tensor:
+    """x [..., in] times the weight in `chunks` (as pack_chunks lays it out); out is a multiple of 16."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
+        return F.linear(x, weight, bias)
+    return torch.ops.shoestring.lowbit_linear(
+        x, chunks, table, bias, layout.bits, layout.group, layout.scales, layout.bf16_scale
+    )
+
+
+def decode_chunks(
+    chunks: Tensor, table: Tensor | None, layout: Layout, width: int, dtype: torch.dtype
+) -> Tensor:
+    """The dense weight [out, width], rounded once to `dtype`."""
+    if chunks_usable(chunks) and dtype in (torch.bfloat16, torch.float16):
+        return decode_chunks_cuda(chunks, table, layout, width, dtype)
+    return decode_chunks_ref(chunks, table, layout, width).to(dtype)
+
+
+@torch.library.custom_op("shoestring::lowbit_linear", mutates_args=())
+def _lowbit_linear_op(
+    x: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    scales: int,
+    bf16_scale: bool,
+) -> Tensor:
+    layout = Layout(bits, group, table is not None, scales, bf16_scale)
+    x_MK = x.reshape(-1, x.shape[-1])
+    shape = (*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
+    kernel = chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
+    if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
+        return few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
+    weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
+    return F.linear(x_MK, weight, bias).view(shape)
+
+
+@_lowbit_linear_op.register_fake
+def _(
+    x: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    scales: int,
+    bf16_scale: bool,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
+
+
+def parts_usable(x: Tensor) -> bool:
+    """Whether `lowbit_parts_linear` takes x: few rows, on a GPU (or in Triton's interpreter)."""
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    if not 0 < rows <= MOST_ROWS or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) and not (interpreting() and x.dtype == torch.float32):
+        return False
+    return triton_usable(x)
+
+
+@torch.library.custom_op("shoestring::lowbit_parts_linear", mutates_args=())
+def lowbit_parts_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+) -> Tensor:
+    """x [..., in] times the weight of stored parts: codes [out, in*bits/8], scale [out, groups(, scales)], and a zero
+    point [out, groups] or a table."""
+    from shoestring.kernels._triton.lowbit import _lowbit_parts_kernel
+
+    assert (zero is None) != (table is None)
+    x_MK = x.reshape(-1, x.shape[-1])
+    if x_MK.stride(1) != 1:
+        x_MK = x_MK.contiguous()
+    (rows, width), out, groups = x_MK.shape, codes.shape[0], scale.shape[1]
+    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
+    other = codes if zero is None else zero.contiguous()
+    block = 16 if out <= 8192 else 32
+    _lowbit_parts_kernel[(ceil_div(out, block),)](
+        x_MK, codes.contiguous(), scale.contiguous(), other, other if table is None else table,
+        x_MK if bias is None else bias, y, rows, out, width, groups, x_MK.stride(0), codes.shape[1],
+        GROUP=width // groups, BITS=bits, TABLE=table is not None, SCALES=1 if scale.ndim == 2 else scale.shape[2],
+        BIAS=bias is not None, BM=max(16, 1 << (rows - 1).bit_length()), BN=block, BR=16 if width < 1024 else 32,
+        num_warps=4,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], out)
+
+
+@lowbit_parts_linear.register_fake
+def _(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])

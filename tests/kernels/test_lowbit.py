@@ -1,0 +1,316 @@
+"""Low-bit products: layout round trips, serving a FormatLinear, Triton in the interpreter; the CUDA path where there
+is a GPU. The rule for kernels: RMS error against fp64 at most twice that of F.linear on the decoded weight."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shoestring.formats.serving as serving
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, parse_format
+from shoestring.kernels.lowbit import Plan, choose_plan, decode_chunks_ref, lowbit_linear
+from shoestring.kernels.lowbit_layout import Layout, bit_map, chunk_group, pack_chunks, unpack_chunks
+
+LABELS = [
+    "int4:g128", "int4:g64", "int3:g128", "int3:g192", "int2:g32", "int4:g0", "int4:g64:sym", "int3:g64:bfloat16",
+    "nf4:s2:g64", "nf4:s1:g128", "nf3:s2:g128", "nf2:s2:g32", "fp4:s1:g64", "fp3:s2:g192",
+]  # fmt: skip
+
+
+def packed_layer(label: str, out: int, width: int, bias: bool = True, device: str = "cpu") -> FormatLinear:
+    torch.manual_seed(out * 1000 + width)
+    layer = FormatLinear(width, out, bias=bias, format=parse_format(label)).to(device)
+    layer.pack()
+    return layer.requires_grad_(False)
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).square().mean().sqrt().item()
+
+
+# -- layout --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_every_bit_of_a_lane_has_one_place(bits: int, table: bool) -> None:
+    places = [place for pair in bit_map(bits, table) for place in pair]
+    assert sorted(places) == [(w, b) for w in range(2 * bits) for b in range(32)]
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("rows", "width", "group"), [(16, 128, 128), (48, 320, 64), (24, 160, 32), (16, 256, 256)]
+)
+def test_chunks_give_back_what_was_packed(bits: int, table: bool, rows: int, width: int, group: int) -> None:
+    layout = Layout(bits, chunk_group(group), table, 1, False)
+    codes = torch.randint(0, 2**bits, (rows, width), dtype=torch.uint8)
+    low, high = (torch.randint(-(2**15), 2**15, (rows, width // group), dtype=torch.int16) for _ in range(2))
+    chunks = pack_chunks(codes, low, high, layout)
+    assert chunks.shape == (-(-rows // 16), -(-width // 128), layout.chunk_bytes)
+    got_codes, got_low, got_high = unpack_chunks(chunks, layout, (rows, width))
+    every = group // layout.group
+    assert torch.equal(got_codes, codes)
+    assert torch.equal(got_low, low.repeat_interleave(every, 1))
+    assert torch.equal(got_high, high.repeat_interleave(every, 1))
+
+
+def test_groups_that_no_chunk_can_hold_are_refused() -> None:
+    assert [chunk_group(g) for g in (32, 96, 64, 192, 128, 4096, 8, 24)] == [32, 32, 64, 64, 128, 128, 0, 0]
+
+
+def fragments(chunk: bytes, bits: int, table: bool) -> dict[tuple[int, int], int]:
+    """{(row, k): code} as the lanes of the CUDA kernel read them: its masks and shifts, step by step."""
+    words_of = {4: 8, 3: 6, 2: 4}[bits]
+    found = {}
+    for lane in range(32):
+        at = [chunk[16 * lane + 4 * i :][:4] for i in range(4)]
+        more, size = words_of - 4, 4 * (words_of - 4)
+        at += [chunk[512 + size * lane + 4 * i :][:4] for i in range(more)]
+        w = [int.from_bytes(b, "little") for b in at]
+        for j in range(8):
+            pairs = table_pairs(w, j, bits) if table else field_pairs(w, j, bits)
+            for i, (a, b) in enumerate(pairs):
+                row, k = lane // 4 + 8 * (i & 1), 16 * j + 2 * (lane % 4) + (8 if i & 2 else 0)
+                found[row, k], found[row, k + 1] = a, b
+    return found
+
+
+def field_pairs(w: list[int], j: int, bits: int) -> list[tuple[int, int]]:
+    if bits == 4:
+        masked = [(w[j] >> 4 * i & 0x000F000F, 1) for i in range(4)]
+    elif bits == 2:
+        v, s = w[j // 2], j % 2 * 8
+        masked = [
+            (v >> s + 4 * (i // 2) & (0x000C000C if i % 2 else 0x00030003), 4 if i % 2 else 1)
+            for i in range(4)
+        ]
+    else:
+        masked = []
+        for s in (2 * j, 2 * j + 1):
+            if s < 9:
+                low = w[s // 3] >> s % 3 * 6 & 0x00070007
+            elif s == 9:
+                low = w[0] >> 15 & 0x00010001 | w[1] >> 14 & 0x00020002 | w[2] >> 13 & 0x00040004
+            else:
+                low = w[3 + (s - 10) // 2] >> (s - 10) % 2 * 6 & 0x00070007
+            if s < 6:
+                high = w[s // 2] >> s % 2 * 6 & 0x00380038
+            elif s == 15:
+                high = w[3] >> 12 & 0x00080008 | w[4] >> 11 & 0x00100010 | w[5] >> 10 & 0x00200020
+            else:
+                high = w[3 + (s - 6) // 3] >> (0, 6, 9)[(s - 6) % 3] & 0x00380038
+            masked += [(low, 1), (high, 8)]
+    return [((v & 0xFFFF) // size, (v >> 16) // size) for v, size in masked]
+
+
+def table_pairs(w: list[int], j: int, bits: int) -> list[tuple[int, int]]:
+    pairs = []
+    for p in range(4 * j, 4 * j + 4):
+        if bits == 3 and p >= 30:
+            b = (p - 30) * 3
+            v = w[b] << 2 & 0x180 | w[b + 1] << 4 & 0x600 | w[b + 2] << 6 & 0x1800
+        else:
+            word, place = divmod(p, 32 // (2 * bits))
+            turn = 2 * bits * place
+            v = (w[word] >> turn | w[word] << 32 - turn) & 0xFFFFFFFF
+        index = v >> 7 & (1 << 2 * bits) - 1
+        pairs.append((index & (1 << bits) - 1, index >> bits))
+    return pairs
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_lanes_find_their_fragments_of_the_matrix_instruction(bits: int, table: bool) -> None:
+    codes = torch.randint(0, 2**bits, (16, 128), dtype=torch.uint8)
+    grid = torch.zeros(16, 1, dtype=torch.int16)
+    chunk = bytes(pack_chunks(codes, grid, grid, Layout(bits, 128, table, 1, False))[0, 0].tolist())
+    found = fragments(chunk, bits, table)
+    assert len(found) == 16 * 128
+    assert all(codes[at].item() == code for at, code in found.items())
+
+
+# -- serving -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("label", LABELS)
+def test_a_served_layer_multiplies_saves_and_loads_as_before(
+    label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "chunks_usable", lambda t: True)
+    layer = packed_layer(label, 48, 384)
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    x = torch.randn(5, 384)
+    want, weight = layer(x), layer.effective_weight(torch.float32)
+    size = sum(t.numel() * t.element_size() for t in layer.parts().values())
+    assert layer.serve() and layer.serve()
+    assert [n for n, _ in layer.named_buffers()] == [f"weight_{n}" for n in layer.operands()]
+    assert "chunks" in layer.operands() and "codes" in layer.parts()
+    held = sum(t.numel() * t.element_size() for t in layer.operands().values())
+    if parse_format(label).group in (64, 128):
+        assert held <= 1.02 * size + 512  # zero points take 16 bits; nothing is held twice
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer.effective_weight(torch.float32), weight)
+    after = layer.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[n], before[n]) for n in before)
+    layer.load_state_dict({n: t.clone() for n, t in before.items()})
+    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+    layer.to(torch.float16)
+    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+    layer.unpack()
+    assert torch.equal(layer.weight, weight)
+
+
+def test_served_layers_stack_as_their_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "chunks_usable", lambda t: True)
+    a, b = packed_layer("nf3:g64", 32, 256, bias=False), packed_layer("nf3:g64", 64, 256, bias=False)
+    x = torch.randn(3, 256)
+    want = torch.cat([a(x), b(x)], -1)
+    a.serve(), b.serve()
+    both = {"chunks": torch.cat([m.operands()["chunks"] for m in (a, b)]), "table": a.operands()["table"]}
+    torch.testing.assert_close(a.format.linear(x, both, None), want, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_kernel_serving_changes_nothing() -> None:
+    layer = packed_layer("int4:g64", 32, 128)
+    assert not layer.serve() and "codes" in layer.operands()
+    ragged = packed_layer("int4:g64", 24, 128)
+    assert ragged.format.serving_parts(ragged.parts()).keys() == ragged.parts().keys()
+
+
+def test_gradients_pass_through_a_served_weight() -> None:
+    layer = packed_layer("int3:g64", 32, 128, bias=False)
+    layout = layer.format.layout(128)
+    x = torch.randn(4, 128, requires_grad=True)
+    lowbit_linear(x, serving.lay_out(layer.parts(), layout), None, None, layout).sum().backward()
+    torch.testing.assert_close(x.grad, layer.effective_weight(torch.float32).sum(0).expand(4, -1))
+
+
+def test_compiled_and_with_other_leading_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "chunks_usable", lambda t: True)
+    layer = packed_layer("int4:g64", 32, 128)
+    layer.serve()
+    x = torch.randn(2, 3, 128)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layer(x)) and compiled(x).shape == (2, 3, 32)
+
+
+def test_plans_fit_and_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits in (2, 3, 4):
+        for table in (False, True):
+            layout = Layout(bits, 128, table, 1 + table, False)
+            for rows in (1, 8, 9, 16, 17, 33, 64):
+                for out, width in ((4096, 4096), (14336, 4096), (4096, 14336), (256, 256)):
+                    plan = choose_plan(layout, rows, out, width)
+                    panel, shared_bytes = plan.memory(layout, rows, -(-width // 128))
+                    assert shared_bytes <= 227 * 1024 and panel % (plan.k_warps * plan.depth) == 0 < panel
+                    assert plan.split in (1, 2, 4, 8) and plan.warps <= 16
+    choose_plan.cache_clear()
+    monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", '{"split": 8}')
+    assert choose_plan(layout, 1, 4096, 4096).split == 8
+    choose_plan.cache_clear()
+    monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", '{"splits": 8}')
+    with pytest.raises(UserError, match="split"):
+        choose_plan(layout, 1, 4096, 4096)
+    choose_plan.cache_clear()
+
+
+# -- Triton --------------------------------------------------------------------------------------------------
+INTERPRETED = """
+import torch, torch.nn.functional as F
+from test_lowbit import packed_layer, rms
+from shoestring.kernels.lowbit import lowbit_parts_linear, parts_usable
+for label in ("int4:g128", "int3:g64", "int2:g32", "int4:g0", "int3:g40", "nf4:s2:g64", "nf3:s2:g64", "fp4:s1:g32"):
+    for rows, out, width, dtype in ((1, 20, 320, torch.float32), (17, 40, 320, torch.float16)):
+        if "128" in label:
+            width = 256
+        layer = packed_layer(label, out, width)
+        x = torch.randn(rows, width * 2, dtype=dtype)[:, ::2]
+        bias = layer.bias.to(dtype)
+        assert parts_usable(x)
+        weight = layer.effective_weight(torch.float32)
+        want = F.linear(x.double(), weight.double(), bias.double())
+        eager = F.linear(x, weight.to(dtype), bias)
+        got = layer.format.linear(x, layer.parts(), bias)
+        assert rms(got, want) <= 2 * rms(eager, want) + 1e-6, (label, rows, rms(got, want), rms(eager, want))
+print("kernel ran")
+"""
+
+
+@pytest.mark.slow
+def test_triton_kernel_under_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="the kernel is Triton's; install the gpu extra")
+    out = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 0, out.stderr
+    assert "kernel ran" in out.stdout
+
+
+# -- CUDA ----------------------------------------------------------------------------------------------------
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("label", LABELS)
+def test_cuda_kernels_match_fp64(label: str, dtype: torch.dtype) -> None:
+    layer = packed_layer(label, 272, 768, device="cuda").to(dtype)
+    assert layer.serve()
+    weight = layer.effective_weight(torch.float32)
+    assert torch.equal(layer.effective_weight(dtype), weight.to(dtype))
+    for rows in (1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 200):
+        x = torch.randn(rows, 768, device="cuda").to(dtype)
+        want = F.linear(x.double(), weight.double(), layer.bias.double())
+        eager = F.linear(x, weight.to(dtype), layer.bias)
+        got = layer(x)
+        assert rms(got, want) <= 2 * rms(eager, want), rows
+        assert torch.equal(got, layer(x)), "the order of summation is fixed"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(1, 1, 1, 2, 1, 0), Plan(5, 1, 2, 3, 2, 1), Plan(4, 2, 1, 1, 8, 2, 60), Plan(2, 8, 1, 2, 4, 0, 200)],
+)
+def test_every_plan_computes_the_same(plan: Plan) -> None:
+    from shoestring.kernels.lowbit import few_rows_cuda
+
+    layer = packed_layer("int4:g64", 1008, 1600, device="cuda")
+    layer.serve()
+    layout, chunks = layer.format.layout(1600), layer.operands()["chunks"]
+    weight = decode_chunks_ref(chunks, None, layout, 1600)
+    for rows in (1, 13, 64):
+        x = torch.randn(rows, 1608, device="cuda", dtype=torch.bfloat16)[:, :1600]
+        want = x.double() @ weight.double().t()
+        got = few_rows_cuda(x, chunks, None, None, layout, plan)
+        assert rms(got, want) <= 2 * rms(F.linear(x, weight.to(x.dtype)), want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_served_layers_run_in_a_graph_and_keep_no_dense_weight() -> None:
+    dense_bytes = 4096 * 4096 * 2
+    layer = packed_layer("int4:g128", 4096, 4096, bias=False, device="cuda")
+    layer.serve()
+    torch.cuda.synchronize()
+    held = sum(t.numel() * t.element_size() for t in layer.buffers())
+    assert dense_bytes / held >= 3.5
+    x = torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16)
+    want = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert not torch.equal(y, want) and torch.equal(y, layer(x))
