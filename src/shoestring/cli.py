@@ -24,6 +24,7 @@ from shoestring.terminal import find_skips, open_engine, stream_text, user_lines
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
+    from shoestring.serve.tensor_parallel import Ranks
 
 app = typer.Typer(
     name="shoestring",
@@ -130,19 +131,30 @@ def generate(
     dtype: DtypeOption = "auto",
     int8_activations: Int8Option = False,
 ) -> None:
-    """Continue a text, streaming it to the terminal."""
+    """Continue a text, streaming it to the terminal; torchrun -m shoestring generate ... shares the model out."""
     from shoestring.measure import need_tokenizer
     from shoestring.serve import Sampling
+    from shoestring.serve.tensor_parallel import open_ranks
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = _load(model, device, dtype, int8_activations)
-    tokens = need_tokenizer(loaded).encode(text)
-    limit = loaded.spec.max_positions
-    context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
-    engine = open_engine(loaded, context, drafter, skip)
-    print(text, end="", flush=True)
-    stream_text(engine, tokens, sampling, stats)
+    ranks = open_ranks(device)
+    loaded = _load(model, device, dtype, int8_activations, ranks)
+    if ranks is not None and not ranks.first:
+        ranks.follow(loaded.model)
+        ranks.close()
+        return
+    try:
+        tokens = need_tokenizer(loaded).encode(text)
+        limit = loaded.spec.max_positions
+        context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
+        engine = open_engine(loaded, context, drafter, skip, ranks)
+        print(text, end="", flush=True)
+        stream_text(engine, tokens, sampling, stats)
+    finally:
+        if ranks is not None:
+            ranks.dismiss()
+            ranks.close()
 
 
 @app.command()
@@ -390,12 +402,17 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
     recipe.main(config)
 
 
-def _load(path: str, device: str, dtype: str, int8_activations: bool = False) -> Loaded:
+def _load(
+    path: str, device: str, dtype: str, int8_activations: bool = False, ranks: Ranks | None = None
+) -> Loaded:
     from shoestring.measure import pick_device, pick_dtype, ready
     from shoestring.model import load_model
 
     place = pick_device(device)
-    loaded = load_model(path, device=place, dtype=pick_dtype(dtype, place))
+    # A model that is shared out is cut first and sent to its device then.
+    loaded = load_model(path, device=place if ranks is None else "cpu", dtype=pick_dtype(dtype, place))
+    if ranks is not None:
+        ranks.share(loaded.model)
     if int8_activations:
         from shoestring.formats.int8_activations import quantize_activations
 

@@ -6,17 +6,32 @@ Imports what it needs when it needs it, as the command line does, so that --help
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shoestring.errors import UserError
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
     from shoestring.model.skip import SkipSet
     from shoestring.serve import Engine, Sampling, SkipPolicy
+    from shoestring.serve.tensor_parallel import Ranks
 
 
-def open_engine(loaded: Loaded, context: int, drafter: str | None = None, skip: str = "none") -> Engine:
+def open_engine(
+    loaded: Loaded,
+    context: int,
+    drafter: str | None = None,
+    skip: str = "none",
+    ranks: Ranks | None = None,
+) -> Engine:
     from shoestring.serve import Engine, open_drafter
 
+    if ranks is not None and skip != "none" and not all(Path(p).is_file() for p in skip.split("+")):
+        raise UserError(
+            f"--skip {skip} looks for a set with the whole model, which is shared out over processes here; "
+            "find one first (shoestring run shrink/skip_set) and give its file"
+        )
     guess = None
     if drafter is not None:
         device, dtype = loaded.model.embed.weight.device, loaded.model.compute_dtype
@@ -30,6 +45,7 @@ def open_engine(loaded: Loaded, context: int, drafter: str | None = None, skip: 
         drafter=guess,
         skip=policy,
         draft_skip=draft_skip,
+        ranks=ranks,
     )
 
 

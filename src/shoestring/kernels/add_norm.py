@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.overlap import overlap_options
 
 MAX_WIDTH = 1 << 15  # a row is held in registers
 
@@ -45,6 +46,7 @@ def add_norm_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: floa
             WIDTH=width,
             BLOCK=block,
             ADD=delta_TD is not None,
+            **overlap_options(x_TD),
             num_warps=max(1, min(16, block // 512)),
         )
     return out_TD

@@ -8,11 +8,12 @@ int32, on the device; a tile of 0 rows does nothing, so a captured graph can be 
 the keys at positions 0..p of its request (of the last `window` only, where given); position p lies in block
 table[p // block_size]. out = softmax(q k^T / sqrt(D)) v per head.
 
-The kernel gives one program a tile, one key/value head and one range of SPLIT keys: the query heads that share
-the key head are rows of the same matrix product, so keys and values are read once for all of them and for all
-drafts of the request. With more than one range a second kernel joins the parts by their maxima and sums. Ranges
-are cut at fixed positions, so a request's result depends neither on the batch it is in nor on the number of
-ranges launched; nothing is added in an order that varies.
+The kernel gives one program a tile, one key/value head and one range of keys: the query heads that share the key
+head are rows of the same matrix product, so keys and values are read once for all of them and for all drafts of
+the request. Few requests alone would leave most of the chip idle, so their keys are cut into up to MAX_SPLITS
+ranges, each a multiple of BLOCK keys, and a second kernel joins the parts by their maxima and sums. How a
+request's keys are cut depends on its own length and the number of ranges only, and nothing is added in an order
+that varies: equal launches give equal bits.
 
 Left out: fp8 keys and values, sharing of a common prefix between requests.
 
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.overlap import overlap_options
 
-SPLIT = 256  # keys per range: 8k positions give 32 ranges for each head, 384 positions two
-DECODE_BLOCK = 64  # keys per load
+BLOCK = 64  # keys per load
+MAX_SPLITS = 16
+PROGRAMS = 264  # two for each multiprocessor of an H200
 PREFILL_ROWS = 128  # rows x heads of a prefill tile
 
 
@@ -84,8 +87,8 @@ def paged_attention(
     """As paged_attention_ref, but rows that no tile names are undefined where no `out_THD` is given; chooses the
     kernel.
 
-    `num_splits` ranges of SPLIT keys must hold the longest request; 1 reads all keys in one program whatever
-    their number, which is right where there are many rows. q may be a view with any row stride.
+    `num_splits` is the number of ranges that a request's keys are cut into at most, a power of 2. q may be a view
+    with any row stride.
     """
     if not triton_usable(q_THD):
         return paged_attention_ref(
@@ -112,8 +115,7 @@ def paged_attention(
         peak = torch.empty(2, num_tiles, num_groups, num_splits, m, device=q_THD.device, dtype=torch.float32)
     else:
         part = peak = out_THD  # not touched
-    large = m > 32
-    block = 64 if large else DECODE_BLOCK
+    overlap = overlap_options(q_THD)
     _paged_attention_kernel[(num_tiles, num_groups, num_splits)](
         q_THD,
         keys_NPGD,
@@ -134,10 +136,10 @@ def paged_attention(
         D=head_dim,
         D_P=d,
         PAGE=page,
-        BLOCK=block,
-        SPLIT=SPLIT,
+        BLOCK=BLOCK,
         NUM_SPLITS=num_splits,
         WINDOWED=window is not None,
+        **overlap,
         num_warps=8 if m >= 128 else 4,
         num_stages=2 if q_THD.dtype == torch.float32 else 3,
     )
@@ -154,11 +156,11 @@ def paged_attention(
             M=m,
             D=head_dim,
             D_P=d,
-            SPLIT=SPLIT,
+            BLOCK=BLOCK,
             NUM_SPLITS=num_splits,
-            CHUNK=min(64, _pow2(num_splits)),
             WINDOWED=window is not None,
-            num_warps=4 if num_splits > 16 else 1,
+            **overlap,
+            num_warps=1,
         )
     return out_THD
 
@@ -168,11 +170,11 @@ def prefill_rows(num_heads: int, num_groups: int) -> int:
     return max(1, PREFILL_ROWS // _pow2(num_heads // num_groups))
 
 
-def splits_for(num_keys: int) -> int:
-    """Ranges to launch for requests of up to this many keys: a power of 4, so that few graphs cover all."""
-    num = 4
-    while num * SPLIT < num_keys:
-        num *= 4
+def splits_for(num_tiles: int, num_groups: int) -> int:
+    """Ranges to cut a request's keys into, so that this many tiles fill the chip."""
+    num = MAX_SPLITS
+    while num > 1 and num_tiles * num_groups * num > PROGRAMS:
+        num //= 2
     return num
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.overlap import overlap_options
 
 
 def rotate_store_ref_(
@@ -92,6 +93,7 @@ def rotate_store_(
         HEADS=heads,
         ROTATE=freq is not None,
         NORM=q_norm_D is not None,
+        **overlap_options(qkv_TE),
         num_warps=1 if heads == 1 else 4,
     )
     return qkv_TE[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))

@@ -1,7 +1,7 @@
 """A dense linear layer on one row, with what stands around it: y = [norm] x W^T [+ bias] [swiglu] [+ residual].
 
 With one row the product only reads W, so the kernel is a stream over the weight at the speed of memory, and the
-small operations around it would cost as much time as they save bytes; here they are free:
+small operations around it would cost launches of their own; here they are free:
 
     norm      RMSNorm of x. y = (W (x * weight)) / rms(x), so the sum of squares is gathered on the way.
     swiglu    W holds gate rows, then up rows: y_i = silu(g_i) * u_i.
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.overlap import overlap_options
 
 
 def row_linear_ref(
@@ -92,6 +93,7 @@ def row_linear(
         NORM=norm_K is not None,
         SWIGLU=swiglu,
         RESIDUAL=residual_1N is not None,
+        **overlap_options(x_1K),
         num_warps=warps,
     )
     return out_1N
@@ -100,10 +102,9 @@ def row_linear(
 def tile_for(num_out: int, num_in: int, swiglu: bool) -> tuple[int, int, int]:
     """(rows of W per program, columns per load, warps): enough programs for every multiprocessor to have several
     loads under way, few enough that each streams a while."""
-    columns = min(1024, 1 << (num_in - 1).bit_length())
-    rows = 2 if num_out <= 8192 else 4
-    if num_out > 65536:
-        rows = 8
+    columns = 1 << (num_in - 1).bit_length()
+    if columns <= 2048:
+        return (4 if columns <= 1024 or swiglu else 1), min(columns, 1024), 4
     if swiglu:
-        rows = max(1, rows // 2)
-    return rows, columns, 4
+        return 1, 2048, 8
+    return (2, 2048, 8) if num_out > 4096 else (8, 1024, 4)

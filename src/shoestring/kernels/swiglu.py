@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.overlap import overlap_options
 
 
 def swiglu_ref(both_T2F: Tensor) -> Tensor:
@@ -29,6 +30,6 @@ def swiglu(both_T2F: Tensor) -> Tensor:
     if num_rows:
         block = 256 if num_rows == 1 else 1024
         _swiglu_kernel[(num_rows, -(-width // block))](
-            both_T2F, out_TF, WIDTH=width, BLOCK=block, num_warps=block // 256
+            both_T2F, out_TF, WIDTH=width, BLOCK=block, num_warps=block // 256, **overlap_options(both_T2F)
         )
     return out_TF

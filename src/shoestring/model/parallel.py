@@ -149,7 +149,14 @@ def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
             f"{shape[dim] / tp.size():g} along dim {dim}, but its format {linear.format} can only be cut at "
             f"multiples of {block}; use a smaller mesh.tp or a smaller group"
         )
-    _shard_param_(linear, "weight", tp, dim)
+    if linear.packed:
+        mine = slice(tp.get_local_rank() * share, (tp.get_local_rank() + 1) * share)
+        cut = (mine, slice(0, shape[1])) if dim == 0 else (slice(0, shape[0]), mine)
+        # Plain buffers: a packed weight is served, and nobody asks for its place among all ranks.
+        for name, part in linear.format.cut(linear.parts(), shape, *cut).items():
+            setattr(linear, f"weight_{name}", part.contiguous())
+    else:
+        _shard_param_(linear, "weight", tp, dim)
     if linear.bias is not None and dim == 0:
         _shard_param_(linear, "bias", tp, 0)
     for name in linear.state_names:

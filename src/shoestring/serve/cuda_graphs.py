@@ -4,7 +4,7 @@ A step of N requests with Q rows each (Q - 1 drafts) is one program: embedding, 
 attention, head and the choice of tokens. Everything that changes from step to step lies in device buffers, so on
 a GPU the program is captured once and replayed with a single launch. Graphs are made when first needed, keyed by
 
-    (requests, rows each, ranges of keys, how tokens are chosen, skip set)
+    (requests, rows each, how tokens are chosen, skip set)
 
 with the first two padded upwards; padding rows write nothing. Elsewhere the same program simply runs, which is
 how it is tested without a GPU.
@@ -25,7 +25,7 @@ Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,10 @@ from shoestring.kernels.paged_attention import splits_for
 from shoestring.model.skip import SkipSet
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles
 from shoestring.serve.kv_cache import KVCache, Span
-from shoestring.serve.sampling import PARAMETERS, Sampling, parameters, sample_at
+from shoestring.serve.sampling import PARAMETERS, Sampling, best_token, parameters, sample_at
 
 Kind = Literal["logits", "greedy", "drawn", "cut"]
+Spread = Callable[[Tensor], Tensor]
 
 REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_EACH = (1, 2, 3, 4, 5, 7, 9, 12, 16)
@@ -44,11 +45,15 @@ MAX_ROWS = 256
 MAX_GRAPHS = 64  # the oldest goes
 
 
+def as_it_is(logits: Tensor) -> Tensor:
+    return logits
+
+
 class Flight:
     """The tokens of a launched step, request by request."""
 
     def __init__(self, chosen_R: Tensor, nums: Sequence[int], rows_each: int) -> None:
-        self._nums, self._each, self._chosen_R = nums, rows_each, chosen_R
+        self._nums, self._each = nums, rows_each
         self._event: torch.cuda.Event | None = None
         if chosen_R.is_cuda:
             self._host = torch.empty(chosen_R.shape, dtype=chosen_R.dtype, pin_memory=True)
@@ -57,11 +62,6 @@ class Flight:
             self._event.record()
         else:
             self._host = chosen_R.clone()
-
-    def last(self) -> Tensor:
-        """The token after each request's last row, on the device; before the next launch only."""
-        rows = [n * self._each + num - 1 for n, num in enumerate(self._nums)]
-        return self._chosen_R.index_select(0, _to_device(rows, torch.int64, self._chosen_R.device))
 
     def tokens(self) -> list[list[int]]:
         """What each row's token is followed by; waits for the device."""
@@ -72,16 +72,17 @@ class Flight:
 
 
 class StepGraphs:
-    def __init__(self, fused: FusedDecoder, cache: KVCache) -> None:
-        self.fused, self.cache = fused, cache
+    def __init__(self, fused: FusedDecoder, cache: KVCache, spread: Spread = as_it_is) -> None:
+        """`spread` maps the model's logits to the tokens they are chosen from."""
+        self.fused, self.cache, self.spread = fused, cache, spread
         self._width = cache.pool.blocks_for(fused.spec.max_positions)
         # Behind the tables one more number, where padding rows write.
         self._tables = torch.zeros(0, dtype=torch.int32, device=fused.device)
         self._known: list[
             tuple[Sequence[int], int]
         ] = []  # per table row: whose blocks, and how many are there
-        self._last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
-        self._graphs: dict[tuple[int, int, int, Kind, str], _Graph] = {}
+        self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
+        self._graphs: dict[tuple[object, ...], StepGraph] = {}
         self._num_moves = cache.num_moves
         self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
 
@@ -112,7 +113,7 @@ class StepGraphs:
         """The token that follows each row, one Sampling a request. `tokens` None: those of the launch before,
         whose rows these are one position further on."""
         graph = self._launch(spans, tokens, samplings, skip)
-        return Flight(self._last_R[: graph.num_rows], [s.num for s in spans], graph.rows_each)
+        return Flight(self.last_R[: graph.num_rows], [s.num for s in spans], graph.rows_each)
 
     # -- one launch -----------------------------------------------------------------------------------------
     def _launch(
@@ -121,34 +122,41 @@ class StepGraphs:
         tokens: Sequence[int] | Tensor | None,
         samplings: Sequence[Sampling] | None,
         skip: SkipSet | None,
-    ) -> _Graph:
+    ) -> StepGraph:
+        num, each = self.padded(spans)
+        kind, id = kind_of(samplings), "" if skip is None else skip.id
+        graph = self.graph((num, each, kind, id), spans, lambda: StepGraph(self, num, each, kind, skip))
+        ids: Sequence[int] | None
+        if isinstance(tokens, Tensor):
+            assert len(tokens) == len(spans) and all(s.num == 1 for s in spans)
+            rows = slice(None, len(spans) * each, each)
+            self.last_R[rows] = tokens
+            ids = None
+        else:
+            ids = tokens
+        graph.fill(spans, ids, samplings)
+        graph.replay()
+        return graph
+
+    def padded(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """Requests and rows each of the graph that holds these rows."""
+        return _at_least(len(spans), REQUESTS), _at_least(max(s.num for s in spans), ROWS_EACH)
+
+    def graph(self, key: tuple[object, ...], spans: Sequence[Span], make: Callable[[], StepGraph]) -> Any:
+        """The graph of this key, made when first needed; tables and cache are ready for these rows."""
         spec = self.fused.spec
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
         if self.cache.num_moves != self._num_moves:
             self._graphs.clear()
             self._num_moves = self.cache.num_moves
-        num = _at_least(len(spans), REQUESTS)
-        each = _at_least(max(s.num for s in spans), ROWS_EACH)
-        splits = splits_for(max(s.stop for s in spans))
-        key = (num, each, splits, _kind(samplings), "" if skip is None else skip.id)
-        self._fit_tables(num)
-        graph = self._graphs.get(key)
-        if graph is None:
+        self._fit_tables(_at_least(len(spans), REQUESTS))
+        found = self._graphs.get(key)
+        if found is None:
             if len(self._graphs) == MAX_GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
-            graph = self._graphs[key] = _Graph(self, *key[:4], skip)
-        ids: Sequence[int] | None
-        if isinstance(tokens, Tensor):
-            assert len(tokens) == len(spans) and all(s.num == 1 for s in spans)
-            rows = slice(None, len(spans) * each, each)
-            self._last_R[rows] = tokens
-            ids = None
-        else:
-            ids = tokens
+            found = self._graphs[key] = make()
         self._send_tables(spans)
-        graph.fill(spans, ids, samplings, self._note_blocks(spans, num, each))
-        graph.replay()
-        return graph
+        return found
 
     def _fit_tables(self, num: int) -> None:
         if len(self._tables) < num * self._width + 1:
@@ -172,19 +180,21 @@ class StepGraphs:
                 num_known = len(row)
             self._known[n] = (span.blocks, max(num_known, -(-span.stop // size)))
 
-    def _note_blocks(self, spans: Sequence[Span], num: int, each: int) -> tuple[list[int], list[int]]:
-        """For every row: where its block's number belongs in the tables, and the number."""
-        size = self.cache.pool.block_size
-        at, block = [len(self._tables) - 1] * (num * each), [0] * (num * each)
-        for n, span in enumerate(spans):
-            for i in range(span.num):
-                page = (span.start + i) // size
-                at[n * each + i] = n * self._width + page
-                block[n * each + i] = span.blocks[page]
-        return at, block
+    @property
+    def padding(self) -> int:
+        """Where in the tables padding rows write."""
+        return len(self._tables) - 1
+
+    def place(self, n: int, page: int) -> int:
+        """Where in the tables the number of request n's block `page` is."""
+        return n * self._width + page
+
+    def note_blocks(self, at: Tensor, block: Tensor) -> None:
+        """Part of a program: write numbers of blocks into the tables."""
+        self._tables.index_copy_(0, at, block.to(torch.int32))
 
 
-class _Graph:
+class StepGraph:
     """One captured step."""
 
     def __init__(
@@ -192,16 +202,15 @@ class _Graph:
         owner: StepGraphs,
         num_requests: int,
         rows_each: int,
-        num_splits: int,
         kind: Kind,
         skip: SkipSet | None,
     ) -> None:
         self.owner, self.num_requests, self.rows_each, self.kind = owner, num_requests, rows_each, kind
-        self.num_splits, self.skip = num_splits, skip
+        self.num_splits, self.skip = splits_for(num_requests, owner.fused.spec.num_kv_heads), skip
         self.num_rows = num_requests * rows_each
         device = owner.fused.device
         self._numbers = torch.zeros(6 * self.num_rows + 4 * num_requests, dtype=torch.int64, device=device)
-        self._parameters_4R = torch.zeros(len(PARAMETERS), self.num_rows, dtype=torch.float64, device=device)
+        self.parameters_4R = torch.zeros(len(PARAMETERS), self.num_rows, dtype=torch.float64, device=device)
         self._sent: list[Sampling] | None = None
         self._seeds: list[int] = [0] * self.num_rows
         self.logits = torch.empty(0, device=device)
@@ -212,10 +221,9 @@ class _Graph:
     def _capture(self) -> None:
         # All rows are padding while the program runs to compile its kernels: only the last tokens would change.
         num = self.num_rows
-        pad = len(self.owner._tables) - 1
         self._numbers[2 * num : 3 * num] = -1
-        self._numbers[3 * num : 4 * num] = pad
-        last = self.owner._last_R.clone()
+        self._numbers[3 * num : 4 * num] = self.owner.padding
+        last = self.owner.last_R.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -224,42 +232,47 @@ class _Graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
             self._program()
-        self.owner._last_R.copy_(last)
+        self.owner.last_R.copy_(last)
         self.replay = graph.replay
+
+    @property
+    def seeds_R(self) -> Tensor:
+        return self._numbers[5 * self.num_rows : 6 * self.num_rows]
 
     def _program(self) -> None:
         owner, num = self.owner, self.num_rows
         given, position, slot, at, block, seed = self._numbers[: 6 * num].view(6, num)
-        last = owner._last_R[:num]
+        last = owner.last_R[:num]
         tokens = torch.where(given >= 0, given, last)
-        owner._tables.index_copy_(0, at, block.to(torch.int32))
+        owner.note_blocks(at, block)
         tiles = Tiles(
             self._numbers[6 * num :].view(self.num_requests, 4).to(torch.int32),
             self.rows_each,
             self.num_splits,
         )
         rows = Rows(position, slot, owner.tables(self.num_requests), (tiles,))
-        logits = owner.fused.logits(owner.fused.hidden(tokens, rows, owner.cache, self.skip))
+        logits = owner.spread(owner.fused.logits(owner.fused.hidden(tokens, rows, owner.cache, self.skip)))
         if self.kind == "logits":
             self.logits = logits
         elif self.kind == "greedy":
-            last.copy_(logits.argmax(dim=-1))
+            last.copy_(best_token(logits))
         else:
             cuts = self.kind == "cut"
-            last.copy_(sample_at(logits, self._parameters_4R, seed, position + 1, cuts=cuts))
+            last.copy_(sample_at(logits, self.parameters_4R, seed, position + 1, cuts=cuts))
 
     def fill(
         self,
         spans: Sequence[Span],
         tokens: Sequence[int] | None,
         samplings: Sequence[Sampling] | None,
-        noted: tuple[list[int], list[int]],
     ) -> None:
         """Send the numbers of the next replay. `tokens` lie request behind request; None: all from the device."""
         each, size = self.rows_each, self.owner.cache.pool.block_size
         given, position = [0] * self.num_rows, [0] * self.num_rows
         slot = [-1] * self.num_rows
         tiles = [0] * (4 * self.num_requests)
+        # Where each row's block belongs in the tables, and its number.
+        place, block = [self.owner.padding] * self.num_rows, [0] * self.num_rows
         taken = 0
         for n, span in enumerate(spans):
             tiles[4 * n : 4 * n + 4] = (n, n * each, span.start, span.num)
@@ -268,13 +281,15 @@ class _Graph:
                 row = n * each + i
                 given[row] = -1 if tokens is None else tokens[taken]
                 position[row] = at
-                slot[row] = span.blocks[at // size] * size + at % size
+                block[row] = span.blocks[at // size]
+                slot[row] = block[row] * size + at % size
+                place[row] = self.owner.place(n, at // size)
                 taken += 1
         if self.kind in ("drawn", "cut"):
             assert samplings is not None
             self._send_samplings(samplings)
-        values = [*given, *position, *slot, *noted[0], *noted[1], *self._seeds, *tiles]
-        self._numbers.copy_(_to_pinned(values, torch.int64, self._numbers.device), non_blocking=True)
+        values = [*given, *position, *slot, *place, *block, *self._seeds, *tiles]
+        self._numbers.copy_(to_pinned(values, torch.int64, self._numbers.device), non_blocking=True)
 
     def _send_samplings(self, samplings: Sequence[Sampling]) -> None:
         rows = [s for s in samplings for _ in range(self.rows_each)]
@@ -282,12 +297,12 @@ class _Graph:
         if rows == self._sent:
             return
         settings, self._seeds = parameters(rows)
-        host = _to_pinned(settings, torch.float64, self._numbers.device)
-        self._parameters_4R.copy_(host, non_blocking=True)
+        host = to_pinned(settings, torch.float64, self._numbers.device)
+        self.parameters_4R.copy_(host, non_blocking=True)
         self._sent = rows
 
 
-def _kind(samplings: Sequence[Sampling] | None) -> Kind:
+def kind_of(samplings: Sequence[Sampling] | None) -> Kind:
     if samplings is None:
         return "logits"
     drawn = [s for s in samplings if not s.greedy]
@@ -300,9 +315,9 @@ def _at_least(num: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= num)
 
 
-def _to_pinned(values: list[int] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_pinned(values: list[int] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _to_pinned(values, dtype, device).to(device, non_blocking=True)
+    return to_pinned(values, dtype, device).to(device, non_blocking=True)

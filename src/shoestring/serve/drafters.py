@@ -164,7 +164,7 @@ class DraftModel:
             self.vocab_ids = torch.tensor(vocab_ids, device=model.embed.weight.device)
         most = 256 * -(-model.spec.max_positions // block_size)
         self.pool = BlockPool(num_blocks or most, block_size, grows=num_blocks is None)
-        self.runner = Runner(model, self.pool, graphs=graphs)
+        self.runner = Runner(model, self.pool, graphs=graphs, spread=self._spread)
         self.cache = self.runner.cache
         self._kept: dict[int, _Kept] = {}
 
@@ -214,12 +214,6 @@ class DraftModel:
     def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
         """n drafts each, chosen on the device and read from there by the next pass, so that the host waits once, at
         the end; None where that is not possible (no kernels, a long text to catch up on, drafts that are drawn)."""
-        if (
-            not self.runner.fast
-            or self.vocab_ids is not None
-            or self.vocab_size != self.model.spec.vocab_size
-        ):
-            return None
         if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
             return None
         tables = [self._kept[r.id].table for r in requests]
@@ -230,19 +224,14 @@ class DraftModel:
             for r, table, start in zip(requests, tables, starts, strict=True)
         ]
         samplings = [r.sampling for r in requests]
-        flight = self.runner.choose(Batch(spans, ids, range(len(ids))), samplings)
+        batch = Batch(spans, ids, range(len(ids)))
+        flight = self.runner.choose(batch, samplings) if n == 1 else self.runner.chain(batch, samplings, n)
         if flight is None:
             return None
-        flights = [flight]
-        for i in range(n - 1):
-            last_N = flights[0].last() if i == 0 and len(ids) > len(requests) else None
-            spans = [Span(t.blocks, len(r.tokens) + i, 1) for r, t in zip(requests, tables, strict=True)]
-            flights.append(self.runner.choose_next(spans, samplings, tokens=last_N))
         for request, start in zip(requests, starts, strict=True):
             self._kept[request.id].written += request.tokens[start:]
         self._note_read(requests)
-        chosen = [f.tokens() for f in flights]  # the last one waits, for all of them
-        return [Draft([found[row][-1] for found in chosen]) for row in range(len(requests))]
+        return [Draft(found[-n:]) for found in flight.tokens()]
 
     def _forget_wrong(self, requests: list[Request]) -> None:
         """Keep of what was written what the requests' tokens say, without the last: it is computed in any case."""
@@ -287,14 +276,15 @@ class DraftModel:
             kept.written += new
             if len(kept.written) == len(request.tokens):
                 ends[request.id] = len(ids) - 1
-        tokens_T = torch.tensor(ids, device=self.model.embed.weight.device)
-        logits_RV = self._forward(tokens_T, spans, list(ends.values()))
+        logits_RV = self._forward(ids, spans, list(ends.values()))
         return dict(zip(ends, logits_RV, strict=True))
 
-    def _forward(self, tokens_T: Tensor, spans: list[Span], rows: list[int]) -> Tensor:
-        logits_RV = self.runner.forward(Batch(spans, tokens_T, rows))
+    def _forward(self, tokens_T: Sequence[int] | Tensor, spans: list[Span], rows: list[int]) -> Tensor:
+        return self.runner.forward(Batch(spans, tokens_T, rows))
+
+    def _spread(self, logits_RV: Tensor) -> Tensor:
+        """Logits by the target's token ids, by which noise shared with it is keyed."""
         if self.vocab_ids is not None:
-            # Back to the target's token ids: noise shared with the target is keyed by them.
             all_RV = logits_RV.new_full((logits_RV.shape[0], self.vocab_size), -torch.inf)
             return all_RV.index_copy_(1, self.vocab_ids, logits_RV)
         missing = self.vocab_size - logits_RV.shape[-1]

@@ -43,6 +43,7 @@ from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.self_skip import stack_self_skip
 from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
+from shoestring.serve.tensor_parallel import LeadRunner, Ranks
 from shoestring.serve.text import TextStream, TokenStream
 from shoestring.serve.verify import Check, Rule, Verify, accept, needs_logits, note_gained, verify
 
@@ -100,6 +101,7 @@ class Engine:
         skip: SkipPolicy | SkipSet | None = None,
         draft_skip: SkipSet | None = None,
         graphs: bool | None = None,
+        ranks: Ranks | None = None,
         eos_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,7 +110,8 @@ class Engine:
         number of guesses per request and step; None chooses it by measured speed. `rule` is how guesses are
         verified; `verify` carries it out and can be wrapped to change logits. `skip` decides which sublayers
         requests leave out; `draft_skip` makes the model without those sublayers a drafter, after `drafter`.
-        `graphs`: fused steps with fixed addresses, CUDA graphs on a GPU; None: where there are kernels."""
+        `graphs`: fused steps with fixed addresses, CUDA graphs on a GPU; None: where there are kernels.
+        `ranks`: the processes that hold the other shares of the model and follow this one."""
         spec = model.spec
         _check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
         _check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
@@ -125,7 +128,10 @@ class Engine:
         self.rule, self.verify, self.clock = rule, verify, clock
         self.eos_ids = _eos_ids(model, tokenizer) if eos_ids is None else set(eos_ids)
         pool = BlockPool(num_blocks, block_size, grows=grows, prefix_cache=prefix_cache)
-        self.runner = Runner(model, pool, graphs=graphs)
+        if ranks is not None:
+            self.runner: Runner = LeadRunner(model, pool, ranks)
+        else:
+            self.runner = Runner(model, pool, graphs=graphs)
         self.cache = self.runner.cache
         self.skipping = Skipping(skip, spec)
         if draft_skip is not None:
@@ -136,12 +142,13 @@ class Engine:
         self.drafter, self.goodput, self.num_drafts = drafter, None, num_drafts
         if num_drafts is None:
             self.num_drafts = FIXED_DRAFTS
-            # Tensor-parallel ranks must draft alike, and their clocks differ.
-            if drafter is not None and model.embed.group is None:
+            # Where every rank has an engine of its own they must draft alike, and their clocks differ.
+            if drafter is not None and (model.embed.group is None or ranks is not None):
                 self.goodput = Goodput(self._profile)
         self.stats = Stats()
         self._ids = itertools.count()
         self._flight: _Flight | None = None  # a step that runs ahead of what is known
+        self._ended: float | None = None  # when the last step did, while steps of the same requests follow
 
     # -- requests in and out --------------------------------------------------------------------------------
     def add(
@@ -228,6 +235,8 @@ class Engine:
             self._note(plan)
             if not plan.work:
                 return outputs
+            if plan.admitted or not all(r.ready for r, _ in plan.work):
+                self._ended = None  # prompts are read: not the time of a decoding step
             began = time.perf_counter()
             flight = self._launch(plan.work, began)
             if flight is None:
@@ -243,7 +252,7 @@ class Engine:
             gained = self.verify(logits_RV, [_check(r) for r in checked])
         if self.goodput is not None and checked:
             num_rows = sum(num for _, num in work)
-            self.goodput.stepped(num_rows, time.perf_counter() - began, sum(map(len, gained)))
+            self._clocked(num_rows, began, sum(map(len, gained)))
         for watch in watched:
             watch.count({r.id: len(new) for r, new in zip(checked, gained, strict=True)})
         return [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
@@ -272,9 +281,9 @@ class Engine:
         row computed for nothing."""
         requests = flight.requests
         admits = self.waiting and len(self.running) < self.scheduler.max_requests
-        if self.drafter is not None or admits or not all(flight.alive) or len(requests) != len(self.running):
+        if admits or not all(flight.alive) or len(requests) != len(self.running):
             return None
-        if any(r.drafts or self._room(r) < 2 for r in requests):
+        if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next(len(requests)):
             return None
         spans, checks = [], []
         for request in requests:
@@ -291,6 +300,14 @@ class Engine:
         self.stats.num_rows += len(requests)
         return _Flight(requests, flight.tables, checks, flight.skip, handle, time.perf_counter())
 
+    def _drafts_next(self, num_requests: int) -> bool:
+        """Whether the next step of these requests would have drafts."""
+        if self.drafter is None or not self.num_drafts:
+            return False
+        return self.goodput is None or not self.goodput.abstains(
+            num_requests, self._most_drafts(num_requests)
+        )
+
     def _land(self, flight: _Flight) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
         targets = flight.handle.tokens()
@@ -304,9 +321,19 @@ class Engine:
         if self.goodput is not None and landed:
             num_rows = sum(check.num_rows for check in flight.checks)
             num_gained = sum(len(new) for _, _, new in landed)
-            self.goodput.stepped(num_rows, time.perf_counter() - flight.began, num_gained)
+            self._clocked(num_rows, flight.began, num_gained)
         note_gained(self.verify, [check for _, check, _ in landed], [new for _, _, new in landed])
         return [self._commit(request, new) for request, _, new in landed]
+
+    def _clocked(self, num_rows: int, began: float, num_gained: int) -> None:
+        """Tell the controller what a step took: from the end of the one before to its own, drafting apart. A step
+        that was launched early began when the one before it ended."""
+        assert self.goodput is not None
+        now = time.perf_counter()
+        if self._ended is not None:
+            began = self._ended + self.goodput.draft_seconds
+        self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained)
+        self._ended = now
 
     def _expire(self) -> list[Output]:
         late = [r for r in (*self.running, *self.waiting) if r.deadline is not None]
@@ -325,8 +352,7 @@ class Engine:
             return
         n = self.num_drafts
         if self.goodput is not None:
-            # The budget holds this many drafts each; more would be cut.
-            n = self.goodput.choose(len(ready), max(0, self.chunk // len(ready) - 1))
+            n = self.goodput.choose(len(ready), self._most_drafts(len(ready)))
         if n == 0:
             return
         began = time.perf_counter()
@@ -340,6 +366,10 @@ class Engine:
             assert all(0 <= t < vocab for t in request.drafts), "draft outside the vocabulary"
             if self.goodput is not None:
                 self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
+
+    def _most_drafts(self, num_requests: int) -> int:
+        """The budget of rows holds this many each; more would be cut."""
+        return max(0, self.chunk // num_requests - 1)
 
     def _room(self, request: Request) -> int:
         """How many tokens the request may still gain."""
@@ -452,6 +482,8 @@ class Engine:
         if request.text_stream is not None:
             request.text += request.text_stream.flush()
         self.scheduler.remove(request)
+        if not self.running:
+            self._ended = None
         if self.drafter is not None:
             self.drafter.release(request)
 
@@ -512,6 +544,7 @@ class Engine:
 
     def _profile(self, rows: int) -> float:
         """Seconds of a target pass over this many rows; the requests' cache is not touched."""
+        self._ended = None  # measuring is not part of a step
         return self.runner.seconds(min(rows, self.max_context), self.skipping.usual)
 
 

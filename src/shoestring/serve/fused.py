@@ -138,8 +138,8 @@ def _join_parts(layers: Sequence[FormatLinear]) -> Parts | None:
     """The parts of the stacked rows, of which the layers' own parts become views; None where they do not stack."""
     first = layers[0]
     if len(layers) == 1:
-        return first.operands()
-    held = [x.operands() for x in layers]
+        return _operands(first)
+    held = [_operands(x) for x in layers]
     if any(p.keys() != held[0].keys() for p in held):
         return None
     whole = first.format.whole_parts
@@ -159,6 +159,11 @@ def _join_parts(layers: Sequence[FormatLinear]) -> Parts | None:
             setattr(layer, f"weight_{name}", parts[name][row : row + own[name].shape[0]])
             row += own[name].shape[0]
     return parts
+
+
+def _operands(layer: FormatLinear) -> Parts:
+    """The parts as the layer's kernel reads them."""
+    return layer.operands() if hasattr(layer, "operands") else layer.parts()
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -39,6 +39,8 @@ class StepCosts:
     def __init__(self, profile: Callable[[int], float]) -> None:
         self._profile = profile
         self._seconds: dict[int, float] = {}  # rows (a power of two) -> seconds
+        self._counts: dict[int, int] = {}  # the same -> real steps that corrected it
+        self._seen: set[int] = set()  # rows that a real step had
 
     def __call__(self, rows: float) -> float:
         low, share = _bracket(rows)
@@ -50,14 +52,20 @@ class StepCosts:
         return self._seconds[rows]
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A real step. One slow outlier (a first touch of memory, a busy machine) counts double at most."""
+        """A real step. The first of so many rows says nothing: it compiled, captured, touched memory. The next few
+        count most (a profile is of one request's rows), and a slow outlier counts as four times at most."""
+        if rows not in self._seen:
+            self._seen.add(rows)
+            return
         low, share = _bracket(rows)
         sizes = [(size, weight) for size, weight in ((low, 1 - share), (2 * low, share)) if weight]
         if any(size not in self._seconds for size, _ in sizes):
             return  # nobody asked about such a step yet (a long prompt, say)
-        ratio = min(max(seconds / self(rows), 0.5), 2.0)
+        ratio = min(max(seconds / self(rows), 0.25), 4.0)
         for size, weight in sizes:
-            self._seconds[size] *= 1 + SMOOTHING * weight * (ratio - 1)
+            self._counts[size] = self._counts.get(size, 0) + 1
+            trust = max(SMOOTHING, 1 / (self._counts[size] + 1))
+            self._seconds[size] *= 1 + trust * weight * (ratio - 1)
 
 
 class Goodput:
@@ -75,22 +83,31 @@ class Goodput:
         self.credit = 0.0
         self.probing = False
         self._best_rate = 0.0
-        self._draft_seconds = 0.0  # of the step in progress
+        self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
     def choose(self, num_requests: int, limit: int | None = None) -> int:
         """Drafts per request for a step of this many requests, at most `limit`."""
         limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
+        best, self._best_rate, loss = self._pick(num_requests, limit)
+        # What went well for long is no licence to lose for long.
+        self.credit = min(self.credit, 2 * loss) if best < limit else self.credit
+        self.probing = best < limit and self.credit >= loss
+        self.draft_seconds = 0.0
+        return limit if self.probing else best
+
+    def abstains(self, num_requests: int, limit: int | None = None) -> bool:
+        """Whether `choose` would say 0 now; changes nothing."""
+        limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
+        best, _, loss = self._pick(num_requests, limit)
+        return best == 0 and (limit == 0 or self.credit < loss)
+
+    def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
+        """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
         rates = [self.rate(num_requests, g) for g in range(limit + 1)]
         best = max(range(limit + 1), key=lambda g: (rates[g], -g))
-        self._best_rate, self._draft_seconds, self.probing = rates[best], 0.0, False
-        if best < limit:
-            loss = self.seconds(num_requests, limit) * (1 - rates[limit] / rates[best])
-            self.credit = min(self.credit, 2 * loss)  # what went well for long is no licence to lose for long
-            if self.credit >= loss:
-                self.probing = True
-                return limit
-        return best
+        loss = self.seconds(num_requests, limit) * (1 - rates[limit] / rates[best])
+        return best, rates[best], loss
 
     def rate(self, num_requests: int, g: int) -> float:
         """Expected tokens per second with g drafts each."""
@@ -117,7 +134,7 @@ class Goodput:
         """One call of the drafter, asked for g drafts for each request."""
         calls = self._draft_calls.setdefault(_bracket(num_requests)[0], deque(maxlen=DRAFT_CALLS))
         calls.append(seconds / g)
-        self._draft_seconds = seconds
+        self.draft_seconds = seconds
 
     def offer(self, asked: int, num_offered: int) -> None:
         """A request got num_offered of the drafts that were asked for."""
@@ -132,12 +149,12 @@ class Goodput:
     def stepped(self, rows: int, seconds: float, num_new: int) -> None:
         """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""
         self.costs.observe(rows, seconds)
-        spent = seconds + self._draft_seconds
+        spent = seconds + self.draft_seconds
         if self.probing and self._best_rate > 0:
             self.credit -= spent - num_new / self._best_rate
         else:
             self.credit += self.explore * spent
-        self.probing, self._draft_seconds = False, 0.0
+        self.probing, self.draft_seconds = False, 0.0
 
 
 def _bracket(rows: float) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from typing import Literal
 
 from shoestring.errors import UserError
 from shoestring.serve.engine import Engine, Output, Request
-from shoestring.serve.logits import RuledSampling, TokenLogprob, prompt_logprobs
+from shoestring.serve.logits import RuledSampling, TokenLogprob
 from shoestring.serve.metrics import Metrics
 from shoestring.serve.schema import ApiError
 
@@ -265,7 +265,7 @@ class EngineLoop:
         assert job.score_prompt is not None
         self._start(job)
         try:
-            scored = prompt_logprobs(self.engine.model, job.prompt, job.score_prompt)
+            scored = self.engine.runner.prompt_logprobs(job.prompt, job.score_prompt)
         except Exception:  # it has touched nothing of the engine: the others can go on
             log.exception("log-probabilities of a prompt failed")
             self._fail(job, ApiError(500, "computing the prompt's log-probabilities failed"))

@@ -34,10 +34,12 @@ from shoestring.kernels.paged_attention import prefill_rows, splits_for
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
+from shoestring.serve.chain_graph import launch_chain
 from shoestring.serve.cpu_step import CpuStep, steppable
-from shoestring.serve.cuda_graphs import ROWS_EACH, Flight, StepGraphs
+from shoestring.serve.cuda_graphs import ROWS_EACH, Flight, Spread, StepGraphs, as_it_is
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
 from shoestring.serve.kv_cache import KVCache, Span, weights_id
+from shoestring.serve.logits import TokenLogprob, prompt_logprobs
 from shoestring.serve.sampling import Sampling
 
 
@@ -51,9 +53,12 @@ class Batch:
 
 
 class Runner:
-    def __init__(self, model: Decoder, pool: BlockPool, *, graphs: bool | None = None) -> None:
-        """`graphs`: whether steps run fused and, on a GPU, as CUDA graphs; None: where there are kernels for it."""
-        self.model, self._wanted = model, graphs
+    def __init__(
+        self, model: Decoder, pool: BlockPool, *, graphs: bool | None = None, spread: Spread = as_it_is
+    ) -> None:
+        """`graphs`: whether steps run fused and, on a GPU, as CUDA graphs; None: where there are kernels for it.
+        `spread` maps logits to the ids that tokens have outside, for a model whose head knows only some."""
+        self.model, self._wanted, self._spread = model, graphs, spread
         self.cache = KVCache(model.spec, pool)
         self._fused: FusedDecoder | None = None
         self._graphs: StepGraphs | None = None
@@ -91,7 +96,7 @@ class Runner:
         if self._fused is None or self._weights != weights_id(self.model):
             self._fused = self._graphs = None  # free before the copies are made
             self._fused = FusedDecoder(self.model)
-            self._graphs = StepGraphs(self._fused, self.cache)
+            self._graphs = StepGraphs(self._fused, self.cache, self._spread)
             self._weights = weights_id(self.model)
 
     def _refresh_cpu(self) -> None:
@@ -132,17 +137,24 @@ class Runner:
 
     @torch.no_grad()
     def choose_next(
-        self,
-        spans: Sequence[Span],
-        samplings: Sequence[Sampling],
-        skip: SkipSet | None = None,
-        *,
-        tokens: Tensor | None = None,
+        self, spans: Sequence[Span], samplings: Sequence[Sampling], skip: SkipSet | None = None
     ) -> Flight:
-        """The step after the `choose` just launched, one row each, on the tokens it chose; on `tokens`, its
-        `last()`, where it had more rows."""
+        """The step after the `choose` just launched, one row each, on the tokens it chose."""
         assert self._graphs is not None
-        return self._graphs.choose(spans, tokens, samplings, skip)
+        return self._graphs.choose(spans, None, samplings, skip)
+
+    @torch.no_grad()
+    def chain(
+        self, batch: Batch, samplings: Sequence[Sampling], num_tokens: int, skip: SkipSet | None = None
+    ) -> Flight | None:
+        """`choose` for the last row of each span, and then num_tokens - 1 times the same for the token just
+        chosen, in one launch; None where that is not possible. The spans' blocks must hold those rows, too."""
+        if not self._ready() or len(batch.rows) != sum(s.num for s in batch.spans):
+            return None
+        assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
+        if num_tokens < 2 or not self._graphs.fits(batch.spans):
+            return None
+        return launch_chain(self._graphs, batch.spans, batch.tokens, samplings, num_tokens, skip)
 
     def _ready(self) -> bool:
         if self._fused is None and self.fast:
@@ -162,13 +174,14 @@ class Runner:
         options: dict[str, Any] = {} if skip is None else {"skip": skip}
         if watch is not None:
             options["watch"] = watch
-        return self.model(
+        logits = self.model(
             tokens[None],
             torch.tensor([positions], device=device),
             attend=self.cache.plan(batch.spans, device),
             rows=torch.tensor(list(batch.rows), device=device, dtype=torch.int64),
             **options,
         )
+        return self._spread(logits)
 
     def _run_fused(self, batch: Batch, skip: SkipSet | None) -> Tensor:
         fused, spec = self._fused, self.model.spec
@@ -180,16 +193,21 @@ class Runner:
         rows = place_rows(batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads)
         x_TD = fused.hidden(tokens, rows.to(fused.device), self.cache, skip)
         wanted = torch.tensor(list(batch.rows), device=fused.device, dtype=torch.int64)
-        return fused.logits(x_TD.index_select(0, wanted))
+        return self._spread(fused.logits(x_TD.index_select(0, wanted)))
+
+    def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; no cache is touched."""
+        return prompt_logprobs(self.model, tokens, num_top)
 
     def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
         """Seconds of a forward over this many rows of one request, the better of two; on a cache of its own."""
         size = self.cache.pool.block_size
         pool = BlockPool(-(-num_rows // size), size)
-        apart = Runner(self.model, pool, graphs=self._wanted)
+        apart = Runner(self.model, pool, graphs=self._wanted, spread=self._spread)
         if self._ready():
             assert self._fused is not None
-            apart._fused, apart._graphs = self._fused, StepGraphs(self._fused, apart.cache)
+            apart._fused = self._fused
+            apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
         batch = Batch([Span(list(range(pool.num_blocks)), 0, num_rows)], [0] * num_rows, range(num_rows))
         seconds = []
         for _ in range(3 if apart.fast else 2):  # the first fused one compiles and captures
@@ -222,7 +240,7 @@ def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int
     tiles = []
     if tiles_few:
         most = max(tile[3] for tile in tiles_few)
-        splits = splits_for(max(tile[2] + tile[3] for tile in tiles_few))
+        splits = splits_for(len(tiles_few), num_groups)
         tiles.append(Tiles(torch.tensor(tiles_few, dtype=torch.int32), most, splits))
     if tiles_many:
         # The last tiles of a prompt see the most keys: first in the queue, they are not what all wait for.

@@ -47,6 +47,7 @@ from shoestring.serve.drafters import Drafter, open_drafter
 from shoestring.serve.engine import Engine
 from shoestring.serve.logits import with_rules
 from shoestring.serve.skipping import SkipPolicy
+from shoestring.serve.tensor_parallel import Ranks, open_ranks
 from shoestring.serve.verify import verify
 
 log = logging.getLogger("shoestring.serve")
@@ -101,6 +102,7 @@ class Service:
         drafter: Drafter | None = None,
         skip: SkipPolicy | None = None,
         draft_skip: SkipSet | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.options, self._listener = options, listener
         self.engine = Engine(
@@ -113,6 +115,7 @@ class Service:
             drafter=drafter,
             skip=skip,
             draft_skip=draft_skip,
+            ranks=ranks,
             # The coupled rule: texts are a function of their seed, with a drafter or without.
             rule="coupled",
             verify=with_rules(verify),
@@ -211,33 +214,65 @@ def main(
     `skips(loaded)` gives the policy of requests and the set of drafts, where sublayers are to be skipped."""
     options = options or ServeOptions()
     template = None if options.chat_template is None else _read_template(options.chat_template)
-    listener = listen(options.host, options.port)
-    with listener:
-        loaded = load_model(model_path, device=device, dtype=dtype)
-        if loaded.tokenizer is None:
-            raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
-        if template is not None:
-            loaded.tokenizer.chat_template = template
-        loaded.model.eval()
-        if options.int8_activations:
-            quantize_activations(loaded.model, compute_dtype=dtype)
-        if torch.device(device).type == "cpu":  # no kernels for packed weights there: decoded once
-            keep_decoded(loaded.model, dtype=dtype)
-        _log_to_stderr()
-        name = options.model_name or Path(model_path).resolve().stem
-        drafter = None
-        if options.drafter is not None:
-            drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
-        policy, draft_skip = (None, None) if skips is None else skips(loaded)
-        service = Service(
-            loaded.model, loaded.tokenizer, options, listener, name, drafter, policy, draft_skip
-        )
-        if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
-            log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
-        chat = "" if loaded.tokenizer.chat_template else " (no chat template: completions only)"
-        log.info("serving %s%s at %s/v1, playground at %s/", name, chat, service.url, service.url)
-        service.run()
-        log.info("stopped")
+    ranks = open_ranks(str(device))
+    if ranks is not None and not ranks.first:
+        loaded = load_model(model_path, dtype=dtype)
+        ranks.share(loaded.model)
+        _prepare(loaded.model, options, dtype)
+        ranks.follow(loaded.model)
+        ranks.close()
+        return
+    try:
+        with listen(options.host, options.port) as listener:
+            _serve(model_path, options, listener, template, device, dtype, skips, ranks)
+    finally:
+        if ranks is not None:
+            ranks.dismiss()
+            ranks.close()
+
+
+def _serve(
+    model_path: str | Path,
+    options: ServeOptions,
+    listener: socket.socket,
+    template: str | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    skips: Callable[[Loaded], tuple[SkipPolicy | None, SkipSet | None]] | None,
+    ranks: Ranks | None,
+) -> None:
+    # A model that is shared out is cut first and sent to its device then.
+    loaded = load_model(model_path, device=device if ranks is None else "cpu", dtype=dtype)
+    if loaded.tokenizer is None:
+        raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
+    if template is not None:
+        loaded.tokenizer.chat_template = template
+    policy, draft_skip = (None, None) if skips is None else skips(loaded)
+    if ranks is not None:
+        ranks.share(loaded.model)
+    _prepare(loaded.model, options, dtype)
+    _log_to_stderr()
+    name = options.model_name or Path(model_path).resolve().stem
+    drafter = None
+    if options.drafter is not None:
+        drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
+    service = Service(
+        loaded.model, loaded.tokenizer, options, listener, name, drafter, policy, draft_skip, ranks
+    )
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
+        log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
+    chat = "" if loaded.tokenizer.chat_template else " (no chat template: completions only)"
+    log.info("serving %s%s at %s/v1, playground at %s/", name, chat, service.url, service.url)
+    service.run()
+    log.info("stopped")
+
+
+def _prepare(model: Decoder, options: ServeOptions, dtype: torch.dtype) -> None:
+    model.eval()
+    if options.int8_activations:
+        quantize_activations(model, compute_dtype=dtype)
+    if model.embed.weight.device.type == "cpu":  # no kernels for packed weights there: decoded once
+        keep_decoded(model, dtype=dtype)
 
 
 def _read_template(path: Path) -> str:

@@ -30,9 +30,9 @@ def _paged_attention_kernel(
     D_P: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     M: tl.constexpr = ROWS * HEADS_P
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -41,14 +41,17 @@ def _paged_attention_kernel(
     position = tl.load(tiles + 4 * tile + 2)
     num = tl.load(tiles + 4 * tile + 3)
 
-    stop = position + num
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     begin = 0
     if WINDOWED:
         begin = tl.maximum(position - window + 1, 0) // BLOCK * BLOCK
-    end = stop
+    end = position + num
     if NUM_SPLITS > 1:
-        begin = tl.maximum(begin, split * SPLIT)
-        end = tl.minimum(stop, (split + 1) * SPLIT)
+        size = tl.cdiv(tl.cdiv(end - begin, NUM_SPLITS), BLOCK) * BLOCK
+        begin += split * size
+        end = tl.minimum(end, begin + size)
     if (num == 0) | (begin >= end):
         return
 
@@ -115,43 +118,37 @@ def _combine_kernel(
     M: tl.constexpr,
     D: tl.constexpr,
     D_P: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     WINDOWED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     tile, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = m // HEADS_P, m % HEADS_P
     first = tl.load(tiles + 4 * tile + 1)
     position = tl.load(tiles + 4 * tile + 2)
     num = tl.load(tiles + 4 * tile + 3)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if (row >= num) | (head >= HEADS):
         return
     # The same ranges as the first kernel wrote.
-    lowest = 0
+    begin = 0
     if WINDOWED:
-        lowest = tl.maximum(position - window + 1, 0) // SPLIT
-    count = (position + num + SPLIT - 1) // SPLIT
-
+        begin = tl.maximum(position - window + 1, 0) // BLOCK * BLOCK
+    end = position + num
+    size = tl.cdiv(tl.cdiv(end - begin, NUM_SPLITS), BLOCK) * BLOCK
     d = tl.arange(0, D_P)
-    s = tl.arange(0, CHUNK)
+    split = tl.arange(0, NUM_SPLITS)
+    real = begin + split * size < end
     base = (tile.to(tl.int64) * num_groups + group) * NUM_SPLITS
     totals = peaks + tl.num_programs(0).to(tl.int64) * num_groups * NUM_SPLITS * M
-    peak = -1e30
-    total = 0.0
-    acc = tl.zeros((D_P,), tl.float32)
-    for start in range(lowest // CHUNK * CHUNK, count, CHUNK):
-        split = start + s
-        real = (split >= lowest) & (split < count)
-        at = (base + split) * M + m
-        peak_S = tl.load(peaks + at, mask=real, other=-1e30)
-        total_S = tl.load(totals + at, mask=real, other=0.0)
-        part_SD = tl.load(part + at[:, None] * D_P + d[None, :], mask=real[:, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peak_S, 0))
-        shrink_S = tl.where(real, tl.exp2(peak_S - new_peak), 0.0)
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(total_S * shrink_S, 0)
-        acc = acc * shrink + tl.sum(part_SD * shrink_S[:, None], 0)
-        peak = new_peak
+    at = (base + split) * M + m
+    peak_S = tl.load(peaks + at, mask=real, other=-1e30)
+    total_S = tl.load(totals + at, mask=real, other=0.0)
+    part_SD = tl.load(part + at[:, None] * D_P + d[None, :], mask=real[:, None], other=0.0)
+    shrink_S = tl.where(real, tl.exp2(peak_S - tl.max(peak_S, 0)), 0.0)
+    mixed = tl.sum(part_SD * shrink_S[:, None], 0) / tl.sum(total_S * shrink_S, 0)
     out_at = (first + row).to(tl.int64) * (num_groups * HEADS * D) + (group * HEADS + head) * D
-    tl.store(out + out_at + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + out_at + d, mixed.to(out.dtype.element_ty), mask=d < D)

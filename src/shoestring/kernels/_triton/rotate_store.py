@@ -22,6 +22,7 @@ def _rotate_store_kernel(
     HEADS: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
     row = tl.program_id(0)
@@ -30,6 +31,11 @@ def _rotate_store_kernel(
     i = tl.arange(0, HALF_P)
     inside = (head < num_all)[:, None] & (i < HALF)[None, :]
     at = row.to(tl.int64) * (num_all * D) + head[:, None] * D + i[None, :]
+    position = tl.load(positions + row).to(tl.float32)
+    slot = tl.load(slots + row)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     a = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
 
@@ -46,7 +52,6 @@ def _rotate_store_kernel(
         turned_a = a * scale[:, None] * tl.where(is_q[:, None], q_a[None, :], k_a[None, :])
         turned_b = b * scale[:, None] * tl.where(is_q[:, None], q_b[None, :], k_b[None, :])
     if ROTATE:
-        position = tl.load(positions + row).to(tl.float32)
         angle = position * tl.load(freq + i, mask=i < HALF, other=0.0)
         cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
         old_a = turned_a
@@ -57,7 +62,6 @@ def _rotate_store_kernel(
     mine = inside & is_q[:, None]
     tl.store(qkv + at, turned_a.to(dtype), mask=mine)
     tl.store(qkv + at + HALF, turned_b.to(dtype), mask=mine)
-    slot = tl.load(slots + row)
     kept = inside & (slot + 0 * head >= 0)[:, None]
     store = keys.dtype.element_ty
     k_at = (slot * num_groups + head - num_heads)[:, None] * D + i[None, :]

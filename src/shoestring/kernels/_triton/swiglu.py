@@ -5,7 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _swiglu_kernel(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH

@@ -1,0 +1,185 @@
+"""One engine over several processes, each with a share of every matrix.
+
+The first process has the engine: requests, schedule, drafts, sampling. The others have a share of the weights and
+of the keys and values, and do as they are told. Before each forward the first sends what is to be computed (the
+`Batch`, as numbers); then all run it, and the sums inside the layers (model/parallel.py) make them meet. Nothing
+has to be decided twice, so clocks and random numbers may differ.
+
+    ranks = open_ranks()                     None on one process
+    model = ranks.share(model)               cut a loaded model to this process's share
+    if not ranks.first: ranks.follow(model)  returns when the first process is done
+    else: engine = Engine(model, ranks=ranks) ... ranks.dismiss()
+    ranks.close()
+
+`shoestring generate` and `shoestring serve` do this under torchrun. Draft models are not cut: the first process
+runs them alone.
+
+Left out: fused steps and CUDA graphs (collectives in them), loading only a process's own share from disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model.parallel import tensor_parallel_
+from shoestring.model.skip import SkipSet, Watch
+from shoestring.model.transformer import Decoder
+from shoestring.serve.blocks import BlockPool
+from shoestring.serve.kv_cache import Span
+from shoestring.serve.logits import TokenLogprob, prompt_logprobs
+from shoestring.serve.runner import Batch, Runner
+
+WHOLE = -1  # instead of the number of a skip set
+
+
+class Order(IntEnum):
+    OPEN = 1  # a new engine: blocks, positions per block
+    SKIP = 2  # a skip set, as the bytes of its JSON; they are numbered in order of arrival
+    FORWARD = 3
+    SECONDS = 4  # measure a forward
+    SCORE = 5  # log-probabilities of a prompt
+    CLOSE = 6
+
+
+def open_ranks(device: str = "auto") -> Ranks | None:
+    """The processes that torchrun started, as one tensor-parallel group; None where there is one."""
+    num = int(os.environ.get("WORLD_SIZE", "1"))
+    return None if num == 1 else Ranks(open_mesh(MeshConfig(tp=num), device))
+
+
+class Ranks:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        axis = mesh.axis("tp")
+        assert axis is not None
+        self._axis: DeviceMesh = axis
+        # A line of its own over the host: an idle server is silent for hours, and that is no error.
+        self._line = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    @property
+    def first(self) -> bool:
+        return self.mesh.is_main
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    def share(self, model: Decoder) -> Decoder:
+        """Keep this process's share of a whole model, on this process's device; the same object."""
+        tensor_parallel_(model, self._axis)
+        return model.to(self.device)
+
+    def dismiss(self) -> None:
+        """From the first process: the others' `follow` returns."""
+        self.send(Order.CLOSE, [])
+
+    def close(self) -> None:
+        """The end, on every process; the first dismisses the others before."""
+        self.mesh.close()
+
+    # -- the line -------------------------------------------------------------------------------------------
+    def send(self, order: Order, numbers: Sequence[int]) -> None:
+        dist.broadcast(torch.tensor([order, len(numbers)]), src=0, group=self._line)
+        if numbers:
+            dist.broadcast(torch.tensor(numbers), src=0, group=self._line)
+
+    def _receive(self) -> tuple[Order, list[int]]:
+        head = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(head, src=0, group=self._line)
+        order, num = head.tolist()
+        body = torch.zeros(num, dtype=torch.int64)
+        if num:
+            dist.broadcast(body, src=0, group=self._line)
+        return Order(order), body.tolist()
+
+    # -- the others -----------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def follow(self, model: Decoder) -> None:
+        """Compute what the first process says, until it closes."""
+        runner: Runner | None = None
+        skips: list[SkipSet] = []
+        while True:
+            order, body = self._receive()
+            if order is Order.CLOSE:
+                return
+            if order is Order.OPEN:
+                num_blocks, block_size = body
+                runner, skips = Runner(model, BlockPool(num_blocks, block_size, grows=True)), []
+            elif order is Order.SKIP:
+                skips.append(SkipSet.from_json(json.loads(bytes(body).decode())))
+            elif order is Order.SCORE:
+                num_top, *tokens = body
+                prompt_logprobs(model, tokens, num_top)
+            else:
+                assert runner is not None
+                skip = None if body[0] == WHOLE else skips[body[0]]
+                if order is Order.SECONDS:
+                    runner.seconds(body[1], skip)
+                else:
+                    runner.cache.pool.num_touched = body[1]
+                    runner.forward(unpack_batch(body[2:]), skip)
+
+
+class LeadRunner(Runner):
+    """The first process's runner: tells the others, then does the same."""
+
+    def __init__(self, model: Decoder, pool: BlockPool, ranks: Ranks) -> None:
+        super().__init__(model, pool)
+        self._ranks = ranks
+        self._numbers: dict[str, int] = {}  # skip set id -> its number with the others
+        ranks.send(Order.OPEN, [pool.num_blocks, pool.block_size])
+
+    def forward(self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None) -> Tensor:
+        number = self._number(skip)
+        body = pack_batch(batch, self.cache.pool.block_size)
+        self._ranks.send(Order.FORWARD, [number, self.cache.pool.num_touched, *body])
+        return super().forward(batch, skip, watch)
+
+    def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
+        self._ranks.send(Order.SECONDS, [self._number(skip), num_rows])
+        return super().seconds(num_rows, skip)
+
+    def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+        self._ranks.send(Order.SCORE, [num_top, *tokens])
+        return super().prompt_logprobs(tokens, num_top)
+
+    def _number(self, skip: SkipSet | None) -> int:
+        if skip is None:
+            return WHOLE
+        if skip.id not in self._numbers:
+            self._ranks.send(Order.SKIP, list(json.dumps(skip.to_json()).encode()))
+            self._numbers[skip.id] = len(self._numbers)
+        return self._numbers[skip.id]
+
+
+def pack_batch(batch: Batch, block_size: int) -> list[int]:
+    """A Batch as numbers: counts, then (start, rows, blocks) of each span, tokens, rows with logits."""
+    tokens = batch.tokens.tolist() if isinstance(batch.tokens, Tensor) else list(batch.tokens)
+    body = [len(batch.spans), len(tokens), len(batch.rows)]
+    for span in batch.spans:
+        blocks = list(span.blocks[: -(-span.stop // block_size)])
+        body += [span.start, span.num, len(blocks), *blocks]
+    return [*body, *tokens, *batch.rows]
+
+
+def unpack_batch(body: Sequence[int]) -> Batch:
+    num_spans, num_tokens, num_rows = body[:3]
+    at, spans = 3, []
+    for _ in range(num_spans):
+        start, num, num_blocks = body[at : at + 3]
+        at += 3
+        spans.append(Span(list(body[at : at + num_blocks]), start, num))
+        at += num_blocks
+    tokens, rows = body[at : at + num_tokens], body[at + num_tokens :]
+    assert len(rows) == num_rows
+    return Batch(spans, tokens, rows)
