@@ -80,17 +80,18 @@ def test_trained_beats_sparsegpt_beats_the_rest(tmp_path: Path) -> None:
     losses = {"dense": loss(dense)}
     calibration = Grammar(3).rows(32, 64, 0)
     boosted, plain = ([("*", parse_format(f"sparse24:held{branch}"))] for branch in ("+slorb16", ""))
-    branches: dict[str, Any] = {}
+    starts: dict[str, Any] = {}
     for name, method in PRUNERS.items():
-        model = load_model(tmp_path / "dense").model
-        prune(model, boosted, walk(model, calibration), method)
-        losses[f"{name}+slorb"] = loss(model)
-        branches[name] = take_branches(model)
-        losses[name] = loss(model)
-        save_model(tmp_path / name, model)
+        for kind, rules in ((name, plain), (f"{name}+slorb", boosted)):
+            model = load_model(tmp_path / "dense").model
+            prune(model, rules, walk(model, calibration), method)
+            losses[kind] = loss(model)
+            starts[kind] = take_branches(model)
+            save_model(tmp_path / kind, model)
     for name, rules in (("ast", plain), ("ast+slorb", boosted)):
-        student = build_student(tmp_path / "sparsegpt", rules, mesh)
-        hold_branches(student, branches["sparsegpt"] if name.endswith("slorb") else {})
+        start = name.replace("ast", "sparsegpt")
+        student = build_student(tmp_path / start, rules, mesh)
+        hold_branches(student, starts[start])
         settings = Retrain(steps=80, lr=2e-3, warmup=5)
         log = RunLog(None, quiet=True)
         retrain(Run(student, settings.optimizer(student), mesh, log), dense, Grammar(5), settings)  # type: ignore[arg-type]

@@ -88,28 +88,19 @@ def one_shot(bench: Bench, name: str, label: str) -> Decoder:
     return model
 
 
-def sparsegpt_start(bench: Bench, work: Path) -> tuple[Path, dict[str, dict[str, Tensor]]]:
-    """A folder with the SparseGPT weights and the branches that go with them; pruned once for all cases."""
-    folder = work / "sparsegpt"
-    if not folder.exists():
-        model = one_shot(bench, "sparsegpt", BOOSTED)
-        branches = take_branches(model)
-        save_file(
-            {n: parts["low"].contiguous() for n, parts in branches.items()}, work / "branch.safetensors"
-        )
-        save_model(folder, model)
-    return folder, {n: {"low": t} for n, t in load_file(work / "branch.safetensors").items()}
-
-
 def from_start(
     bench: Bench, boosted: bool, work: Path, compute: torch.dtype, mode: CompileMode = "off"
 ) -> Decoder:
-    """A student with the SparseGPT weights, and their branches."""
-    mesh = open_mesh(MeshConfig())
-    folder, branches = sparsegpt_start(bench, work)
+    """A student with SparseGPT's weights and, boosted, their branches; pruned once for all cases."""
+    label = BOOSTED if boosted else PLAIN
+    folder, branch_file = work / label.replace(":", "-"), work / f"{label.replace(':', '-')}.safetensors"
+    if not folder.exists():
+        model = one_shot(bench, "sparsegpt", label)
+        save_file({n: p["low"].contiguous() for n, p in take_branches(model).items()}, branch_file)
+        save_model(folder, model)
     parallel = ParallelConfig(compile=mode, compute_dtype=compute)
-    student = build_student(folder, [("*", parse_format(BOOSTED if boosted else PLAIN))], mesh, parallel)
-    hold_branches(student, branches if boosted else {})
+    student = build_student(folder, [("*", parse_format(label))], open_mesh(MeshConfig()), parallel)
+    hold_branches(student, {n: {"low": t} for n, t in load_file(branch_file).items()})
     return student
 
 
@@ -322,7 +313,7 @@ def curve() -> str:
                 [NAMES[n["case"]], points, flips, f"{seen['masked_over_kept']}", f"{n['config']['lr']:g}"]
             )
     return markdown(
-        ["", "perplexity after tokens (validation)", "flip rate", "masked / kept |w|", "lr"], rows
+        ["", "perplexity after tokens (validation)", "flip rate", "masked / kept magnitude", "lr"], rows
     )
 
 

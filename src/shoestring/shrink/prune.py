@@ -8,9 +8,10 @@
     wanda       keep the two largest |w_ij| * |x_j|, |x_j| the root of the mean square of input j
     sparsegpt   choose by |w| / U_jj and let the columns behind make up for what went (sparsegpt.py)
 
-Block after block: the pruned weights replace the weights at once, so that the walk shows the next block what the
-pruned ones before it put out. At the end every layer gets its Format, whose mask is that of the weights: what is 0
-is pruned. A rule with a SLoRB Format also gets its branch, the S that makes up best for the outputs' change,
+Block after block: the pruned weights replace the weights at once and the layers get their Format, so that the walk
+shows the next block what the pruned ones before it put out (rounded and with their branches, where the Format has
+those). Masks are those of the weights: what is 0 is pruned. A layer with a SLoRB Format also gets its branch, the S
+that makes up best for the outputs' change,
 
     min_S |(W - prune(W) - S P) X|^2        S = D H P^T (P H P^T + damping)^-1,  D = W - prune(W)
 
@@ -153,6 +154,10 @@ def prune(
             made, errors = prune_layers(block_linears(block), step.statistics, wanted, method, prefix)
             if files is not None:
                 files.save(step.index, block, made, errors)
+        # At once: the walk runs the block again, and the next one should see what will be delivered.
+        for name, format in wanted.items():
+            block_linears(block)[name].set_format(format)
+        hold_branches(model, made)
         branches.update(made)
         layers.extend(errors)
         if progress is not None:
