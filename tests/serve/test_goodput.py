@@ -143,3 +143,30 @@ def test_costs_are_asked_once_and_follow_real_steps() -> None:
     before = costs(8)
     costs.observe(8, 1000.0)
     assert costs(8) < 1.2 * before
+
+
+def test_a_profile_that_was_wrong_is_corrected_by_a_few_steps() -> None:
+    """A profile is of one request's rows; the same rows of many requests may cost several times as much."""
+    costs = StepCosts(lambda rows: 0.001)
+    assert costs(64) == 0.001
+    costs.observe(64, 0.5)  # captured a graph: no measure of anything
+    assert costs(64) == 0.001
+    for _ in range(4):
+        costs.observe(64, 0.004)
+    assert 0.003 < costs(64) < 0.005
+    for _ in range(30):
+        costs.observe(64, 0.004)
+    costs.observe(64, 1.0)  # one slow outlier
+    assert costs(64) < 1.5 * 0.004
+    assert costs(128) == 0.001
+
+
+def test_whether_it_would_abstain_changes_nothing() -> None:
+    goodput = Goodput(lambda rows: 0.001 * rows)  # every row costs as much as a step: guesses never pay
+    for _ in range(20):
+        goodput.accept(8, 0)
+    before = (goodput.credit, goodput.probing)
+    assert goodput.abstains(4) and goodput.abstains(4)
+    assert (goodput.credit, goodput.probing) == before and goodput.choose(4) == 0
+    goodput.credit = 1.0
+    assert not goodput.abstains(4) and goodput.choose(4) == goodput.max_drafts  # a probe is due

@@ -5,21 +5,23 @@
     python -m shoestring.bench.drafter --model DIR --data FOLDER     a model of yours (or $SMOLLM2) and texts for it
 
 Every drafter starts as the target's first layers, sees the same rows of the corpus in the same order and is measured
-on prompts from documents that neither it nor the target was trained on: greedy (4 guesses a pass), and drawn at
+on prompts from documents that neither it nor the target was trained on, with 4 guesses a pass: greedy, and drawn at
 temperature 1 under the token rule, whose acceptance is sum min(p, q). Tokens per second are of one greedy request
-at a time with the goodput controller.
+at a time.
 
 Compute is counted in floating-point operations of the drafter's training: 3 forwards a token; AdaSPEC's reference
 (its training and its pass over the text) counts, and so do the drafter's own writing and the target's reading of it
 in on-policy training. The target's one pass over the text, which all share, does not. "Equal compute" gives a method
 as many steps as cost what DistillSpec costs at the full number.
 
-The best drafter then serves 1 to 64 requests at once against plain decoding, both measured in turn.
+The best drafter then serves 1 to 64 requests at once against plain decoding, both measured in turn; there the
+goodput controller chooses the number of guesses, 0 included.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
@@ -52,7 +54,7 @@ from shoestring.shrink.drafter_model import first_layers
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.optim import adamw, constant, warmup_cosine
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 from shoestring.train.trainer import Run, train
@@ -60,8 +62,9 @@ from shoestring.train.trainer import Run, train
 BENCH = "drafter"
 K = 64
 NUM_DRAFTS = 4
+NUM_PROMPTS = 4  # of a measurement of speed, one after the other
 SHARE = 0.25  # of the micro-batches that an on-policy drafter writes itself
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Size:
     max_mb: float
     context: int
     batch: int
-    steps: int  # of the target
+    seconds: float  # of the target's training; how many steps that makes is measured first
     lr: float
     layers: int  # of the drafter
     draft_batch: int
@@ -84,14 +87,15 @@ class Size:
     repeats: int
 
 
+# Wide layers: a pass over 5 rows then costs about what a pass over one does, which is what speculation lives on.
 GPU = {
-    "d_model": 1024, "num_layers": 40, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64, "d_ff": 2816,
+    "d_model": 3072, "num_layers": 24, "num_heads": 48, "num_kv_heads": 12, "head_dim": 64, "d_ff": 8192,
 }  # fmt: skip
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
-    "gpu": Size(GPU, 4096, 60.0, 512, 32, 420, 8e-4, 2, 16, 300, 1e-3, 48, 16, 64, 128, 3),
-    "cpu": Size(CPU, 2048, 8.0, 128, 16, 250, 2e-3, 1, 16, 150, 1e-3, 32, 8, 32, 48, 2),
-    "smoke": Size(CPU, 512, 1.0, 64, 8, 20, 2e-3, 1, 8, 6, 1e-3, 16, 4, 16, 16, 1),
+    "gpu": Size(GPU, 4096, 30.0, 512, 16, 55.0, 6e-4, 1, 16, 160, 6e-4, 48, 16, 64, 96, 2),
+    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 16, 150, 1e-3, 32, 8, 32, 48, 2),
+    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 8, 6, 1e-3, 16, 4, 16, 16, 1),
 }
 
 
@@ -105,10 +109,10 @@ class Case:
 
 CASES = (
     Case("DistillSpec"),
-    Case("DistillSpec, on-policy", on_policy=True),
-    Case("AdaSPEC", reference=True),
-    Case("LK", "lk"),
     Case("LK hybrid", "lk_hybrid"),
+    Case("LK", "lk"),
+    Case("AdaSPEC", reference=True),
+    Case("DistillSpec, on-policy", on_policy=True),
     Case("LK hybrid + AdaSPEC", "lk_hybrid", reference=True),
 )
 
@@ -207,7 +211,7 @@ class Bench:
                 f"{kind}acceptance": round(a.acceptance, 4),
                 f"{kind}accepted_length": round(a.accepted_length, 3),
             }
-        rates = self.rate(drafter)
+        rates = self.rate(drafter, num_drafts=NUM_DRAFTS)
         if not self.plain:
             self.plain = self.rate(None)
         ratio = statistics.median(rates) / statistics.median(self.plain)
@@ -228,7 +232,7 @@ class Bench:
                 "drafts": NUM_DRAFTS,
                 **config,
             },
-            note=f"greedy, one request at a time, {len(self.prompts[:8])} prompts of {size.prompt_tokens} tokens, "
+            note=f"greedy, one request at a time, {NUM_PROMPTS} prompts of {size.prompt_tokens} tokens, "
             f"{size.new_tokens} new; acceptance on {len(self.prompts)} prompts",
         )
         print(
@@ -239,22 +243,26 @@ class Bench:
         )
         return line
 
-    def rate(self, drafter: Drafter | None, batch: int = 1, prompts: int = 8) -> list[float]:
-        asked = [self.prompts[i % len(self.prompts)] for i in range(max(prompts, batch))]
+    def rate(
+        self, drafter: Drafter | None, batch: int = 1, num: int = NUM_PROMPTS, num_drafts: int | None = None
+    ) -> list[float]:
+        asked = [self.prompts[i % len(self.prompts)] for i in range(num)]
         return measure_rate(
             self.target,
             drafter,
             asked,
             max_tokens=self.size.new_tokens,
             max_requests=batch,
+            num_drafts=num_drafts,
             repeats=self.size.repeats,
         )
 
     def batches(self, name: str, model: Decoder) -> None:
         for batch in BATCHES:
-            plain = self.rate(None, batch, batch)
-            rates = self.rate(DraftModel(model), batch, batch)
-            plain += self.rate(None, batch, batch)  # before and after: clocks and heat are shared
+            num = max(batch, NUM_PROMPTS)
+            plain = self.rate(None, batch, num)
+            rates = self.rate(DraftModel(model), batch, num)
+            plain += self.rate(None, batch, num)  # before and after: clocks and heat are shared
             ratio = statistics.median(rates) / statistics.median(plain)
             record(
                 bench=BENCH,
@@ -282,7 +290,7 @@ def inference(drafter: Decoder, dtype: torch.dtype) -> Decoder:
 # -- the target ---------------------------------------------------------------------------------------------
 
 
-def train_target(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Corpus]:
+def train_target(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Corpus, int]:
     with clock("corpus"):
         corpus = prepare("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
     spec = ModelSpec(
@@ -298,13 +306,27 @@ def train_target(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[
     init_weights(target, 0)
     data = TokenData(corpus.train, context=size.context, batch=size.batch)
     log = RunLog(None, quiet=True)
-    with clock(f"target of {spec.num_params() / 1e6:.0f}M parameters, {size.steps} steps"):
-        run = Run(target, adamw(target, lr=size.lr), Mesh(0, 1, device), log)
-        schedule = warmup_cosine(size.lr, warmup=max(1, size.steps // 10), steps=size.steps)
-        train(run, data, CrossEntropy(), steps=size.steps, schedule=schedule)
+    run = Run(target, adamw(target, lr=size.lr), Mesh(0, 1, device), log)
+    steps = affordable_steps(run, data, size.seconds)
+    with clock(f"target of {spec.num_params() / 1e6:.0f}M parameters, {steps} steps"):
+        schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
+        train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
     losses = [row["loss"] for row in log.history if "loss" in row]
-    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} on {len(corpus.train) / 1e6:.1f}M tokens", flush=True)
-    return inference(target, dtype), corpus
+    print(
+        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} on {steps * data.tokens_per_step / 1e6:.1f}M tokens",
+        flush=True,
+    )
+    return inference(target, dtype), corpus, steps
+
+
+def affordable_steps(run: Run, data: TokenData, seconds: float) -> int:
+    """Steps that fit into so many seconds, by the time of the third and fourth, which run at a small rate."""
+    train(run, data, CrossEntropy(), steps=2, schedule=constant(1e-5))
+    began = time.perf_counter()
+    train(
+        run, data, CrossEntropy(), steps=4, schedule=constant(1e-5)
+    )  # logs at its end, which waits for the device
+    return max(10, int(seconds / ((time.perf_counter() - began) / 2)))
 
 
 @contextmanager
@@ -340,9 +362,13 @@ def main() -> None:
         target, name = loaded.model, Path(args.model).stem
         corpus = prepare(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
     else:
-        target, corpus = train_target(size, device, dtype)
-        spec = target.spec
-        name = f"Llama {spec.num_layers}x{spec.d_model}, {spec.num_params() / 1e6:.0f}M, trained {size.steps} steps"
+        target, corpus, steps = train_target(size, device, dtype)
+        spec, num_tokens = target.spec, steps * size.batch * size.context
+        name = f"Llama shape {spec.num_layers}x{spec.d_model}, {spec.num_params() / 1e6:,.0f}M parameters"
+        name += f", trained on {num_tokens / 1e6:.1f}M tokens of Python"
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         run(Bench(target, corpus, size, size.layers, name, Path(folder)), args, began)
 

@@ -1,0 +1,141 @@
+"""Drafts that are chosen on the device, pass after pass: the same drafts as with logits on the way."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from tiny_serve import near_copy, tiny_decoder
+
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.drafters import DraftModel, trim_head
+from shoestring.serve.goodput import StepCosts
+from shoestring.serve.request import Draft, Output, Request
+
+PROMPTS = [
+    [1, 2, 3, 4],
+    [5, 6],
+    [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24],
+    [28, 0, 14],
+]
+SAMPLINGS = [
+    Sampling(max_tokens=30),
+    Sampling(temperature=0.9, seed=5, max_tokens=25),
+    Sampling(temperature=0.7, top_k=8, top_p=0.9, seed=6, max_tokens=30),
+    Sampling(max_tokens=20),
+]
+
+
+class Recorder(DraftModel):
+    """Keeps what was proposed, and counts the ways it was made."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.said: list[list[int]] = []
+        self.num_chained = 0
+
+    def propose(self, requests: list[Request], n: int) -> list[Draft]:  # type: ignore[override]
+        drafts = super().propose(requests, n)
+        self.said += [d.tokens for d in drafts]
+        return drafts
+
+    def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
+        drafts = super()._chain(requests, n)
+        self.num_chained += drafts is not None
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "dtype", "vocab_ids"),
+    [
+        (1, torch.float64, None),
+        (2, torch.float64, None),
+        (5, torch.float32, None),
+        (4, torch.float64, [i for i in range(29) if i % 4]),
+        (1, torch.float64, [i for i in range(29) if i % 4]),
+    ],
+)
+def test_the_same_drafts_and_the_same_text(
+    num_drafts: int, dtype: torch.dtype, vocab_ids: list[int] | None
+) -> None:
+    target = tiny_decoder(0).to(dtype)
+    drafter = near_copy(tiny_decoder(0), 0.03).to(dtype)
+    target.compute_dtype = drafter.compute_dtype = dtype
+    if vocab_ids is not None:
+        trim_head(drafter, vocab_ids)
+    plain = [c.token_ids for c in Engine(target, max_requests=3).generate(PROMPTS, SAMPLINGS)]
+    by_way: dict[bool, Recorder] = {}
+    for graphs in (False, True):
+        recorder = by_way[graphs] = Recorder(drafter, graphs=graphs, vocab_ids=vocab_ids)
+        engine = Engine(target, max_requests=3, drafter=recorder, num_drafts=num_drafts)
+        assert [c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS)] == plain
+        assert engine.stats.num_accepted > 20
+    assert by_way[True].said == by_way[False].said
+    assert by_way[False].num_chained == 0 and by_way[True].num_chained > 10
+
+
+def test_drafts_that_are_drawn_need_their_distribution() -> None:
+    target = tiny_decoder(0)
+    recorder = Recorder(near_copy(target, 0.03), graphs=True)
+    engine = Engine(target, drafter=recorder, num_drafts=3, rule="block")
+    engine.generate([[1, 2, 3]], Sampling(temperature=1.0, seed=1, max_tokens=20))
+    assert recorder.num_chained == 0 and recorder.said
+    engine.generate([[1, 2, 3]], Sampling(max_tokens=20))
+    assert recorder.num_chained > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a drafter on board, plain stretches are as fast as without one, and the text is the same."""
+    draw = random.Random(seed)
+    target = tiny_decoder(0)
+    plain = [c.token_ids for c in Engine(target, max_requests=3).generate(PROMPTS, SAMPLINGS)]
+    engine = Engine(target, max_requests=3, drafter=DraftModel(near_copy(target, 0.03)), graphs=True)
+    assert engine.goodput is not None
+    pending: list[int] = []
+
+    def choose(num_requests: int, limit: int | None = None) -> int:
+        return pending.pop() if pending else draw.choice((0, 0, 0, 2, 3))
+
+    def abstains(num_requests: int, limit: int | None = None) -> bool:
+        pending[:] = [draw.choice((0, 0, 0, 2, 3))]
+        return pending == [0]
+
+    monkeypatch.setattr(engine.goodput, "choose", choose)
+    monkeypatch.setattr(engine.goodput, "abstains", abstains)
+    num_ahead = 0
+    step = engine.step
+
+    def counted() -> list[Output]:
+        nonlocal num_ahead
+        outputs = step()
+        num_ahead += engine._flight is not None
+        return outputs
+
+    monkeypatch.setattr(engine, "step", counted)
+    assert [c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS)] == plain
+    assert num_ahead > 5 and engine.stats.num_accepted > 5
+    assert engine._ended is None  # nothing runs any more
+
+
+def test_a_step_is_clocked_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time outside of the model (scheduling, handing out tokens) is part of what a step costs."""
+    target = tiny_decoder(0)
+    engine = Engine(target, max_requests=1, drafter=DraftModel(near_copy(target, 0.03)), num_drafts=None)
+    assert engine.goodput is not None
+    engine.goodput.costs = StepCosts(lambda rows: 0.001)
+    took: list[float] = []
+    stepped = engine.goodput.stepped
+
+    def noted(rows: int, seconds: float, num_new: int) -> None:
+        took.append(seconds)
+        stepped(rows, seconds, num_new)
+
+    monkeypatch.setattr(engine.goodput, "stepped", noted)
+    request = engine.add([1, 2, 3], Sampling(max_tokens=12))
+    while request.finish_reason is None:
+        engine.step()
+        time.sleep(0.01)
+    assert len(took) > 2 and all(t >= 0.009 for t in took[1:])
