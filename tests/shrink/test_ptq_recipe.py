@@ -124,6 +124,51 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     assert "nothing to go on with" in cli("resume=cut", fails=True)
 
 
+BLOCKWISE = ["method=blockwise", "calib=calib.txt", "epochs=1", "train_batch=2"]
+
+
+def test_blockwise_end_to_end_and_resume(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [*SMALL, *BLOCKWISE, "format=int2:g32", "text=test.txt"]
+    out = cli(*argv, "run=blockwise")
+    assert "blockwise by block: 3/3" in out and "21 layers at 2.75 bits" in out
+    told = json.loads((here / "blockwise/model/quantization.json").read_text())
+    assert told["method"] == "blockwise" and len(told["blocks"]) == 3 and len(told["layers"]) == 21
+    assert all(0 < b["after"] <= b["before"] for b in told["blocks"])
+    save = BlockFiles.save
+
+    def stop(self: BlockFiles, index: int, *rest: Any) -> None:
+        save(self, index, *rest)
+        if index == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockFiles, "save", stop)
+    assert run_cli(["run", "shrink/ptq", *argv, "run=bw-cut", "device=cpu"]) != 0
+    monkeypatch.setattr(BlockFiles, "save", save)
+    assert "was started with epochs=1" in cli("resume=bw-cut", "epochs=2", fails=True)
+    cli("resume=bw-cut")
+    packed = [(here / run / "model/packed.safetensors").read_bytes() for run in ("blockwise", "bw-cut")]
+    assert packed[0] == packed[1]
+    assert "between 0 and 1" in cli(*SMALL, *BLOCKWISE, "lr_weight=7", fails=True)
+
+
+def test_a_budget_of_bits(cli: Callable[..., str], here: Path) -> None:
+    argv = [*SMALL, "bits_budget=3.4", "candidates=int2:g32,int3:g32,int4:g32", "calib=calib.txt"]
+    out = cli(*argv, "run=mixed", "method=clip", "damage_windows=2", "damage_units=block")
+    assert "damage by block: 9/9" in out and "of 3.4 bits per weight" in out
+    told = json.loads((here / "mixed/model/quantization.json").read_text())
+    assert told["bits_per_weight"] <= 3.4 and told["mixed_bits"]["exact"]
+    chosen = {layer["name"]: layer["format"] for layer in told["layers"]}
+    for unit in told["mixed_bits"]["units"]:
+        assert {chosen[name] for name in unit["layers"]} == {unit["format"]}
+    assert len(set(chosen.values())) > 1
+    assert json.loads((here / "mixed/mixed_bits.json").read_text()) == told["mixed_bits"]
+    assert not (here / "mixed/damage.jsonl").exists()
+    assert "give one of them" in cli(*argv, "rules=*=int4", fails=True)
+    assert "needs a calibration text" in cli("model=model", "method=rtn", "bits_budget=3", fails=True)
+
+
 def test_rtn_needs_no_text(cli: Callable[..., str], here: Path) -> None:
     cli("model=model", "method=rtn", "format=nf3:g32", "run=plain")
     told = json.loads((here / "plain/model/quantization.json").read_text())

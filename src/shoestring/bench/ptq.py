@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,16 +45,29 @@ CELLS = (
 
 def table() -> str:
     """One row a grid, one column a method; what was not measured is empty."""
+    return _table(newest("ptq"), ("rtn", "clip", "awq", "gptq", "gptq+clip"))
+
+
+def trained() -> str:
+    """The grids on which block-wise training was measured, with the method it starts from."""
     lines = newest("ptq")
-    there = {n["config"]["method"] for n in lines} - {"dense"}
-    more = sorted((m for m in there if "@" in m), key=lambda m: int(m.split("@")[1]))
-    methods = [m for m in ("rtn", "clip", "awq", "gptq", "gptq+clip", *TRAINED, *more) if m in there]
+    more = {n["config"]["method"] for n in lines if "@" in n["case"]}
+    methods = (*TRAINED, *sorted(more, key=lambda m: int(m.split("@")[1])))
+    grids = {n["config"]["format"] for n in lines if n["config"]["method"] in methods} | {"dense"}
+    return _table([n for n in lines if n["config"]["format"] in grids], ("rtn", "clip", "awq", *methods))
+
+
+def _table(lines: list[dict[str, Any]], columns: Sequence[str]) -> str:
+    lines = [n for n in lines if n["config"]["method"] in ("dense", *columns)]
     found = {(n["config"]["format"], n["config"]["method"]): n for n in lines}
+    methods = [m for m in columns if any(m == known for _, known in found)]
     rows = []
     for label in sorted({f for f, _ in found if f != "dense"}, key=_grid_order):
         cells = {m: found.get((label, m)) for m in methods}
         bits = next(n["config"]["bits"] for n in cells.values() if n is not None)
         rows.append([label, f"{bits:.2f}", *(f"{n['value']:.1f}" if n else "" for n in cells.values())])
+    if not rows:
+        return "Not measured yet."
     dense = found["dense", "dense"]
     config = next(n["config"] for n in lines if n["case"] != "dense" and "@" not in n["case"])
     said = (
@@ -61,7 +75,7 @@ def table() -> str:
         f"(tokenised edition), context {config['context']}; unquantized {dense['value']:.2f}. Calibrated on "
         f"{config['calibration_tokens']:,} tokens of the validation text."
     )
-    if more:
+    if any("@" in m for m in methods):
         said += f" blockwise@N: on N windows of {config['context']} tokens."
     return markdown(["format", "bits/weight", *methods], rows) + said + provenance(lines)
 

@@ -90,6 +90,7 @@ class Blockwise:
     floor: float = 0.05  # the learning rates fall to this part of themselves, along a cosine
     held_out: float = 0.125  # part of the windows that training does not see
     loss: Literal["token", "square"] = "token"
+    keep_masters: bool = False  # report.masters: the trained weights before rounding, to go on training with
     seed: int = 0
 
     name = "blockwise"
@@ -172,9 +173,10 @@ def train_blocks(
         notes.append(told)
         if progress is not None:
             progress(index + 1, len(model.blocks), told["after"])
+    masters = {n: grid.pop("master") for n, grid in grids.items() if "master" in grid}
     with torch.no_grad():
         report = finish(model, rules, formats, grids, layers, settings.name, skip)
-    report.blocks = notes
+    report.blocks, report.masters = notes, masters
     return report
 
 
@@ -241,6 +243,8 @@ def train_block(
         for name, layer in linears.items():
             parts = layer.encode(compute)
             made[prefix + name] = {n: parts[n].float() for n in ("scale", "zero") if n in parts}
+            if settings.keep_masters:
+                made[prefix + name]["master"] = layer.weight.detach().cpu().clone()
             used = layer.effective_weight(compute)
             layer.set_format(Dense())
             layer.weight.copy_(used)
@@ -332,7 +336,8 @@ def fit(
         )
     if not groups:
         return before, before
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12)
+    fused = True if task.device.type == "cuda" else None
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
     state = snapshot(groups)
     gen = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
     steps_per_epoch = math.ceil(len(rest) / settings.batch)

@@ -1,8 +1,11 @@
-"""Shrink a model to 2, 3, 4 or 8 bits after training, guided by a calibration text: GPTQ, AWQ or a clip search.
+"""Shrink a model to 2, 3, 4 or 8 bits, guided by a calibration text: GPTQ, AWQ, a clip search, or training
+block by block.
 
 Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.txt text=other.txt
          shoestring run shrink/ptq model=RUN format=int2 method=gptq+clip
          shoestring run shrink/ptq model=DIR "rules=*.mlp.*=nf3;*=int4" method=awq calib=FOLDER memory_gb=8
+         shoestring run shrink/ptq model=DIR format=int2 method=blockwise calib=some.txt calib_windows=128
+         shoestring run shrink/ptq model=DIR bits_budget=3 candidates=int2,int3,int4 method=awq calib=some.txt
          shoestring run shrink/ptq resume=RUN        goes on at the next block after Ctrl-C or a crash
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb)
 Time:    SmolLM2-135M, nf3, 8 windows of 512 on one CPU core: gptq 4 minutes, clip and awq 1 to 2 and one for the
@@ -19,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from shoestring.config import option, to_json
 from shoestring.errors import Interrupted, UserError
-from shoestring.formats import pack, parse_format, unpack
+from shoestring.formats import Format, pack, parse_format, unpack
 from shoestring.measure import (
     corpus_of_run,
     evaluate_row,
@@ -55,9 +59,11 @@ from shoestring.report import (
     write_report,
 )
 from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
+from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
 
@@ -65,7 +71,10 @@ from shoestring.shrink.resume import BlockFiles
 DECIDING = (
     *("model", "format", "rules", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
     *("damping", "objective", "dtype"),
+    *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
+    *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
 )
+DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 
 
@@ -76,7 +85,9 @@ class Config:
     rules: str | None = option(
         None, "instead of format: glob=format;glob=format, the first that matches wins"
     )
-    method: Literal["gptq", "gptq+clip", "awq", "clip", "rtn"] = option("gptq", "how weights are chosen")
+    method: Literal["gptq", "gptq+clip", "awq", "clip", "rtn", "blockwise"] = option(
+        "gptq", "how weights are chosen; blockwise trains them with their scales and zero points"
+    )
     calib: str | None = option(
         None, "calibration text or corpus; a run is calibrated on its own training text by default"
     )
@@ -90,6 +101,27 @@ class Config:
     objective: Literal["group", "row"] = option(
         "group", "clip: output error of each group or of the whole row"
     )
+    init: Literal["awq", "clip", "gptq", "gptq+clip", "rtn"] = option(
+        "awq", "blockwise: the method whose grids training starts from"
+    )
+    train: Literal["all", "grid"] = option(
+        "all", "blockwise: everything, or scales and zero points only (a learned clip)"
+    )
+    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block")
+    train_batch: int = option(2, "blockwise: windows in a step")
+    lr_weight: float = option(Blockwise.lr_weight, "blockwise: in parts of a layer's rounding error")
+    lr_scale: float = option(Blockwise.lr_scale, "blockwise: in parts of a layer's mean scale")
+    lr_zero: float = option(Blockwise.lr_zero, "blockwise: in codes")
+    lr_norm: float = option(Blockwise.lr_norm, "blockwise: in parts of a norm's or bias' size; 0 leaves them")
+    held_out: float = option(Blockwise.held_out, "blockwise: part of the windows that only judges")
+    loss: Literal["token", "square"] = option("token", "blockwise: every token alike, or plain squares")
+    seed: int = option(0, "blockwise: order of the windows")
+    bits_budget: float | None = option(
+        None, "instead of format: bits per weight over all layers, shared out by measured damage"
+    )
+    candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from")
+    damage_windows: int = option(4, "bits_budget: calibration windows that the damage is measured on")
+    damage_units: Literal["layer", "block"] = option("layer", "bits_budget: what gets a format of its own")
     memory_gb: float = option(4.0, "activations beyond this go to a file")
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
@@ -110,6 +142,7 @@ def main(cfg: Config) -> Path:
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
+    candidates = pick_candidates(cfg)
     method = pick_method(cfg)
     for wanted in (cfg.out, cfg.dense_out):
         if wanted is not None:
@@ -125,7 +158,10 @@ def main(cfg: Config) -> Path:
         )
     device = pick_device(cfg.device)
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
-    plan(loaded.model, rules)
+    if candidates:
+        units_of(loaded.model, candidates)
+    else:
+        plan(loaded.model, rules)
     calib_NT = calibration_windows(cfg, loaded)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
@@ -137,19 +173,33 @@ def main(cfg: Config) -> Path:
     options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
     if not log.evaluations():
         log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
+    calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill)
+    mix = None
+    if cfg.inputs != "auto":
+        calibration = replace(calibration, inputs=cfg.inputs)
+    elif not isinstance(method, Blockwise):
+        calibration = replace(calibration, inputs=usual_inputs(method))
     steps: Iterable[BlockStep] = ()
-    if calib_NT is not None:
-        inputs = usual_inputs(method) if cfg.inputs == "auto" else cfg.inputs
-        calibration = Calibration(inputs=inputs, memory_gb=cfg.memory_gb, folder=cfg.spill)
+    if calib_NT is not None and not isinstance(method, Blockwise):
         steps = walk(loaded.model, calib_NT, calibration, start=files.count())
     try:
+        if candidates:
+            assert calib_NT is not None
+            mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
+            rules = mix.rules
         with log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar:
 
             def progress(done: int, total: int, error: float) -> None:
                 log.log(done, output_error=error)
                 bar.advance(1, error=error)
 
-            report = quantize(loaded.model, rules, steps, method, progress=progress, files=files)
+            if isinstance(method, Blockwise):
+                assert calib_NT is not None
+                report = train_blocks(
+                    loaded.model, rules, calib_NT, method, calibration, progress=progress, files=files
+                )
+            else:
+                report = quantize(loaded.model, rules, steps, method, progress=progress, files=files)
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped after {files.count()} of {len(loaded.model.blocks)} blocks; go on with "
@@ -165,9 +215,11 @@ def main(cfg: Config) -> Path:
         **report.to_json(),
         "calibration": cfg.calib,
         "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
+        **({"mixed_bits": mix.to_json()} if mix is not None else {}),
     }
     write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
     shutil.rmtree(files.folder, ignore_errors=True)
+    (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
     if cfg.dense_out is not None:
         unpack(loaded.model)
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
@@ -179,7 +231,7 @@ def run_folder(cfg: Config) -> Path:
     if cfg.resume is None:
         return new_run_folder("shrink/ptq") if cfg.run is None else check_free(Path(cfg.run))
     folder = Path(cfg.resume)
-    if not (folder / "blocks").is_dir():
+    if not (folder / "blocks").is_dir() and not (folder / DAMAGE).is_file():
         raise UserError(
             f"resume={folder}: nothing to go on with there, no block is finished or all are; start anew"
         )
@@ -193,7 +245,50 @@ def run_folder(cfg: Config) -> Path:
     return folder
 
 
-def pick_method(cfg: Config) -> Method:
+def pick_candidates(cfg: Config) -> list[Format]:
+    """The formats that bits_budget chooses from; none without a budget."""
+    if cfg.bits_budget is None:
+        return []
+    if cfg.rules:
+        raise UserError("rules and bits_budget both say which layer gets what: give one of them")
+    return [parse_format(part) for part in cfg.candidates.split(",") if part.strip()]
+
+
+def mixed_bits(
+    cfg: Config,
+    loaded: Loaded,
+    candidates: list[Format],
+    calib_NT: Tensor,
+    calibration: Calibration,
+    log: RunLog,
+    folder: Path,
+) -> Mix:
+    """Measure every layer's damage (or take up where a stopped run was), and choose."""
+    assert cfg.bits_budget is not None
+    some = calib_NT[:: max(1, len(calib_NT) // cfg.damage_windows)][: cfg.damage_windows]
+    num_trials = len(candidates) * len(units_of(loaded.model, candidates, cfg.damage_units))
+    with log.progress(num_trials, f"damage by {cfg.damage_units}") as bar:
+        units = measure_damage(
+            loaded.model,
+            candidates,
+            some,
+            units=cfg.damage_units,
+            calibration=calibration,
+            progress=lambda done, total, damage: bar.advance(1, damage=damage),
+            file=folder / DAMAGE,
+        )
+    mix = choose_formats(units, cfg.bits_budget)
+    counts = Counter(o.format.label for o in mix.chosen)
+    said = ", ".join(f"{n} x {label}" for label, n in counts.items())
+    log.say(f"{mix.bits_per_weight:.3f} of {cfg.bits_budget} bits per weight: {said}")
+    write_atomically(folder / "mixed_bits.json", json.dumps(mix.to_json(), indent=1) + "\n")
+    return mix
+
+
+def pick_method(cfg: Config) -> Method | Blockwise:
+    if cfg.method == "blockwise":
+        same = [f.name for f in dataclasses.fields(Blockwise) if hasattr(cfg, f.name)]
+        return Blockwise(batch=cfg.train_batch, **{name: getattr(cfg, name) for name in same})
     clip = Clip(objective=cfg.objective)
     if cfg.method in ("gptq", "gptq+clip"):
         with_clip = Clip() if cfg.method == "gptq+clip" else None
@@ -205,7 +300,7 @@ def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor | None:
     """[windows, context] token ids; None only for rtn without a text, which needs none."""
     source, max_mb = (cfg.calib, None) if cfg.calib is not None else corpus_of_run(Path(cfg.model))
     if source is None:
-        if cfg.method == "rtn":
+        if cfg.method == "rtn" and cfg.bits_budget is None:
             return None
         raise UserError(
             f"method={cfg.method} needs a calibration text: give calib=FILE or a corpus; not the text that is "
@@ -237,10 +332,16 @@ def finish(log: RunLog, folder: Path, out: Path, report: QuantizeReport) -> None
     curve = Series("output error", [row["step"] for row in blocks], [row["output_error"] for row in blocks])
     fields = [f.name for f in dataclasses.fields(report.layers[0])] if report.layers else []
     layers = [[getattr(layer, f) for f in fields] for layer in report.layers]
+    trained = [[i, b["before"], b["after"]] for i, b in enumerate(report.blocks)]
     sections: list[Section] = [
         Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
         Curves("Error by block", [curve], "block", "mean square of the outputs' change, relative"),
         *run_sections(folder),
+        *(
+            [Table("Blocks", ["block", "error before", "error after"], trained, "On windows held out.")]
+            if trained
+            else []
+        ),
         Table("Layers", [f.replace("_", " ") for f in fields], layers, "Errors are relative mean squares."),
         Text("Next", commands, code=True),
     ]

@@ -1,0 +1,404 @@
+"""Mixed bits: which layer gets which Format, by measured damage, under a budget of bits per weight.
+
+    units = measure_damage(model, [parse_format(x) for x in ("int2", "int3", "int4")], windows(tokens, 4, 512))
+    choice = choose_formats(units, budget=3.0)
+    quantize(model, choice.rules, ...)           # or train_blocks, or convert
+
+The damage of a Format in a layer is what the whole model's predictions lose when this layer alone has it:
+mean over tokens of KL(full || changed), or the rise of the loss on the text itself. Everything before the
+changed block is computed once, so that a trial costs the blocks from there on. Damages of different layers are
+taken to add up, which is the assumption of this method; what the chosen mix really costs is for an evaluation to
+say.
+
+Choosing is a knapsack: minimise the summed damage with the summed bits, scales, zero points and tables
+included, within the budget. Solved exactly: states (bits, damage) are kept only while no other is better in
+both, and while their Lagrange bound can still beat the best solution known. Should they be more than
+MAX_STATES, the most promising are kept and the result says that it may not be the best.
+
+Left out on purpose: several processes, and choices that look at two layers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats import Dense, Format, FormatLinear, GridFormat
+from shoestring.formats.convert import Rule
+from shoestring.model.transformer import Block, Decoder
+from shoestring.shrink.calibrate import (
+    Calibration,
+    activation_store,
+    check_tokens,
+    embed,
+    rope_of,
+    run_block,
+)
+from shoestring.shrink.grid import nearest, state_of
+from shoestring.shrink.quantize import HEADS, plan
+
+MAX_STATES = 200_000
+CHUNK = 1024  # tokens whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Option:
+    format: Format
+    bits: float  # stored bits of the unit, metadata included
+    damage: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that get the same Format."""
+
+    name: str
+    layers: tuple[str, ...]
+    num_weights: int
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What was chosen: `rules` is for `convert`, `quantize` and `train_blocks`."""
+
+    units: tuple[Unit, ...]
+    picks: tuple[int, ...]
+    budget: float
+    exact: bool
+
+    @property
+    def chosen(self) -> list[Option]:
+        return [u.options[i] for u, i in zip(self.units, self.picks, strict=True)]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return sum(o.bits for o in self.chosen) / sum(u.num_weights for u in self.units)
+
+    @property
+    def damage(self) -> float:
+        return sum(o.damage for o in self.chosen)
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [(layer, o.format) for u, o in zip(self.units, self.chosen, strict=True) for layer in u.layers]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "budget": self.budget,
+            "bits_per_weight": round(self.bits_per_weight, 5),
+            "damage": self.damage,
+            "exact": self.exact,
+            "units": [
+                {
+                    "name": u.name,
+                    "layers": list(u.layers),
+                    "format": o.format.label,
+                    "bits_per_weight": round(o.bits / u.num_weights, 5),
+                    "damage": o.damage,
+                    "options": {x.format.label: x.damage for x in u.options},
+                }
+                for u, o in zip(self.units, self.chosen, strict=True)
+            ],
+        }
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+@torch.no_grad()
+def measure_damage(
+    model: Decoder,
+    candidates: Sequence[Format],
+    tokens_NT: Tensor,
+    *,
+    units: Literal["layer", "block"] = "layer",
+    measure: Literal["kl", "loss"] = "kl",
+    calibration: Calibration | None = None,
+    skip: Sequence[str] = HEADS,
+    progress: Callable[[int, int, float], None] | None = None,
+    file: Path | None = None,
+) -> list[Unit]:
+    """Every unit with the damage of every candidate; the model ends as it was.
+
+    progress(trials done, trials, damage). `file` keeps finished trials, one JSON line each: a stopped run does
+    not repeat them.
+    """
+    if not candidates or len({f.label for f in candidates}) < len(candidates):
+        given = ", ".join(f.label for f in candidates)
+        raise UserError(
+            f"candidates for mixed bits are {given or 'missing'}: give two or more different formats"
+        )
+    check_tokens(model, tokens_NT)
+    grouped = units_of(model, candidates, units, skip)
+    known = _read(file, tokens_NT, measure)
+    trials = _Trials(model, tokens_NT, calibration or Calibration(), measure)
+    made: list[Unit] = []
+    done, total = 0, len(grouped) * len(candidates)
+    with trials:
+        for name, members in grouped.items():
+            options = []
+            for format in candidates:
+                key = f"{name} {format.label}"
+                if isinstance(format, Dense):
+                    known[key] = 0.0
+                elif key not in known:
+                    known[key] = trials.damage(members, format)
+                    _append(file, key, known[key], tokens_NT, measure)
+                shapes = [_linear(model, m).shape for m in members]
+                bits = sum(format.bits_per_weight(s) * s[0] * s[1] for s in shapes)
+                options.append(Option(format, bits, known[key]))
+                done += 1
+                if progress is not None:
+                    progress(done, total, known[key])
+            made.append(Unit(name, tuple(members), sum(s[0] * s[1] for s in shapes), tuple(options)))
+    return made
+
+
+def units_of(
+    model: Decoder, candidates: Sequence[Format], units: str = "layer", skip: Sequence[str] = HEADS
+) -> dict[str, list[str]]:
+    """{unit: its layers}; every mistake of any candidate is raised here, before any work."""
+    plans = [plan(model, [("*", f)], skip) for f in candidates if not isinstance(f, Dense)]
+    grouped: dict[str, list[str]] = {}
+    for name in plans[0] if plans else ():
+        if name.startswith("blocks."):
+            grouped.setdefault(name if units == "layer" else ".".join(name.split(".")[:2]), []).append(name)
+    return grouped
+
+
+def _linear(model: Decoder, name: str) -> FormatLinear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, FormatLinear)
+    return layer
+
+
+@dataclass
+class _Trials:
+    """The activations before the block in hand, and the full model's outputs to compare with."""
+
+    model: Decoder
+    tokens_NT: Tensor
+    calibration: Calibration
+    measure: str
+    at: int = 0
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> _Trials:
+        model = self.model
+        self.device = model.embed.weight.device
+        num_windows, context = self.tokens_NT.shape
+        shape = (num_windows, context, model.spec.d_model)
+        self.batches = [
+            slice(i, i + self.calibration.batch) for i in range(0, num_windows, self.calibration.batch)
+        ]
+        self.store, self.final = (
+            activation_store(shape, model.compute_dtype, self.device, self.calibration, self.stack)
+            for _ in range(2)
+        )
+        self.rope = rope_of(model, context, self.device)
+        for rows in self.batches:
+            self.store[rows] = embed(model, self.tokens_NT[rows].to(self.device)).to(self.store.device)
+        self.full_loss = 0.0
+        for rows in self.batches:
+            self.final[rows] = self.run(self.store[rows], 0).to(self.final.device)
+        if self.measure == "loss":
+            self.full_loss = sum(self.score(self.final[r], r) for r in self.batches) / self.num_scored
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stack.close()
+
+    @property
+    def num_scored(self) -> int:
+        num_windows, context = self.tokens_NT.shape
+        return num_windows * (context - 1 if self.measure == "loss" else context)
+
+    def run(self, x: Tensor, start: int) -> Tensor:
+        x = x.to(self.device)
+        for block in list(self.model.blocks)[start:]:
+            x = block(x, self.rope, None)
+        return self.model.norm(x)
+
+    def logp(self, hidden_RD: Tensor) -> Tensor:
+        head = self.model.read_head(hidden_RD.dtype).weight_VD.to(hidden_RD.dtype)
+        return F.log_softmax(F.linear(hidden_RD, head).float(), dim=-1)
+
+    def score(self, hidden: Tensor, rows: slice) -> float:
+        """Summed over tokens: KL from the full model's predictions, or the loss of the next token."""
+        hidden = hidden.to(self.device)
+        total = 0.0
+        if self.measure == "loss":
+            hidden = hidden[:, :-1]
+            targets = self.tokens_NT[rows].to(self.device)[:, 1:].flatten()
+            for h, t in zip(hidden.flatten(0, 1).split(CHUNK), targets.split(CHUNK), strict=True):
+                total += float(F.nll_loss(self.logp(h), t, reduction="sum"))
+            return total
+        full = self.final[rows].to(self.device).flatten(0, 1)
+        for h, f in zip(hidden.flatten(0, 1).split(CHUNK), full.split(CHUNK), strict=True):
+            total += float(F.kl_div(self.logp(h), self.logp(f), reduction="sum", log_target=True))
+        return total
+
+    def damage(self, layers: Sequence[str], format: Format) -> float:
+        index = int(layers[0].split(".")[1])
+        while self.at < index:
+            run_block(
+                self.model.blocks[self.at], self.at, self.store, self.batches, self.rope, self.device, None
+            )
+            self.at += 1
+        linears = [_linear(self.model, n) for n in layers]
+        kept = [m.weight.detach().clone() for m in linears]
+        assert isinstance(self.model.blocks[index], Block) and isinstance(format, GridFormat)
+        try:
+            for m in linears:
+                m.weight.copy_(nearest(m.weight, format, state_of(format, m.weight)).weight)  # type: ignore[arg-type]
+            total = sum(self.score(self.run(self.store[r], index), r) for r in self.batches)
+        finally:
+            for m, w in zip(linears, kept, strict=True):
+                m.weight.copy_(w)
+        return total / self.num_scored - self.full_loss
+
+
+def _stamp(tokens_NT: Tensor, measure: str) -> str:
+    return f"{measure} {list(tokens_NT.shape)} {int(tokens_NT.sum())}"
+
+
+def _read(file: Path | None, tokens_NT: Tensor, measure: str) -> dict[str, float]:
+    """Finished trials; a last line that was cut off by a kill is left out."""
+    known: dict[str, float] = {}
+    if file is None or not file.is_file():
+        return known
+    for line in file.read_text().splitlines():
+        try:
+            data = json.loads(line)
+        except ValueError:
+            continue
+        if data["of"] != _stamp(tokens_NT, measure):
+            raise UserError(
+                f"{file} was measured on another text or in another way: delete it and start again"
+            )
+        known[data["trial"]] = data["damage"]
+    return known
+
+
+def _append(file: Path | None, trial: str, damage: float, tokens_NT: Tensor, measure: str) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as f:
+            line = {"trial": trial, "damage": damage, "of": _stamp(tokens_NT, measure)}
+            f.write(("" if f.tell() == 0 else "\n") + json.dumps(line))
+
+
+# -- choosing ------------------------------------------------------------------------------------------------
+def choose_formats(units: Sequence[Unit], budget: float) -> Mix:
+    """The least summed damage within `budget` bits per weight over all units, metadata included."""
+    if not units or any(not u.options for u in units):
+        raise UserError("mixed bits need layers and candidate formats: there are none")
+    weights = sum(u.num_weights for u in units)
+    least = sum(min(o.bits for o in u.options) for u in units) / weights
+    if least > budget * (1 + 1e-9):
+        raise UserError(
+            f"a budget of {budget} bits per weight is too small: the smallest candidates need {least:.3f}; give "
+            "more bits, a larger group, or a candidate with fewer bits"
+        )
+    bits = [[o.bits for o in u.options] for u in units]
+    damage = [[o.damage for o in u.options] for u in units]
+    picks, exact = knapsack(bits, damage, budget * weights)
+    return Mix(tuple(units), tuple(picks), budget, exact)
+
+
+def knapsack(
+    bits: list[list[float]], damage: list[list[float]], room: float, max_states: int = MAX_STATES
+) -> tuple[list[int], bool]:
+    """One option of every unit, with the least summed damage whose summed bits fit into `room`."""
+    room *= 1 + 1e-12  # sums in another order
+    price, best_picks = lagrange(bits, damage, room)
+    best = sum(d[i] for d, i in zip(damage, best_picks, strict=True))
+    # What the units still to come need at least: in bits, and in damage + price * bits.
+    need, rest = [0.0], [0.0]
+    for b, d in zip(reversed(bits), reversed(damage), strict=True):
+        need.append(need[-1] + min(b))
+        rest.append(rest[-1] + min(y + price * x for x, y in zip(b, d, strict=True)))
+    need, rest = need[::-1], rest[::-1]
+    used, lost = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    history: list[tuple[Tensor, Tensor]] = []
+    exact = True
+    for i, (b, d) in enumerate(zip(bits, damage, strict=True)):
+        option = torch.arange(len(b)).repeat_interleave(len(used))
+        parent = torch.arange(len(used)).repeat(len(b))
+        more_used = used[parent] + torch.tensor(b, dtype=torch.float64)[option]
+        more_lost = lost[parent] + torch.tensor(d, dtype=torch.float64)[option]
+        bound = more_lost + price * (more_used - room) + rest[i + 1]
+        slack = 1e-9 * (1 + abs(best))
+        keep = ((more_used + need[i + 1] <= room) & (bound <= best + slack)).nonzero().flatten()
+        if len(keep) > max_states:
+            keep, exact = keep[bound[keep].argsort(stable=True)[:max_states]], False
+        # By bits, then by damage: a state stays only if it loses less than every cheaper one.
+        keep = keep[more_lost[keep].argsort(stable=True)]
+        keep = keep[more_used[keep].argsort(stable=True)]
+        least = more_lost[keep].cummin(0).values
+        first = torch.ones(len(keep), dtype=torch.bool)
+        first[1:] = more_lost[keep][1:] < least[:-1]
+        keep = keep[first]
+        if len(keep) == 0:  # only rounding errors can prune the last way to `best`
+            return best_picks, exact
+        used, lost = more_used[keep], more_lost[keep]
+        history.append((parent[keep], option[keep]))
+    at = int(lost.argmin())
+    if float(lost[at]) > best:
+        return best_picks, exact
+    picks: list[int] = []
+    for parents, options in reversed(history):
+        picks.append(int(options[at]))
+        at = int(parents[at])
+    return picks[::-1], exact
+
+
+def lagrange(bits: list[list[float]], damage: list[list[float]], room: float) -> tuple[float, list[int]]:
+    """The price of a bit at which the cheapest choices just fit, and a solution: these choices, improved as long
+    as one unit's step still fits.
+    """
+
+    def at_price(price: float) -> list[int]:
+        # Of equals the one with fewer bits.
+        return [
+            min(range(len(b)), key=lambda j, b=b, d=d: (d[j] + price * b[j], b[j]))  # type: ignore[misc]
+            for b, d in zip(bits, damage, strict=True)
+        ]
+
+    def cost(picks: list[int]) -> float:
+        return sum(b[i] for b, i in zip(bits, picks, strict=True))
+
+    low, high = 0.0, 1.0
+    picks = at_price(0.0)
+    if cost(picks) > room:
+        spread = max(max(d) - min(d) for d in damage)
+        gaps = [abs(x - y) for b in bits for x in b for y in b if x != y]
+        high = 2 * spread / min(gaps) + 1e-30
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if cost(at_price(middle)) > room else (low, middle)
+        picks = at_price(high)
+    else:
+        high = 0.0
+    if cost(picks) > room:  # equal damages at every price
+        picks = [min(range(len(b)), key=lambda j, b=b: b[j]) for b in bits]  # type: ignore[misc]
+    while True:
+        spare = room - cost(picks)
+        gains = [
+            (d[i] - d[j], u, j)
+            for u, (b, d, i) in enumerate(zip(bits, damage, picks, strict=True))
+            for j in range(len(b))
+            if d[j] < d[i] and b[j] - b[i] <= spare
+        ]
+        if not gains:
+            return high, picks
+        _, u, j = max(gains)
+        picks[u] = j
