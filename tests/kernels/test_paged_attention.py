@@ -185,6 +185,13 @@ def check_small(device: str = "cpu") -> None:
             want = row_linear_ref(x.double(), weight.double(), **{**exact, "out_dtype": torch.float64})
             assert got.dtype == ref.dtype and got.shape == ref.shape
             assert rms(got, want) <= 2 * rms(ref, want) + 1e-5, options
+        codes = torch.randint(0, 256, weight.shape, generator=g).to(device, torch.uint8)
+        scale = torch.rand(2 * num_out, generator=g).to(device, torch.float16) / 99
+        zero = torch.randint(100, 150, (2 * num_out,), generator=g).to(device, torch.uint8)
+        coded = {"norm_K": norm, "eps": 1e-5, "scale_N": scale, "zero_N": zero, "residual_1N": residual}
+        want = row_linear_ref(x.double(), codes, **{**coded, "residual_1N": residual.double()})
+        got, ref = row_linear(x, codes, **coded), row_linear_ref(x, codes, **coded)
+        assert rms(got, want) <= 2 * rms(ref, want) + 1e-4
 
 
 @pytest.mark.parametrize("check", ["check_attention", "check_rotate_store", "check_small"])

@@ -88,6 +88,20 @@ def test_packed_layers_are_stacked_part_by_part(format: str) -> None:
     assert text.token_ids == naive(model, [1, 2, 3], Sampling(max_tokens=8))
 
 
+def test_a_head_of_bytes() -> None:
+    """Eight bits with a scale for each row: read as bytes by the step of one request, decoded by others."""
+    model = tiny_decoder(tied=False).float()
+    model.compute_dtype = torch.float32
+    convert(model, [("head", parse_format("int8:g0"))], skip=())
+    pack(model)
+    engine = Engine(model, graphs=True)
+    assert engine.runner.fast
+    prompts = [[1, 2, 3], [4, 5]]
+    want = [naive(model, p, Sampling(max_tokens=8)) for p in prompts]
+    assert [engine.generate([p], Sampling(max_tokens=8))[0].token_ids for p in prompts] == want
+    assert [c.token_ids for c in engine.generate(prompts, Sampling(max_tokens=8))] == want
+
+
 def test_sharded_and_hooked_models_run_plain() -> None:
     model = tiny_decoder()
     assert fusable(model)

@@ -6,6 +6,8 @@ small operations around it would cost launches of their own; here they are free:
     norm      RMSNorm of x. y = (W (x * weight)) / rms(x), so the sum of squares is gathered on the way.
     swiglu    W holds gate rows, then up rows: y_i = silu(g_i) * u_i.
     residual  added in fp32, one rounding.
+    bytes     W may be 8-bit codes with a scale and a zero for each row, w = (q - zero) * scale: half the bytes, which
+              is what a large head costs. No swiglu then.
 
 Left out: more rows than one (a matrix product through the library is at the speed of memory too), packed
 weights (their Formats have kernels of their own).
@@ -33,9 +35,13 @@ def row_linear_ref(
     swiglu: bool = False,
     residual_1N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    scale_N: Tensor | None = None,
+    zero_N: Tensor | None = None,
 ) -> Tensor:
     wide = torch.promote_types(x_1K.dtype, torch.float32)
     x = x_1K.to(wide)
+    if scale_N is not None and zero_N is not None:
+        weight = (weight.to(wide) - zero_N.to(wide)[:, None]) * scale_N.to(wide)[:, None]
     if norm_K is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_K.to(wide)
     y = F.linear(x, weight.to(wide), None if bias is None else bias.to(wide))
@@ -57,6 +63,8 @@ def row_linear(
     swiglu: bool = False,
     residual_1N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    scale_N: Tensor | None = None,
+    zero_N: Tensor | None = None,
 ) -> Tensor:
     """As row_linear_ref; chooses the kernel."""
     if not triton_usable(x_1K):
@@ -69,6 +77,8 @@ def row_linear(
             swiglu=swiglu,
             residual_1N=residual_1N,
             out_dtype=out_dtype,
+            scale_N=scale_N,
+            zero_N=zero_N,
         )
     from shoestring.kernels._triton.row_linear import _row_linear_kernel
 
@@ -76,13 +86,19 @@ def row_linear(
     num_out //= 2 if swiglu else 1
     assert x_1K.shape == (1, num_in) and x_1K.is_contiguous() and weight.is_contiguous()
     out_1N = torch.empty(1, num_out, device=x_1K.device, dtype=out_dtype or x_1K.dtype)
+    coded = scale_N is not None and zero_N is not None
+    assert coded == (weight.dtype == torch.uint8) and not (coded and swiglu)
     rows, columns, warps = tile_for(num_out, num_in, swiglu)
+    if coded:
+        columns *= 2  # as many bytes to a load
     _row_linear_kernel[(-(-num_out // rows),)](
         x_1K,
         weight,
         x_1K if bias is None else bias,
         x_1K if norm_K is None else norm_K,
         x_1K if residual_1N is None else residual_1N,
+        x_1K if scale_N is None else scale_N,
+        x_1K if zero_N is None else zero_N,
         out_1N,
         eps,
         num_out,
@@ -93,6 +109,7 @@ def row_linear(
         NORM=norm_K is not None,
         SWIGLU=swiglu,
         RESIDUAL=residual_1N is not None,
+        BYTES=coded,
         **overlap_options(x_1K),
         num_warps=warps,
     )

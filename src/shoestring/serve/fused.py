@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats import Dense, Format, FormatLinear
+from shoestring.formats import Dense, Format, FormatLinear, IntAsym
 from shoestring.formats.base import Parts
 from shoestring.formats.linear import local
 from shoestring.kernels.add_norm import add_norm_
@@ -81,14 +82,36 @@ class Linear:
     apart: tuple[FormatLinear, ...] = ()
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        if self.for_a_row and x_TD.shape[0] == 1:
+            return self.row(x_TD)
         if self.weight is not None:
-            if x_TD.shape[0] == 1:
-                return row_linear(x_TD, self.weight, self.bias)
             return F.linear(x_TD, self.weight, self.bias)
         if self.format is not None:
             assert self.parts is not None
             return self.format.linear(x_TD, self.parts, self.bias)
         return torch.cat([layer(x_TD) for layer in self.apart], dim=-1)
+
+    @property
+    def for_a_row(self) -> bool:
+        """Whether `row` can be asked: a dense weight, or bytes with one scale a row."""
+        return self.weight is not None or self._bytes
+
+    @property
+    def _bytes(self) -> bool:
+        format, parts = self.format, self.parts
+        return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and _one_scale(parts)
+
+    def row(self, x_1D: Tensor, **around: Any) -> Tensor:
+        """kernels/row_linear.py, with what stands `around` the product."""
+        if self.weight is not None:
+            return row_linear(x_1D, self.weight, self.bias, **around)
+        assert self.parts is not None
+        scale, zero = self.parts["scale"].flatten(), self.parts["zero"].flatten()
+        return row_linear(x_1D, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **around)
+
+
+def _one_scale(parts: Parts) -> bool:
+    return "codes" in parts and parts["scale"].shape[1:].numel() == 1
 
 
 def join(layers: Sequence[FormatLinear], dtype: torch.dtype) -> Linear:
@@ -138,8 +161,8 @@ def _join_parts(layers: Sequence[FormatLinear]) -> Parts | None:
     """The parts of the stacked rows, of which the layers' own parts become views; None where they do not stack."""
     first = layers[0]
     if len(layers) == 1:
-        return _operands(first)
-    held = [_operands(x) for x in layers]
+        return first.operands()
+    held = [x.operands() for x in layers]
     if any(p.keys() != held[0].keys() for p in held):
         return None
     whole = first.format.whole_parts
@@ -159,11 +182,6 @@ def _join_parts(layers: Sequence[FormatLinear]) -> Parts | None:
             setattr(layer, f"weight_{name}", parts[name][row : row + own[name].shape[0]])
             row += own[name].shape[0]
     return parts
-
-
-def _operands(layer: FormatLinear) -> Parts:
-    """The parts as the layer's kernel reads them."""
-    return layer.operands() if hasattr(layer, "operands") else layer.parts()
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -267,10 +285,7 @@ class FusedDecoder:
         """Logits [T, V] of rows of the residual stream, in compute dtype or fp32."""
         if x_TD.shape[0] == 1 and self._row_fused(x_TD, self.norm, self.head):
             wide = torch.promote_types(self.dtype, torch.float32)
-            assert self.head.weight is not None
-            return row_linear(
-                x_TD, self.head.weight, norm_K=self.norm.weight, eps=self.norm.eps, out_dtype=wide
-            )
+            return self.head.row(x_TD, norm_K=self.norm.weight, eps=self.norm.eps, out_dtype=wide)
         return self.head(self._normed(x_TD, None, self.norm))
 
     # -- parts of a layer -----------------------------------------------------------------------------------
@@ -314,12 +329,12 @@ class FusedDecoder:
 
     def _inner(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer) -> Tensor:
         if self.spec.act == "swiglu":
-            if delta is None and self._row_fused(x_TD, layer.mlp_norm, layer.up):
-                assert layer.up.weight is not None
-                norm = layer.mlp_norm
-                return row_linear(
-                    x_TD, layer.up.weight, layer.up.bias, norm_K=norm.weight, eps=norm.eps, swiglu=True
-                )
+            if (
+                delta is None
+                and layer.up.weight is not None
+                and self._row_fused(x_TD, layer.mlp_norm, layer.up)
+            ):
+                return layer.up.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
             return swiglu(self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up))
         up = self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up)
         return F.gelu(up, approximate="tanh" if self.spec.act == "gelu_tanh" else "none")
@@ -327,14 +342,13 @@ class FusedDecoder:
     def _normed_linear(self, x_TD: Tensor, delta: Tensor | None, norm: Norm, linear: Linear) -> Tensor:
         """linear(norm(x + delta)); x becomes the sum."""
         if delta is None and self._row_fused(x_TD, norm, linear):
-            assert linear.weight is not None
-            return row_linear(x_TD, linear.weight, linear.bias, norm_K=norm.weight, eps=norm.eps)
+            return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps)
         return linear(self._normed(x_TD, delta, norm))
 
     def _linear_add(self, x_TD: Tensor, y_TE: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
         """(x, what is left to add to it) after x + linear(y)."""
-        if linear.weight is not None and x_TD.shape[0] == 1:
-            return row_linear(y_TE, linear.weight, linear.bias, residual_1N=x_TD), None
+        if linear.for_a_row and x_TD.shape[0] == 1:
+            return linear.row(y_TE, residual_1N=x_TD), None
         return x_TD, linear(y_TE)
 
     def _normed(self, x_TD: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
@@ -345,7 +359,7 @@ class FusedDecoder:
         return norm(x_TD)
 
     def _row_fused(self, x_TD: Tensor, norm: Norm, linear: Linear) -> bool:
-        return x_TD.shape[0] == 1 and norm.kind == "rms" and linear.weight is not None
+        return x_TD.shape[0] == 1 and norm.kind == "rms" and linear.for_a_row
 
 
 def _sum(x_TD: Tensor, delta: Tensor | None) -> Tensor:

@@ -11,6 +11,8 @@ def _row_linear_kernel(
     bias,
     norm,
     residual,
+    scales,
+    zeros,
     out,
     eps,
     num_out,
@@ -21,6 +23,7 @@ def _row_linear_kernel(
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    BYTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -31,34 +34,40 @@ def _row_linear_kernel(
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     acc_up = tl.zeros((ROWS, BLOCK), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
+    inputs = tl.zeros((BLOCK,), tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     # The weight is nobody's result: its first tile is on the way before there is an x. Then one tile ahead.
     both = real[:, None] & (k < K)[None, :]
-    w = tl.load(weight + at, mask=both, other=0.0, eviction_policy="evict_first")
+    w = tl.load(weight + at, mask=both, other=0, eviction_policy="evict_first")
     w_up = w
     if SWIGLU:
-        w_up = tl.load(weight + up_at, mask=both, other=0.0, eviction_policy="evict_first")
+        w_up = tl.load(weight + up_at, mask=both, other=0, eviction_policy="evict_first")
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     for start in range(0, K, BLOCK):
         inside = start + k < K
         both = real[:, None] & (start + BLOCK + k < K)[None, :]
-        next_w = tl.load(weight + at + start + BLOCK, mask=both, other=0.0, eviction_policy="evict_first")
+        next_w = tl.load(weight + at + start + BLOCK, mask=both, other=0, eviction_policy="evict_first")
         next_up = next_w
         if SWIGLU:
             next_up = tl.load(
-                weight + up_at + start + BLOCK, mask=both, other=0.0, eviction_policy="evict_first"
+                weight + up_at + start + BLOCK, mask=both, other=0, eviction_policy="evict_first"
             )
         xk = tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += xk * xk
             xk *= tl.load(norm + start + k, mask=inside, other=0.0).to(tl.float32)
+        if BYTES:
+            inputs += xk
         acc += w.to(tl.float32) * xk[None, :]
         if SWIGLU:
             acc_up += w_up.to(tl.float32) * xk[None, :]
         w, w_up = next_w, next_up
     y = tl.sum(acc, 1)
+    if BYTES:
+        zero = tl.load(zeros + n, mask=real, other=0).to(tl.float32)
+        y = (y - zero * tl.sum(inputs, 0)) * tl.load(scales + n, mask=real, other=0.0).to(tl.float32)
     scale = 1.0
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
