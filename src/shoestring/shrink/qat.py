@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Dense, Parts, convert, init_state
+from shoestring.formats import Dense, GridFormat, Parts, convert, init_state
 from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.groups import split
 from shoestring.formats.linear import full, like_weight, local
@@ -37,7 +37,7 @@ from shoestring.runlog import write_atomically
 from shoestring.shrink.calibrate import BlockStep, block_linears
 from shoestring.shrink.clip import Clip, clip_ranges
 from shoestring.shrink.grid import state_of
-from shoestring.shrink.quantize import plan
+from shoestring.shrink.quantize import HEADS, plan
 from shoestring.train.hooks import Hook
 from shoestring.train.trainer import Run
 
@@ -127,6 +127,26 @@ def read_grids(model: nn.Module) -> dict[str, Parts]:
         for name, layer in format_linears(model)
         if (names := layer.state_names) and "scale" in names and not layer.packed
     }
+
+
+@torch.no_grad()
+def learn_grids(
+    model: nn.Module, rules: Sequence[Rule], masters: Parts | None = None, *, skip: Sequence[str] = HEADS
+) -> None:
+    """Grids that a method chose and fixed become Parameters with the same values.
+
+    `masters`: the weights before rounding (Blockwise(keep_masters=True)). Rounded ones stand in the middle of their
+    bins, from where training at small rates moves hardly any of them to the next.
+    """
+    grids = read_grids(model)
+    convert(model, learned_rules(rules), skip=skip)
+    hold_grids(model, grids)
+    for name, w in (masters or {}).items():
+        model.get_submodule(name).weight.copy_(w)  # type: ignore[operator, union-attr]
+
+
+def learned_rules(rules: Sequence[Rule]) -> list[Rule]:
+    return [(glob, f.learn_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]  # type: ignore[misc]
 
 
 # -- learning rates ------------------------------------------------------------------------------------------

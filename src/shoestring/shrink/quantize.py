@@ -92,6 +92,7 @@ class QuantizeReport:
     converted: ConvertReport
     layers: list[LayerError] = field(default_factory=list)
     blocks: list[dict[str, float]] = field(default_factory=list)  # what the method has to say about each
+    masters: Parts = field(default_factory=dict)  # weights before rounding, where they were to be kept
 
     def to_json(self) -> dict[str, Any]:
         return {

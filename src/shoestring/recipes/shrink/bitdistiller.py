@@ -292,7 +292,7 @@ def finish(
     state = packed_state(model, dtype=model.compute_dtype)
     save_model(out, model, corpus.tokenizer, weights=state, mesh=mesh)
     if mesh.is_main:
-        write_atomically(out / "quantization.json", json.dumps({"method": recipe, **told}, indent=1) + "\n")
+        write_atomically(out / "quantization.json", json.dumps({**told, "method": recipe}, indent=1) + "\n")
         loaded = load_model(out, device=mesh.device, dtype=model.compute_dtype)
         tokens = None if cfg.text is None else read_tokens(Path(cfg.text), need_tokenizer(loaded))
         name = "" if cfg.text is None else Path(cfg.text).name

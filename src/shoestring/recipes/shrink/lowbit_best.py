@@ -1,0 +1,242 @@
+"""Shrink a model to 4, 3 or 2 bits with the least loss we know of: block by block, then end to end.
+
+BitDistiller trains weights only, and its scales follow them. Here scales and zero points are trained with the weights,
+first in every block against that block's own outputs (the largest gain for the least text), then all of them together
+against what the full model says, read from its cached top-k, so that it needs no room beside the student.
+
+Run:     shoestring run shrink/lowbit_best model=DIR format=int2:g64 prompts=some.txt text=other.txt
+         shoestring run shrink/lowbit_best model=DIR format=nf3:g64 data=my/texts steps=400
+         shoestring run shrink/lowbit_best model=DIR "rules=*.mlp.down=int4:g64;*=int2:g64" data=my/texts
+         shoestring run shrink/lowbit_best model=DIR bits_budget=3 prompts=some.txt
+         shoestring run shrink/lowbit_best resume=RUN       goes on in the stage it was in, after Ctrl-C or a crash
+         torchrun --nproc-per-node 4 -m shoestring run shrink/lowbit_best mesh.dp=4 model=DIR ...
+Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight), and 261
+         bytes of disk a training token. Block-wise training runs on the first process and holds one block at a time
+Time:    SmolLM2-135M: docs/methods/bitdistiller.md has measured values
+Expect:  less loss than shrink/bitdistiller at the same number of training tokens (same page)
+Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
+         report.html
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoestring.config import option, to_json
+from shoestring.errors import UserError
+from shoestring.formats import Dense, FormatLinear, Parts, parse_format
+from shoestring.formats.convert import Rule
+from shoestring.measure import pick_dtype
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.folder import read_spec
+from shoestring.model.parallel import ParallelConfig
+from shoestring.recipes.shrink.bitdistiller import (
+    FREE,
+    cache_teacher,
+    check,
+    finish,
+    load_corpus,
+    open_folder,
+    token_data,
+    write_text,
+)
+from shoestring.runlog import RunLog, write_atomically
+from shoestring.shrink.blockwise import Blockwise, train_blocks
+from shoestring.shrink.calibrate import Calibration, windows
+from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
+from shoestring.shrink.qat import (
+    FallingRates,
+    Rates,
+    build_student,
+    hold_grids,
+    learned_rules,
+    once,
+    read_grids,
+    relative_adamw,
+)
+from shoestring.shrink.quantize import plan
+from shoestring.shrink.resume import BlockFiles
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.cakld import CachedCakld
+from shoestring.train.trainer import Run, train
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    format: str = option("int2:g64", "for all linear layers: int2 int3 int4 nf2 nf3 nf4, with :g128 :s1")
+    rules: str | None = option(
+        None, "instead of format: glob=format;glob=format, the first that matches wins"
+    )
+    bits_budget: float | None = option(
+        None, "bits per weight at most, metadata included: each layer gets one of the candidates, by damage"
+    )
+    candidates: str = option("int2:g64,int3:g64,int4:g64", "bits_budget: the formats to choose from")
+    damage_windows: int = option(4, "bits_budget: rows of the training text that damage is measured on")
+    prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
+    num_prompts: int = option(3000, "prompts to complete at most")
+    max_new: int = option(1024, "tokens of a completion at most")
+    temperature: float = option(0.7, "of the completions")
+    max_requests: int | None = option(None, "completions at a time; none: 16 on a CPU, 256 on a GPU")
+    data: str | None = option(None, "instead of prompts: a corpus to train on")
+    max_mb: float | None = option(100.0, "read at most this many megabytes of it; none reads all")
+    windows: int = option(512, "rows of the training text for the block-wise stage")
+    init: str = option("awq", "the method whose grids it starts from: rtn clip awq gptq gptq+clip")
+    epochs: int = option(4, "passes over those rows")
+    block_batch: int = option(4, "rows in a step of the block-wise stage")
+    memory_gb: float = option(8.0, "activations beyond this go to a file")
+    k: int = option(64, "tokens to keep of each of the full model's distributions")
+    gamma: float | None = option(None, "weight of the reverse divergence; none: the full model's confidence")
+    steps: int = option(200, "optimizer steps of the end-to-end stage")
+    batch: int = option(32, "rows per step over all ranks")
+    context: int = option(1024, "tokens per row")
+    micro: int | None = option(8, "rows per forward pass on one rank; none: all at once")
+    lr_weight: float = option(1e-3, "of the root mean square of a layer's weights; 0 freezes them")
+    lr_scale: float = option(2e-3, "of the mean of a layer's scales")
+    lr_zero: float = option(1e-2, "codes")
+    lr_norm: float = option(1e-3, "of the root mean square of a norm or bias")
+    lr_rest: float = option(1e-3, "of the root mean square of embeddings and head; 0 freezes them")
+    clip: float = option(1.0, "largest gradient norm; 0 is off")
+    seed: int = option(0, "of the text and the order of the data")
+    text: str | None = option(None, "a text file: perplexity before and after; not the training text")
+    eval_context: int = option(1024, "tokens the model sees at once in the evaluation")
+    eval_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
+    device: str = option("auto", "auto, cpu or cuda")
+    recompute: bool = option(False, "keep one activation per block: less memory, more time")
+    compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
+    mesh: MeshConfig = option(MeshConfig(), "how processes share the end-to-end stage")
+    log_every: int = option(5, "steps between lines of metrics.jsonl")
+    save_every: int = option(50, "steps between checkpoints; 0 saves only on Ctrl-C")
+    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-lowbit_best-DATE")
+    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+
+
+def main(cfg: Config) -> Path:
+    rules = check(cfg)
+    if cfg.bits_budget is not None and cfg.rules is not None:
+        raise UserError("rules and bits_budget both say which layer gets what: give one of them")
+    rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
+    block_settings(cfg)
+    mesh = open_mesh(cfg.mesh, cfg.device)
+    if cfg.data is not None:
+        token_data(cfg, load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main)), mesh)
+    compute = pick_dtype(cfg.dtype, mesh.device)
+    folder = mesh.broadcast_object(open_folder(cfg, "shrink/lowbit_best", FREE) if mesh.is_main else None)
+    log = RunLog(folder, main=mesh.is_main)
+    log.save_config(
+        {"recipe": "shrink/lowbit_best", "config": to_json(replace(cfg, resume=None, run=str(folder)))}
+    )
+    once(mesh, folder, "prepared", lambda: make_start(cfg, rules, folder, log, mesh.device, compute))
+    told = json.loads((folder / "blockwise.json").read_text())
+    if cfg.bits_budget is not None:
+        rules = rules_of(told["mixed_bits"])
+    corpus = load_corpus(cfg, folder, log)
+    data = token_data(cfg, corpus, mesh)
+    objective = CachedCakld(cache_teacher(cfg, folder, data, mesh, compute, log), cfg.gamma)
+    parallel = ParallelConfig(cfg.recompute, cfg.compile, compute)
+    model = build_student(read_spec(cfg.model)[0], learned_rules(rules), mesh, folder / "blockwise", parallel)
+    hold_grids(model, load_grids(folder / "grids.safetensors"))
+    log.say(
+        f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens end to end, gamma {objective.gamma:.3f}"
+    )
+    train(
+        Run(model, relative_adamw(model, rates), mesh, log),
+        data,
+        objective,
+        steps=cfg.steps,
+        hooks=[FallingRates(cfg.steps, warmup=max(1, cfg.steps // 20))],
+        clip=cfg.clip,
+        checkpointer=Checkpointer(folder / "checkpoints", every=cfg.save_every, last=cfg.steps),
+        log_every=cfg.log_every,
+    )
+    finish(cfg, "shrink/lowbit_best", model, corpus, log, folder, mesh, {"gamma": objective.gamma, **told})
+    return folder
+
+
+def make_start(
+    cfg: Config, rules: list[Rule], folder: Path, log: RunLog, device: torch.device, compute: torch.dtype
+) -> None:
+    """On the first rank: the evaluation before, the text, and the blocks one after the other."""
+    loaded = load_model(cfg.model, device=device, dtype=compute)
+    plan(loaded.model, rules)
+    write_text(cfg, loaded, folder, log)
+    if (folder / "blockwise").exists():
+        return
+    corpus = load_corpus(cfg, folder, log)
+    seen = windows(corpus.train.head(), cfg.windows, cfg.context)
+    told: dict[str, Any] = {}
+    if cfg.bits_budget is not None:
+        mix = choose_mix(cfg, loaded.model, seen, folder, log)
+        rules, told = mix.rules, {"mixed_bits": mix.to_json()}
+    settings = block_settings(cfg)
+    with log.progress(len(loaded.model.blocks), "block by block") as bar:
+        report = train_blocks(
+            loaded.model,
+            rules,
+            seen,
+            settings,
+            Calibration(memory_gb=cfg.memory_gb),
+            progress=lambda done, total, error: bar.advance(1, error=error),
+            files=BlockFiles(folder / "blocks"),
+        )
+    save_grids(folder / "grids.safetensors", read_grids(loaded.model))
+    write_atomically(folder / "blockwise.json", json.dumps({**report.to_json(), **told}, indent=1) + "\n")
+    # The weights before rounding: training goes on with them, on the grids beside.
+    with torch.no_grad():
+        for name, w in report.masters.items():
+            layer = loaded.model.get_submodule(name)
+            assert isinstance(layer, FormatLinear)
+            layer.set_format(Dense())
+            layer.weight.copy_(w)
+    save_model(folder / "blockwise", loaded.model, loaded.tokenizer)
+
+
+def choose_mix(cfg: Config, model: Decoder, seen: Tensor, folder: Path, log: RunLog) -> Mix:
+    assert cfg.bits_budget is not None
+    formats = [parse_format(part) for part in cfg.candidates.split(",") if part.strip()]
+    with log.progress(len(formats) * len(units_of(model, formats)), "damage of each format by layer") as bar:
+        units = measure_damage(
+            model,
+            formats,
+            seen[: cfg.damage_windows],
+            progress=lambda done, total, damage: bar.advance(1, damage=damage),
+            file=folder / "damage.jsonl",
+        )
+    mix = choose_formats(units, cfg.bits_budget)
+    log.say(f"{mix.bits_per_weight:.3f} of {cfg.bits_budget} bits per weight")
+    return mix
+
+
+def rules_of(mix: dict[str, Any]) -> list[Rule]:
+    return [(layer, parse_format(unit["format"])) for unit in mix["units"] for layer in unit["layers"]]
+
+
+def block_settings(cfg: Config) -> Blockwise:
+    return Blockwise(
+        init=cfg.init, epochs=cfg.epochs, batch=cfg.block_batch, seed=cfg.seed, keep_masters=True
+    )
+
+
+def save_grids(path: Path, grids: dict[str, Parts]) -> None:
+    flat = {
+        f"{name}:{part}": t.contiguous().cpu() for name, grid in grids.items() for part, t in grid.items()
+    }
+    save_file(flat, path)
+
+
+def load_grids(path: Path) -> dict[str, Parts]:
+    grids: dict[str, Parts] = {}
+    for key, t in load_file(path).items():
+        name, part = key.split(":")
+        grids.setdefault(name, {})[part] = t
+    return grids

@@ -1,0 +1,178 @@
+"""`shoestring run shrink/lowbit_best` in miniature, through the real command line; and the pieces of shrink/qat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bitdistiller_recipe import SMALL, cli, here  # noqa: F401 (fixtures)
+from tiny_shrink import tiny_model, tokens
+
+from shoestring.cli import run_cli
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, convert, parse_format
+from shoestring.mesh import open_mesh
+from shoestring.model import load_model
+from shoestring.runlog import RunLog, read_jsonl
+from shoestring.shrink import blockwise
+from shoestring.shrink.blockwise import Blockwise, train_blocks
+from shoestring.shrink.calibrate import Calibration, walk
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.qat import (
+    FallingRates,
+    Rates,
+    clip_weights,
+    hold_grids,
+    learn_grids,
+    once,
+    read_grids,
+    relative_adamw,
+)
+from shoestring.train.trainer import Run
+
+BEST = [a for a in SMALL if not a.startswith(("calib_windows", "lr="))]
+BEST += ["data=corpus.jsonl", "windows=8", "epochs=2", "k=32"]
+
+
+def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:  # noqa: F811
+    out = cli(*BEST, "run=best", recipe="shrink/lowbit_best")
+    assert "block by block: 3/3" in out and "training tokens end to end" in out
+    before, after = read_jsonl(here / "best/evals.jsonl")
+    assert before["format"] == "dense" and after["format"] == "int2:g32" and after["bits_per_weight"] == 2.75
+    told = json.loads((here / "best/model/quantization.json").read_text())
+    assert told["method"] == "shrink/lowbit_best" and 0 < told["gamma"] < 1
+    assert len(told["blocks"]) == 3 and all(b["after"] < b["before"] for b in told["blocks"])
+    losses = [row["loss"] for row in read_jsonl(here / "best/metrics.jsonl")]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    model = load_model(here / "best").model
+    assert all(m.packed for m in model.blocks.modules() if isinstance(m, FormatLinear))
+    assert not (here / "best/blocks").exists()
+
+
+def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path) -> None:  # noqa: F811
+    argv = [a for a in BEST if not a.startswith("format")]
+    out = cli(
+        *argv, "run=mixed", "bits_budget=3.2", "candidates=int2:g32,int4:g32", recipe="shrink/lowbit_best"
+    )
+    assert "of 3.2 bits per weight" in out
+    row = read_jsonl(here / "mixed/evals.jsonl")[-1]
+    assert (
+        2.75 < row["bits_per_weight"] <= 3.2 and "int2:g32" in row["format"] and "int4:g32" in row["format"]
+    )
+    told = json.loads((here / "mixed/model/quantization.json").read_text())
+    assert told["mixed_bits"]["budget"] == 3.2
+    said = cli(*BEST, "rules=*=int2:g32", "bits_budget=3", fails=True, recipe="shrink/lowbit_best")
+    assert "give one of them" in said
+
+
+@pytest.mark.parametrize("stage", ["blocks", "training"])
+def test_a_stopped_run_goes_on_in_its_stage(
+    cli: Callable[..., str],  # noqa: F811
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+) -> None:
+    if not (here / "best-whole").exists():
+        cli(*BEST, "run=best-whole", recipe="shrink/lowbit_best")
+    count = 0
+
+    def dying(limit: int, action: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > limit:
+                raise KeyboardInterrupt
+            return action(*args, **kwargs)
+
+        return call
+
+    name = f"best-cut-{stage}"
+    with monkeypatch.context() as patch:
+        if stage == "blocks":
+            patch.setattr(blockwise, "train_block", dying(2, blockwise.train_block))
+        else:
+            from shoestring.train.cakld import CachedCakld
+
+            patch.setattr(CachedCakld, "__call__", dying(9, CachedCakld.__call__))
+        assert run_cli(["run", "shrink/lowbit_best", *BEST, f"run={name}", "device=cpu"]) != 0
+    out = cli(f"resume={name}", recipe="shrink/lowbit_best")
+    assert ("resumed from" in out) == (stage == "training")
+    whole = (here / "best-whole/model/packed.safetensors").read_bytes()
+    assert (here / name / "model/packed.safetensors").read_bytes() == whole
+
+
+# -- the pieces ----------------------------------------------------------------------------------------------
+
+
+def test_learned_grids_start_where_the_method_left_them() -> None:
+    model, rules = tiny_model(), [("*", parse_format("int3:g32"))]
+    report = train_blocks(model, rules, tokens(), Blockwise(epochs=1, keep_masters=True))
+    with torch.no_grad():
+        want = model(tokens())
+    rounded = model.blocks[1].mlp.up.weight.detach().clone()  # type: ignore[union-attr]
+    grids = read_grids(model)
+    learn_grids(model, rules, report.masters)
+    layer = model.blocks[1].mlp.up  # type: ignore[union-attr]
+    assert isinstance(layer, FormatLinear) and layer.format.label == "int3:g32:learned"
+    assert set(report.masters) == set(grids) and not torch.equal(layer.weight, rounded)
+    with torch.no_grad():  # other weights, in the same bins
+        torch.testing.assert_close(model(tokens()), want, rtol=1e-4, atol=1e-4)
+    scale = layer.trained_state()["scale"]
+    with torch.no_grad():
+        scale.mul_(1.5)
+    hold_grids(model, grids)
+    assert torch.equal(scale, grids["blocks.1.mlp.up"]["scale"])
+
+
+def test_rates_are_parts_of_what_they_move() -> None:
+    model, rules = tiny_model(), [("*", parse_format("int3:g32"))]
+    convert(model, [(g, f.learn_grid()) for g, f in rules])  # type: ignore[attr-defined]
+    optimizer = relative_adamw(model, Rates(weight=1e-3, scale=2e-3, zero=1e-2, norm=0.0, rest=0.0))
+    lrs = {id(g["params"][0]): g["lr"] for g in optimizer.param_groups}
+    layer = model.blocks[0].attn.q  # type: ignore[union-attr]
+    assert isinstance(layer, FormatLinear)
+    kept = layer.trained_state()
+    assert lrs[id(layer.weight)] == pytest.approx(1e-3 * layer.weight.square().mean().sqrt().item())
+    assert lrs[id(kept["scale"])] == pytest.approx(2e-3 * kept["scale"].mean().item())
+    assert lrs[id(kept["zero"])] == 1e-2
+    assert not model.embed.weight.requires_grad and not model.norm.weight.requires_grad
+    run = Run(model, optimizer, open_mesh(), RunLog(None, quiet=True))
+    hook = FallingRates(11, warmup=1, floor=0.1)
+    for step, part in ((0, 1.0), (1, 1.0), (10, 0.1)):
+        run.step = step
+        hook.before_step(run)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["full_lr"] * part)
+    with pytest.raises(UserError, match="learning rates"):
+        Rates(0, 0, 0, 0, 0)
+    with pytest.raises(UserError, match="learning rates"):
+        Rates(weight=2.0)
+
+
+def test_clipping_clamps_groups_but_not_query_and_key() -> None:
+    model, plain = tiny_model(), tiny_model()
+    steps = walk(model, tokens(), Calibration(inputs="full"))
+    clip_weights(model, [("*", parse_format("int2:g32"))], steps, Clip())
+    block, old = model.blocks[0], plain.blocks[0]
+    assert torch.equal(block.attn.q.weight, old.attn.q.weight)  # type: ignore[union-attr]
+    new_w, old_w = block.mlp.up.weight, old.mlp.up.weight  # type: ignore[union-attr]
+    moved = new_w != old_w
+    assert 0.005 < moved.float().mean() < 0.3  # type: ignore[union-attr]
+    assert (new_w.abs() <= old_w.abs() + 1e-7).all()  # type: ignore[operator, union-attr]
+
+
+def test_a_stage_is_done_once_and_failures_are_told(tmp_path: Path) -> None:
+    mesh, calls = open_mesh(), []
+    once(mesh, tmp_path, "stage", lambda: calls.append(1))
+    once(mesh, tmp_path, "stage", lambda: calls.append(2))
+    assert calls == [1]
+
+    def fails() -> None:
+        raise UserError("no room")
+
+    with pytest.raises(UserError, match="no room"):
+        once(mesh, tmp_path, "other", fails)
+    assert not (tmp_path / "other.done").exists()
