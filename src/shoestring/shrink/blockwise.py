@@ -332,7 +332,7 @@ def fit(
     before = best = measure(block, task, judge, settings)
     if not math.isfinite(before):
         raise UserError(
-            f"{prefix}: the block's outputs are not finite on the calibration text; check the model"
+            f"the outputs of {prefix.rstrip('.')} are not finite on the calibration text; check the model"
         )
     if not groups:
         return before, before
