@@ -15,7 +15,9 @@ What the three products of a linear layer see is decided by the fields, never by
 dW goes to the dense weight as it is (straight-through; for "soft" without the factor beta). With hold_mask=True
 M is state that somebody refreshes (train.sparse24.MaskRefresh); otherwise every forward chooses it anew.
 
-Here the products are dense ones over operands that hold zeros: a kernel has to give the same result, faster.
+The products are dense ones over operands that hold zeros, or, on a GPU and for shapes where it was measured to
+be faster (`tune`), sparse ones that give the same result. A sparse product leaves its output feature-major in
+memory; what follows it element by element keeps that order, and the next sparse product wants it so.
 Stored parts: values and meta in the layout of kernels/sparse24.py, 9/16 of the bytes at 16 bits.
 
 Left out on purpose: pruning the activations, and a second mask for the input gradient of select="row".
@@ -24,7 +26,7 @@ Left out on purpose: pruning the activations, and a second mask for the input gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +36,11 @@ from shoestring.errors import UserError, suggest
 from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
 from shoestring.formats.rounding import to_dtype
+from shoestring.kernels import cslt
+from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.mvue24 import mvue24
 from shoestring.kernels.mvue24_noise import WORDS, uniform_rows
+from shoestring.kernels.mvue24_pack import mvue_tokens
 from shoestring.kernels.sparse24 import (
     GROUP,
     GROUPS_PER_BYTE,
@@ -52,6 +57,20 @@ WEIGHT_GRAD = ("exact", "mvue")
 CLOCKS = ("seed", "layer", "step", "token")
 # Every part and state of this Format.
 OWN_NAMES = ("values", "meta", "mask", "beta", "row", *CLOCKS)
+
+
+PRODUCTS = ("forward", "input_grad", "weight_grad")
+
+
+class Plan(NamedTuple):
+    """For each product the algorithms of cuSPARSELt (`cslt.choice`), or None: dense."""
+
+    forward: tuple[int, int] | None = None
+    input_grad: tuple[int, int] | None = None
+    weight_grad: tuple[int, int] | None = None
+
+
+DENSE = Plan()
 
 
 @dataclass(frozen=True)
@@ -186,11 +205,37 @@ class Sparse24(Format):
 
     def train_with(self, used: Tensor, x: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         """The three products with `used` (its gradient is dW), as the fields say."""
-        if self.weight_grad == "exact" or not torch.is_grad_enabled():
+        plan = self.plan(x.numel() // x.shape[-1], used)
+        if plan == DENSE and (self.weight_grad == "exact" or not torch.is_grad_enabled()):
             return F.linear(x, used, bias)
-        # Copied: the clocks may move on before the backward pass of this forward.
-        clocks = torch.stack([state[name] for name in CLOCKS])
-        return _MvueLinear.apply(x, used, bias, state["row"].flatten(), clocks)
+        rows, clocks = None, None
+        if self.weight_grad == "mvue":
+            # Copied: the clocks may move on before the backward pass of this forward.
+            rows, clocks = state["row"].flatten(), torch.stack([state[name] for name in CLOCKS])
+        out = _Products.apply(x, used, rows, clocks, plan)
+        return out if bias is None else out + bias
+
+    def plan(self, num_tokens: int, w: Tensor) -> Plan:
+        """Which products run on the sparse tensor cores, by the table of this GPU."""
+        if not cslt.usable(w):
+            return DENSE
+        shapes = self.product_shapes(num_tokens, (w.shape[0], w.shape[1]))
+        return Plan(*(cslt.choice(*shapes[p], w.dtype) if p in shapes else None for p in PRODUCTS))
+
+    def product_shapes(self, num_tokens: int, shape: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
+        """(m, k, n) of every product with a 2:4 operand [m, k]."""
+        out, width = shape
+        shapes = {
+            "forward": (out, width, num_tokens),
+            "input_grad": (width, out, num_tokens),
+            "weight_grad": (out, num_tokens, width),
+        }
+        return {p: shapes[p] for p in self.sparse_products if cslt.fits(*shapes[p])}
+
+    def tune(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> list[cslt.Measured]:
+        """Measure, once for each GPU, which of the products gain from the sparse tensor cores."""
+        found = [cslt.tune(*s, dtype) for s in self.product_shapes(num_tokens, shape).values()]
+        return [m for m in found if m is not None]
 
 
 def fit_scale(w: Tensor) -> Tensor:
@@ -205,6 +250,8 @@ def prune_tokens(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
     """MVUE(dZ^T) as [out, tokens rounded up to 4], in dZ's dtype. `token` of the clocks is the step's number of
     the first token, so that a micro-batch or a rank draws what the whole batch would have drawn for it.
     """
+    if triton_usable(dz_NO):
+        return mvue_tokens(dz_NO, rows, clocks)
     seed, layer, step, token = clocks.unbind()
     short = -dz_NO.shape[0] % GROUP
     dz_ON = F.pad(dz_NO.t(), (0, short))
@@ -212,22 +259,41 @@ def prune_tokens(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
     return mvue24(dz_ON, uniform_rows(rows, groups, step, layer, seed)).to(dz_NO.dtype)
 
 
-class _MvueLinear(torch.autograd.Function):
+class _Products(torch.autograd.Function):
+    """The three products, each as `plan` says. Without `rows` the weight gradient is exact."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, rows: Tensor, clocks: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, rows, clocks)
-        return F.linear(x, w, bias)
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, rows: Tensor | None, clocks: Tensor | None, plan: Plan
+    ) -> Tensor:
+        ctx.plan = plan
+        # W^T is packed now, from a weight that is in cache; the backward then needs 9/16 of it.
+        w_t = w if plan.input_grad is None else cslt.pack(w.t())
+        ctx.save_for_backward(x, w_t, rows, clocks)
+        if plan.forward is None:
+            return F.linear(x, w)
+        return _sparse_product(cslt.pack(w), x, plan.forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, rows, clocks = ctx.saved_tensors
-        dz = grads[0]
-        dx = dz @ w if ctx.needs_input_grad[0] else None
-        dz_NO, x_NI = dz.flatten(0, -2), x.flatten(0, -2)
-        dw = db = None
+        x, w_t, rows, clocks = ctx.saved_tensors
+        dz, plan = grads[0], ctx.plan
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = dz @ w_t if plan.input_grad is None else _sparse_product(w_t, dz, plan.input_grad)
         if ctx.needs_input_grad[1]:
-            pruned = prune_tokens(dz_NO, rows, clocks)
-            dw = pruned @ F.pad(x_NI, (0, 0, 0, pruned.shape[1] - x_NI.shape[0]))
-        if ctx.needs_input_grad[2]:
-            db = dz_NO.sum(0)
-        return dx, dw, db, None, None
+            dz_NO, x_NI = dz.flatten(0, -2), x.flatten(0, -2)
+            if rows is None:
+                dw = dz_NO.t() @ x_NI
+            elif plan.weight_grad is None:
+                pruned = prune_tokens(dz_NO, rows, clocks)
+                dw = pruned @ F.pad(x_NI, (0, 0, 0, pruned.shape[1] - x_NI.shape[0]))
+            else:
+                dw = cslt.product(cslt.pack_mvue(dz_NO, rows, clocks), x_NI, list(plan.weight_grad))
+        return dx, dw, None, None, None
+
+
+def _sparse_product(packed_OI: Tensor, x: Tensor, algorithms: tuple[int, int]) -> Tensor:
+    """x W^T with a packed W: [..., out], feature-major in memory."""
+    x_NI = x.flatten(0, -2)
+    return cslt.product(packed_OI, x_NI.t(), list(algorithms)).t().unflatten(0, x.shape[:-1])

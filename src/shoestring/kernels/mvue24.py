@@ -33,12 +33,14 @@ def mvue24_ref(x: Tensor, u: Tensor) -> Tensor:
     is_top = torch.arange(GROUP, device=x.device) == top
     others = a.masked_fill(is_top, 0.0)
     # Added up without the largest, not total - largest: that would leave rounding noise of the largest.
-    rest = others.sum(-1, keepdim=True)
+    rest = _sum_of_four(others)
     heavy = a.amax(-1, keepdim=True) > rest
     places = torch.where(heavy, 1.0, 2.0)
-    total = torch.where(heavy, rest, a.sum(-1, keepdim=True))
-    share = torch.where(heavy, others, a) / total.clamp(min=torch.finfo(torch.float32).tiny) * places
-    c = share.cumsum(-1)
+    total = torch.where(heavy, rest, _sum_of_four(a))
+    # One division for the group, and only products after it: a compiler that fuses multiply and add has nothing
+    # to fuse, so a kernel draws exactly this.
+    inverse = places / total.clamp(min=torch.finfo(torch.float32).tiny)
+    c = torch.where(heavy, others, a).cumsum(-1) * inverse
     # The last one is exact, so that the number of kept values never depends on rounding.
     c = torch.cat([torch.zeros_like(places), c[..., :-1].minimum(places), places], dim=-1)
     steps = torch.ceil(c - u.unsqueeze(-1))
@@ -46,6 +48,12 @@ def mvue24_ref(x: Tensor, u: Tensor) -> Tensor:
     own = heavy & is_top
     value = torch.where(own, x_g, x_g.sign() * (total / places))
     return torch.where(drawn | own | ~total.isfinite(), value, 0.0).flatten(-2)
+
+
+def _sum_of_four(a: Tensor) -> Tensor:
+    """In one fixed order, so that the kernel and every device draw the same."""
+    a0, a1, a2, a3 = a.unbind(-1)
+    return ((a0 + a1) + (a2 + a3)).unsqueeze(-1)
 
 
 def mvue24(x: Tensor, u: Tensor) -> Tensor:

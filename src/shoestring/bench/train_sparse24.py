@@ -1,0 +1,256 @@
+"""2:4 training against dense training on one GPU, whole steps and feed-forward layers alone.
+
+    python -m shoestring.bench.train_sparse24                    about 4 minutes on an H200
+    python -m shoestring.bench.train_sparse24 --widths 4096
+
+The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask search, packing, masked decay and
+noise are all in it; the model is two Llama-like layers with a small vocabulary, so that the layers are what is
+measured. The feed-forward rows are forward and backward of that layer alone. FST refreshes its masks every 40
+steps; the timed stretch is a multiple of that. FP8 is the rival a user would weigh: the same feed-forward layer
+with dense FP8 products and per-tensor scales made on the fly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.train_dense import FixedData
+from shoestring.formats import Dense, Format, Sparse24, convert, init_state
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.transformer import Mlp
+from shoestring.runlog import RunLog
+from shoestring.train.hooks import Hook
+from shoestring.train.micro import Micro
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, constant
+from shoestring.train.sparse24 import MaskedDecay, MaskRefresh, NoiseClock
+from shoestring.train.sparse24_tune import tune_products
+from shoestring.train.trainer import Run, train
+
+BENCH = "train_sparse24"
+REFRESH = 40
+# d_model -> (d_ff, heads, layers)
+WIDTHS = {
+    768: (2048, 12, 2),
+    1280: (3456, 20, 2),
+    2048: (8192, 32, 2),
+    4096: (14336, 32, 2),
+    5120: (13824, 40, 2),
+}
+ROWS, CONTEXT = 8, 2048
+FORMATS: dict[str, Format] = {
+    "dense": Dense(),
+    "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
+    "FST, exact weight gradient": Sparse24("tile", hold_mask=True),
+    "S-STE": Sparse24("soft", weight_grad="mvue"),
+}
+
+
+def spec_of(width: int) -> ModelSpec:
+    d_ff, heads, layers = WIDTHS[width]
+    return ModelSpec(
+        vocab_size=4096, d_model=width, num_layers=layers, num_heads=heads, num_kv_heads=heads,
+        head_dim=width // heads, d_ff=d_ff, max_positions=CONTEXT,
+    )  # fmt: skip
+
+
+def build(width: int, case: str, mesh: Mesh) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec_of(width))
+        if case != "dense":
+            convert(model, [("*.mlp.*", FORMATS[case])])
+    materialize(model, mesh.device)
+    init_weights(model, 0)
+    init_state(model)
+    if case != "dense":
+        tune_products(model, ROWS * CONTEXT, torch.bfloat16)
+    parallelize(model, mesh, ParallelConfig(compile="blocks", compute_dtype=torch.bfloat16))
+    return model
+
+
+def step_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
+    model = build(width, case, mesh)
+    gen = torch.Generator().manual_seed(0)
+    stream = torch.randint(0, model.spec.vocab_size, (ROWS, CONTEXT + 1), generator=gen)
+    micro = Micro(
+        stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), torch.zeros(ROWS, CONTEXT, dtype=torch.int64)
+    )
+    hooks: list[Hook] = []
+    if case != "dense":
+        hooks.append(NoiseClock(model, seed=0, tokens_per_step=ROWS * CONTEXT, mesh=mesh))
+    if case.startswith("FST"):
+        hooks += [MaskRefresh(REFRESH), MaskedDecay(1e-4)]
+    run = Run(model, adamw(model, lr=1e-5), mesh, RunLog(None, quiet=True))
+
+    def steps(count: int) -> None:
+        goal = run.step + count
+        train(run, FixedData(micro), CrossEntropy(), steps=goal, schedule=constant(1e-5), hooks=hooks,
+              log_every=count)  # fmt: skip
+
+    return steps
+
+
+def ffn_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
+    """Forward and backward of one feed-forward layer, compiled."""
+    if case == "FP8":
+        mlp: Callable[[Tensor], Tensor] = torch.compile(Fp8Mlp(width, WIDTHS[width][0]))
+    else:
+        model = build(width, case, mesh)
+        if case != "dense":
+            NoiseClock(model, seed=0, tokens_per_step=ROWS * CONTEXT, mesh=mesh)
+        layer = model.blocks[0].mlp
+        assert isinstance(layer, Mlp)
+        mlp = torch.compile(layer)
+    gen = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(
+        ROWS, CONTEXT, width, generator=gen, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
+    dy = torch.randn(ROWS, CONTEXT, width, generator=gen, device="cuda", dtype=torch.bfloat16)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            mlp(x).backward(dy)
+            x.grad = None
+
+    return steps
+
+
+class Fp8Mlp(torch.nn.Module):
+    def __init__(self, width: int, d_ff: int) -> None:
+        super().__init__()
+        shapes = {"gate": (d_ff, width), "up": (d_ff, width), "down": (width, d_ff)}
+        for name, shape in shapes.items():
+            weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * width**-0.5
+            self.register_parameter(name, torch.nn.Parameter(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        hidden = F.silu(_Fp8Linear.apply(flat, self.gate)) * _Fp8Linear.apply(flat, self.up)
+        return _Fp8Linear.apply(hidden, self.down).view_as(x)
+
+
+def to_fp8(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = t.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (t.float() / scale).to(dtype), scale
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """x W^T with all three products in FP8: E4M3 forward, E5M2 for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        x8, sx = to_fp8(x, torch.float8_e4m3fn)
+        w8, sw = to_fp8(w, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, sx, w8, sw)
+        return torch._scaled_mm(
+            x8, w8.t(), scale_a=sx, scale_b=sw, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x8, sx, w8, sw = ctx.saved_tensors
+        dz8, sz = to_fp8(grads[0], torch.float8_e5m2)
+        # The second operand must lie column by column, so both gradients need a transposed copy.
+        dx = torch._scaled_mm(dz8, w8.t().contiguous().t(), scale_a=sz, scale_b=sw, out_dtype=torch.bfloat16)
+        dw = torch._scaled_mm(
+            dz8.t().contiguous(), x8.t().contiguous().t(), scale_a=sz, scale_b=sx, out_dtype=torch.bfloat16
+        )
+        return dx, dw
+
+
+def milliseconds(loop: Callable[[int], None], count: int) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    loop(count)
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - began) / count
+
+
+def compare(width: int, what: str, cases: list[str], repeats: int, seconds: float, mesh: Mesh) -> None:
+    """Every case against dense, in turns; one case at a time beside dense, so that memory suffices."""
+    make = step_loop if what == "step" else ffn_loop
+    dense = make(width, "dense", mesh)
+    dense(3)
+    for case in cases:
+        torch._dynamo.reset()
+        loop = make(width, case, mesh)
+        loop(3)
+        count = max(3, round(1000 * seconds / (2 * repeats) / milliseconds(dense, 3)))
+        if what == "step" and case.startswith("FST"):
+            count = max(1, round(count / REFRESH)) * REFRESH  # a whole number of mask refreshes
+        pairs = [(milliseconds(dense, count), milliseconds(loop, count)) for _ in range(repeats)]
+        ratio = statistics.median(a / b for a, b in pairs)
+        d_ff, _, layers = WIDTHS[width]
+        record(
+            bench=BENCH,
+            case=case,
+            metric="ms",
+            unit=f"ms per {'step' if what == 'step' else 'forward and backward'}",
+            samples=[b for _, b in pairs],
+            baseline="dense",
+            baseline_value=statistics.median(a for a, _ in pairs),
+            ratio=ratio,
+            config={"what": what, "d_model": width, "d_ff": d_ff, "layers": layers if what == "step" else 1,
+                    "tokens": ROWS * CONTEXT},
+            note=f"{count} x {repeats} in turns with dense",
+        )  # fmt: skip
+        print(
+            f"{what} {width} {case}: {ratio:.3f}x of dense", [round(a / b, 3) for a, b in pairs], flush=True
+        )
+        del loop
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def table() -> str:
+    lines = newest(BENCH)
+    found = {(n["config"]["d_model"], n["config"]["what"], n["case"]): n for n in lines}
+    columns = [
+        (what, case)
+        for what in ("ffn", "step")
+        for case in ("FST", "FST, exact weight gradient", "S-STE", "FP8")
+        if any((w, what, case) in found for w in WIDTHS)
+    ]
+    rows = []
+    for width in WIDTHS:
+        cells = [found.get((width, what, case)) for what, case in columns]
+        if any(cells):
+            rows.append([str(width), *(f"{c['ratio']:.2f}" if c else "" for c in cells)])
+    header = ["d_model", *(f"{case}, {'FFN' if what == 'ffn' else 'whole step'}" for what, case in columns)]
+    return markdown(header, rows) + (provenance(lines) if lines else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--what", nargs="*", default=["ffn", "step"], choices=["ffn", "step"])
+    parser.add_argument("--cases", nargs="*", default=["FST", "FST, exact weight gradient", "S-STE", "FP8"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="timed seconds for each comparison")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this bench compares GPU training steps and needs a CUDA GPU")
+    torch.set_float32_matmul_precision("high")
+    mesh = Mesh(0, 1, torch.device("cuda", 0))
+    for width in args.widths:
+        for what in args.what:
+            cases = [c for c in args.cases if c != "FP8" or what == "ffn"]
+            compare(width, what, cases, args.repeats, args.seconds, mesh)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The kernels of kernels/transposable24.py and kernels/mvue24.py."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pair_sums(here, inside):
+    """The sums of two kept magnitudes of a row of four, in the order of PAIRS."""
+    a0 = tl.abs(tl.load(here, mask=inside, other=0.0).to(tl.float32))
+    a1 = tl.abs(tl.load(here + 1, mask=inside, other=0.0).to(tl.float32))
+    a2 = tl.abs(tl.load(here + 2, mask=inside, other=0.0).to(tl.float32))
+    a3 = tl.abs(tl.load(here + 3, mask=inside, other=0.0).to(tl.float32))
+    return a0 + a1, a0 + a2, a0 + a3, a1 + a2, a1 + a3, a2 + a3
+
+
+@triton.jit
+def _tile_mask_kernel(w, mask, num_rows, num_cols, w_stride, ROWS_OF: tl.constexpr, BLOCK: tl.constexpr):
+    """One tile per lane. ROWS_OF: for each pattern its four rows, as digits 0..5 of a number in base 8."""
+    tile_row = tl.program_id(0).to(tl.int64)
+    tile_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = tile_col * 4 < num_cols
+    here = w + tile_row * 4 * w_stride + tile_col * 4
+
+    row0 = _pair_sums(here, inside)
+    row1 = _pair_sums(here + w_stride, inside)
+    row2 = _pair_sums(here + 2 * w_stride, inside)
+    row3 = _pair_sums(here + 3 * w_stride, inside)
+    best = tl.full((BLOCK,), -1.0, tl.float32)
+    chosen = tl.zeros((BLOCK,), tl.int32)
+    for p in tl.static_range(len(ROWS_OF)):
+        score = (row0[ROWS_OF[p] % 8] + row1[ROWS_OF[p] // 8 % 8]) + (
+            row2[ROWS_OF[p] // 64 % 8] + row3[ROWS_OF[p] // 512]
+        )
+        better = score > best  # equal sums: the first pattern stays
+        best = tl.where(better, score, best)
+        chosen = tl.where(better, ROWS_OF[p], chosen)
+
+    out = mask + tile_row * 4 * num_cols + tile_col * 4
+    for r in tl.static_range(4):
+        pair = (chosen >> (3 * r)) & 7
+        # Pairs 01 02 03 12 13 23: whether column c is among them, one bit per pair.
+        tl.store(out + r * num_cols + 0, (7 >> pair) & 1, mask=inside)
+        tl.store(out + r * num_cols + 1, (25 >> pair) & 1, mask=inside)
+        tl.store(out + r * num_cols + 2, (42 >> pair) & 1, mask=inside)
+        tl.store(out + r * num_cols + 3, (52 >> pair) & 1, mask=inside)
+
+
+@triton.jit
+def _two_of_four(k0, k1, k2, k3):
+    """The places of the two that are kept: the first kept one, or the third when there is none before it; the
+    last kept one of two, or the fourth."""
+    first = tl.where(k0, 0, tl.where(k1, 1, 2))
+    second = tl.where(k0 & k1, 1, tl.where(k2 & (k0 | k1) & ~k3, 2, 3))
+    return first, second
+
+
+@triton.jit
+def _store_packed(
+    first, second, v0, v1, values, meta, num_rows, width, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Groups of [ROWS, GROUPS] with values v0, v1 at places first < second, as an operand of cuSPARSELt: the order
+    of its metadata is `nibble_order` in kernels/cslt.py. values: the pairs as 32-bit words; meta: 64-bit words.
+    """
+    low = v0.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = v1.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inside = (row < num_rows)[:, None] & (group * 4 < width)[None, :]
+    tl.store(values + row.to(tl.int64)[:, None] * (width // 4) + group[None, :], low | high, mask=inside)
+
+    # A word holds eight groups of rows r and r + 8.
+    nibble = tl.reshape((first | (second << 2)).to(tl.int64), (ROWS // 16, 2, 8, GROUPS // 8, 8))
+    g = tl.arange(0, 8)
+    shift = 4 * (2 * (g >> 2) + 4 * (g & 1) + 8 * ((g >> 1) & 1))[None, None, None, None, :]
+    shift += 4 * tl.arange(0, 2)[None, :, None, None, None]
+    word = tl.sum(tl.sum(nibble << shift.to(tl.int64), axis=4), axis=1)  # [ROWS / 16, 8, GROUPS / 8]
+    row = (
+        tl.program_id(0) * ROWS
+        + 16 * tl.arange(0, ROWS // 16)[:, None, None]
+        + tl.arange(0, 8)[None, :, None]
+    )
+    eight = tl.program_id(1) * (GROUPS // 8) + tl.arange(0, GROUPS // 8)[None, None, :]
+    block = (row // 64) * (width // 64) + eight // 2
+    at = block.to(tl.int64) * 64 + (eight % 2) * 32 + (row // 16 % 4) * 8 + row % 8
+    tl.store(meta + at, word, mask=(row < num_rows) & (eight * 32 < width))
+
+
+@triton.jit
+def _load_groups(
+    x, num_rows, width, row_stride, col_stride, WORDS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """The four values of each group of this program's [ROWS, GROUPS]. WORDS: a group lies in one 64-bit word.
+
+    64-bit arithmetic for the block's corner alone; inside it offsets are small.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * GROUPS * 4
+    col = first + tl.arange(0, GROUPS) * 4
+    good = (row < num_rows)[:, None]
+    corner = x + tl.program_id(0).to(tl.int64) * ROWS * row_stride + first.to(tl.int64) * col_stride
+    if WORDS:
+        words = corner.to(tl.pointer_type(tl.int64), bitcast=True)
+        inner = tl.arange(0, ROWS)[:, None] * (row_stride // 4) + tl.arange(0, GROUPS)[None, :]
+        word = tl.load(words + inner, mask=good & (col < width)[None, :], other=0)
+        dtype: tl.constexpr = x.dtype.element_ty
+        y0 = word.to(tl.int16).to(dtype, bitcast=True)
+        y1 = (word >> 16).to(tl.int16).to(dtype, bitcast=True)
+        y2 = (word >> 32).to(tl.int16).to(dtype, bitcast=True)
+        y3 = (word >> 48).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        inner = tl.arange(0, ROWS)[:, None] * row_stride + (tl.arange(0, GROUPS) * 4)[None, :] * col_stride
+        y0 = tl.load(corner + inner, mask=good & (col < width)[None, :], other=0.0)
+        y1 = tl.load(corner + col_stride + inner, mask=good & (col + 1 < width)[None, :], other=0.0)
+        y2 = tl.load(corner + 2 * col_stride + inner, mask=good & (col + 2 < width)[None, :], other=0.0)
+        y3 = tl.load(corner + 3 * col_stride + inner, mask=good & (col + 3 < width)[None, :], other=0.0)
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def _pack_kernel(
+    w, values, meta, num_rows, width, row_stride, col_stride,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """A matrix [num_rows, width] of any strides, 2:4 along its rows -> an operand of cuSPARSELt."""
+    y0, y1, y2, y3 = _load_groups(w, num_rows, width, row_stride, col_stride, WORDS, ROWS, GROUPS)
+    first, second = _two_of_four(y0 != 0, y1 != 0, y2 != 0, y3 != 0)
+    v0 = tl.where(first == 0, y0, tl.where(first == 1, y1, y2))
+    v1 = tl.where(second == 1, y1, tl.where(second == 2, y2, y3))
+    _store_packed(first, second, v0, v1, values, meta, num_rows, width, ROWS, GROUPS)
+
+
+@triton.jit
+def _mvue_draw(x0, x1, x2, x3, u):
+    """kernels/mvue24.py for groups x0..x3 with uniform numbers u: which are kept (at most two), the magnitude they
+    get, and the magnitude from which on a value keeps its own.
+    """
+    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+    top = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
+    is0 = a0 == top
+    is1 = (a1 == top) & ~is0
+    is2 = (a2 == top) & ~is0 & ~is1
+    is3 = ~is0 & ~is1 & ~is2
+    o0, o1 = tl.where(is0, 0.0, a0), tl.where(is1, 0.0, a1)
+    o2, o3 = tl.where(is2, 0.0, a2), tl.where(is3, 0.0, a3)
+    rest = (o0 + o1) + (o2 + o3)
+    heavy = top > rest
+    places = tl.where(heavy, 1.0, 2.0)
+    total = tl.where(heavy, rest, (a0 + a1) + (a2 + a3))
+    inverse = tl.div_rn(places, tl.maximum(total, 1.1754943508222875e-38))
+    s1 = tl.where(heavy, o0, a0)
+    s2 = s1 + tl.where(heavy, o1, a1)
+    s3 = s2 + tl.where(heavy, o2, a2)
+    # How many of u, 1 + u lie below each running sum; below the first none, below the last as many as places.
+    n1 = tl.ceil(tl.minimum(s1 * inverse, places) - u)
+    n2 = tl.ceil(tl.minimum(s2 * inverse, places) - u)
+    n3 = tl.ceil(tl.minimum(s3 * inverse, places) - u)
+    broken = (total - total) != 0  # NaN or infinity: everything stays, so that it is seen
+    k0 = (n1 > 0) | (heavy & is0) | broken
+    k1 = (n2 > n1) | (heavy & is1) | broken
+    k2 = (n3 > n2) | (heavy & is2) | broken
+    k3 = (places > n3) | (heavy & is3) | broken
+    own = tl.where(heavy, top, float("inf"))
+    return k0 & (x0 != 0), k1 & (x1 != 0), k2 & (x2 != 0), k3 & (x3 != 0), total / places, own
+
+
+@triton.jit
+def _mvue_value(x, kept, magnitude, own):
+    drawn = tl.where(x > 0, magnitude, -magnitude)
+    return tl.where(kept, tl.where(tl.abs(x) >= own, x, drawn), 0.0)
+
+
+@triton.jit
+def _uniform(clocks, row_numbers, row, num_rows, group, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """kernels/mvue24_noise.py: [ROWS, GROUPS] numbers, one Philox call for four rows."""
+    seed, layer = tl.load(clocks), tl.load(clocks + 1)
+    step, token = tl.load(clocks + 2), tl.load(clocks + 3)
+    fours = row + 4 * tl.arange(0, ROWS // 4)
+    number = tl.load(row_numbers + fours, mask=fours < num_rows, other=0) // 4
+    c0 = ((token // 4 + group) & 0xFFFFFFFF).to(tl.uint32)[None, :] + tl.zeros((ROWS // 4, GROUPS), tl.uint32)
+    c1 = number.to(tl.uint32)[:, None] + tl.zeros((ROWS // 4, GROUPS), tl.uint32)
+    c2 = (step & 0xFFFFFFFF).to(tl.uint32) + tl.zeros((ROWS // 4, GROUPS), tl.uint32)
+    c3 = (layer & 0xFFFFFFFF).to(tl.uint32) + tl.zeros((ROWS // 4, GROUPS), tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
+    words = tl.join(
+        tl.join(w0, w2), tl.join(w1, w3)
+    )  # [ROWS / 4, GROUPS, 2, 2], last two read as a binary number
+    bits = tl.reshape(tl.permute(tl.reshape(words, (ROWS // 4, GROUPS, 4)), (0, 2, 1)), (ROWS, GROUPS))
+    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
+
+
+@triton.jit
+def _mvue_kernel(
+    dz, out, meta, row_numbers, clocks, num_tokens, num_rows, token_stride, row_stride, width,
+    WORDS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """dz [tokens, rows] of any strides -> out [rows, width] (dense with zeros), or packed: values
+    and metadata as `_store_packed` writes them.
+    """
+    row = tl.program_id(0) * ROWS
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    u = _uniform(clocks, row_numbers, row, num_rows, group, ROWS, GROUPS)
+    y0, y1, y2, y3 = _load_groups(dz, num_rows, num_tokens, row_stride, token_stride, WORDS, ROWS, GROUPS)
+    x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
+    k0, k1, k2, k3, magnitude, own = _mvue_draw(x0, x1, x2, x3, u)
+    dtype: tl.constexpr = dz.dtype.element_ty
+    if PACK:
+        first, second = _two_of_four(k0, k1, k2, k3)
+        a = tl.where(first == 0, x0, tl.where(first == 1, x1, x2))
+        b = tl.where(second == 1, x1, tl.where(second == 2, x2, x3))
+        v0 = _mvue_value(a, k0 | k1 | k2, magnitude, own).to(dtype)
+        v1 = _mvue_value(b, (second < 3) | k3, magnitude, own).to(dtype)
+        _store_packed(first, second, v0, v1, out, meta, num_rows, width, ROWS, GROUPS)
+    else:
+        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        inside = (rows < num_rows) & (group * 4 < width)[None, :]
+        there = out + rows * width + (group * 4)[None, :]
+        tl.store(there, _mvue_value(x0, k0, magnitude, own).to(dtype), mask=inside)
+        tl.store(there + 1, _mvue_value(x1, k1, magnitude, own).to(dtype), mask=inside)
+        tl.store(there + 2, _mvue_value(x2, k2, magnitude, own).to(dtype), mask=inside)
+        tl.store(there + 3, _mvue_value(x3, k3, magnitude, own).to(dtype), mask=inside)

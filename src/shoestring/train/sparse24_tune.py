@@ -1,0 +1,34 @@
+"""Measure, before training starts, which products of the 2:4 layers the sparse tensor cores make faster.
+
+A compiled model decides once, when it is traced, which kernels it calls; so the shapes are measured before that,
+once for each GPU (kernels/cslt.py keeps the table), and what was found is printed. Without a GPU, or without
+cuSPARSELt, nothing happens, and all products are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shoestring.formats.linear import local
+from shoestring.kernels.cslt import Measured
+from shoestring.train.sparse24 import sparse_layers
+
+
+def tune_products(
+    model: nn.Module, num_tokens: int, dtype: torch.dtype, say: Callable[[str], None] = print
+) -> list[Measured]:
+    """`num_tokens`: of one micro-batch on this rank."""
+    if not torch.cuda.is_available() or not torch.backends.cusparselt.is_available():
+        return []
+    found: dict[tuple[int, int, int], Measured] = {}
+    for layer in sparse_layers(model, resting=True):
+        rows, cols = local(layer.linear.weight).shape
+        for m in layer.pruning.tune(num_tokens, (rows, cols), dtype):
+            found[m.m, m.k, m.n] = m
+    for m in found.values():
+        verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.gain > 1 else "dense is faster"
+        say(f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}")
+    return list(found.values())
