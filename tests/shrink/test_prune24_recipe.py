@@ -85,7 +85,7 @@ def test_ast_with_slorb_end_to_end_and_resume(cli: Callable[..., str], here: Pat
     assert rows[2]["bits_per_weight"] == 10.0 and all(r["perplexity"] > 1 for r in rows)
     told = json.loads((here / "boosted/packed/pruning.json").read_text())
     assert told["layers_24"] == 14 and told["kept_share"] == 0.5 and told["train_tokens"] == 12 * 4 * 32
-    for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "val_loss"):
+    for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "val_loss", "pull"):
         assert any(name in row for row in read_jsonl(here / "boosted/metrics.jsonl")), name
     page = (here / "boosted/report.html").read_text()
     assert "Flip rate" in page and "Kept and masked weights" in page and "Coverage" in page

@@ -165,6 +165,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     seen = {
         "curve": curve, "layers_24": coverage.layers, "kept_share": round(coverage.kept / coverage.weights, 6),
         "flip_rate_first": rates[0] if rates else None, "flip_rate_last": rates[-1] if rates else None,
+        "pull": next((row["pull"] for row in log.history if "pull" in row), None),
         "masked_over_kept": round(kept[-1]["masked_magnitude"] / kept[-1]["kept_magnitude"], 4) if kept else None,
         "seconds": round(seconds, 1),
     }  # fmt: skip

@@ -9,7 +9,9 @@
     CAST   the forward is dense; masked weights are pulled to zero harder and harder, and pruned at the end
     both   the loss is cross entropy and KL from the dense model itself; all weights are trained, not only pruned ones
 
-The published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1.
+The published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1. AST's pull has the
+unit of a gradient per weight, so a constant means another thing for every model and batch; by default it is |gradient|
+/ |weight| of the pruned layers in the first step. In short runs the published constant leaves masks flipping.
 
 Left out on purpose: CAST's learned scales per row, AST's loss on hidden states (weighted 0 in its code).
 """
@@ -37,7 +39,7 @@ from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import SCHEDULES
-from shoestring.train.sparse24 import FlipMeter, MaskRefresh, pruned_weight, sparse_layers
+from shoestring.train.sparse24 import FlipMeter, MaskRefresh, gradient_ratio, pruned_weight, sparse_layers
 from shoestring.train.sparse24_optim import SparseAdam
 from shoestring.train.trainer import Run, StepCheckpointer, train
 
@@ -53,7 +55,9 @@ class Retrain:
     schedule: str = "cosine"
     weight_decay: float = 0.0
     clip: float = 1.0
-    pull: float | None = None  # on masked weights; None: 1e-4 for AST, 4e-7 for CAST, as published
+    pull: float | None = (
+        None  # on masked weights; None: by the first gradient for AST, 4e-7 for CAST, as published
+    )
     anneal: float | None = (
         None  # share of the steps until the full pull; None: a quarter for AST, all for CAST
     )
@@ -85,7 +89,7 @@ class Retrain:
         )
 
     def optimizer(self, model: nn.Module) -> SparseAdam:
-        pull = self.pull if self.pull is not None else 1e-4 if self.rule == "ast" else 4e-7
+        pull = self.pull if self.pull is not None else 0.0 if self.rule == "ast" else 4e-7
         share = self.anneal if self.anneal is not None else 0.25 if self.rule == "ast" else 1.0
         return SparseAdam(
             model, lr=self.lr, rule=self.rule, strength=pull, anneal=max(1, round(share * self.steps)),
@@ -130,6 +134,7 @@ def retrain(
     if settings.rule == "cast":
         rest(run.model)
     hooks: list[Hook] = [
+        *([FirstPull()] if settings.rule == "ast" and settings.pull is None else []),
         FlipMeter(settings.flip_every),
         MaskRefresh(settings.refresh, resting=settings.rule == "cast"),
     ]
@@ -150,6 +155,29 @@ def retrain(
     wake(run.model)
     MaskRefresh(1).refresh(run)
     return run
+
+
+class FirstPull(Hook):
+    """Sets the strength of AST's pull to |gradient| / |weight| of the pruned layers in the first step.
+
+    Masked weights are then pulled as hard as an average weight is pushed: they come back where the loss insists.
+    """
+
+    def __init__(self) -> None:
+        self.strength: float | None = None
+
+    def before_step(self, run: Run) -> None:
+        if self.strength is None:
+            self.strength = gradient_ratio(sparse_layers(run.model))
+            run.log.log(run.step, pull=self.strength)
+        for group in run.optimizer.param_groups:
+            group["strength"] = self.strength
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"strength": self.strength}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.strength = state["strength"]
 
 
 def rest(model: nn.Module) -> None:

@@ -131,7 +131,7 @@ class Config:
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
     weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart")
     clip: float = option(1.0, "largest gradient norm; 0 is off")
-    pull: float | None = option(None, "on masked weights; none: 1e-4 for ast, 4e-7 for cast")
+    pull: float | None = option(None, "on masked weights; none: by the first gradient for ast, 4e-7 for cast")
     anneal: float | None = option(
         None, "share of the steps until the full pull; none: 1/4 for ast, 1 for cast"
     )
