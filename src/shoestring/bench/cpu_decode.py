@@ -1,17 +1,20 @@
 """Tokens per second of one request on a CPU, beside perplexity, for SmolLM2-135M-Instruct; llama.cpp in the same run.
 
-    python -m shoestring.bench.cpu_decode quality --assets FOLDER --cache DIR     about 20 minutes on one core
-    python -m shoestring.bench.cpu_decode speed --cache DIR --llama-python PYTHON    about 4 minutes
+    python -m shoestring.bench.cpu_decode quality --assets FOLDER         about 4 minutes on one core
+    python -m shoestring.bench.cpu_decode speed --llama-python PYTHON     about 3 minutes
 
 Rows: fp32; 4-bit weights decoded to fp32 once (what every packed model does on a CPU); the same codes multiplied
 with activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding);
 llama.cpp on the GGUF file that all rows come from (Q4_1, its head Q8_0), through llama-cpp-python in an
-interpreter of its own. 4-bit weights are made by GPTQ on 4,096 tokens of the WikiText-2 validation text.
+interpreter that has it. 4-bit weights are rounded to nearest: the table is about speed and about what 8-bit
+activations cost, and better weights (bench/ptq.py) have the same speed.
 
-Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first; the rows take
-turns, `--rounds` times, so that a busy moment hits all of them. Perplexity: first 6 windows of 512 tokens of the
-test text (the tokenised edition). The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row has no
-further loss, ours are quantized a second time, on groups of 64.
+Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row
+runs in a process of its own, and the rows take turns, `--rounds` times, so that a busy moment hits all of
+them. Both clocks are recorded: of the wall, and of the processor (one thread only; what a machine that is busy
+with other work still tells). Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition).
+The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row has no further loss, ours are quantized a
+second time, on groups of 64.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import math
 import os
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,14 +35,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
-from shoestring.formats import IntAsym, keep_decoded, pack, parse_format
+from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
-from shoestring.model import Decoder, load_model, save_model
+from shoestring.model import Decoder, load_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.model.untie import untie_head
 from shoestring.serve import Engine, Sampling
-from shoestring.shrink.calibrate import Calibration, walk, windows
-from shoestring.shrink.quantize import METHODS, quantize
 
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = ("int4:g64", "int4:sym:g64")
@@ -58,30 +60,35 @@ CONTEXT, WINDOWS = 512, 6
 def table() -> str:
     lines = newest("cpu_decode")
     quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}
-    speed = {(n["case"], n["config"]["threads"]): n for n in lines if n["metric"] == "tokens_per_s"}
+    speed = {
+        (n["case"], n["config"]["threads"], n["config"]["clock"]): n
+        for n in lines
+        if n["metric"] == "tokens_per_s"
+    }
     if not speed:
         return "Not measured yet."
-    threads = sorted({t for _, t in speed})
+    clocks = sorted({(t, c) for _, t, c in speed})
     rows = []
     for case in CASES:
-        if not any((case, t) in speed for t in threads):
+        if not any((case, *c) in speed for c in clocks):
             continue
         cells = [case, f"{quality[case]:.2f}" if case in quality else ""]
-        for t in threads:
-            n = speed.get((case, t))
+        for clock in clocks:
+            n = speed.get((case, *clock))
             cells += (
                 [f"{n['value']:.1f} ({n['p20']:.1f}-{n['p80']:.1f})", f"{n['ratio']:.2f}x"] if n else ["", ""]
             )
         rows.append(cells)
     header = ["SmolLM2-135M, one request", "perplexity"]
-    for t in threads:
-        header += [f"tokens/s, {t} thread{'s' * (t > 1)}", "of llama.cpp"]
-    config = next(n["config"] for n in lines if n["metric"] == "tokens_per_s")
+    for threads, clock in clocks:
+        header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "of llama.cpp"]
+    some = next(iter(speed.values()))
+    config, notes = some["config"], {n["note"] for n in speed.values() if n["note"]}
     said = (
-        f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps, spread p20-p80. "
-        f"Perplexity on the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context "
-        f"{CONTEXT}. Linear layers in 4 bits by GPTQ, from weights that llama.cpp's row uses as they are."
-    )
+        f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
+        f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context {CONTEXT}. 4-bit "
+        f"weights rounded to nearest, from weights that llama.cpp's row uses as they are. {' '.join(sorted(notes))}"
+    ).rstrip()
     return markdown(header, rows) + said + provenance(lines)
 
 
@@ -97,27 +104,13 @@ def gguf() -> Path:
 # -- models --------------------------------------------------------------------------------------------------
 
 
-def quantized(label: str, cache: Path, assets: Path | None) -> Path:
-    """The folder of the packed model, made where it is not there yet."""
-    folder = cache / label.replace(":", "-")
-    if folder.is_dir():
-        return folder
-    if assets is None:
-        raise SystemExit(f"{folder} is not there yet: run `quality` first, which makes it")
-    loaded = load_model(gguf())
-    assert loaded.tokenizer is not None
-    tokens = torch.tensor(loaded.tokenizer.encode((assets / "text/wikitext-2/valid.txt").read_text()))
-    steps = walk(loaded.model, windows(tokens, 8, CONTEXT), Calibration(inputs="quantized"))
-    quantize(loaded.model, [("*", parse_format(label))], steps, METHODS["gptq"])
-    pack(loaded.model)
-    return save_model(folder, loaded.model, loaded.tokenizer)
-
-
-def build(case: str, cache: Path, assets: Path | None = None) -> Decoder:
+def build(case: str) -> Decoder:
+    model = load_model(gguf()).model
     if case == "fp32":
-        return load_model(gguf()).model
+        return model
     label, _, kind = case.partition(", ")
-    model = load_model(quantized(label, cache, assets)).model
+    convert(model, [("*", parse_format(label))])
+    pack(model)
     if kind == "decoded":
         keep_decoded(model)
         return model
@@ -152,7 +145,7 @@ def measure_quality(args: argparse.Namespace) -> None:
         if case == LLAMA:
             value = llama(args.llama_python, {"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
         else:
-            value = perplexity(build(case, args.cache, args.assets), tokens)
+            value = perplexity(build(case), tokens)
         known[case] = value
         base = known.get("fp32")
         record(
@@ -174,66 +167,74 @@ def measure_quality(args: argparse.Namespace) -> None:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def steps_of(model: Decoder, args: argparse.Namespace) -> list[float]:
-    """Seconds of each step that writes a token, but the first."""
-    engine = Engine(model, max_requests=1, max_context=args.prompt + args.new, chunk=args.prompt)
-    engine.add(prompt_of(args), Sampling(max_tokens=args.new, ignore_eos=True))
-    engine.step()
-    seconds = []
-    for _ in range(args.new - 1):
-        began = time.perf_counter()
+def time_steps(case: str, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
+    """Seconds of each step that writes a token, but the first, by both clocks."""
+    torch.set_num_threads(threads)
+    model = build(case)
+    seconds: dict[str, list[float]] = {"wall": [], "processor": []}
+    for counted in (False, True):
+        engine = Engine(model, max_requests=1, max_context=len(prompt) + new, chunk=len(prompt))
+        engine.add(prompt, Sampling(max_tokens=new if counted else 4, ignore_eos=True))
         engine.step()
-        seconds.append(time.perf_counter() - began)
-    assert not engine.busy
+        while engine.busy:
+            wall, processor = time.perf_counter(), time.process_time()
+            engine.step()
+            if counted:
+                seconds["wall"].append(time.perf_counter() - wall)
+                seconds["processor"].append(time.process_time() - processor)
     return seconds
-
-
-def prompt_of(args: argparse.Namespace) -> list[int]:
-    return torch.randint(1000, 40000, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def measure_speed(args: argparse.Namespace) -> None:
     cases = [c for c in args.cases if c != LLAMA or args.llama_python]
-    models = {case: build(case, args.cache) for case in cases if case != LLAMA}
+    prompt = torch.randint(1000, 40000, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     for threads in args.threads:
-        torch.set_num_threads(threads)
-        seconds: dict[str, list[float]] = {case: [] for case in cases}
-        for number in range(args.rounds + 1):
+        found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": []} for c in cases}
+        for _ in range(args.rounds):
             for case in cases:
-                if case == LLAMA:
-                    ask = {"prompt": prompt_of(args), "new": args.new, "threads": threads}
-                    made = llama(args.llama_python, ask)["seconds"]
-                else:
-                    made = steps_of(models[case], args)
-                if number:  # the first round warms up
-                    seconds[case] += made
-        rates = {case: [1 / s for s in steps] for case, steps in seconds.items()}
-        base = statistics.median(rates[LLAMA]) if LLAMA in rates else None
-        for case, samples in rates.items():
-            value = statistics.median(samples)
-            record(
-                bench="cpu_decode",
-                case=case,
-                metric="tokens_per_s",
-                unit="tokens/s",
-                samples=samples,
-                baseline=LLAMA if base else "",
-                baseline_value=base,
-                ratio=value / base if base else None,
-                config={
-                    "model": MODEL,
-                    "threads": threads,
-                    "batch": 1,
-                    "prompt": args.prompt,
-                    "new": args.new,
-                },
-                note=args.note,
-            )
-            print(
-                f"{threads} threads  {case:44} {value:7.1f} tokens/s  "
-                f"best step {1e3 * min(seconds[case]):6.2f} ms",
-                flush=True,
-            )
+                ask = {"case": case, "prompt": prompt, "new": args.new, "threads": threads}
+                made = llama(args.llama_python, ask) if case == LLAMA else ours(ask)
+                for clock, seconds in found[case].items():
+                    seconds += made[clock]
+        for clock in ("wall", "processor") if threads == 1 else ("wall",):
+            save_speed({c: f[clock] for c, f in found.items()}, clock, threads, args)
+
+
+def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: argparse.Namespace) -> None:
+    rates = {case: [1 / s for s in steps] for case, steps in seconds.items()}
+    base = statistics.median(rates[LLAMA]) if LLAMA in rates else None
+    for case, samples in rates.items():
+        value = statistics.median(samples)
+        config = {"model": MODEL, "threads": threads, "clock": clock, "batch": 1}
+        record(
+            bench="cpu_decode",
+            case=case,
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=samples,
+            baseline=LLAMA if base else "",
+            baseline_value=base,
+            ratio=value / base if base else None,
+            config={**config, "prompt": args.prompt, "new": args.new, "rounds": args.rounds},
+            note=args.note,
+        )
+        best = 1e3 * min(seconds[case])
+        print(
+            f"{threads} threads, {clock:9} {case:44} {value:7.1f} tokens/s  best step {best:6.2f} ms",
+            flush=True,
+        )
+
+
+def ours(ask: dict[str, Any]) -> dict[str, Any]:
+    return ask_process([sys.executable, "-m", "shoestring.bench.cpu_decode", "one"], ask)
+
+
+def ask_process(command: list[str], ask: dict[str, Any]) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        command, input=json.dumps(ask), capture_output=True, text=True, check=True, env=environment
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # -- llama.cpp -----------------------------------------------------------------------------------------------
@@ -260,15 +261,16 @@ if "perplexity" in ask:
         count += len(part) - 1
     print(json.dumps({"perplexity": math.exp(total / count)}))
 else:
-    seconds = []
+    wall, processor = [], []
     model.eval(ask["prompt"])
     token = int(np.argmax(model.scores[model.n_tokens - 1]))
     for _ in range(ask["new"] - 1):
-        began = time.perf_counter()
+        began = time.perf_counter(), time.process_time()
         model.eval([token])
         token = int(np.argmax(model.scores[model.n_tokens - 1]))
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps({"seconds": seconds}))
+        wall.append(time.perf_counter() - began[0])
+        processor.append(time.process_time() - began[1])
+    print(json.dumps({"wall": wall, "processor": processor}))
 """
 
 
@@ -276,25 +278,17 @@ def llama(python: str, ask: dict[str, Any]) -> dict[str, Any]:
     """Run llama.cpp in the interpreter that has llama-cpp-python."""
     if not python:
         raise SystemExit("llama.cpp needs --llama-python, an interpreter with llama-cpp-python installed")
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [python, "-c", LLAMA_SCRIPT],
-        input=json.dumps({"model": str(gguf()), **ask}),
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return ask_process([python, "-c", LLAMA_SCRIPT], {"model": str(gguf()), **ask})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["quality", "speed"])
+    parser.add_argument(
+        "part", choices=["quality", "speed", "one"], help="one: what speed starts for each row"
+    )
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/{valid,test}.txt; for quality")
-    parser.add_argument("--cache", type=Path, required=True, help="where the quantized models are kept")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--missing", action="store_true", help="leave out what results has")
@@ -304,7 +298,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="")
     args = parser.parse_args()
-    if args.part == "quality":
+    if args.part == "one":
+        print(json.dumps(time_steps(**json.load(sys.stdin))))
+    elif args.part == "quality":
         if args.assets is None:
             parser.error("quality needs --assets")
         measure_quality(args)
