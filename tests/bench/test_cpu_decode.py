@@ -1,0 +1,40 @@
+"""The CPU decode bench: its perplexity is that of the evaluation, its table says what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoestring.bench import cpu_decode
+from shoestring.bench.results import newest, record
+from shoestring.evals.perplexity import perplexity
+from shoestring.model import Decoder, ModelSpec
+
+
+def test_perplexity_of_logits_is_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_decode, "CONTEXT", 16)
+    torch.manual_seed(0)
+    model = Decoder(ModelSpec(96, 64, 2, 4, 2, 16, 128, 64))
+    tokens = torch.randint(96, (48,))
+    wanted = perplexity(model, tokens, context=16).value
+    assert cpu_decode.perplexity(model, tokens) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_table_has_measured_rows_and_clocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_decode, "newest", lambda bench: newest(bench, tmp_path))
+    assert cpu_decode.table() == "Not measured yet."
+    config = {"threads": 1, "clock": "processor", "prompt": 64, "new": 48}
+    common = {"bench": "cpu_decode", "unit": "tokens/s", "folder": tmp_path, "config": config, "ratio": 0.25}
+    record(case="fp32", metric="tokens_per_s", samples=[10.0, 12.5, 14.0], note="Busy.", **common)  # type: ignore[arg-type]
+    record(bench="cpu_decode", case="fp32", metric="perplexity", unit="", samples=[26.964], folder=tmp_path)
+    text = cpu_decode.table()
+    row = next(line for line in text.splitlines() if line.startswith("| fp32"))
+    assert row == "| fp32 | 26.96 | 12.5 (10.0-14.0) | 0.25x |"
+    assert "1 thread, processor clock" in text and "wall" not in text and "Busy." in text
+    assert "llama.cpp Q4_1 |" not in text
+
+
+def test_the_script_for_the_other_interpreter_is_python() -> None:
+    compile(cpu_decode.LLAMA_SCRIPT, "llama", "exec")
