@@ -138,7 +138,9 @@ def test_damage_is_that_of_the_whole_model_run_with_the_set() -> None:
         assert damage.overlap == pytest.approx(
             float(torch.minimum(whole.exp(), other.exp()).sum(-1).mean()), rel=1e-4
         )
+    before = trials.damage.kl
     damage = trials.refit()
+    assert damage.kl <= before * (1 + 1e-6)
     other = model(tokens, skip=trials.skip_set("x")).log_softmax(-1).flatten(0, 1)
     assert damage.kl == pytest.approx(float((whole.exp() * (whole - other)).sum(-1).mean()), rel=1e-4)
 
