@@ -305,3 +305,26 @@ def test_graphs_on_the_gpu_write_the_text_of_the_plain_path(shape: str) -> None:
         assert [c.token_ids for c in got] == [c.token_ids for c in want]
         again = engine.generate(prompts, samplings)
         assert [c.token_ids for c in again] == [c.token_ids for c in want]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_what_cannot_be_captured_is_launched_one_by_one() -> None:
+    model = tiny_decoder(d_model=64, head_dim=16).float().cuda()
+    model.compute_dtype = torch.float32
+    want = Engine(model, graphs=False).generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids
+    engine = Engine(model)
+    engine.runner.refresh()
+    fused = engine.runner._fused
+    assert fused is not None
+    logits = fused.logits
+
+    def waits(x_TD: torch.Tensor) -> torch.Tensor:
+        assert x_TD.sum().item() == x_TD.sum().item()  # a host sync: not allowed while capturing
+        return logits(x_TD)
+
+    fused.logits = waits  # type: ignore[method-assign]
+    assert engine.generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids == want
+    fused.logits = logits  # type: ignore[method-assign]
+    # The device is as it was: the next graph can be captured.
+    assert Engine(model).generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids == want

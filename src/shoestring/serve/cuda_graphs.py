@@ -30,6 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shoestring.kernels.backend import fall_back
 from shoestring.kernels.paged_attention import splits_for
 from shoestring.model.skip import SkipSet
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles
@@ -147,21 +148,27 @@ class StepGraphs:
         spec = self.fused.spec
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
         if self.cache.num_moves != self._num_moves:
-            self._graphs.clear()
+            self._drop(*self._graphs)
             self._num_moves = self.cache.num_moves
         self._fit_tables(_at_least(len(spans), REQUESTS))
         found = self._graphs.get(key)
         if found is None:
             if len(self._graphs) == MAX_GRAPHS:
-                self._graphs.pop(next(iter(self._graphs)))
+                self._drop(next(iter(self._graphs)))
             found = self._graphs[key] = make()
         self._send_tables(spans)
         return found
 
+    def _drop(self, *keys: tuple[object, ...]) -> None:
+        if self.fused.device.type == "cuda":
+            torch.cuda.synchronize(self.fused.device)  # one of them may be running
+        for key in keys:
+            del self._graphs[key]
+
     def _fit_tables(self, num: int) -> None:
         if len(self._tables) < num * self._width + 1:
             # Graphs hold the address of the old tables.
-            self._graphs.clear()
+            self._drop(*self._graphs)
             self._known = [((), 0)] * num
             self._tables = torch.zeros(num * self._width + 1, dtype=torch.int32, device=self.fused.device)
 
@@ -230,10 +237,14 @@ class StepGraph:
             self._program()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
-            self._program()
+        try:
+            with torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
+                self._program()
+            self.replay = graph.replay
+        except RuntimeError as error:  # a Format whose product waits for the host, say: launched one by one
+            torch.cuda.synchronize()
+            fall_back(f"a decoding step could not be captured as a CUDA graph ({error})")
         self.owner.last_R.copy_(last)
-        self.replay = graph.replay
 
     @property
     def seeds_R(self) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 import threading
@@ -219,6 +220,8 @@ def main(
         loaded = load_model(model_path, dtype=dtype)
         ranks.share(loaded.model)
         _prepare(loaded.model, options, dtype)
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, signal.SIG_IGN)  # the first process drains, and needs this one to
         ranks.follow(loaded.model)
         ranks.close()
         return
