@@ -16,7 +16,7 @@ from torch import Tensor
 import shoestring.formats.serving as serving
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, parse_format
-from shoestring.kernels.lowbit import Plan, choose_plan, decode_chunks_ref, lowbit_linear
+from shoestring.kernels.lowbit import Plan, choose_plan, decode_chunks_ref, lowbit_linear, plans
 from shoestring.kernels.lowbit_layout import Layout, bit_map, chunk_group, pack_chunks, unpack_chunks
 
 LABELS = [
@@ -206,10 +206,13 @@ def test_plans_fit_and_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> Non
             layout = Layout(bits, 128, table, 1 + table, False)
             for rows in (1, 8, 9, 16, 17, 33, 64):
                 for out, width in ((4096, 4096), (14336, 4096), (4096, 14336), (256, 256)):
-                    plan = choose_plan(layout, rows, out, width)
-                    panel, shared_bytes = plan.memory(layout, rows, -(-width // 128))
-                    assert shared_bytes <= 227 * 1024 and panel % (plan.k_warps * plan.depth) == 0 < panel
-                    assert plan.split in (1, 2, 4, 8) and plan.warps <= 16
+                    for plan in (choose_plan(layout, rows, out, width), *plans(layout, rows, out, width)):
+                        panel, shared_bytes = plan.memory(layout, rows, width)
+                        assert plan.fits(layout, rows, width) and shared_bytes <= 227 * 1024
+                        assert panel % plan.k_warps == 0 < panel and 2 <= plan.depth <= 7
+                        assert plan.warps * plan.blocks <= 64 and plan.split in (1, 2, 4, 8)
+                        in_panels = panel * plan.split < width / 128
+                        assert not in_panels or panel // plan.k_warps >= plan.depth - 1
     choose_plan.cache_clear()
     monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", '{"split": 8}')
     assert choose_plan(layout, 1, 4096, 4096).split == 8
@@ -281,7 +284,7 @@ def test_cuda_kernels_match_fp64(label: str, dtype: torch.dtype) -> None:
 @needs_gpu
 @pytest.mark.parametrize(
     "plan",
-    [Plan(1, 1, 1, 2, 1, 0), Plan(5, 1, 2, 3, 2, 1), Plan(4, 2, 1, 1, 8, 2, 60), Plan(2, 8, 1, 2, 4, 0, 200)],
+    [Plan(1, 1, 1, 2, 1, 1), Plan(5, 1, 2, 1, 2, 1, 3), Plan(4, 2, 1, 4, 1, 2, 4), Plan(2, 8, 1, 2, 1, 2, 7)],
 )
 def test_every_plan_computes_the_same(plan: Plan) -> None:
     from shoestring.kernels.lowbit import few_rows_cuda

@@ -6,8 +6,9 @@ Three ways to the same result (within the rounding of x's dtype; tests and bench
 `F.linear` on the decoded weight):
 
     chunks   CUDA C++ through NVRTC (sm_90 and later), weights in the order of kernels/lowbit_layout.py. Up to
-             MOST_ROWS rows one kernel streams the weights through the tensor cores (_cuda/lowbit.cu); above that the
-             weight is decoded into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
+             MOST_ROWS rows (and a slice at a time up to SLICED_ROWS) one kernel streams the weights through the
+             tensor cores (_cuda/lowbit.cu); above that the weight is decoded into a scratch tensor, bit for bit the
+             Format's own decode, and multiplied by cuBLAS.
     parts    Triton, from the stored parts as they are: where NVRTC or the GPU is not up to it. Up to MOST_ROWS rows.
     plain    decode and F.linear: everything else, and the definition.
 
@@ -21,7 +22,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +36,14 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.kernels.backend import fall_back, interpreting, triton_usable
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, unpack_chunks
+from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library, nvrtc_library
 
 MOST_ROWS = 64
-SHARED_LIMIT = 227 * 1024 - 1024  # what a block may ask for on sm_90, less what the system keeps
+ROW_CLASSES = (4, 8, 16, 32, 64)
+SLICED_ROWS = 128  # up to here the weight is read once per MOST_ROWS rows rather than decoded
+SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
 SOURCE = Path(__file__).parent / "_cuda" / "lowbit.cu"
+PLANS = Path(__file__).parent / "_cuda" / "lowbit_plans.json"
 
 
 # -- the definition ------------------------------------------------------------------------------------------
@@ -67,8 +74,6 @@ def ceil_div(a: int, b: int) -> int:
 # -- choosing ------------------------------------------------------------------------------------------------
 @functools.cache
 def _cuda_usable(device: int) -> bool:
-    from shoestring.kernels.nvrtc import NvrtcError, driver_library, nvrtc_library
-
     if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     try:
@@ -86,41 +91,111 @@ def chunks_usable(t: Tensor) -> bool:
 @dataclass(frozen=True)
 class Plan:
     """How the few-row kernel runs: `row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth`
-    chunks in flight; K also split over a cluster of `split` blocks; x in panels of at most `x_kib` KiB; `mode` as
-    in _cuda/lowbit.cu."""
+    chunks in its ring; K also split over a cluster of `split` blocks; `blocks` blocks on a multiprocessor at once;
+    `mode` as in _cuda/lowbit.cu."""
 
     row_warps: int
     k_warps: int
     tiles: int
-    depth: int
     split: int
+    blocks: int
     mode: int
-    x_kib: int = 100
+    depth: int = 5
 
     @property
     def warps(self) -> int:
         return self.row_warps * self.k_warps
 
-    def memory(self, layout: Layout, rows: int, chunks: int) -> tuple[int, int]:
-        """(chunks in a panel of x, bytes of shared memory)."""
+    def grid(self, out: int) -> int:
+        """Blocks in all."""
+        return ceil_div(ceil_div(out, CHUNK_ROWS), self.row_warps * self.tiles) * self.split
+
+    def memory(self, layout: Layout, rows: int, width: int) -> tuple[int, int]:
+        """(chunks in a panel of x, bytes of shared memory); more than SHARED_LIMIT where it does not fit."""
+        chunks = ceil_div(width, CHUNK_WIDTH)
         lut = 128 << (2 * layout.bits) if layout.table else 0
-        unit = self.k_warps * self.depth
-        whole = ceil_div(ceil_div(chunks, self.split), unit) * unit
-        budget = self.x_kib * 1024 - lut
-        if rows * (whole * 256 + 16) <= budget:
-            panel, x_bytes = whole, rows * (whole * 256 + 16)
-        else:  # two panels in turn
-            panel = max(1, (budget // (2 * rows) - 16) // 256 // unit) * unit
+        fixed = lut + self.warps * self.depth * self.tiles * layout.chunk_bytes
+        budget = min(SHARED_LIMIT, SHARED_SM // self.blocks - 1024) - fixed
+        panel = ceil_div(ceil_div(chunks, self.split), self.k_warps) * self.k_warps
+        x_bytes = rows * (panel * 256 + 16)
+        if x_bytes > budget:  # two panels in turn, each long enough for the ring to turn
+            least = max(1, self.depth - 1)
+            panel = max(least, (budget // (2 * rows) - 16) // 256 // self.k_warps) * self.k_warps
             x_bytes = 2 * rows * (panel * 256 + 16)
         part = self.k_warps * rows * (self.row_warps * self.tiles * CHUNK_ROWS + 4) * 4
-        return panel, lut + max(x_bytes, part)
+        return panel, fixed + max(x_bytes, part)
+
+    def fits(self, layout: Layout, rows: int, width: int) -> bool:
+        used = self.memory(layout, rows, width)[1]
+        return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
+
+
+def row_tiles(rows: int) -> int:
+    """Tiles of 8 activation rows that the kernel is compiled for."""
+    return next(n for n in (1, 2, 4, 8) if rows <= 8 * n)
+
+
+def most_warps(layout: Layout, rows: int, tiles: int) -> int:
+    """Warps that a multiprocessor's registers hold (65536 of them)."""
+    registers = {
+        (1, 1): 64,
+        (1, 2): 84,
+        (2, 1): 80,
+        (2, 2): 96,
+        (4, 1): 88,
+        (4, 2): 124,
+        (8, 1): 120,
+        (8, 2): 186,
+    }
+    more = 8 if layout.table and rows <= 16 else 0
+    return 65536 // 32 // (registers[row_tiles(rows), tiles] + more)
+
+
+def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> list[Plan]:
+    """Plans worth trying, the most promising first: all blocks at once on the multiprocessors, and many warps."""
+    size = row_tiles(rows)
+    if size >= 4:
+        modes: tuple[int, ...] = (2,)
+    elif layout.table:
+        modes = (0, 2) if layout.scales == 2 else (0,)
+    else:
+        modes = (0, 1) if size == 1 else (1, 0)
+    found = []
+    for row_warps, k_warps, tiles, split in itertools.product(
+        (1, 2, 4, 7, 8, 16), (1, 2, 4, 8, 16), (1, 2), (1, 2, 4)
+    ):
+        warps, limit = row_warps * k_warps, most_warps(layout, rows, tiles)
+        if not 4 <= warps <= min(limit, 32) or ceil_div(width, CHUNK_WIDTH) < split * k_warps:
+            continue
+        if row_warps * tiles > ceil_div(out, CHUNK_ROWS):
+            continue
+        grid = Plan(row_warps, k_warps, tiles, split, 1, 0).grid(out)
+        blocks = max(1, min(ceil_div(grid, sms), limit // warps))
+        for depth in (6, 5, 4, 3):
+            plan = Plan(row_warps, k_warps, tiles, split, blocks, modes[0], depth)
+            if plan.fits(layout, rows, width):
+                break
+        else:
+            continue
+        waves = grid / (sms * blocks)
+        full = waves / math.ceil(waves)
+        busy = min(1.0, min(grid / sms, blocks) * warps / (0.75 * most_warps(layout, rows, 1)))
+        x_share = 2 * rows / (row_warps * tiles * CHUNK_ROWS) / (layout.bits / 8)
+        panels = plan.memory(layout, rows, width)[0] * split < ceil_div(width, CHUNK_WIDTH)
+        score = full * busy / (1 + 0.2 * x_share) / (1 + 0.03 * (split - 1)) / (1.2 if panels else 1.0)
+        score /= 1 + 0.2 * (math.ceil(waves) - 1)  # every wave begins with waiting for memory
+        found += [(score / (1 + 0.02 * i), dataclasses.replace(plan, mode=m)) for i, m in enumerate(modes)]
+    found.sort(key=lambda f: -f[0])
+    return [plan for _, plan in found] or [Plan(1, 1, 1, 1, 1, modes[0], 3)]
 
 
 @functools.cache
 def choose_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
-    """The plan for x [rows, width] and a weight [out, width]; it fits the shared memory of a block."""
+    """The plan for x [rows, width] and a weight [out, width]: measured for some shapes, else the best guess."""
+    rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
+    key = plan_key(layout, rows, out, width)
+    plan = Plan(**known_plans()[key]) if key in known_plans() else plans(layout, rows, out, width)[0]
     given = os.environ.get("SHOESTRING_LOWBIT_PLAN")
-    plan = _measured_plan(layout, rows, out, width)
     if given:
         try:
             plan = dataclasses.replace(plan, **json.loads(given))
@@ -129,32 +204,34 @@ def choose_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
                 f"SHOESTRING_LOWBIT_PLAN={given!r} is not a plan ({error}): write some of "
                 f"{', '.join(f.name for f in dataclasses.fields(Plan))} as JSON."
             ) from error
-    while plan.memory(layout, rows, ceil_div(width, CHUNK_WIDTH))[1] > SHARED_LIMIT:
-        if plan.k_warps > 1:
-            plan = dataclasses.replace(plan, k_warps=plan.k_warps // 2)
-        elif plan.depth > 1:
-            plan = dataclasses.replace(plan, depth=1)
-        else:
-            plan = dataclasses.replace(plan, row_warps=max(1, plan.row_warps // 2), x_kib=plan.x_kib * 3 // 4)
+        if not plan.fits(layout, rows, width):
+            raise UserError(f"SHOESTRING_LOWBIT_PLAN={given!r} needs more shared memory than a block has.")
     return plan
 
 
-def _measured_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
-    if rows <= 8:
-        return Plan(row_warps=2, k_warps=4, tiles=1, depth=4, split=1, mode=0)
-    if rows <= 16:
-        return Plan(row_warps=4, k_warps=2, tiles=1, depth=3, split=2, mode=2 if layout.table else 1)
-    return Plan(row_warps=8, k_warps=1, tiles=2 if rows > 32 else 1, depth=1, split=4, mode=2, x_kib=200)
+def row_class(rows: int) -> int:
+    return next(n for n in ROW_CLASSES if rows <= n)
+
+
+def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
+    kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
+    return f"{kind} g{layout.group} rows<={row_class(rows)} {out}x{width}"
+
+
+@functools.cache
+def known_plans() -> dict[str, dict[str, int]]:
+    """Measured on an H200 by bench/lowbit_gemm.py --tune; other GPUs start from them too."""
+    return json.loads(PLANS.read_text()) if PLANS.exists() else {}
 
 
 # -- the CUDA kernels ----------------------------------------------------------------------------------------
 @functools.cache
-def _source() -> str:
+def source() -> str:
     return SOURCE.read_text()
 
 
 def _macros(layout: Layout, dtype: torch.dtype, **more: int) -> dict[str, int]:
-    base = {"MT": 1, "R": 1, "DEPTH": 1, "WARPS": 8, "MODE": 0, "BLOCKS": 1}
+    base = {"MT": 1, "R": 1, "WARPS": 8, "MODE": 0, "BLOCKS": 1}
     return {
         "BITS": layout.bits,
         "TABLE": int(layout.table),
@@ -171,13 +248,21 @@ def _pointer(t: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(0 if t is None else t.data_ptr())
 
 
-@functools.cache
-def _rows_kernel(layout: Layout, dtype: torch.dtype, row_tiles: int, plan: Plan, device: int):  # type: ignore[no-untyped-def]
-    from shoestring.kernels.nvrtc import compile_kernel
+def rows_macros(layout: Layout, dtype: torch.dtype, rows: int, plan: Plan) -> dict[str, int]:
+    return _macros(
+        layout,
+        dtype,
+        MT=row_tiles(rows),
+        R=plan.tiles,
+        WARPS=plan.warps,
+        MODE=plan.mode,
+        BLOCKS=plan.blocks,
+    )
 
-    most = 8 if plan.warps <= 8 else 16
-    macros = _macros(layout, dtype, MT=row_tiles, R=plan.tiles, DEPTH=plan.depth, WARPS=most, MODE=plan.mode)
-    return compile_kernel(_source(), "lowbit_rows", macros, device)
+
+@functools.cache
+def _rows_kernel(layout: Layout, dtype: torch.dtype, size: int, plan: Plan, device: int) -> Kernel:
+    return compile_kernel(source(), "lowbit_rows", rows_macros(layout, dtype, 8 * size, plan), device)
 
 
 def few_rows_cuda(
@@ -187,18 +272,18 @@ def few_rows_cuda(
     bias: Tensor | None,
     layout: Layout,
     plan: Plan | None = None,
+    out_MN: Tensor | None = None,
 ) -> Tensor:
-    """Up to MOST_ROWS rows; x bf16 or fp16."""
+    """Up to MOST_ROWS rows; x bf16 or fp16; written to `out_MN` (contiguous) where given."""
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
         x_MK = x_MK.contiguous()
     (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
     out = tiles * CHUNK_ROWS
-    y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device)
+    y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device) if out_MN is None else out_MN
     plan = plan or choose_plan(layout, rows, out, width)
-    row_tiles = next(n for n in (1, 2, 4, 8) if rows <= 8 * n)
-    kernel = _rows_kernel(layout, x_MK.dtype, row_tiles, plan, x_MK.device.index)
-    panel, shared_bytes = plan.memory(layout, rows, per_row)
-    numbers = (out, width, rows, x_MK.stride(0), tiles, per_row, plan.k_warps, panel)
+    kernel = _rows_kernel(layout, x_MK.dtype, row_tiles(rows), plan, x_MK.device.index)
+    panel, shared_bytes = plan.memory(layout, rows, width)
+    numbers = (out, width, rows, x_MK.stride(0), tiles, per_row, plan.k_warps, panel, plan.depth)
     kernel.launch(
         (plan.split, ceil_div(tiles, plan.row_warps * plan.tiles), 1),
         plan.warps * 32,
@@ -213,11 +298,9 @@ def decode_chunks_cuda(
     chunks: Tensor, table: Tensor | None, layout: Layout, width: int, dtype: torch.dtype
 ) -> Tensor:
     """The dense weight in bf16 or fp16, bit for bit what decode_chunks_ref rounds to."""
-    from shoestring.kernels.nvrtc import compile_kernel
-
     tiles, per_row = chunks.shape[:2]
     dense = torch.empty(tiles * CHUNK_ROWS, width, dtype=dtype, device=chunks.device)
-    kernel = compile_kernel(_source(), "lowbit_dense", _macros(layout, dtype), chunks.device.index)
+    kernel = compile_kernel(source(), "lowbit_dense", _macros(layout, dtype), chunks.device.index)
     total = tiles * per_row
     blocks = min(
         ceil_div(total, 8), 6 * torch.cuda.get_device_properties(chunks.device).multi_processor_count
@@ -267,8 +350,11 @@ def _lowbit_linear_op(
     x_MK = x.reshape(-1, x.shape[-1])
     shape = (*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
     kernel = chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
-    if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
-        return few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
+    if kernel and 0 < x_MK.shape[0] <= SLICED_ROWS:
+        y = x.new_empty(x_MK.shape[0], shape[-1])
+        for x_mK, y_mN in zip(x_MK.split(MOST_ROWS), y.split(MOST_ROWS), strict=True):
+            few_rows_cuda(x_mK, chunks, table, bias, layout, out_MN=y_mN)
+        return y.view(shape)
     weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
     return F.linear(x_MK, weight, bias).view(shape)
 

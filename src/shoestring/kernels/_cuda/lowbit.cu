@@ -5,8 +5,10 @@
 // the words of a lane hold that lane's own fragments, and the chunk ends with its scales, so a chunk is one bulk
 // copy and decoding needs no shuffle.
 //
-//  - every warp streams its row tiles straight into registers, DEPTH chunks ahead; nothing but x passes through
-//    shared memory, and the main loop has no barrier while one panel of x holds all inputs of the block.
+//  - every warp streams its row tiles through a ring of its own in shared memory, `depth` chunks ahead, and decodes
+//    in registers; the main loop has no barrier of the block while one panel of x holds all its inputs. (A ring in
+//    registers keeps fewer loads in flight: they share six scoreboards. One thread issuing bulk copies for the block
+//    was slower still.)
 //  - integers become floats with one LOP3 per pair (a mask and a magic exponent); tables are read two weights at a
 //    time from a shared-memory table with one copy per bank.
 //  - the inputs are split over `k_warps` warps of a block and over the blocks of a cluster; partial sums meet in
@@ -19,7 +21,7 @@
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
 //   HALF 0 bf16, 1 fp16 activations   SBF16 1: scales are bf16, 0: fp16   GROUP 32,64,128   MT tiles of 8 rows
-//   R row tiles a warp   DEPTH chunks in flight   WARPS most warps a block   BLOCKS blocks an SM, at least
+//   R row tiles a warp   WARPS most warps a block   BLOCKS blocks an SM, at least
 //   MODE 0: scale the sum of a group; zero points and signs through a second product (least arithmetic)
 //        1: subtract the zero point from each weight; scale the sum of a group (integers only)
 //        2: scale each weight (least registers; for many rows)
@@ -45,24 +47,22 @@ extern __shared__ __align__(1024) char smem[];
 INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // ---- memory --------------------------------------------------------------------------------------------------
-INLINE void copy_async(u32 to, const void* from, bool inside) {  // 16 bytes, zeros where there is nothing
+INLINE void copy_async(u32 to, const void* from) {  // 16 bytes, past L1
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
-INLINE uint4 stream16(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-INLINE uint2 stream8(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-INLINE u32 stream4(const void* p) {
-    u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
+INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+INLINE void wait_all_but(const int groups) {  // the newest; cp.async wants a constant
+    switch (groups) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 5;" ::: "memory");
+    }
 }
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------
@@ -115,13 +115,13 @@ INLINE u32 both_narrow(float f) { return both(narrow(f)); }
 // ---- codes to pairs of floats --------------------------------------------------------------------------------
 // a[i] of step j: row (i & 1 ? g + 8 : g), k = 16 j + 2 t + (i & 2 ? 8 : 0) and the next; g = lane / 4, t = lane % 4.
 INLINE void load_words(u32* w, const char* chunk, const int lane) {
-    uint4 v = stream16(chunk + lane * 16);
+    uint4 v = *(const uint4*)(chunk + lane * 16);
     w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
 #if BITS == 4
-    v = stream16(chunk + 512 + lane * 16);
+    v = *(const uint4*)(chunk + 512 + lane * 16);
     w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
 #elif BITS == 3
-    uint2 u = stream8(chunk + 512 + lane * 8);
+    uint2 u = *(const uint2*)(chunk + 512 + lane * 8);
     w[4] = u.x, w[5] = u.y;
 #endif
 }
@@ -184,7 +184,7 @@ INLINE void decode(u32* a, const u32* w, const int j, const char* lut) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
     const char* __restrict__ W, const u16* __restrict__ X, u16* __restrict__ Y, const float* __restrict__ table,
-    const u16* __restrict__ bias, int N, int K, int M, int pitch_x, int tiles, int chunks, int k_warps, int panel) {
+    const u16* __restrict__ bias, int N, int K, int M, int pitch_x, int tiles, int chunks, int k_warps, int panel, int depth) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int row_warps = (blockDim.x >> 5) / k_warps, row_warp = warp % row_warps, k_warp = warp / row_warps;
     const int block_tiles = row_warps * R, tile0 = blockIdx.y * block_tiles;
@@ -194,27 +194,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
     const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
     const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
 
-    // ---- weights: the chunks first + k_warp + n * k_warps of each tile, DEPTH of them ahead ------------------------
-    u32 w[DEPTH][R][NW], grid[DEPTH][R][NG][2];
+    // ---- weights: the chunks first + k_warp + n * k_warps of each tile, depth - 1 of them ahead --------------------
+    char* const ring = smem + LUT_BYTES + warp * depth * (R * CHUNK);
     const char* from[R];
     #pragma unroll
     for (int r = 0; r < R; r++)  // a tile past the end reads the last one and writes nothing
-        from[r] = W + ((u64)min(tile0 + row_warp * R + r, tiles - 1) * chunks + first + k_warp) * CHUNK;
+        from[r] = W + ((u64)min(tile0 + row_warp * R + r, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
     const int mine = count > k_warp ? (count - k_warp + k_warps - 1) / k_warps : 0;
-    auto fetch = [&](const int slot, const int n) {
-        #pragma unroll
-        for (int r = 0; r < R; r++) {
-            const char* chunk = from[r] + (u64)n * k_warps * CHUNK;
-            load_words(w[slot][r], chunk, lane);
+    auto fetch = [&](const int slot, const int n) {  // always commits, so that groups can be counted
+        if (n < mine) {
             #pragma unroll
-            for (int q = 0; q < NG; q++)
+            for (int r = 0; r < R; r++) {
+                const u32 to = shared_address(ring) + (slot * R + r) * CHUNK + lane * 16;
+                const char* chunk = from[r] + (u64)n * k_warps * CHUNK;
                 #pragma unroll
-                for (int h = 0; h < 2; h++) grid[slot][r][q][h] = stream4(chunk + CODES + q * 64 + g * 4 + h * 32);
+                for (int p = 0; p < CHUNK / 16; p += 32)
+                    if (p + lane < CHUNK / 16) copy_async(to + p * 16, chunk + p * 16);
+            }
         }
+        commit();
     };
-    #pragma unroll
-    for (int p = 0; p < DEPTH; p++)
-        if (p < mine) fetch(p, p);
+    for (int p = 0; p < depth - 1; p++) fetch(p, p);
     asm volatile("griddepcontrol.launch_dependents;");
 
 #if TABLE
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
 #endif
 
     // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
-    char* const x_smem = smem + LUT_BYTES;
+    char* const x_smem = smem + LUT_BYTES + (blockDim.x >> 5) * depth * (R * CHUNK);
     const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
     const int panels = (count + panel - 1) / panel;
     auto fetch_x = [&](const int n) {
@@ -232,9 +232,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
         const int k0 = (first + n * panel) * 128, pieces = min(panel, count - n * panel) * 16;
         for (int e = threadIdx.x; e < M * pieces; e += blockDim.x) {
             const int m = e / pieces, piece = e - m * pieces, k = k0 + piece * 8;
-            copy_async(to + m * x_pitch + piece * 16, X + (u64)m * pitch_x + min(k, K - 8), k < K);
+            copy_or_zero(to + m * x_pitch + piece * 16, X + (u64)m * pitch_x + min(k, K - 8), k < K);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit();
     };
     asm volatile("griddepcontrol.wait;" ::: "memory");
     fetch_x(0);
@@ -252,8 +252,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
         x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
 
     auto consume = [&](const int slot, const u32 x_at) {
+        u32 w[R][NW];
+        const char* chunk[R];
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            chunk[r] = ring + (slot * R + r) * CHUNK;
+            load_words(w[r], chunk[r], lane);
+        }
         #pragma unroll
         for (int q = 0; q < NG; q++) {
+            u32 grid[R][2];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) grid[r][h] = *(const u32*)(chunk[r] + CODES + q * 64 + g * 4 + h * 32);
 #if MODE != 2
             float c[R][MT][4];
             #pragma unroll
@@ -278,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
             u32 zero[R][2];
             #pragma unroll
             for (int r = 0; r < R; r++) {
-                zero[r][0] = both((grid[slot][r][q][0] >> 16) + MAGIC16);
-                zero[r][1] = both((grid[slot][r][q][1] >> 16) * RS + MAGIC16);
+                zero[r][0] = both((grid[r][0] >> 16) + MAGIC16);
+                zero[r][1] = both((grid[r][1] >> 16) * RS + MAGIC16);
             }
 #endif
 #if MODE == 2
@@ -288,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
             for (int r = 0; r < R; r++)
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    up[r][h] = both_narrow(scale_float(grid[slot][r][q][h]));
-                    down[r][h] = TWO ? both_narrow(-scale_float(grid[slot][r][q][h] >> 16)) : 0;
+                    up[r][h] = both_narrow(scale_float(grid[r][h]));
+                    down[r][h] = TWO ? both_narrow(-scale_float(grid[r][h] >> 16)) : 0;
                 }
 #endif
             #pragma unroll
@@ -308,9 +320,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
                     for (int r = 0; r < R; r++) {
                         u32 a[4];
 #if TABLE
-                        decode(a, w[slot][r], 2 * j2 + b, lane_lut);
+                        decode(a, w[r], 2 * j2 + b, lane_lut);
 #else
-                        decode(a, w[slot][r], 2 * j2 + b);
+                        decode(a, w[r], 2 * j2 + b);
 #if MODE != 0
                         #pragma unroll
                         for (int e = 0; e < 4; e++) a[e] = sub2(a[e], zero[r][e & 1]);
@@ -342,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
             for (int r = 0; r < R; r++)
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const u32 bits = grid[slot][r][q][h];
+                    const u32 bits = grid[r][h];
                     const float up = scale_float(bits);
 #if MODE == 0 && !TABLE
                     const float offset = BASE + (float)((bits >> 16) * (h ? RS : 1));
@@ -366,27 +378,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
         }
     };
 
-    const int per_panel = panel / k_warps;  // chunks of this warp in a panel: a multiple of DEPTH
-    for (int n = 0, i = 0; n < panels; n++) {
+    const int per_panel = panel / k_warps;  // chunks of this warp in a panel, at least depth - 1 when there are several
+    for (int n = 0, i = 0, slot = 0; n < panels; n++) {
+        // Groups are done in order. x of panel n was committed depth - 1 or more groups ago, but for the first.
+        wait_all_but(n ? depth - 2 : 0);
+        __syncthreads();  // also: everyone has left panel n - 1, which panel n + 1 overwrites
         if (n + 1 < panels) fetch_x(n + 1);
-        if (n + 1 < panels) asm volatile("cp.async.wait_group 1;" ::: "memory");
-        else asm volatile("cp.async.wait_group 0;" ::: "memory");
-        __syncthreads();
         const u32 half = (n & 1) * M * x_pitch;
-        for (int k = 0; k < per_panel && i < mine; k += DEPTH) {
-            #pragma unroll
-            for (int p = 0; p < DEPTH; p++, i++) {
-                if (i >= mine) break;
-                consume(p, half + (k + p) * k_warps * 256);
-                if (i + DEPTH < mine) fetch(p, i + DEPTH);
-            }
+        for (int k = 0; k < per_panel && i < mine; k++, i++) {
+            wait_all_but(depth - 2);
+            __syncwarp();  // chunk i is here, and chunk i - 1 has been read by all lanes
+            fetch(slot ? slot - 1 : depth - 1, i + depth - 1);
+            consume(slot, half + k * k_warps * 256);
+            if (++slot == depth) slot = 0;
         }
-        if (n + 1 < panels) __syncthreads();  // the next fetch overwrites this panel
     }
 
     // ---- sum over warps and cluster, in order --------------------------------------------------------------------
     __syncthreads();
-    float* part = (float*)x_smem;
+    float* part = (float*)x_smem;  // over x, which nobody needs any more
     const int rows = block_tiles * 16, pitch = rows + 4;
     #pragma unroll
     for (int r = 0; r < R; r++)

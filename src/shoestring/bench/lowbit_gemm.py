@@ -1,0 +1,416 @@
+"""Low-bit products against bf16 `F.linear` and other libraries: correct against fp64 first, then timed.
+
+    python -m shoestring.bench.lowbit_gemm --tune PLANS.json     # choose plans, write them, measure with them
+    python -m shoestring.bench.lowbit_gemm --peer humming        # one peer, beside the baseline of the same machine
+
+Time is that of one product in a CUDA graph over several weights, more than the L2 cache holds, so every weight
+comes from memory; the median over replays, with the 20th and 80th percentile. A peer that is not installed or fails
+says so and records nothing. Peers that are not installed are looked for in ./peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.formats import FormatLinear, parse_format
+from shoestring.formats.serving import lay_out
+from shoestring.kernels import lowbit, nvrtc
+from shoestring.kernels.lowbit import Plan
+from shoestring.kernels.lowbit_layout import Layout
+
+SHAPES = [(14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096)]
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048)
+FEW = (1, 4, 16, 64)
+FORMATS = {
+    "int4:g128": ROWS,
+    "nf4:s2:g128": (*FEW, 2048),
+    "int3:g128": (*FEW, 2048),
+    "nf3:s2:g128": FEW,
+    "int2:g128": (*FEW, 2048),
+    "int4:g64": FEW,
+}
+BASELINE = "bf16 F.linear"
+COLD_BYTES = 250e6  # four times the L2 cache of an H200
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+def graph_times(calls: Sequence[Callable[[], Any]], replays: int = 15) -> list[float]:
+    """Microseconds of one call, one sample a replay of all calls."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    samples = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return samples
+
+
+def copies(size: int) -> int:
+    return min(60, max(4, int(COLD_BYTES / size)))
+
+
+@functools.cache
+def baseline(out: int, width: int, rows: int) -> list[float]:
+    weights = [torch.randn(out, width, device=DEVICE, dtype=DTYPE) for _ in range(copies(out * width * 2))]
+    x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+    return graph_times([partial(F.linear, x, w) for w in weights])
+
+
+def relative_error(y: Tensor, want: Tensor) -> float:
+    return ((y.double() - want).norm() / want.norm()).item()
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def record_time(
+    case: str,
+    samples: list[float],
+    out: int,
+    width: int,
+    rows: int,
+    *,
+    error: float | None,
+    note: str = "",
+    **config: Any,
+) -> float:
+    base = statistics.median(baseline(out, width, rows))
+    ratio = base / statistics.median(samples)
+    record(
+        bench="lowbit_gemm",
+        case=case,
+        metric="time",
+        unit="us",
+        samples=samples,
+        baseline=BASELINE,
+        baseline_value=base,
+        ratio=ratio,
+        quality={} if error is None else {"relative_error": round(error, 6)},
+        config={"n": out, "k": width, "rows": rows, **config},
+        note=note,
+    )
+    return ratio
+
+
+# -- ours ----------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Weight:
+    layout: Layout
+    chunks: list[Tensor]  # copies, so that each comes from memory
+    table: Tensor | None
+    dense: Tensor  # fp32, the meaning
+
+    def call(self, x: Tensor, i: int, plan: Plan | None = None) -> Tensor:
+        if plan is None:
+            return lowbit.lowbit_linear(x, self.chunks[i], self.table, None, self.layout)
+        return lowbit.few_rows_cuda(x, self.chunks[i], self.table, None, self.layout, plan)
+
+    def times(self, x: Tensor, plan: Plan | None = None, replays: int = 15) -> list[float]:
+        return graph_times([partial(self.call, x, i, plan) for i in range(len(self.chunks))], replays)
+
+
+def make_weight(label: str, out: int, width: int) -> Weight:
+    format = parse_format(label)
+    w = torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02
+    parts = format.encode(w, {n: a.tensor for n, a in format.state(w).items()})
+    layout: Layout = format.layout(width)  # type: ignore[attr-defined]
+    chunks = lay_out(parts, layout)
+    dense = format.decode(parts, torch.float32)
+    return Weight(layout, [chunks.clone() for _ in range(copies(chunks.numel()))], parts.get("table"), dense)
+
+
+def check(weight: Weight, label: str, rows: int) -> float:
+    """Relative error against fp64; at most twice that of bf16 F.linear on the decoded weight."""
+    x = torch.randn(rows, weight.dense.shape[1], device=DEVICE, dtype=DTYPE)
+    want = x.double() @ weight.dense.double().t()
+    error = relative_error(weight.call(x, 0), want)
+    allowed = relative_error(F.linear(x, weight.dense.to(DTYPE)), want)
+    assert error <= 2 * allowed, f"{label} with {rows} rows: error {error:.5f}, bf16 {allowed:.5f}"
+    return error
+
+
+def compile_all(jobs: list[tuple[Layout, int, Plan]]) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
+    wanted = {
+        tuple(nvrtc.options_for(arch, lowbit.rows_macros(layout, DTYPE, rows, plan)))
+        for layout, rows, plan in jobs
+    }
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda options: nvrtc.cached_cubin(lowbit.source(), options), wanted))
+
+
+def candidates(layout: Layout, rows: int, out: int, width: int, count: int) -> list[Plan]:
+    found: dict[Plan, None] = {}
+    for plan in lowbit.plans(layout, rows, out, width)[:count]:
+        for depth in (plan.depth, 3):
+            variant = dataclasses.replace(plan, depth=depth)
+            if variant.fits(layout, rows, width):
+                found[variant] = None
+    return list(found)
+
+
+def tune(labels: Sequence[str], path: Path, until: float, count: int = 12) -> None:
+    """Time the most promising plans for every shape and class of rows, and write the best to `path`."""
+    best: dict[str, dict[str, int]] = {}
+    layouts = {label: parse_format(label).layout(4096) for label in labels}  # type: ignore[attr-defined]
+    jobs = [
+        (label, out, width, rows)
+        for label in labels
+        for out, width in SHAPES
+        for rows in lowbit.ROW_CLASSES
+        if label == "int4:g128" or rows in (4, 16, 64)
+    ]
+    lists = {job: candidates(layouts[job[0]], job[3], job[1], job[2], count) for job in jobs}
+    compile_all([(layouts[job[0]], job[3], plan) for job in jobs for plan in lists[job]])
+    say(f"compiled for {len(jobs)} cases")
+    weight, held = None, ("", 0, 0)
+    for job in jobs:
+        label, out, width, rows = job
+        if time.monotonic() > until:
+            say("out of time for tuning")
+            break
+        if held != (label, out, width):
+            weight, held = make_weight(label, out, width), (label, out, width)
+        assert weight is not None
+        trial = [1, 4] if rows == 4 else [rows]
+        xs = [torch.randn(r, width, device=DEVICE, dtype=DTYPE) for r in trial]
+        want = xs[-1].float() @ weight.dense.t()
+        timed = []
+        for plan in lists[job]:
+            if relative_error(weight.call(xs[-1], 0, plan).float(), want.double()) > 0.01:
+                say(f"WRONG {job} {plan}")
+                continue
+            total = sum(statistics.median(weight.times(x, plan, 5)) for x in xs)
+            timed.append((total / len(xs), plan))
+        timed.sort(key=lambda t: t[0])
+        best[lowbit.plan_key(weight.layout, rows, out, width)] = dataclasses.asdict(timed[0][1])
+        say(f"{label} {out}x{width} rows<={rows}: " + "  ".join(f"{t:.1f} {_short(p)}" for t, p in timed[:4]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in best.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
+    lowbit.PLANS = path
+    lowbit.known_plans.cache_clear()
+    lowbit.choose_plan.cache_clear()
+
+
+def _short(p: Plan) -> str:
+    return f"{p.row_warps}x{p.k_warps}r{p.tiles}s{p.split}b{p.blocks}m{p.mode}d{p.depth}"
+
+
+def measure(labels: Sequence[str], until: float) -> None:
+    for label in labels:
+        bits = int(label.split(":")[0][-1])
+        for out, width in SHAPES:
+            weight = make_weight(label, out, width)
+            told = []
+            for rows in FORMATS[label]:
+                if time.monotonic() > until:
+                    say("out of time")
+                    return
+                error = check(weight, label, rows)
+                samples = weight.times(torch.randn(rows, width, device=DEVICE, dtype=DTYPE))
+                few = rows <= lowbit.MOST_ROWS
+                plan = (
+                    _short(lowbit.choose_plan(weight.layout, rows, out, width)) if few else "decode, cuBLAS"
+                )
+                ratio = record_time(
+                    f"shoestring {label}",
+                    samples,
+                    out,
+                    width,
+                    rows,
+                    error=error,
+                    bits=bits,
+                    format=label,
+                    plan=plan,
+                )
+                told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f}")
+            say(f"{label} {out}x{width}  " + "  ".join(told))
+
+
+def measure_memory(label: str = "int4:g128") -> None:
+    """Bytes a packed, served linear layer holds on the device, beside the bf16 weight."""
+    out, width = 8192, 8192
+    layer = FormatLinear(width, out, bias=False, format=parse_format(label), device=DEVICE, dtype=DTYPE)
+    layer.pack(DTYPE)
+    layer.serve()
+    layer(torch.randn(1, width, device=DEVICE, dtype=DTYPE))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    del layer
+    held = before - torch.cuda.memory_allocated()
+    dense = out * width * 2
+    record(
+        bench="lowbit_gemm",
+        case=f"shoestring {label}",
+        metric="memory",
+        unit="MB",
+        samples=[held / 1e6],
+        baseline="bf16 weight",
+        baseline_value=dense / 1e6,
+        ratio=dense / held,
+        config={"n": out, "k": width, "format": label},
+        note="torch.cuda.memory_allocated, after a product",
+    )
+    say(f"memory {label} {held / 1e6:.1f} MB, x{dense / held:.2f} smaller")
+
+
+def table() -> str:
+    """Times faster than bf16 F.linear: one row a kernel and shape, one column a number of rows."""
+    lines = [n for n in newest("lowbit_gemm") if n["metric"] == "time"]
+    columns = sorted({n["config"]["rows"] for n in lines})
+    found: dict[tuple[str, str], dict[int, Any]] = {}
+    for n in lines:
+        shape = f"{n['config']['n']}x{n['config']['k']}"
+        found.setdefault((n["case"], shape), {})[n["config"]["rows"]] = n
+    rows = [
+        [case, shape, *(f"{cells[c]['ratio']:.2f}" if c in cells else "" for c in columns)]
+        for (case, shape), cells in found.items()
+    ]
+    return markdown(["kernel", "weight", *map(str, columns)], rows) + provenance(lines)
+
+
+# -- peers ---------------------------------------------------------------------------------------------------
+# Each makes a list of functions of x, one per copy of a random weight; group 128, 4 bits unless named otherwise.
+Functions = list[Callable[[Tensor], Tensor]]
+
+
+def tinygemm(out: int, width: int, count: int) -> Functions:
+    def one() -> Callable[[Tensor], Tensor]:
+        pairs = torch.randint(0, 255, (out, width // 2), device=DEVICE, dtype=torch.uint8)
+        packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        grid = torch.rand(width // 128, out, 2, device=DEVICE, dtype=DTYPE)
+        return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, 128, grid)
+
+    return [one() for _ in range(count)]
+
+
+def torchao_int4(out: int, width: int, count: int) -> Functions:
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    def one() -> Callable[[Tensor], Tensor]:
+        layer = torch.nn.Sequential(torch.nn.Linear(width, out, bias=False, device=DEVICE, dtype=DTYPE))
+        quantize_(layer, Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
+        return layer
+
+    return [one() for _ in range(count)]
+
+
+def gemlite_int4(out: int, width: int, count: int) -> Functions:
+    from gemlite.helper import A16W4_HQQ_INT
+
+    def one() -> Callable[[Tensor], Tensor]:
+        codes = torch.randint(0, 15, (out, width), device=DEVICE, dtype=torch.uint8)
+        scale = torch.rand(out, width // 128, device=DEVICE, dtype=DTYPE) * 0.01
+        zero = torch.full_like(scale, 7.0)
+        return A16W4_HQQ_INT(device=f"{DEVICE}:0", dtype=DTYPE).from_weights(
+            codes, scale.view(-1, 1), zero.view(-1, 1)
+        )
+
+    return [one() for _ in range(count)]
+
+
+def humming(kind: str, zero_point: bool) -> Callable[[int, int, int], Functions]:
+    def make(out: int, width: int, count: int) -> Functions:
+        from humming.layer import HummingLayer
+
+        def one() -> Callable[[Tensor], Tensor]:
+            config = {"dtype": kind, "group_size": 128, "has_zero_point": zero_point}
+            layer = HummingLayer(out, width, config, torch_dtype=DTYPE).cuda()
+            layer.load_from_unquantized(torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02)
+            layer.transform()
+            return layer
+
+        return [one() for _ in range(count)]
+
+    return make
+
+
+PEERS: dict[str, list[tuple[str, int, Callable[[int, int, int], Functions], tuple[int, ...]]]] = {
+    "tinygemm": [("torch tinygemm int4", 4, tinygemm, ROWS[:7])],
+    "torchao": [("torchao int4", 4, torchao_int4, (1, 16, 64))],
+    "gemlite": [("gemlite int4", 4, gemlite_int4, (1, 16, 64))],
+    "humming": [
+        ("humming int4, zero points", 4, humming("uint4", True), (1, 4, 16, 64, 2048)),
+        ("humming int4, symmetric", 4, humming("uint4", False), (1, 4, 16, 64, 256, 2048)),
+        ("humming int3, symmetric", 3, humming("uint3", False), (1, 16)),
+        ("humming int2, symmetric", 2, humming("uint2", False), (1, 16)),
+    ],
+}
+
+
+def measure_peer(name: str, until: float, shapes: Sequence[tuple[int, int]]) -> None:
+    for case, bits, make, rows_list in PEERS[name]:
+        for out, width in shapes:
+            told = []
+            try:
+                functions = make(out, width, copies(out * width * bits // 8))
+                for rows in rows_list:
+                    if time.monotonic() > until:
+                        say(f"{case}: out of time")
+                        return
+                    x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+                    functions[0](x)  # compiles and tunes
+                    samples = graph_times([partial(f, x) for f in functions])
+                    ratio = record_time(case, samples, out, width, rows, error=None, bits=bits, group=128)
+                    told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f}")
+            except Exception as error:
+                say(f"{case} {out}x{width}: not measured ({type(error).__name__}: {str(error)[:160]})")
+            if told:
+                say(f"{case} {out}x{width}  " + "  ".join(told))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", type=Path, help="choose plans first and write them here")
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS))
+    parser.add_argument("--peer", choices=list(PEERS), help="measure this library instead of ours")
+    parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    until = time.monotonic() + args.seconds
+    if args.peer:
+        sys.path.append("peers")
+        measure_peer(args.peer, until, SHAPES[: args.shapes])
+        return
+    if args.tune:
+        tune(args.formats, args.tune, time.monotonic() + args.seconds * 0.5)
+    measure_memory()
+    measure(args.formats, until)
+
+
+if __name__ == "__main__":
+    main()
