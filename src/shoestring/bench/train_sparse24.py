@@ -29,7 +29,6 @@ from shoestring.formats import Dense, Format, Sparse24, convert, init_state
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
-from shoestring.model.transformer import Mlp
 from shoestring.runlog import RunLog
 from shoestring.train.hooks import Hook
 from shoestring.train.micro import Micro
@@ -105,14 +104,13 @@ def step_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
 def ffn_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
     """Forward and backward of one feed-forward layer, compiled."""
     if case == "FP8":
-        mlp: Callable[[Tensor], Tensor] = torch.compile(Fp8Mlp(width, WIDTHS[width][0]))
+        layer: torch.nn.Module = Fp8Mlp(width, WIDTHS[width][0])
     else:
         model = build(width, case, mesh)
         if case != "dense":
             NoiseClock(model, seed=0, tokens_per_step=ROWS * CONTEXT, mesh=mesh)
-        layer = model.blocks[0].mlp
-        assert isinstance(layer, Mlp)
-        mlp = torch.compile(layer)
+        layer = model.blocks[0].mlp  # type: ignore[assignment,union-attr]
+    mlp = torch.compile(layer)
     gen = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(
         ROWS, CONTEXT, width, generator=gen, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -122,6 +120,7 @@ def ffn_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
     def steps(count: int) -> None:
         for _ in range(count):
             mlp(x).backward(dy)
+            layer.zero_grad()  # to None, as in training: nothing is added up
             x.grad = None
 
     return steps

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shoestring.formats.linear import local
 from shoestring.kernels.cslt import Measured
 from shoestring.train.sparse24 import sparse_layers
 
@@ -25,10 +25,20 @@ def tune_products(
         return []
     found: dict[tuple[int, int, int], Measured] = {}
     for layer in sparse_layers(model, resting=True):
-        rows, cols = local(layer.linear.weight).shape
-        for m in layer.pruning.tune(num_tokens, (rows, cols), dtype):
+        for m in layer.pruning.tune(num_tokens, multiplied_shape(layer.linear.weight), dtype):
             found[m.m, m.k, m.n] = m
     for m in found.values():
         verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.gain > 1 else "dense is faster"
         say(f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}")
     return list(found.values())
+
+
+def multiplied_shape(weight: Tensor) -> tuple[int, int]:
+    """What this rank multiplies with: FSDP2 gathers its cuts before that, tensor parallelism keeps them."""
+    shape = [int(n) for n in weight.shape]
+    if isinstance(weight, DTensor):
+        names = weight.device_mesh.mesh_dim_names or ()
+        for axis, (name, placement) in enumerate(zip(names, weight.placements, strict=False)):
+            if name == "tp" and placement.is_shard():
+                shape[placement.dim] //= weight.device_mesh.size(axis)  # type: ignore[attr-defined]
+    return shape[0], shape[1]

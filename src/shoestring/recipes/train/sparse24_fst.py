@@ -4,8 +4,8 @@ Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
          shoestring run train/sparse24_fst weight_grad=exact      without the random pruning of gradients
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
-Needs:   a CPU for size=tiny and small; a GPU for the others. There is no sparse kernel yet: this recipe trains
-         what a sparse GPU would train, and takes longer than train/dense
+Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
+         GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. Smoke test of 150 steps at width 128
          (bench/sparse24_quality): validation loss 5.52, dense 5.47; nothing larger is measured yet
@@ -28,7 +28,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import Decoder
 from shoestring.recipes.train import dense
 from shoestring.report import Curves, Section, Series
-from shoestring.runlog import read_jsonl
+from shoestring.runlog import RunLog, read_jsonl
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.sparse24 import (
@@ -39,6 +39,7 @@ from shoestring.train.sparse24 import (
     MaskRefresh,
     NoiseClock,
 )
+from shoestring.train.sparse24_tune import tune_products
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def make_rules(cfg: Config) -> list[Rule]:
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
+    tune_products(model, data.micro * data.context, model.compute_dtype, RunLog(None, main=mesh.is_main).say)
     clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
     meter, decay = FlipMeter(cfg.flip_every), MaskedDecay(cfg.decay or 0.0)
     hooks: list[Hook] = [clock, meter, MaskRefresh(cfg.refresh), decay]

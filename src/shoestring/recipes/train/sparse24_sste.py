@@ -4,8 +4,8 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste method=srste decay=2e-4      the older baseline
          shoestring run train/sparse24_sste weight_grad=exact            without the random pruning of gradients
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
-Needs:   a CPU for size=tiny and small; a GPU for the others. There is no sparse kernel yet: this recipe trains
-         what a sparse GPU would train, and takes longer than train/dense
+Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
+         GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
 Expect:  every feed-forward weight is 2:4, which is checked before packing. Smoke test of 150 steps at width 128
          (bench/sparse24_quality): validation loss 5.61, dense 5.47; nothing larger is measured yet
@@ -36,6 +36,7 @@ from shoestring.runlog import RunLog
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.sparse24 import FlipMeter, MaskedDecay, NoiseClock
+from shoestring.train.sparse24_tune import tune_products
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def make_rules(cfg: Config) -> list[Rule]:
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
+    tune_products(model, data.micro * data.context, model.compute_dtype, RunLog(None, main=mesh.is_main).say)
     clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
     decay = [MaskedDecay(cfg.decay)] if cfg.method == "srste" else []
     return [clock, FlipMeter(cfg.flip_every), *decay]
