@@ -231,7 +231,7 @@ def source() -> str:
 
 
 def _macros(layout: Layout, dtype: torch.dtype, **more: int) -> dict[str, int]:
-    base = {"MT": 1, "R": 1, "WARPS": 8, "MODE": 0, "BLOCKS": 1}
+    base = {"MT": 1, "R": 1, "DEPTH": 3, "WARPS": 8, "MODE": 0, "BLOCKS": 1}
     return {
         "BITS": layout.bits,
         "TABLE": int(layout.table),
@@ -254,6 +254,7 @@ def rows_macros(layout: Layout, dtype: torch.dtype, rows: int, plan: Plan) -> di
         dtype,
         MT=row_tiles(rows),
         R=plan.tiles,
+        DEPTH=plan.depth,
         WARPS=plan.warps,
         MODE=plan.mode,
         BLOCKS=plan.blocks,
@@ -283,7 +284,7 @@ def few_rows_cuda(
     plan = plan or choose_plan(layout, rows, out, width)
     kernel = _rows_kernel(layout, x_MK.dtype, row_tiles(rows), plan, x_MK.device.index)
     panel, shared_bytes = plan.memory(layout, rows, width)
-    numbers = (out, width, rows, x_MK.stride(0), tiles, per_row, plan.k_warps, panel, plan.depth)
+    numbers = (out, width, rows, x_MK.stride(0), tiles, per_row, plan.k_warps, panel)
     kernel.launch(
         (plan.split, ceil_div(tiles, plan.row_warps * plan.tiles), 1),
         plan.warps * 32,

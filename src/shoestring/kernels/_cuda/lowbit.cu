@@ -5,7 +5,7 @@
 // the words of a lane hold that lane's own fragments, and the chunk ends with its scales, so a chunk is one bulk
 // copy and decoding needs no shuffle.
 //
-//  - every warp streams its row tiles through a ring of its own in shared memory, `depth` chunks ahead, and decodes
+//  - every warp streams its row tiles through a ring of its own in shared memory, DEPTH chunks long, and decodes
 //    in registers; the main loop has no barrier of the block while one panel of x holds all its inputs. (A ring in
 //    registers keeps fewer loads in flight: they share six scoreboards. One thread issuing bulk copies for the block
 //    was slower still.)
@@ -21,7 +21,7 @@
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
 //   HALF 0 bf16, 1 fp16 activations   SBF16 1: scales are bf16, 0: fp16   GROUP 32,64,128   MT tiles of 8 rows
-//   R row tiles a warp   WARPS most warps a block   BLOCKS blocks an SM, at least
+//   R row tiles a warp   DEPTH chunks in a warp's ring   WARPS most warps a block   BLOCKS blocks an SM, at least
 //   MODE 0: scale the sum of a group; zero points and signs through a second product (least arithmetic)
 //        1: subtract the zero point from each weight; scale the sum of a group (integers only)
 //        2: scale each weight (least registers; for many rows)
@@ -54,16 +54,7 @@ INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-INLINE void wait_all_but(const int groups) {  // the newest; cp.async wants a constant
-    switch (groups) {
-        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-        default: asm volatile("cp.async.wait_group 5;" ::: "memory");
-    }
-}
+template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------
 INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
@@ -79,7 +70,11 @@ INLINE void load_x(u32* f, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
 }
-INLINE u32 field(u32 w, u32 mask) { return (w & mask) | MAGIC; }
+// (w & mask) | MAGIC. An instruction takes one constant of 32 bits; left alone, the compiler makes two of it.
+INLINE u32 magic_register() { u32 m; asm volatile("mov.b32 %0, %1;" : "=r"(m) : "r"(MAGIC)); return m; }
+INLINE u32 field(u32 w, u32 mask, u32 magic) {
+    u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "r"(mask), "r"(magic)); return d;
+}
 #if HALF
 #define PAIR "f16x2"
 #else
@@ -126,20 +121,20 @@ INLINE void load_words(u32* w, const char* chunk, const int lane) {
 #endif
 }
 #if !TABLE
-INLINE void decode(u32* a, const u32* w, const int j) {
+INLINE void decode(u32* a, const u32* w, const int j, const u32 magic) {
 #if BITS == 4
     u32 v = w[j];
 #if HALF
-    a[0] = field(v, 0x000f000f), a[1] = field(v, 0x00f000f0);
-    a[2] = field(v >> 8, 0x000f000f), a[3] = field(v >> 8, 0x00f000f0);
+    a[0] = field(v, 0x000f000f, magic), a[1] = field(v, 0x00f000f0, magic);
+    a[2] = field(v >> 8, 0x000f000f, magic), a[3] = field(v >> 8, 0x00f000f0, magic);
 #else
-    a[0] = field(v, 0x000f000f), a[1] = field(v >> 4, 0x000f000f);
-    a[2] = field(v >> 8, 0x000f000f), a[3] = field(v >> 12, 0x000f000f);
+    a[0] = field(v, 0x000f000f, magic), a[1] = field(v >> 4, 0x000f000f, magic);
+    a[2] = field(v >> 8, 0x000f000f, magic), a[3] = field(v >> 12, 0x000f000f, magic);
 #endif
 #elif BITS == 2
     u32 v = w[j / 2], s = j % 2 * 8;
-    a[0] = field(v >> s, 0x00030003), a[1] = field(v >> s, 0x000c000c);
-    a[2] = field(v >> (s + 4), 0x00030003), a[3] = field(v >> (s + 4), 0x000c000c);
+    a[0] = field(v >> s, 0x00030003, magic), a[1] = field(v >> s, 0x000c000c, magic);
+    a[2] = field(v >> (s + 4), 0x00030003, magic), a[3] = field(v >> (s + 4), 0x000c000c, magic);
 #else
     // Five fields of 3 bits fill 15 bits of a half word: at 0, 3, 6, 9 and 12. Rows 0..7 take fields read at bit 0,
     // rows 8..15 fields read at bit 3; the two that are left over are spread over the top bits.
@@ -147,12 +142,12 @@ INLINE void decode(u32* a, const u32* w, const int j) {
     for (int i = 0; i < 2; i++) {
         const int s = 2 * j + i;
         u32 lo, hi;
-        if (s < 9) lo = field(w[s / 3] >> (s % 3 * 6), 0x00070007);
-        else if (s == 9) lo = (w[0] >> 15 & 0x00010001) | (w[1] >> 14 & 0x00020002) | (w[2] >> 13 & 0x00040004) | MAGIC;
-        else lo = field(w[3 + (s - 10) / 2] >> ((s - 10) % 2 * 6), 0x00070007);
-        if (s < 6) hi = field(w[s / 2] >> (s % 2 * 6), 0x00380038);
-        else if (s == 15) hi = (w[3] >> 12 & 0x00080008) | (w[4] >> 11 & 0x00100010) | (w[5] >> 10 & 0x00200020) | MAGIC;
-        else hi = field(w[3 + (s - 6) / 3] >> ((s - 6) % 3 == 2 ? 9 : (s - 6) % 3 * 6), 0x00380038);
+        if (s < 9) lo = field(w[s / 3] >> (s % 3 * 6), 0x00070007, magic);
+        else if (s == 9) lo = (w[0] >> 15 & 0x00010001) | (w[1] >> 14 & 0x00020002) | (w[2] >> 13 & 0x00040004) | magic;
+        else lo = field(w[3 + (s - 10) / 2] >> ((s - 10) % 2 * 6), 0x00070007, magic);
+        if (s < 6) hi = field(w[s / 2] >> (s % 2 * 6), 0x00380038, magic);
+        else if (s == 15) hi = (w[3] >> 12 & 0x00080008) | (w[4] >> 11 & 0x00100010) | (w[5] >> 10 & 0x00200020) | magic;
+        else hi = field(w[3 + (s - 6) / 3] >> ((s - 6) % 3 == 2 ? 9 : (s - 6) % 3 * 6), 0x00380038, magic);
         a[2 * i] = lo, a[2 * i + 1] = hi;
     }
 #endif
@@ -184,7 +179,7 @@ INLINE void decode(u32* a, const u32* w, const int j, const char* lut) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
     const char* __restrict__ W, const u16* __restrict__ X, u16* __restrict__ Y, const float* __restrict__ table,
-    const u16* __restrict__ bias, int N, int K, int M, int pitch_x, int tiles, int chunks, int k_warps, int panel, int depth) {
+    const u16* __restrict__ bias, int N, int K, int M, int pitch_x, int tiles, int chunks, int k_warps, int panel) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int row_warps = (blockDim.x >> 5) / k_warps, row_warp = warp % row_warps, k_warp = warp / row_warps;
     const int block_tiles = row_warps * R, tile0 = blockIdx.y * block_tiles;
@@ -194,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
     const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
     const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
 
-    // ---- weights: the chunks first + k_warp + n * k_warps of each tile, depth - 1 of them ahead --------------------
-    char* const ring = smem + LUT_BYTES + warp * depth * (R * CHUNK);
+    // ---- weights: the chunks first + k_warp + n * k_warps of each tile, DEPTH - 1 of them ahead --------------------
+    char* const ring = smem + LUT_BYTES + warp * DEPTH * (R * CHUNK);
     const char* from[R];
     #pragma unroll
     for (int r = 0; r < R; r++)  // a tile past the end reads the last one and writes nothing
@@ -214,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
         }
         commit();
     };
-    for (int p = 0; p < depth - 1; p++) fetch(p, p);
+    for (int p = 0; p < DEPTH - 1; p++) fetch(p, p);
     asm volatile("griddepcontrol.launch_dependents;");
 
 #if TABLE
@@ -224,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
 #endif
 
     // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
-    char* const x_smem = smem + LUT_BYTES + (blockDim.x >> 5) * depth * (R * CHUNK);
+    char* const x_smem = smem + LUT_BYTES + (blockDim.x >> 5) * DEPTH * (R * CHUNK);
     const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
     const int panels = (count + panel - 1) / panel;
     auto fetch_x = [&](const int n) {
@@ -239,6 +234,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
     asm volatile("griddepcontrol.wait;" ::: "memory");
     fetch_x(0);
 
+#if !TABLE
+    const u32 magic = magic_register();
+#endif
     float acc[R][MT][4];
     #pragma unroll
     for (int r = 0; r < R; r++)
@@ -322,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
 #if TABLE
                         decode(a, w[r], 2 * j2 + b, lane_lut);
 #else
-                        decode(a, w[r], 2 * j2 + b);
+                        decode(a, w[r], 2 * j2 + b, magic);
 #if MODE != 0
                         #pragma unroll
                         for (int e = 0; e < 4; e++) a[e] = sub2(a[e], zero[r][e & 1]);
@@ -378,19 +376,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
         }
     };
 
-    const int per_panel = panel / k_warps;  // chunks of this warp in a panel, at least depth - 1 when there are several
+    const int per_panel = panel / k_warps;  // chunks of this warp in a panel, at least DEPTH - 1 when there are several
     for (int n = 0, i = 0, slot = 0; n < panels; n++) {
-        // Groups are done in order. x of panel n was committed depth - 1 or more groups ago, but for the first.
-        wait_all_but(n ? depth - 2 : 0);
+        // Groups are done in order. x of panel n was committed DEPTH - 1 or more groups ago, but for the first.
+        if (n) wait_all_but<DEPTH - 2>();
+        else wait_all_but<0>();
         __syncthreads();  // also: everyone has left panel n - 1, which panel n + 1 overwrites
         if (n + 1 < panels) fetch_x(n + 1);
         const u32 half = (n & 1) * M * x_pitch;
         for (int k = 0; k < per_panel && i < mine; k++, i++) {
-            wait_all_but(depth - 2);
+            wait_all_but<DEPTH - 2>();
             __syncwarp();  // chunk i is here, and chunk i - 1 has been read by all lanes
-            fetch(slot ? slot - 1 : depth - 1, i + depth - 1);
+            fetch(slot ? slot - 1 : DEPTH - 1, i + DEPTH - 1);
             consume(slot, half + k * k_warps * 256);
-            if (++slot == depth) slot = 0;
+            if (++slot == DEPTH) slot = 0;
         }
     }
 
@@ -463,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) lowbit_dense(
             for (int j = q * SPG; j < (q + 1) * SPG; j++) {
 #if !TABLE
                 u32 a[4];
-                decode(a, w, j);
+                decode(a, w, j, MAGIC);
 #endif
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
