@@ -20,6 +20,7 @@ import argparse
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -415,7 +416,12 @@ def main() -> None:
     args = parser.parse_args()
     for part in args.parts:
         began = time.perf_counter()
-        parts[part](args)
+        try:
+            parts[part](args)
+        except Exception:  # the next part may still be worth its time on a borrowed machine
+            if len(args.parts) == 1:
+                raise
+            traceback.print_exc()
         print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
