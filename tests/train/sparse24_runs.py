@@ -15,6 +15,7 @@ import torch
 from ranks_golden import BASE
 
 from shoestring.formats import convert, init_state, parse_format
+from shoestring.formats.linear import full
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
@@ -35,11 +36,11 @@ from shoestring.train.sparse24 import (
 from shoestring.train.sparse24_optim import SparseAdam
 from shoestring.train.trainer import Run, train
 
-METHODS = ("dense", "srste", "fst", "controlled", "sste", "ast", "cast", "stacked")
+METHODS = ("dense", "srste", "fst", "controlled", "sste", "ast", "cast", "stacked", "slorb")
 FORMATS = {
     "dense": "sparse24", "srste": "sparse24", "fst": "sparse24:tile:held:mvue",
     "controlled": "sparse24:tile:held:mvue", "sste": "sparse24:soft:mvue", "ast": "sparse24:held",
-    "cast": "sparse24:held",
+    "cast": "sparse24:held", "slorb": "sparse24:held+slorb8",
     "stacked": "sparse24:soft:mvue+int4:g8",
 }  # fmt: skip
 TOKENS = 64
@@ -83,7 +84,7 @@ def hooks_of(method: str, model: Decoder, mesh: Mesh) -> list[Hook]:
         decay = MaskedDecay(0.0)
         servo = FlipController(model, meter, decay, probe=4)
         return [clock, meter, MaskRefresh(4), decay, servo, DenseFinish(model, at=17)]
-    if method == "ast":
+    if method in ("ast", "slorb"):
         return [meter, MaskRefresh(4)]
     if method in ("dense", "cast"):
         for layer in sparse_layers(model):
@@ -106,8 +107,9 @@ def new_run(
     init_state(model)
     hooks = hooks_of(method, model, mesh)
     optimizer: Any = adamw(model, lr=1e-2)
-    if method in ("ast", "cast"):
-        optimizer = SparseAdam(model, lr=1e-2, rule=method, strength=1e-2, anneal=8)  # type: ignore[arg-type]
+    if method in ("ast", "cast", "slorb"):
+        rule = "cast" if method == "cast" else "ast"
+        optimizer = SparseAdam(model, lr=1e-2, rule=rule, strength=1e-2, anneal=8)  # type: ignore[arg-type]
     return Run(model, optimizer, mesh, RunLog(folder, main=mesh.is_main, quiet=True)), hooks
 
 
@@ -118,17 +120,31 @@ def fit(run: Run, steps: int, hooks: list[Hook], **options: Any) -> list[float]:
     return [row["loss"] for row in run.log.history if "loss" in row]
 
 
+def masks_of(run: Run) -> dict[str, str]:
+    """The held masks of the whole weights, a letter a weight; every rank takes part."""
+    held = {
+        x.name: full(x.linear.weight_mask)
+        for x in sparse_layers(run.model, resting=True)
+        if x.pruning.hold_mask
+    }  # type: ignore[arg-type]
+    return {
+        name: "".join("x" if kept else "." for kept in mask.flatten().tolist()) for name, mask in held.items()
+    }
+
+
 def main() -> None:
     mesh = open_mesh(MeshConfig(dp=int(sys.argv[1]), tp=int(sys.argv[2])), "cpu")
-    results = {}
+    results, masks = {}, {}  # masks before and after training
     for method in sys.argv[3:]:
         run, hooks = new_run(method, mesh=mesh)
+        masks[method] = [masks_of(run)]
         fit(run, 20, hooks)
+        masks[method].append(masks_of(run))
         results[method] = [
             {k: v for k, v in row.items() if k not in ("time", "tokens_per_s")} for row in run.log.history
         ]
     if os.environ.get("RANK", "0") == "0":
-        print("RESULT " + json.dumps(results))
+        print("RESULT " + json.dumps({"metrics": results, "masks": masks}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse24_runs import METHODS, Rows, fit, new_run
+from sparse24_runs import METHODS, Rows, fit, masks_of, new_run
 from torch import nn
 
 from shoestring.errors import UserError
@@ -98,7 +98,9 @@ def test_flip_rate_and_magnitudes_of_one_step() -> None:
     assert meter.rate is None and len(run.log.history) == 1
 
 
-@pytest.mark.parametrize(("method", "stops"), [("controlled", (3, 11, 18)), ("sste", (7,))])
+@pytest.mark.parametrize(
+    ("method", "stops"), [("controlled", (3, 11, 18)), ("sste", (7,)), ("slorb", (7,)), ("cast", (7,))]
+)
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path, method: str, stops: tuple[int, ...]) -> None:
     whole, hooks = new_run(method)
     fit(whole, 20, hooks)
@@ -146,12 +148,15 @@ def test_cast_shrinks_what_it_will_prune() -> None:
     assert count_24(run.model) == {"layers": 6, "layers_24": 6}
 
 
-def test_recomputed_blocks_draw_the_same_noise() -> None:
-    losses = {}
+@pytest.mark.parametrize("method", ["fst", "slorb"])
+def test_recomputed_blocks_draw_the_same_noise_and_see_the_same_masks(method: str) -> None:
+    losses, masks, weights = {}, {}, {}
     for recompute in (False, True):
-        run, hooks = new_run("fst", recompute=recompute)
-        losses[recompute] = fit(run, 6, hooks)
-    assert losses[False] == losses[True]
+        run, hooks = new_run(method, recompute=recompute)
+        losses[recompute], masks[recompute] = fit(run, 6, hooks), masks_of(run)
+        weights[recompute] = run.model.get_parameter("blocks.0.mlp.up.weight").detach()
+    assert losses[False] == losses[True] and masks[False] == masks[True]
+    assert torch.equal(weights[False], weights[True])
 
 
 def test_micro_batches_draw_what_the_whole_batch_draws() -> None:
@@ -248,16 +253,25 @@ def test_sparse_adam_is_adamw_without_a_pull() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "methods"), [("1", ["controlled", "sste", "ast"]), ("2", ["controlled"])])
+@pytest.mark.parametrize(
+    ("tp", "methods"), [("1", ["controlled", "sste", "ast", "slorb"]), ("2", ["controlled", "slorb"])]
+)
 def test_ranks_equal_one_process(run_ranks: Callable[..., str], tp: str, methods: list[str]) -> None:
-    """FSDP2 over two processes, then tensor parallel: losses, flip rates, mask changes, strengths of one."""
+    """FSDP2 over two processes, then tensor parallel: losses, flip rates, strengths and masks of one."""
     script = Path(__file__).with_name("sparse24_runs.py")
     out = run_ranks(2, script, "1" if tp == "2" else "2", tp, *methods)
     got = json.loads(next(x for x in out.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
     for method in methods:
         run, hooks = new_run(method)
+        first, last = got["masks"][method]
+        assert first == masks_of(run)
         fit(run, 20, hooks)
-        want = metrics(run)
-        assert [row.keys() for row in got[method]] == [row.keys() for row in want]
-        for mine, theirs in zip(want, got[method], strict=True):
-            assert theirs == pytest.approx(mine, rel=2e-5, abs=2e-6), (method, mine, theirs)
+        want, seen = metrics(run), got["metrics"][method]
+        # Gradients are summed in another order: a group whose weights tie up to rounding may choose otherwise.
+        pairs = [pair for name, mask in masks_of(run).items() for pair in zip(mask, last[name], strict=True)]
+        assert sum(a != b for a, b in pairs) <= len(pairs) // 1000
+        assert [row.keys() for row in seen] == [row.keys() for row in want]
+        for mine, theirs in zip(want, seen, strict=True):
+            for key, value in mine.items():
+                slack = 3e-4 if key in ("flip_rate", "mask_change") else 2e-6  # one such group
+                assert theirs[key] == pytest.approx(value, rel=2e-5, abs=slack), (method, key, mine, theirs)

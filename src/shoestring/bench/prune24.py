@@ -338,7 +338,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16 if on_gpu else 2)
     parser.add_argument("--train-context", type=int, default=1024 if on_gpu else 256)
     parser.add_argument("--micro", type=int)
-    parser.add_argument("--lr", type=float, default=3e-4 if on_gpu else 1e-4)
+    parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--compile", choices=("off", "blocks"), default="off")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

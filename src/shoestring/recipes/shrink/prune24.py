@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shoestring.config import option, to_json
 from shoestring.errors import Interrupted, UserError
-from shoestring.formats import Slorb, Sparse24, pack
+from shoestring.formats import Slorb, Sparse24, convert, pack
 from shoestring.formats.convert import Rule
 from shoestring.measure import evaluate_row, pick_dtype, text_tokens
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
@@ -126,7 +126,7 @@ class Config:
     batch: int = option(16, "rows per step over all ranks")
     context: int = option(512, "tokens per row")
     micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once")
-    lr: float = option(2e-4, "peak learning rate")
+    lr: float = option(5e-5, "peak learning rate; the paper's 2e-4 is for 131k tokens a step")
     warmup: int = option(50, "steps of linear warm-up")
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
     weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart")
@@ -179,10 +179,14 @@ def main(cfg: Config) -> Path:
     if settings is not None:
         corpus = training_text(cfg, folder, log, mesh, tokenizer)
         student = train_stage(cfg, settings, rules, folder, log, mesh, corpus)
-    whole = load_start(folder, rules) if student is None else gather(student, rules, mesh)
-    if whole is not None and mesh.is_main:
+    whole = None
+    if student is not None:
+        whole = gather(student, rules, mesh)
+    elif mesh.is_main:
+        whole = load_start(folder, rules)
+    if whole is not None:
         compute = pick_dtype(cfg.dtype, mesh.device)
-        coverage = deliver(cfg, whole, rules, folder, log, tokenizer, compute, corpus)
+        coverage = deliver(cfg, whole, rules, folder, log, tokenizer, compute, corpus, mesh.device)
         finish(cfg, folder, log, coverage)
     mesh.barrier()
     mesh.close()
@@ -290,8 +294,9 @@ def read_branches(folder: Path, device: torch.device | str = "cpu") -> dict[str,
 
 
 def load_start(folder: Path, rules: list[Rule]) -> Decoder:
-    """The one-shot model with its Formats, on the CPU."""
-    model = build_student(folder / "oneshot", rules, open_mesh(MeshConfig(), "cpu"))
+    """The one-shot model with its Formats, whole, on the CPU of this process."""
+    model = load_model(folder / "oneshot").model
+    convert(model, rules)
     hold_branches(model, read_branches(folder))
     return model
 
@@ -363,6 +368,7 @@ def deliver(
     tokenizer: Tokenizer | None,
     compute: torch.dtype,
     corpus: Corpus | None,
+    device: torch.device,
 ) -> Coverage:
     """model/ and packed/, after every group of four of every pruned layer has been counted."""
     model.compute_dtype = compute
@@ -378,9 +384,7 @@ def deliver(
         write_atomically(folder / name / "pruning.json", json.dumps(told, indent=1) + "\n")
     log.say(f"{coverage.layers} layers are 2:4, {coverage.kept:,} of {coverage.weights:,} weights are left")
     if cfg.train != "none":
-        loaded = load_model(
-            folder / "packed", device=open_mesh(MeshConfig(), cfg.device).device, dtype=compute
-        )
+        loaded = load_model(folder / "packed", device=device, dtype=compute)
         measure(cfg, loaded, f"{cfg.train}{' + slorb' if cfg.slorb else ''}", log)
     return coverage
 
