@@ -1,0 +1,189 @@
+"""The methods that bench/lowbit_quality compares, on one model in memory.
+
+A `Subject` is a full model with what it is measured on and what it may learn from. Every method starts from its full
+weights and leaves the model in its Format; `unformat` packs and decodes it, so that what is evaluated is what a packed
+file would hold. BitDistiller and ours get the same text and the same number of training tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.evals.perplexity import perplexity
+from shoestring.evals.tasks import run_task
+from shoestring.formats import bits_per_weight, convert, formats_of, pack, parse_format, unpack
+from shoestring.formats.range_gradient import with_range_gradient
+from shoestring.mesh import open_mesh
+from shoestring.model import Decoder
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.runlog import RunLog
+from shoestring.shrink.blockwise import Blockwise, train_blocks
+from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learn_grids, relative_adamw
+from shoestring.shrink.quantize import METHODS, quantize, usual_inputs
+from shoestring.train.cakld import CachedCakld, Cakld
+from shoestring.train.data import TokenData
+from shoestring.train.optim import adamw, constant
+from shoestring.train.shards import TokenShards
+from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
+from shoestring.train.trainer import Run, train
+
+# BitDistiller's, by bits; bitdistiller@2e-4 is the method with another one.
+LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
+
+
+@dataclass
+class Subject:
+    """A full model, what it is measured on and what it may learn from."""
+
+    name: str
+    model: Decoder  # fp32 weights; computes in its compute_dtype
+    tokenizer: Tokenizer | None
+    test: Tensor
+    context: int  # of the evaluation
+    calibration: Tensor  # [windows, context]
+    text: TokenShards  # to train on
+    steps: int
+    batch: int
+    train_context: int
+    tasks: list[Path] = field(default_factory=list)
+    items: int = 0
+    top: int = 64  # tokens that the cache keeps of each distribution
+    lr: float | None = None  # BitDistiller's; None: by bits
+    blockwise_part: float = 0.25  # of ours' training tokens
+    blockwise: Blockwise = field(default_factory=Blockwise)
+    rates: Rates = field(default_factory=Rates)
+    cache_folder: Path = Path()
+    original: dict[str, Tensor] = field(default_factory=dict)
+    shared: list[BlockStep] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.original = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
+
+    @property
+    def training_tokens(self) -> int:
+        return self.steps * self.batch * self.train_context
+
+    def fresh(self) -> Decoder:
+        assert not formats_of(self.model), "a method left its formats behind: call unformat"
+        self.model.load_state_dict(self.original)
+        return self.model.requires_grad_(True)
+
+    def data(self, seed: int) -> TokenData:
+        return TokenData(self.text, context=self.train_context, batch=self.batch, seed=seed, micro=self.batch)
+
+    def cache(self) -> TeacherCache:
+        """Of every window, so that it serves every seed. The model is the full one afterwards."""
+        data = self.data(0)
+        cache = build_cache(
+            self.cache_folder, self.fresh(), one_epoch(data), num_targets=len(data.shards), k=self.top
+        )
+        return cache.to(self.model.embed.weight.device)
+
+
+# -- methods -------------------------------------------------------------------------------------------------
+
+
+def after_training(subject: Subject, label: str, name: str) -> Decoder:
+    """A method without training: the model then holds, packed and decoded again, what its file would."""
+    model, method = subject.fresh(), METHODS[name]
+    rules = [("*", parse_format(label))]
+    if usual_inputs(method) == "quantized":
+        steps: Iterator[BlockStep] = walk(model, subject.calibration, Calibration(inputs="quantized"))
+    else:
+        if not subject.shared and name != "rtn":
+            subject.shared = list(walk(model, subject.calibration, Calibration(inputs="full")))
+        steps = iter(subject.shared) if name != "rtn" else iter(())
+    quantize(model, rules, steps, method)
+    return model
+
+
+def bitdistiller(
+    subject: Subject, label: str, *, lr: float, seed: int = 0, steps: int | None = None
+) -> tuple[Decoder, float]:
+    """Clip, then QAT with CAKLD against the live model; returns it with the mean loss of the last tenth."""
+    gamma = subject.cache().confidence
+    teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
+    data, model = subject.data(seed), subject.fresh()
+    format = parse_format(label)
+    seen = windows(subject.text.head(), min(32, data.num_windows), subject.train_context)
+    clip_weights(model, [("*", format)], walk(model, seen, Calibration(inputs="full")), Clip())
+    convert(model, [("*", with_range_gradient(format))])
+    optimizer = adamw(model, lr=lr, weight_decay=0.0)
+    run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
+    train(run, data, Cakld(teacher, gamma), steps=steps or subject.steps, schedule=constant(lr), log_every=1)
+    last = [row["loss"] for row in run.log.history][-max(1, len(run.log.history) // 10) :]
+    return model, sum(last) / len(last)
+
+
+def ours(subject: Subject, label: str, *, seed: int = 0) -> Decoder:
+    """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller."""
+    cache, model = subject.cache(), subject.fresh()
+    rules = [("*", parse_format(label))]
+    settings = replace(subject.blockwise, seed=seed, keep_masters=True)
+    tokens = subject.blockwise_part * subject.training_tokens
+    num = max(4, int(tokens / settings.epochs / subject.train_context))
+    num = min(num, (len(subject.text) - 1) // subject.train_context)
+    seen = windows(subject.text.head(), num, subject.train_context)
+    report = train_blocks(model, rules, seen, settings)
+    learn_grids(model, rules, report.masters)
+    used = num * settings.epochs * subject.train_context
+    steps = (subject.training_tokens - used) // (subject.batch * subject.train_context)
+    run = Run(
+        model,
+        relative_adamw(model, subject.rates),
+        open_mesh(device=str(data_device(model))),
+        RunLog(None, quiet=True),
+    )
+    hooks = [FallingRates(steps, warmup=max(1, steps // 20))]
+    train(run, subject.data(seed), CachedCakld(cache), steps=steps, hooks=hooks, log_every=steps)
+    return model
+
+
+def data_device(model: Decoder) -> torch.device:
+    return model.embed.weight.device
+
+
+def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
+    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR or ours."""
+    name, _, given = method.partition("@")
+    if name == "bitdistiller":
+        lr = float(given) if given else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
+        model, _ = bitdistiller(subject, label, lr=lr, seed=seed)
+        return model, {"training_tokens": subject.training_tokens, "lr": lr}
+    if name == "ours":
+        return ours(subject, label, seed=seed), {"training_tokens": subject.training_tokens}
+    return after_training(subject, label, method), {"training_tokens": 0}
+
+
+def unformat(model: Decoder) -> float:
+    """Pack and decode: dense weights that are what the packed file holds. Returns the bits per weight."""
+    pack(model, dtype=model.compute_dtype)
+    bits = bits_per_weight(model)
+    unpack(model)
+    return bits
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(subject: Subject) -> dict[str, float]:
+    model = subject.model.eval()
+    batch = max(1, (16384 if data_device(model).type == "cuda" else 4096) // subject.context)
+    found = {"perplexity": perplexity(model, subject.test, context=subject.context, batch=batch).value}
+    for path in subject.tasks:
+        assert subject.tokenizer is not None
+        result = run_task(
+            model, subject.tokenizer, path, limit=subject.items, batch_rows=batch * subject.context
+        )
+        found[f"accuracy_{path.stem}"] = round(result.accuracy, 4)
+    return found

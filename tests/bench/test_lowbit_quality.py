@@ -1,0 +1,114 @@
+"""The table of bench/lowbit_quality in small: a model that learned a Markov chain, at 2 bits; and its layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoestring.bench import lowbit_quality
+from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
+from shoestring.mesh import open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import init_weights
+from shoestring.runlog import RunLog
+from shoestring.shrink.blockwise import Blockwise
+from shoestring.shrink.calibrate import windows
+from shoestring.shrink.qat import Rates
+from shoestring.train.data import TokenData
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.shards import TokenShards
+from shoestring.train.trainer import Run, train
+
+VOCAB = 24
+
+
+def chain(num: int, seed: int) -> np.ndarray:
+    """Every pair of tokens has two successors, at 80 and 20 percent: a perplexity of 1.65 is the least possible."""
+    table = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, VOCAB, 2))
+    second = (np.random.default_rng(seed).random(num) < 0.2).astype(int)
+    tokens = np.zeros(num, dtype="<u2")
+    for i in range(2, num):
+        tokens[i] = table[tokens[i - 2], tokens[i - 1], second[i]]
+    return tokens
+
+
+def taught(steps: int) -> tuple[Decoder, TokenShards]:
+    text = TokenShards(chain(60_000, 1), None, "chain")
+    model = Decoder(ModelSpec(VOCAB, 32, 2, 2, 2, 16, 64, 64))
+    init_weights(model, 0)
+    run = Run(model, adamw(model, lr=1e-2, weight_decay=0.0), open_mesh(), RunLog(None, quiet=True))
+    data = TokenData(text, context=32, batch=32)
+    train(run, data, CrossEntropy(), steps=steps, schedule=warmup_cosine(1e-2, warmup=20, steps=steps))
+    return model, text
+
+
+@pytest.mark.slow
+def test_orderings_at_two_bits(tmp_path: Path) -> None:
+    model, text = taught(250)
+    subject = Subject(
+        "chain",
+        model,
+        None,
+        torch.from_numpy(chain(4096, 2).astype(np.int64)),
+        32,
+        windows(text.head(20_000), 32, 32),
+        text,
+        steps=60,
+        batch=16,
+        train_context=32,
+        lr=5e-4,
+        top=16,
+        blockwise_part=0.125,
+        blockwise=Blockwise(epochs=2, batch=16),
+        rates=Rates(weight=1e-2, scale=3e-3, zero=1e-2, norm=1e-2, rest=2e-2),
+        cache_folder=tmp_path / "cache",
+    )
+    found = {"dense": evaluate(subject)["perplexity"]}
+    for method in ("rtn", "awq", "gptq", "bitdistiller", "ours"):
+        got, told = shrink(subject, method, "int2:g32", 0)
+        bits = unformat(got)
+        assert bits == pytest.approx(2.75)
+        found[method] = evaluate(subject)["perplexity"]
+        assert (told["training_tokens"] > 0) == (method in ("bitdistiller", "ours"))
+    assert found["dense"] < 2.8
+    assert found["bitdistiller"] < 0.8 * min(found["gptq"], found["awq"]), found
+    assert found["ours"] < found["bitdistiller"], found
+
+
+def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(method: str, label: str, seed: int, value: float, tokens: int = 0) -> str:
+        config = {
+            "model": lowbit_quality.SMOLLM2, "method": method, "format": label, "bits": 2.375, "seed": seed,
+            "training_tokens": tokens, "tokens": 16384, "context": 1024, "items": 300,
+        }  # fmt: skip
+        told = {"case": f"{method} {label}", "metric": "perplexity", "config": config, "device": "d"}
+        quality = {"perplexity": value, "accuracy_piqa": 0.5}
+        return json.dumps({**told, "quality": quality, "versions": {}, "commit": "c", "date": "2026-01-01"})
+
+    (tmp_path / "lowbit_quality.jsonl").write_text(
+        "\n".join(
+            (
+                line("dense", "dense", 0, 20.0),
+                line("gptq", "int2:g64", 0, 400.0),
+                line("awq", "int2:g64", 0, 90.0),
+                line("bitdistiller", "int2:g64", 0, 70.0, 1_310_720),
+                line("ours", "int2:g64", 0, 50.0, 1_310_720),
+                line("ours", "int2:g64", 1, 52.0, 1_310_720),
+                line("ours", "int4:g64", 0, 20.5, 1_310_720),
+            )
+        )
+    )
+    monkeypatch.setattr("shoestring.bench.results.RESULTS", tmp_path)
+    page = lowbit_quality.table()
+    assert "| int2:g64 | 2.38 | ours | 1.31M | 50.00 to 52.00 | 50.0 |" in page
+    assert page.index("ours | 1.31M | 20.50") < page.index("gptq")  # 4 bits before 2
+    said = lowbit_quality.verdicts()
+    assert "holds: BitDistiller far below gptq at int2:g64: 70.00 against 400.00" in said
+    assert "FAILS: BitDistiller far below awq at int2:g64: 70.00 against 90.00" in said
+    assert "holds: ours below BitDistiller at int2:g64: 51.00 against 70.00" in said
+    assert any(s.startswith("holds: ours at 4 bits within 5%") for s in said) and len(said) == 4
