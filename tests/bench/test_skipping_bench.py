@@ -17,7 +17,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen
 
 def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.train([TEXT], 300)
-    model = Decoder(ModelSpec(tokenizer.vocab_size, 32, 4, 4, 2, 8, 64, 128, eos_id=tokenizer.eos_id))
+    model = Decoder(ModelSpec(tokenizer.vocab_size, 32, 6, 4, 2, 8, 64, 128, eos_id=tokenizer.eos_id))
     init_weights(model, 0)
     save_model(tmp_path / "model", model, tokenizer)
     for name in ("valid", "test"):
@@ -34,7 +34,7 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
         "--windows 2 --window 32 --rows 32 --lookahead 2 --tokens 64 --items 2 --new 6 --context-sets 32 64"
     )
     paths = ["--model", str(tmp_path / "model"), "--assets", str(tmp_path), "--sets", str(tmp_path / "sets")]
-    argv = ["x", "sets", "quality", "drafts", *paths, *options.split()]
+    argv = ["x", "sets", "quality", "drafts", "online", *paths, *options.split()]
     monkeypatch.setattr(sys, "argv", argv)
     skipping.main()
     lines = [n for n in results.newest("skipping") if n["metric"] == "decode_speedup"]
@@ -44,7 +44,10 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
     assert skipping.table().count("\n| CPU |") == 18
     assert "| lossless |" in skipping.drafts() and "4 of 4" in skipping.drafts()
     assert skipping.costs().count("attention") == 2
+    assert (
+        len([n for n in results.newest("skipping") if n["metric"] == "online_ffns"]) == 1
+    )  # 16 of 12 is too many
     before = len((tmp_path / "results/skipping.jsonl").read_text().splitlines())
-    monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[4:]])
+    monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[5:]])
     skipping.main()  # goes on where it was stopped: nothing is left
     assert len((tmp_path / "results/skipping.jsonl").read_text().splitlines()) == before

