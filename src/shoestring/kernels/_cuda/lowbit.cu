@@ -82,10 +82,11 @@ INLINE u32 field(u32 w, u32 mask, u32 magic) {
 #endif
 INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE u32 relu2(u32 a) { u32 d; asm("max." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0u)); return d; }
 INLINE u32 mul_relu2(u32 a, u32 b) {
     u32 d; asm("fma.rn.relu." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0u)); return d;
 }
+// times one: the multiplier has nothing else to do, the integer unit, where max runs, has
+INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }
 INLINE float half_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
 INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
 INLINE u16 narrow(float f) {
