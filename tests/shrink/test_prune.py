@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +195,11 @@ def test_bad_input_is_said_before_any_work() -> None:
         plan_pruning(broken, [("*", parse_format("sparse24"))])
     with pytest.raises(UserError, match="damping"):
         SparseGpt(damping=0)
+
+
+def test_the_snippet_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/methods/prune24.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {"__name__": "snippet"}
+    exec(compile(snippet, "prune24.md", "exec", dont_inherit=True), names)
+    assert names["model"].blocks[0].mlp.up.part_names == ("values", "meta", "low")
