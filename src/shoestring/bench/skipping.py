@@ -300,28 +300,30 @@ def record_costs(model: str, costs: Costs) -> None:
         )
 
 
+def draft_set(args: argparse.Namespace, loaded: Loaded, context: int) -> tuple[SkipSet, float | None]:
+    """The set with the largest expected gain and that gain, or the one given by --draft-set."""
+    if args.draft_set is not None:
+        return SkipSet.read(args.draft_set), None
+    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+    trials = Trials(loaded.model, calibration, num_rows=args.rows)
+    costs = measure_costs(loaded.model, context)
+    choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
+    choice, num, gain = best_drafter(choices)
+    notes = {"gain": gain, "num": num}
+    keep(args.sets / "drafter", "drafter", context, round(choice.speedup, 2), choice.skip, notes)
+    return choice.skip, gain
+
+
 def measure_drafts(args: argparse.Namespace) -> None:
     """Greedy decoding with the set as a drafter (lossless), against plain decoding in the same run."""
     loaded = load(args)
     model, context = loaded.model, min(256, loaded.spec.max_positions)
-    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
-    costs = measure_costs(model, context)
-    trials = Trials(model, calibration, num_rows=args.rows)
-    choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
-    choice, num, gain = best_drafter(choices)
-    keep(
-        args.sets / "drafter",
-        "drafter",
-        context,
-        round(choice.speedup, 2),
-        choice.skip,
-        {"gain": gain, "num": num},
-    )
+    skip, gain = draft_set(args, loaded, context)
     rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     prompts = [json.loads(row)["context"] for row in rows]
     sampling = Sampling(max_tokens=args.new, ignore_eos=True)
     plain = Engine(model, loaded.tokenizer)
-    drafted = Engine(model, loaded.tokenizer, draft_skip=choice.skip)
+    drafted = Engine(model, loaded.tokenizer, draft_skip=skip)
     for engine in (plain, drafted):
         engine.generate(prompts[:1], sampling)  # profiles, captures
     rates: list[list[float]] = [[], []]
@@ -345,11 +347,11 @@ def measure_drafts(args: argparse.Namespace) -> None:
         ratio=statistics.median(r / b for b, r in zip(*rates, strict=True)),
         quality={"acceptance": round(drafted.stats.acceptance, 4), "same_text": f"{same} of {len(prompts)}"},
         config={
-            **config_of(MODEL, context, choice.speedup, choice.skip),
+            **config_of(MODEL, context, 0.0, skip),
             "tokens": args.new,
-            "gain": round(gain, 3),
+            "expected_gain": gain and round(gain, 3),
         },
-        note="draft length chosen by measured goodput; gain: expected from agreement and seconds",
+        note="draft length chosen by measured goodput; expected_gain: from agreement and seconds",
     )
     print(rates, drafted.stats, gain, flush=True)
 
@@ -437,6 +439,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=50, help="LAMBADA items")
     parser.add_argument("--longest", type=int, default=8192, help="longest context")
     parser.add_argument("--repeats", type=int, default=31, help="timed pairs of steps")
+    parser.add_argument("--draft-set", type=Path, help="drafts: use this set instead of a search")
     parser.add_argument(
         "--draft-speedup", type=float, default=2.0, help="where the search for a drafter ends"
     )
