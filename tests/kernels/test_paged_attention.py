@@ -87,7 +87,7 @@ def test_reference_of_rotate_store_is_the_models_rotation() -> None:
 
 
 def test_few_requests_are_cut_into_ranges() -> None:
-    assert [splits_for(n, 8) for n in (1, 2, 4, 8, 16, 32, 256)] == [16, 16, 8, 4, 2, 1, 1]
+    assert [splits_for(n, 8) for n in (1, 2, 4, 8, 16, 32, 256)] == [32, 16, 8, 4, 2, 1, 1]
     assert prefill_rows(32, 8) == 32 and prefill_rows(9, 3) == 32 and prefill_rows(8, 8) == 128
 
 
@@ -95,7 +95,7 @@ def check_attention(device: str = "cpu") -> None:
     kinds = [torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu")
     for dtype in kinds:
         for spans, heads, groups, dim, page, rows, splits, window in [
-            (DECODE, 4, 2, 16, 16, 1, 16, None),
+            (DECODE, 4, 2, 16, 16, 1, 32, None),
             (DECODE, 9, 3, 8, 4, 1, 4, 40),
             (VERIFY, 4, 1, 16, 16, 5, 2, None),
             (VERIFY, 2, 2, 12, 16, 5, 8, 300),

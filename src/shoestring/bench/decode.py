@@ -291,22 +291,21 @@ def run_peers(shape: str, kinds: list[str], batches: list[int], repeats: int) ->
 
 
 def table() -> str:
-    """One row a model, weights and batch, the peers' numbers beside it."""
+    """One row a model, weights and batch, beside it the peers that were measured."""
     lines = newest(BENCH)
-    peers = (
-        "transformers, eager",
-        "transformers, static cache, compiled",
-        "transformers, continuous batching",
-    )
+    peers = {
+        "transformers, eager": "HF eager",
+        "transformers, static cache, compiled": "HF static",
+        "transformers, continuous batching": "HF batching",
+    }
     found = {(n["case"], n["config"]["model"], n["config"]["batch"]): n for n in lines if n["case"] in peers}
+    shown = [p for p in peers if any(case == p for case, _, _ in found)]
     rows = []
     for n in lines:
         c = n["config"]
         if n["case"] != "shoestring" or n["metric"] != "decode_tokens_per_s":
             continue
-        same = (
-            [found.get((p, c["model"], c["batch"])) for p in peers] if c["blocks"] == "bf16" else [None] * 3
-        )
+        same = [found.get((p, c["model"], c["batch"])) if c["blocks"] == "bf16" else None for p in shown]
         rows.append(
             [
                 c["model"],
@@ -320,7 +319,7 @@ def table() -> str:
             ]
         )
     header = ["model", "weights", "bits/weight", "batch", "tokens/s", "bandwidth bound", "reached"]
-    text = markdown([*header, "HF eager", "HF static", "HF batching"], rows)
+    text = markdown([*header, *(peers[p] for p in shown)], rows)
     for n in lines:
         if n["metric"] == "prefill_tokens_per_s":
             text += (

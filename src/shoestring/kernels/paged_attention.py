@@ -30,7 +30,7 @@ from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.overlap import overlap_options
 
 BLOCK = 64  # keys per load
-MAX_SPLITS = 16
+MAX_SPLITS = 32
 PROGRAMS = 264  # two for each multiprocessor of an H200
 PREFILL_ROWS = 128  # rows x heads of a prefill tile
 
@@ -160,7 +160,7 @@ def paged_attention(
             NUM_SPLITS=num_splits,
             WINDOWED=window is not None,
             **overlap,
-            num_warps=1,
+            num_warps=2 if num_splits > 16 else 1,
         )
     return out_THD
 

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoestring.bench import decode
+from shoestring.model import Decoder, ModelSpec
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_step_must_read(tied: bool) -> None:
+    spec = ModelSpec(
+        vocab_size=50, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24,
+        max_positions=64, tied=tied,
+    )  # fmt: skip
+    model = Decoder(spec).to(torch.bfloat16)
+    weights = 2 * (spec.num_params(with_embeddings=False) + 50 * 16)  # the head once, tied or not
+    # 5 requests of 7 tokens: keys and values of 3 layers, 2 heads of 4, 2 bytes each
+    assert decode.step_bytes(model, 5, 7) == weights + 5 * 7 * 2 * 3 * 2 * 4 * 2
+
+
+def test_table_shows_the_peers_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(case: str, value: float, batch: int, **more: object) -> dict[str, object]:
+        config = {"model": "M", "batch": batch, "blocks": "bf16", "head": "bf16", "context": 128}
+        return {
+            "case": case, "metric": "decode_tokens_per_s", "value": value, "config": config, "device": "D",
+            "versions": {"torch": "2"}, "commit": "c", "date": "d", **more,
+        }  # fmt: skip
+
+    ours = {"baseline_value": 100.0, "ratio": 0.8, "quality": {"bits_per_weight": 16.0}}
+    lines = [line("shoestring", 80.0, 1, **ours), line("shoestring", 70.0, 64, **ours)]
+    lines.append(line("transformers, eager", 30.0, 1))
+    monkeypatch.setattr(decode, "newest", lambda bench: lines)
+    header, _, one, many = decode.table().splitlines()[:4]
+    assert "HF eager" in header and "HF static" not in header
+    assert one.endswith("| 80 | 100 | 80% | 30 |") and many.endswith("| 70 | 100 | 80% |  |")
