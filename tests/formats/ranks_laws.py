@@ -137,7 +137,10 @@ def check_fsdp_bf16() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    sparse = ("sparse24:tile:held:mvue", "sparse24:soft:mvue", "sparse24:tile:held+int4:g16")
+    sparse = (
+        *("sparse24:tile:held:mvue", "sparse24:soft:mvue", "sparse24:tile:held+int4:g16"),
+        "sparse24:held+slorb16",
+    )
     learned = ("int3:g32:learned", "nf3:s2:g32:learned")
     for label in ("int4:g32", "int3:g96", "nf3:s2:g32", "fp4:s1:g32", *learned, *sparse):
         for dim in (0, 1):
