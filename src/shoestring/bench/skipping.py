@@ -66,7 +66,7 @@ def table() -> str:
         skipped = f"{config['attention']} + {config['ffn']}"
         speed = f"{n['value']:.2f}x"
         where = [DEVICES[config["device"]], f"{config['context']:,}"]
-        rows.append([*where, n["case"], skipped, speed, f"{quality['perplexity']:.1f}", lambada])
+        rows.append([*where, n["case"], skipped, speed, _shown(quality["perplexity"]), lambada])
     header = [
         "on",
         "context",
@@ -76,7 +76,17 @@ def table() -> str:
         "perplexity",
         "LAMBADA, %",
     ]
-    return markdown(header, rows) + provenance(lines)
+    tokens = " and ".join(f"{n:,}" for n in sorted({n["config"]["tokens"] for n in lines}))
+    items = max(n["config"]["items"] for n in lines)
+    said = (
+        f"\n\n{MODEL}; perplexity on the first {tokens} tokens of the WikiText-2 test text (tokenised edition) in "
+        f"windows of the context length, last words of the first {items} LAMBADA items. `measured` is ours."
+    )
+    return markdown(header, rows) + said + provenance(lines)
+
+
+def _shown(perplexity: float) -> str:
+    return f"{perplexity:.1f}" if perplexity < 1e4 else f"{perplexity:.0e}"
 
 
 def speeds() -> str:
