@@ -248,10 +248,13 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
     out = cli("demo", *options, f"run={tmp_path / 'demo'}")
     assert "skipped" in out and "report" in out
     rows: list[dict[str, Any]] = read_jsonl(tmp_path / "demo" / "evals.jsonl")
-    assert [r["format"].split(":")[0] for r in rows] == ["dense", "int4", "nf3", "int2", "int2"]
-    assert [r["model"] for r in rows[3:]] == ["small, rtn", "small, gptq+clip"]
+    assert [r["format"].split(":")[0] for r in rows] == [
+        *("dense", "int4", "nf3", "int2", "int2", "int2", "sparse24"),
+    ]
+    methods = ["rtn", "gptq+clip", "blockwise", "sparsegpt"]
+    assert [r["model"] for r in rows[3:]] == [f"small, {method}" for method in methods]
     sizes = [r["megabytes"] for r in rows]
-    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[:6] == sorted(sizes[:6], reverse=True) and sizes[3] < sizes[6] < sizes[0]
     assert "'completion_tokens': " in out  # what the server answered
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page

@@ -41,7 +41,7 @@ from shoestring.measure import (
 )
 from shoestring.model import Loaded, load_model, save_model
 from shoestring.model.gguf import find_smollm2
-from shoestring.recipes.shrink import ptq
+from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_jsonl
@@ -168,9 +168,9 @@ def evaluate_small(demo: Demo) -> None:
 
 
 def calibrate_small(demo: Demo) -> None:
-    """Two bits: rounding to nearest against GPTQ with clipping, which looks at some text first."""
+    """Two bits: rounding to nearest, GPTQ with clipping, and weights trained with their grids block by block."""
     train = demo.folder / "train"
-    for method in ("rtn", "gptq+clip"):
+    for method in ("rtn", "gptq+clip", "blockwise"):
         run = demo.folder / f"int2-{method}"
         ptq.main(
             ptq.Config(
@@ -187,6 +187,24 @@ def calibrate_small(demo: Demo) -> None:
         )
         loaded = demo.load(run)
         demo.evaluate(loaded, f"small, {method}", demo.tokens, f"{demo.cfg.data} (validation)", context=128)
+
+
+def prune_small(demo: Demo) -> None:
+    """Prune it to 2:4 with SparseGPT: two of every four weights become zero."""
+    run = demo.folder / "prune24"
+    prune24.main(
+        prune24.Config(
+            model=str(demo.folder / "train"),
+            train="none",
+            calib_windows=32,
+            calib_context=128,
+            context=128,
+            device=demo.cfg.device,
+            run=str(run),
+        )
+    )
+    loaded = demo.load(run / "packed")
+    demo.evaluate(loaded, "small, sparsegpt", demo.tokens, f"{demo.cfg.data} (validation)", context=128)
 
 
 def serve_small(demo: Demo) -> None:
@@ -290,6 +308,7 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
     shrink_small,
     evaluate_small,
     calibrate_small,
+    prune_small,
     generate_small,
     serve_small,
     chat_pretrained,
