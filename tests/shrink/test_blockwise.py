@@ -257,6 +257,7 @@ def test_settings_are_checked(settings: dict[str, object], said: str) -> None:
         Blockwise(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 def test_a_real_model_gains_on_text_it_was_not_trained_on(assets: Path) -> None:
     """The first two blocks of SmolLM2-135M at 2 bits."""
