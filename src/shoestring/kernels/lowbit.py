@@ -6,9 +6,8 @@ Three ways to the same result (within the rounding of x's dtype; tests and bench
 `F.linear` on the decoded weight):
 
     chunks   CUDA C++ through NVRTC (sm_90 and later), weights in the order of kernels/lowbit_layout.py. Up to
-             MOST_ROWS rows (and a slice at a time up to SLICED_ROWS) one kernel streams the weights through the
-             tensor cores (_cuda/lowbit.cu); above that the weight is decoded into a scratch tensor, bit for bit the
-             Format's own decode, and multiplied by cuBLAS.
+             MOST_ROWS rows one kernel streams the weights through the tensor cores (_cuda/lowbit.cu); above that the
+             weight is decoded into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
     parts    Triton, from the stored parts as they are: where NVRTC or the GPU is not up to it. Up to MOST_ROWS rows.
     plain    decode and F.linear: everything else, and the definition.
 
@@ -39,8 +38,7 @@ from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, un
 from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library, nvrtc_library
 
 MOST_ROWS = 64
-ROW_CLASSES = (4, 8, 16, 32, 64)
-SLICED_ROWS = 128  # up to here the weight is read once per MOST_ROWS rows rather than decoded
+ROW_CLASSES = (1, 4, 8, 16, 32, 64)
 SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
 SOURCE = Path(__file__).parent / "_cuda" / "lowbit.cu"
 PLANS = Path(__file__).parent / "_cuda" / "lowbit_plans.json"
@@ -100,7 +98,7 @@ class Plan:
     split: int
     blocks: int
     mode: int
-    depth: int = 5
+    depth: int = 3
 
     @property
     def warps(self) -> int:
@@ -159,7 +157,7 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
     elif layout.table:
         modes = (0, 2) if layout.scales == 2 else (0,)
     else:
-        modes = (0, 1) if size == 1 else (1, 0)
+        modes = (1, 0)
     found = []
     for row_warps, k_warps, tiles, split in itertools.product(
         (1, 2, 4, 7, 8, 16), (1, 2, 4, 8, 16), (1, 2), (1, 2, 4)
@@ -171,22 +169,19 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
             continue
         grid = Plan(row_warps, k_warps, tiles, split, 1, 0).grid(out)
         blocks = max(1, min(ceil_div(grid, sms), limit // warps))
-        for depth in (6, 5, 4, 3):
-            plan = Plan(row_warps, k_warps, tiles, split, blocks, modes[0], depth)
-            if plan.fits(layout, rows, width):
-                break
-        else:
+        plan = Plan(row_warps, k_warps, tiles, split, blocks, modes[0])
+        if not plan.fits(layout, rows, width):
             continue
+        # Weights of the rule: fitted to 196 timings on an H200. A short ring leaves room for the next kernel's blocks,
+        # which then fetch their weights early; a second wave of blocks begins with waiting for memory.
         waves = grid / (sms * blocks)
-        full = waves / math.ceil(waves)
         busy = min(1.0, min(grid / sms, blocks) * warps / (0.75 * most_warps(layout, rows, 1)))
         x_share = 2 * rows / (row_warps * tiles * CHUNK_ROWS) / (layout.bits / 8)
-        panels = plan.memory(layout, rows, width)[0] * split < ceil_div(width, CHUNK_WIDTH)
-        score = full * busy / (1 + 0.2 * x_share) / (1 + 0.03 * (split - 1)) / (1.2 if panels else 1.0)
-        score /= 1 + 0.2 * (math.ceil(waves) - 1)  # every wave begins with waiting for memory
+        score = math.sqrt(waves / math.ceil(waves)) * busy / (1 + 0.3 * x_share)
+        score /= {1: 1.0, 2: 1.1, 4: 3.0}[split] * math.ceil(waves)
         found += [(score / (1 + 0.02 * i), dataclasses.replace(plan, mode=m)) for i, m in enumerate(modes)]
     found.sort(key=lambda f: -f[0])
-    return [plan for _, plan in found] or [Plan(1, 1, 1, 1, 1, modes[0], 3)]
+    return [plan for _, plan in found] or [Plan(1, 1, 1, 1, 1, modes[0])]
 
 
 @functools.cache
@@ -206,6 +201,8 @@ def choose_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
             ) from error
         if not plan.fits(layout, rows, width):
             raise UserError(f"SHOESTRING_LOWBIT_PLAN={given!r} needs more shared memory than a block has.")
+        if layout.table and plan.mode == 1:
+            raise UserError(f"SHOESTRING_LOWBIT_PLAN={given!r}: mode 1 is for integers; tables have modes 0 and 2.")
     return plan
 
 
@@ -220,7 +217,7 @@ def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
 
 @functools.cache
 def known_plans() -> dict[str, dict[str, int]]:
-    """Measured on an H200 by bench/lowbit_gemm.py --tune; other GPUs start from them too."""
+    """Measured on an H200 (`python -m shoestring.bench.lowbit_gemm --tune`); other GPUs start from them too."""
     return json.loads(PLANS.read_text()) if PLANS.exists() else {}
 
 
@@ -273,14 +270,13 @@ def few_rows_cuda(
     bias: Tensor | None,
     layout: Layout,
     plan: Plan | None = None,
-    out_MN: Tensor | None = None,
 ) -> Tensor:
-    """Up to MOST_ROWS rows; x bf16 or fp16; written to `out_MN` (contiguous) where given."""
+    """Up to MOST_ROWS rows; x bf16 or fp16."""
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
         x_MK = x_MK.contiguous()
     (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
     out = tiles * CHUNK_ROWS
-    y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device) if out_MN is None else out_MN
+    y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device)
     plan = plan or choose_plan(layout, rows, out, width)
     kernel = _rows_kernel(layout, x_MK.dtype, row_tiles(rows), plan, x_MK.device.index)
     panel, shared_bytes = plan.memory(layout, rows, width)
@@ -351,11 +347,8 @@ def _lowbit_linear_op(
     x_MK = x.reshape(-1, x.shape[-1])
     shape = (*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
     kernel = chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
-    if kernel and 0 < x_MK.shape[0] <= SLICED_ROWS:
-        y = x.new_empty(x_MK.shape[0], shape[-1])
-        for x_mK, y_mN in zip(x_MK.split(MOST_ROWS), y.split(MOST_ROWS), strict=True):
-            few_rows_cuda(x_mK, chunks, table, bias, layout, out_MN=y_mN)
-        return y.view(shape)
+    if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
+        return few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
     return F.linear(x_MK, weight, bias).view(shape)
 
