@@ -9,10 +9,10 @@ Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.t
          shoestring run shrink/ptq resume=RUN        goes on at the next block after Ctrl-C or a crash
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb)
 Time:    SmolLM2-135M, nf3, 8 windows of 512 on one CPU core: gptq 4 minutes, clip and awq 1 to 2 and one for the
-         statistics; more windows cost gptq half a minute for every four. Evaluating a text comes on top
+         statistics, blockwise 16; more windows cost gptq half a minute for every four. Evaluating comes on top
 Expect:  SmolLM2-135M, nf3 in groups of 64, WikiText-2: perplexity 27.0 before; 60.2 rounded (rtn), 48.7 with
-         gptq, 44.7 with clip, 40.4 with awq on 4,096 calibration tokens (docs/methods/ptq.md): try them. For less
-         loss at 3 bits or fewer, train after shrinking
+         gptq, 44.7 with clip, 40.4 with awq, 31.5 with blockwise on 4,096 calibration tokens (docs/methods/ptq.md,
+         blockwise.md). For still less loss at 3 bits or fewer, train end to end after shrinking
 Leaves:  a run folder with the packed model/ (or out=), errors per layer in model/quantization.json and
          report.html, perplexity before and after
 """
