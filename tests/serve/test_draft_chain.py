@@ -10,9 +10,11 @@ import torch
 from tiny_serve import near_copy, tiny_decoder
 
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import DraftModel, trim_head
 from shoestring.serve.goodput import StepCosts
 from shoestring.serve.request import Draft, Output, Request
+from shoestring.serve.runner import Batch, Runner
 
 PROMPTS = [
     [1, 2, 3, 4],
@@ -139,3 +141,24 @@ def test_a_step_is_clocked_from_the_end_of_the_one_before(monkeypatch: pytest.Mo
         engine.step()
         time.sleep(0.01)
     assert len(took) > 2 and all(t >= 0.009 for t in took[1:])
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 200])
+def test_a_profile_of_many_rows_is_of_several_requests(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than the model has positions, and never the rows of one long prompt."""
+    seen: list[Batch] = []
+    forward = Runner.forward
+
+    def noted(self: Runner, batch: Batch, *rest: object) -> torch.Tensor:
+        seen.append(batch)
+        return forward(self, batch, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runner, "forward", noted)
+    assert Runner(tiny_decoder(0), BlockPool(4, 16)).seconds(num_rows) > 0
+    spans = seen[0].spans
+    assert sum(s.num for s in spans) == num_rows and max(s.num for s in spans) <= 16
+    assert len(spans) == (1 if num_rows <= 16 else -(-num_rows // 8))
+    used = [b for s in spans for b in s.blocks]
+    assert len(set(used)) == len(used)

@@ -28,13 +28,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.results import markdown, newest, provenance, record, significant
 from shoestring.measure import need_tokenizer, pick_device, pick_dtype
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec, load_model
@@ -94,7 +94,7 @@ GPU = {
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
     "gpu": Size(GPU, 4096, 12.0, 512, 16, 55.0, 5e-4, 1, 16, 160, 6e-4, 48, 16, 64, 96, 2),
-    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 16, 150, 1e-3, 32, 8, 32, 48, 2),
+    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 8, 60, 1e-3, 32, 8, 32, 40, 2),
     "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 8, 6, 1e-3, 16, 4, 16, 16, 1),
 }
 
@@ -136,13 +136,14 @@ class Bench:
         tokenizer = corpus.tokenizer
         texts = piece_prompts(corpus.val, tokenizer, size.num_prompts, size.prompt_tokens)
         self.prompts = [tokenizer.encode(t) for t in texts]
+        self.speed = True  # False: acceptance only
         self.references: dict[int, ScalarCache] = {}
         self.plain: list[float] = []
 
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
         """Of one step of a case, the reference's share included."""
-        size, drafter = self.size, self.fresh_drafter().spec
+        size, drafter = self.size, replace(self.target.spec, num_layers=self.layers)
         forward = drafter.flops_per_token(size.context) / 3
         tokens = self.data.tokens_per_step
         total = 3 * forward * tokens
@@ -211,19 +212,19 @@ class Bench:
                 f"{kind}acceptance": round(a.acceptance, 4),
                 f"{kind}accepted_length": round(a.accepted_length, 3),
             }
-        rates = self.rate(drafter, num_drafts=NUM_DRAFTS)
-        if not self.plain:
+        rates = self.rate(drafter, num_drafts=NUM_DRAFTS) if self.speed else []
+        if self.speed and not self.plain:
             self.plain = self.rate(None)
-        ratio = statistics.median(rates) / statistics.median(self.plain)
+        plain = statistics.median(self.plain) if self.speed else None
         line = record(
             bench=BENCH,
             case=name,
-            metric="tokens_per_s",
-            unit="tokens/s",
-            samples=rates,
-            baseline="the same engine without a drafter",
-            baseline_value=statistics.median(self.plain),
-            ratio=ratio,
+            metric="tokens_per_s" if self.speed else "accepted_length",
+            unit="tokens/s" if self.speed else "tokens/pass",
+            samples=rates or [found["accepted_length"]],
+            baseline="the same engine without a drafter" if self.speed else "",
+            baseline_value=plain,
+            ratio=statistics.median(rates) / plain if plain else None,
             quality=found,
             config={
                 "target": self.name,
@@ -238,7 +239,7 @@ class Bench:
         print(
             f"{name:24} {budget:13} acceptance {found['acceptance']:.3f} length {found['accepted_length']:.2f}  "
             f"sampled {found['sampled_acceptance']:.3f} {found['sampled_accepted_length']:.2f}  "
-            f"{line['value']:.0f} tokens/s {ratio:.2f}x",
+            f"{line['value']:.2f} {line['unit']} {line['ratio']}x",
             flush=True,
         )
         return line
@@ -348,6 +349,10 @@ def main() -> None:
     )
     parser.add_argument("--data", default="python", help="with --model: texts to distil and to measure on")
     parser.add_argument(
+        "--no-speed", action="store_true", help="acceptance only, for a machine that others use"
+    )
+    parser.add_argument("--name", help="with --model: what to call it in the results")
+    parser.add_argument(
         "--cases", nargs="*", default=[c.name for c in CASES], choices=[c.name for c in CASES]
     )
     parser.add_argument(
@@ -359,7 +364,7 @@ def main() -> None:
     dtype = pick_dtype("auto", device)
     if args.model:
         loaded = load_model(args.model, device=device, dtype=dtype)
-        target, name = loaded.model, Path(args.model).stem
+        target, name = loaded.model, args.name or Path(args.model).stem
         corpus = prepare(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
     else:
         target, corpus, steps = train_target(size, device, dtype)
@@ -370,7 +375,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
-        run(Bench(target, corpus, size, size.layers, name, Path(folder)), args, began)
+        bench = Bench(target, corpus, size, size.layers, name, Path(folder))
+        bench.speed = not args.no_speed
+        run(bench, args, began)
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
@@ -389,13 +396,13 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
         seconds = time.perf_counter() - started
         flops = steps * bench.step_flops(case)
         line = bench.measure(
-            case.name, DraftModel(drafter), budget, steps=steps, petaflops=round(flops / 1e15, 4)
+            case.name, DraftModel(drafter), budget, steps=steps, teraflops=significant(flops / 1e12, 3)
         )
-        print(f"    {steps} steps, {flops / 1e15:.3f} PFLOP, {seconds:.1f} s", flush=True)
+        print(f"    {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
         score = line["quality"]["sampled_accepted_length"]
         if best is None or score > best[0]:
             best = (score, case.name, drafter)
-    if best is not None:
+    if best is not None and bench.speed:
         bench.batches(best[1], best[2])
 
 
@@ -413,7 +420,7 @@ def table() -> str:
                 n["case"],
                 c["budget"],
                 f"{c['steps']}" if "steps" in c else "",
-                f"{c['petaflops']:.2f}" if "petaflops" in c else "",
+                f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
                 f"{q['acceptance']:.3f}",
                 f"{q['accepted_length']:.2f}",
                 f"{q['sampled_acceptance']:.3f}",
@@ -426,7 +433,7 @@ def table() -> str:
         "drafter",
         "budget",
         "steps",
-        "PFLOP",
+        "TFLOP",
         "acceptance",
         "tokens/pass",
         "sampled: acceptance",

@@ -545,7 +545,7 @@ class Engine:
     def _profile(self, rows: int) -> float:
         """Seconds of a target pass over this many rows; the requests' cache is not touched."""
         self._ended = None  # measuring is not part of a step
-        return self.runner.seconds(min(rows, self.max_context), self.skipping.usual)
+        return self.runner.seconds(rows, self.skipping.usual)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class StepCosts:
         self._profile = profile
         self._seconds: dict[int, float] = {}  # rows (a power of two) -> seconds
         self._counts: dict[int, int] = {}  # the same -> real steps that corrected it
-        self._seen: set[int] = set()  # rows that a real step had
+        self._seen: set[int] = set()  # powers of two that a real step had at least as many rows as
 
     def __call__(self, rows: float) -> float:
         low, share = _bracket(rows)
@@ -52,12 +52,12 @@ class StepCosts:
         return self._seconds[rows]
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A real step. The first of so many rows says nothing: it compiled, captured, touched memory. The next few
-        count most (a profile is of one request's rows), and a slow outlier counts as four times at most."""
-        if rows not in self._seen:
-            self._seen.add(rows)
-            return
+        """A real step. The first of about so many rows says nothing: it compiled, captured, touched memory. The next
+        few count most (a profile has other requests), and a slow outlier counts as four times at most."""
         low, share = _bracket(rows)
+        if low not in self._seen:
+            self._seen.add(low)
+            return
         sizes = [(size, weight) for size, weight in ((low, 1 - share), (2 * low, share)) if weight]
         if any(size not in self._seconds for size, _ in sizes):
             return  # nobody asked about such a step yet (a long prompt, say)

@@ -200,15 +200,22 @@ class Runner:
         return prompt_logprobs(self.model, tokens, num_top)
 
     def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
-        """Seconds of a forward over this many rows of one request, the better of two; on a cache of its own."""
-        size = self.cache.pool.block_size
-        pool = BlockPool(-(-num_rows // size), size)
+        """Seconds of a forward over this many rows, the better of two; on a cache of its own. More rows than one
+        request's drafts have belong to several requests."""
+        size, positions = self.cache.pool.block_size, self.model.spec.max_positions
+        each = min(num_rows if num_rows <= ROWS_EACH[-1] else ROWS_EACH[-1] // 2, positions)
+        pages, num = -(-each // size), -(-num_rows // each)
+        pool = BlockPool(num * pages, size)
+        spans = [
+            Span(list(range(n * pages, (n + 1) * pages)), 0, min(each, num_rows - n * each))
+            for n in range(num)
+        ]
         apart = Runner(self.model, pool, graphs=self._wanted, spread=self._spread)
         if self._ready():
             assert self._fused is not None
             apart._fused = self._fused
             apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
-        batch = Batch([Span(list(range(pool.num_blocks)), 0, num_rows)], [0] * num_rows, range(num_rows))
+        batch = Batch(spans, [0] * num_rows, range(num_rows))
         seconds = []
         for _ in range(3 if apart.fast else 2):  # the first fused one compiles and captures
             began = time.perf_counter()
