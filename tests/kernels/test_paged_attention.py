@@ -94,14 +94,17 @@ def test_few_requests_are_cut_into_ranges() -> None:
 def check_attention(device: str = "cpu") -> None:
     kinds = [torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu")
     for dtype in kinds:
-        for spans, heads, groups, dim, page, rows, splits, window in [
+        cases = [
             (DECODE, 4, 2, 16, 16, 1, 32, None),
             (DECODE, 9, 3, 8, 4, 1, 4, 40),
             (VERIFY, 4, 1, 16, 16, 5, 2, None),
             (VERIFY, 2, 2, 12, 16, 5, 8, 300),
             (PREFILL, 6, 2, 16, 16, 8, 1, None),
             (PREFILL, 6, 2, 16, 1, 8, 1, 9),
-        ]:
+        ]
+        if device == "cpu" and dtype == torch.float16:
+            cases = cases[1::2]  # the interpreter is slow
+        for spans, heads, groups, dim, page, rows, splits, window in cases:
             q, keys, values, tables, tiles = (
                 t.to(device) for t in paged_case(spans, heads, groups, dim, page, dtype)
             )
@@ -136,7 +139,7 @@ def check_rotate_store(device: str = "cpu") -> None:
     for dtype, rows, heads, groups, dim, norm, turn in [
         (torch.float32, 3, 4, 2, 16, False, True),
         (torch.float16, 5, 9, 3, 12, True, True),
-        (torch.float32, 300, 3, 1, 8, True, False),
+        (torch.float32, 257, 1, 1, 8, True, False),
     ]:
         qkv = torch.randn(rows, (heads + 2 * groups) * dim, generator=g).to(device, dtype)
         slots = torch.randperm(rows + 4, generator=g)[:rows].to(device)
