@@ -74,6 +74,8 @@ def ceil_div(a: int, b: int) -> int:
 def _cuda_usable(device: int) -> bool:
     if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         return False
+    if torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor < 200 * 1024:
+        return False  # consumer chips after sm_90 have 100 KiB; plans are made for 228
     try:
         nvrtc_library(), driver_library()
     except NvrtcError as error:
@@ -172,8 +174,8 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
         plan = Plan(row_warps, k_warps, tiles, split, blocks, modes[0])
         if not plan.fits(layout, rows, width):
             continue
-        # Weights of the rule: fitted to 196 timings on an H200. A short ring leaves room for the next kernel's blocks,
-        # which then fetch their weights early; a second wave of blocks begins with waiting for memory.
+        # The weights of the rule are fitted to 291 timings on an H200. Longer rings were slower there, perhaps because
+        # the next kernel's blocks then find no room to begin; so was a second wave of blocks, which waits for memory.
         waves = grid / (sms * blocks)
         busy = min(1.0, min(grid / sms, blocks) * warps / (0.75 * most_warps(layout, rows, 1)))
         x_share = 2 * rows / (row_warps * tiles * CHUNK_ROWS) / (layout.bits / 8)
@@ -202,7 +204,9 @@ def choose_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
         if not plan.fits(layout, rows, width):
             raise UserError(f"SHOESTRING_LOWBIT_PLAN={given!r} needs more shared memory than a block has.")
         if layout.table and plan.mode == 1:
-            raise UserError(f"SHOESTRING_LOWBIT_PLAN={given!r}: mode 1 is for integers; tables have modes 0 and 2.")
+            raise UserError(
+                f"SHOESTRING_LOWBIT_PLAN={given!r}: mode 1 is for integers; tables have modes 0 and 2."
+            )
     return plan
 
 
