@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
-from shoestring.formats import bits_per_weight, convert, formats_of, pack, parse_format, unpack
+from shoestring.formats import Dense, Format, convert, formats_of, pack, parse_format, unpack
+from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
@@ -38,6 +39,7 @@ from shoestring.train.trainer import Run, train
 
 # BitDistiller's, by bits; bitdistiller@2e-4 is the method with another one.
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
+SOFTER = {2: 1.0, 3: 0.5, 4: 0.25}  # parts of ours' rates, by bits: the finer the grid, the less has to move
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Subject:
     train_context: int
     tasks: list[Path] = field(default_factory=list)
     items: int = 0
+    kept_dense: tuple[str, ...] = ()  # globs of layers whose width no group divides
     top: int = 64  # tokens that the cache keeps of each distribution
     lr: float | None = None  # BitDistiller's; None: by bits
     blockwise_part: float = 0.25  # of ours' training tokens
@@ -71,6 +74,9 @@ class Subject:
     @property
     def training_tokens(self) -> int:
         return self.steps * self.batch * self.train_context
+
+    def rules(self, format: Format) -> list[Rule]:
+        return [*((glob, Dense()) for glob in self.kept_dense), ("*", format)]
 
     def fresh(self) -> Decoder:
         assert not formats_of(self.model), "a method left its formats behind: call unformat"
@@ -95,7 +101,7 @@ class Subject:
 def after_training(subject: Subject, label: str, name: str) -> Decoder:
     """A method without training: the model then holds, packed and decoded again, what its file would."""
     model, method = subject.fresh(), METHODS[name]
-    rules = [("*", parse_format(label))]
+    rules = subject.rules(parse_format(label))
     if usual_inputs(method) == "quantized":
         steps: Iterator[BlockStep] = walk(model, subject.calibration, Calibration(inputs="quantized"))
     else:
@@ -115,8 +121,8 @@ def bitdistiller(
     data, model = subject.data(seed), subject.fresh()
     format = parse_format(label)
     seen = windows(subject.text.head(), min(32, data.num_windows), subject.train_context)
-    clip_weights(model, [("*", format)], walk(model, seen, Calibration(inputs="full")), Clip())
-    convert(model, [("*", with_range_gradient(format))])
+    clip_weights(model, subject.rules(format), walk(model, seen, Calibration(inputs="full")), Clip())
+    convert(model, subject.rules(with_range_gradient(format)))
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     train(run, data, Cakld(teacher, gamma), steps=steps or subject.steps, schedule=constant(lr), log_every=1)
@@ -127,7 +133,7 @@ def bitdistiller(
 def ours(subject: Subject, label: str, *, seed: int = 0) -> Decoder:
     """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller."""
     cache, model = subject.cache(), subject.fresh()
-    rules = [("*", parse_format(label))]
+    rules = subject.rules(parse_format(label))
     settings = replace(subject.blockwise, seed=seed, keep_masters=True)
     tokens = subject.blockwise_part * subject.training_tokens
     num = max(4, int(tokens / settings.epochs / subject.train_context))
@@ -139,13 +145,17 @@ def ours(subject: Subject, label: str, *, seed: int = 0) -> Decoder:
     steps = (subject.training_tokens - used) // (subject.batch * subject.train_context)
     run = Run(
         model,
-        relative_adamw(model, subject.rates),
+        relative_adamw(model, softer(subject.rates, SOFTER[rules[-1][1].bits])),  # type: ignore[attr-defined]
         open_mesh(device=str(data_device(model))),
         RunLog(None, quiet=True),
     )
     hooks = [FallingRates(steps, warmup=max(1, steps // 20))]
     train(run, subject.data(seed), CachedCakld(cache), steps=steps, hooks=hooks, log_every=steps)
     return model
+
+
+def softer(rates: Rates, part: float) -> Rates:
+    return Rates(**{name: value * part for name, value in asdict(rates).items()})
 
 
 def data_device(model: Decoder) -> torch.device:
@@ -165,11 +175,13 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
 
 
 def unformat(model: Decoder) -> float:
-    """Pack and decode: dense weights that are what the packed file holds. Returns the bits per weight."""
+    """Pack and decode: dense weights that are what the packed file holds. Returns the bits per packed weight."""
     pack(model, dtype=model.compute_dtype)
-    bits = bits_per_weight(model)
+    layers = [m for _, m in format_linears(model) if m.packed]
+    weights = [m.shape[0] * m.shape[1] for m in layers]
+    bits = sum(m.format.bits_per_weight(m.shape) * n for m, n in zip(layers, weights, strict=True))
     unpack(model)
-    return bits
+    return bits / sum(weights)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------

@@ -21,16 +21,19 @@ stopped call was. The first five take about 100 seconds on an H200; on a CPU giv
 from __future__ import annotations
 
 import argparse
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.formats import parse_format
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec, load_model, read_spec
@@ -46,14 +49,15 @@ from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine
-from shoestring.train.shards import prepare
+from shoestring.train.shards import TokenShards, prepare
 from shoestring.train.trainer import Run, train
 
 BENCH = "lowbit_quality"
-SMOLLM2, SCRATCH = "SmolLM2-135M-Instruct", "124M trained here"
+SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "124M trained here", "stories260K"
 TASKS = ("lambada_openai", "arc_easy", "piqa", "openbook_qa")
 
-RATES = Rates(weight=3e-3, scale=2e-3, zero=5e-3, norm=2e-3, rest=1e-3)  # ours, end to end
+SMALL_RATES = Rates(weight=2e-2, scale=5e-3, zero=1e-2, norm=1e-2, rest=1e-2)
+RATES = Rates(weight=5e-3, scale=2e-3, zero=5e-3, norm=2e-3, rest=2e-3)  # ours, end to end, at 2 bits
 
 # (subject, method, format, seed), what is most worth knowing first.
 Cell = tuple[str, str, str, int]
@@ -73,6 +77,16 @@ CELLS: tuple[Cell, ...] = (
     *((SMOLLM2, "rtn", f, 0) for f in ("int3:g192", "nf3:s1:g192", "int4:g192", "nf4:s2:g192")),
     (SMOLLM2, "bitdistiller", "int4:g64", 0),
     *((SMOLLM2, m, f, 0) for f in ("int3:g64", "nf2:s2:g64") for m in ("awq", "gptq")),
+)
+# On a CPU: a real model of 260k parameters.
+SMALL_CELLS: tuple[Cell, ...] = (
+    *((STORIES, m, "int2:g64", 0) for m in ("rtn", "awq", "gptq", "bitdistiller@1e-3", "ours")),
+    *((STORIES, m, "nf3:s2:g64", 0) for m in ("rtn", "awq", "gptq")),
+    *((STORIES, m, "int4:g64", 0) for m in ("rtn", "awq", "gptq")),
+    *((STORIES, m, "nf3:s2:g64", 0) for m in ("bitdistiller@1e-3", "ours")),
+    *((STORIES, m, "int2:g64", 0) for m in ("bitdistiller@3e-4", "bitdistiller@3e-3")),
+    *((STORIES, m, "int2:g64", 1) for m in ("bitdistiller@1e-3", "ours")),
+    (STORIES, "ours", "int4:g64", 0),
 )
 # Seconds a cell takes on a GPU, until the first of its kind was measured.
 GUESS = {"bitdistiller": 13.0, "ours": 18.0, "gptq": 15.0, "awq": 6.0, "rtn": 3.0}
@@ -246,6 +260,35 @@ def scratch(args: argparse.Namespace, folder: Path, tokenizer: Tokenizer) -> Sub
     )
 
 
+def stories(args: argparse.Namespace, folder: Path) -> Subject:
+    """stories260K with TinyStories: the last stories are measured, the others trained on."""
+    home = args.assets / "models/stories260k"
+    model, codec = load_stories(home / "stories260K.bin"), StoryCodec(home / "tok512.bin")
+    text = (args.assets / "text/tinystories_2M.txt").read_text().split("<|endoftext|>")
+    learn, test = (
+        [i for s in part for i in (BOS, *codec.encode(s.strip()))] for part in (text[:250], text[-40:])
+    )
+    ids = np.array(learn, dtype="<u2")
+    shards = TokenShards(ids, None, hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest())
+    return Subject(
+        STORIES,
+        model,
+        None,
+        torch.tensor(test)[: args.tokens],
+        256,
+        windows(shards.head(), 32, 256),
+        shards,
+        args.small_steps,
+        16,
+        128,
+        kept_dense=("*.mlp.down",),
+        blockwise_part=0.06,
+        blockwise=Blockwise(batch=16),
+        rates=SMALL_RATES,
+        cache_folder=folder / "cache-stories",
+    )
+
+
 # -- the run -------------------------------------------------------------------------------------------------
 
 
@@ -261,11 +304,12 @@ def main() -> None:
         folder = Path(args.folder or temp)
         makers: dict[str, Callable[[], Subject]] = {
             SMOLLM2: lambda: smollm2(args, folder),
+            STORIES: lambda: stories(args, folder),
             SCRATCH: lambda: scratch(args, folder, model_tokenizer(args)),
         }
         for name, method, label, seed in cells:
             kind = method.partition("@")[0]
-            cost = taken[kind] + (0 if name in subjects or name == SMOLLM2 else args.scratch_seconds + 15)
+            cost = taken[kind] + (0 if name in subjects or name != SCRATCH else args.scratch_seconds + 15)
             if time.perf_counter() - began + cost > args.seconds:
                 print(f"left out for lack of time: {name} {method} {label} seed {seed}", flush=True)
                 continue
@@ -370,10 +414,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a toy in place of the 124M model")
     parser.add_argument("--missing", action="store_true", help="leave out what the results have")
     parser.add_argument("--only", nargs="*", help="'METHOD FORMAT' of the first model instead of all cells")
+    parser.add_argument("--small", action="store_true", help="stories260K instead: minutes on a CPU")
+    parser.add_argument("--small-steps", type=int, default=40, help="training steps of 16 x 128 tokens there")
     args = parser.parse_args()
-    args.cells = list(CELLS)
+    args.cells = list(SMALL_CELLS if args.small else CELLS)
     if args.only:
-        args.cells = [(SMOLLM2, *cell.split(), 0) for cell in args.only]
+        args.cells = [(STORIES if args.small else SMOLLM2, *cell.split(), 0) for cell in args.only]
     return args
 
 
@@ -384,7 +430,7 @@ def table() -> str:
     methods = ("rtn", "awq", "gptq", *sorted(m for m in there if m.startswith("bitdistiller")), "ours")
     tasks = sorted({k for n in lines for k in n["quality"] if k.startswith("accuracy_")})
     rows = []
-    for model in (SMOLLM2, SCRATCH):
+    for model in (SMOLLM2, SCRATCH, STORIES):
         ofs = [n for n in lines if n["config"]["model"] == model]
         for label in sorted({n["config"]["format"] for n in ofs}, key=_order):
             for method in ("dense", *methods):
@@ -406,11 +452,14 @@ def table() -> str:
                 )
     header = ["model", "format", "bits/weight", "method", "training tokens", "perplexity"]
     header += [t.removeprefix("accuracy_").replace("_openai", "") + ", %" for t in tasks]
-    config = next((n["config"] for n in lines if n["config"]["model"] == SMOLLM2), None)
-    if config is None:
+    if not lines:
         return "Not measured yet."
+    config = lines[0]["config"]
     said = (
-        f"\n\nPerplexity on the first {config['tokens']:,} tokens of the WikiText-2 test text (tokenised edition), "
+        f"\n\nstories260K: perplexity on the first {config['tokens']:,} tokens of held-out TinyStories, context 256. "
+        "Training text: other stories of the same collection."
+        if config["model"] == STORIES
+        else f"\n\nPerplexity on the first {config['tokens']:,} tokens of the WikiText-2 test text (tokenised edition), "
         f"context {config['context']:,}; for the other model on held-out text of its own corpus, context 512. "
         f"Accuracies on the first {config['items']} questions. Several seeds: lowest to highest."
     )
