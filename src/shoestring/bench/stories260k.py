@@ -72,7 +72,9 @@ def load_stories(path: Path) -> Decoder:
 class StoryCodec:
     def __init__(self, path: Path) -> None:
         raw = path.read_bytes()
-        at, self.pieces, self.scores = 4, [], {}
+        at = 4  # behind the length of the longest token
+        self.pieces: list[bytes] = []
+        self.scores: dict[bytes, tuple[float, int]] = {}  # (score, id)
         while at < len(raw):
             score, length = struct.unpack_from("<fi", raw, at)
             piece = raw[at + 8 : at + 8 + length]
