@@ -85,6 +85,21 @@ def table() -> str:
     return markdown(header, rows) + said + provenance(lines)
 
 
+def online() -> str:
+    lines = [n for n in newest("skipping") if n["metric"] == "online_ffns"]
+    rows = [
+        [
+            str(n["config"]["sublayers"]),
+            f"{n['config']['beta']:.3f}",
+            f"{n['p20']:.0f} to {n['p80']:.0f}",
+            f"{n['value']:g}",
+        ]
+        for n in lines
+    ]
+    header = ["offline set", "beta", "FFNs added, 20% to 80% of requests", "median"]
+    return markdown(header, rows) + provenance(lines)
+
+
 def _shown(perplexity: float) -> str:
     return f"{perplexity:.1f}" if perplexity < 1e4 else f"{perplexity:.0e}"
 
