@@ -11,6 +11,8 @@ import torch
 
 from shoestring.bench import lowbit_quality
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
+from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
+from shoestring.evals.perplexity import perplexity
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
@@ -105,10 +107,23 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setattr("shoestring.bench.results.RESULTS", tmp_path)
     page = lowbit_quality.table()
-    assert "| int2:g64 | 2.38 | ours | 1.31M | 50.00 to 52.00 | 50.0 |" in page
-    assert page.index("ours | 1.31M | 20.50") < page.index("gptq")  # 4 bits before 2
+    assert "| int2:g64 | 2.38 | ours | 1,310,720 | 50.00 to 52.00 | 50.0 |" in page
+    assert page.index("ours | 1,310,720 | 20.50") < page.index("gptq")  # 4 bits before 2
     said = lowbit_quality.verdicts()
-    assert "holds: BitDistiller far below gptq at int2:g64: 70.00 against 400.00" in said
-    assert "FAILS: BitDistiller far below awq at int2:g64: 70.00 against 90.00" in said
-    assert "holds: ours below BitDistiller at int2:g64: 51.00 against 70.00" in said
+    assert (
+        "holds: BitDistiller far below gptq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 400.00" in said
+    )
+    assert "FAILS: BitDistiller far below awq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 90.00" in said
+    assert "holds: ours below BitDistiller at int2:g64, SmolLM2-135M-Instruct: 51.00 against 70.00" in said
     assert any(s.startswith("holds: ours at 4 bits within 5%") for s in said) and len(said) == 4
+
+
+@pytest.mark.assets
+def test_stories260k_is_read_as_it_was_trained(assets: Path) -> None:
+    home = assets / "models/stories260k"
+    model, codec = load_stories(home / "stories260K.bin"), StoryCodec(home / "tok512.bin")
+    story = (assets / "text/tinystories_2M.txt").read_text().split("<|endoftext|>")[3].strip()
+    ids = codec.encode(story)
+    text = b"".join(codec.pieces[i] for i in ids).decode()
+    assert text.replace("<0x0A> ", "\n").strip() == story
+    assert perplexity(model, torch.tensor([BOS, *ids]), context=256).value < 8  # 512 tokens; chance is 512

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -366,14 +367,15 @@ def verdicts() -> list[str]:
     def of(method: str, label: str, model: str = SMOLLM2) -> float | None:
         return found.get((model, method, label))
 
-    for label in ("int2:g64", "int2:g192"):
+    for model, label in itertools.product((SMOLLM2, STORIES), ("int2:g64", "int2:g192")):
         for other in ("gptq", "awq"):
-            compare(
-                f"BitDistiller far below {other} at {label}", of("bitdistiller", label), of(other, label), 1.5
-            )
-    for label in ("int2:g64", "nf3:s2:g64", "int2:g192", "nf3:s2:g192"):
-        compare(f"ours below BitDistiller at {label}", of("ours", label), of("bitdistiller", label))
-    for model in (SMOLLM2, SCRATCH):
+            what = f"BitDistiller far below {other} at {label}, {model}"
+            compare(what, of("bitdistiller", label, model), of(other, label, model), 1.5)
+    labels = ("int2:g64", "nf3:s2:g64", "int2:g192", "nf3:s2:g192")
+    for model, label in itertools.product((SMOLLM2, STORIES), labels):
+        what = f"ours below BitDistiller at {label}, {model}"
+        compare(what, of("ours", label, model), of("bitdistiller", label, model))
+    for model in (SMOLLM2, SCRATCH, STORIES):
         full = of("dense", "dense", model)
         compare(
             f"ours at 4 bits within 5%, {model}",
@@ -451,7 +453,7 @@ def table() -> str:
                     for t in tasks
                 ]
                 tokens = here[0]["config"].get("training_tokens", 0)
-                trained = f"{tokens / 1e6:.2f}M" if tokens else ""
+                trained = f"{tokens:,}" if tokens else ""
                 rows.append(
                     [model, label, f"{here[0]['config']['bits']:.2f}", method, trained, shown, *accuracies]
                 )
@@ -459,15 +461,19 @@ def table() -> str:
     header += [t.removeprefix("accuracy_").replace("_openai", "") + ", %" for t in tasks]
     if not lines:
         return "Not measured yet."
-    config = lines[0]["config"]
-    said = (
-        f"\n\nstories260K: perplexity on the first {config['tokens']:,} tokens of held-out TinyStories, context 256. "
-        "Training text: other stories of the same collection."
-        if config["model"] == STORIES
-        else f"\n\nPerplexity on the first {config['tokens']:,} tokens of the WikiText-2 test text (tokenised edition), "
-        f"context {config['context']:,}; for the other model on held-out text of its own corpus, context 512. "
-        f"Accuracies on the first {config['items']} questions. Several seeds: lowest to highest."
+    configs = {n["config"]["model"]: n["config"] for n in reversed(lines)}
+    texts = {
+        SMOLLM2: "the WikiText-2 test text (tokenised edition)",
+        SCRATCH: "held-out text of its own corpus",
+        STORIES: "held-out TinyStories",
+    }
+    said = "".join(
+        f" {model}: the first {c['tokens']:,} tokens of {texts[model]}, context {c['context']:,}."
+        for model, c in configs.items()
     )
+    said = f"\n\nPerplexity on:{said} Several seeds: lowest to highest. @ is the learning rate."
+    if tasks:
+        said += f" Accuracies on the first {max(c['items'] for c in configs.values())} questions."
     return markdown(header, rows) + said + provenance(lines)
 
 
