@@ -142,8 +142,7 @@ def generate(
     loaded = _load(model, device, dtype, int8_activations, ranks)
     if ranks is not None and not ranks.first:
         ranks.follow(loaded.model)
-        ranks.close()
-        return
+        return ranks.close()
     try:
         tokens = need_tokenizer(loaded).encode(text)
         limit = loaded.spec.max_positions
@@ -153,8 +152,7 @@ def generate(
         stream_text(engine, tokens, sampling, stats)
     finally:
         if ranks is not None:
-            ranks.dismiss()
-            ranks.close()
+            ranks.end()
 
 
 @app.command()

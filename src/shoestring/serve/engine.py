@@ -23,8 +23,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args
+from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,53 +32,32 @@ from torch import Tensor
 from shoestring.errors import UserError, suggest
 from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
-from shoestring.serve.blocks import BlockPool, Table
-from shoestring.serve.cuda_graphs import Flight
+from shoestring.serve.admission import (
+    Prompt,
+    TextCodec,
+    check_least,
+    context_limit,
+    eos_ids_of,
+    prompt_tokens,
+)
+from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.serve.kv_cache import Span, cache_root
-from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request
-from shoestring.serve.runner import Batch, Runner
+from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
+from shoestring.serve.runner import Runner
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.self_skip import stack_self_skip
 from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
+from shoestring.serve.step_work import Launched, batch_of, check_of
 from shoestring.serve.tensor_parallel import LeadRunner, Ranks
-from shoestring.serve.text import TextStream, TokenStream
-from shoestring.serve.verify import Check, Rule, Verify, accept, needs_logits, note_gained, verify
+from shoestring.serve.text import TextStream
+from shoestring.serve.verify import Rule, Verify, accept, needs_logits, note_gained, verify
 
 __all__ = ["Completion", "Drafter", "Engine", "Output", "Prompt", "Request", "Stats", "TextCodec"]
 
-Prompt = str | Sequence[int]
 FIXED_DRAFTS = 4  # where lengths cannot be chosen by measured time
-
-
-class TextCodec(Protocol):
-    """The part of `model.tokenizer.Tokenizer` that the engine uses."""
-
-    eos_ids: set[int]
-
-    def encode(self, text: str) -> list[int]: ...
-    def stream(self) -> TokenStream: ...
-
-
-@dataclass
-class Stats:
-    """Counters since the engine was built."""
-
-    num_steps: int = 0
-    num_rows: int = 0
-    num_new_tokens: int = 0
-    num_drafted: int = 0  # drafts that were verified
-    num_accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # accepted drafts by place: first, second, ...
-    num_prefix_asked: int = 0  # tokens of admitted requests
-    num_prefix_hits: int = 0  # of those, tokens whose keys and values were in the prefix cache
-    num_preemptions: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 class Engine:
@@ -113,20 +92,20 @@ class Engine:
         `graphs`: fused steps with fixed addresses, CUDA graphs on a GPU; None: where there are kernels.
         `ranks`: the processes that hold the other shares of the model and follow this one."""
         spec = model.spec
-        _check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
-        _check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
+        check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
+        check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
         if rule not in ("auto", *get_args(Rule)):
             raise UserError(
                 f"rule={rule!r} is not known; give coupled, token, block or auto."
                 + suggest(rule, ["auto", *get_args(Rule)])
             )
-        context = _context(spec.max_positions, max_context, block_size, num_blocks)
+        context = context_limit(spec.max_positions, max_context, block_size, num_blocks)
         grows = num_blocks is None
         if num_blocks is None:
             num_blocks = max_requests * -(-context // block_size)
         self.model, self.tokenizer, self.max_context, self.chunk = model, tokenizer, context, chunk
         self.rule, self.verify, self.clock = rule, verify, clock
-        self.eos_ids = _eos_ids(model, tokenizer) if eos_ids is None else set(eos_ids)
+        self.eos_ids = eos_ids_of(model, tokenizer) if eos_ids is None else set(eos_ids)
         pool = BlockPool(num_blocks, block_size, grows=grows, prefix_cache=prefix_cache)
         if ranks is not None:
             self.runner: Runner = LeadRunner(model, pool, ranks)
@@ -147,7 +126,7 @@ class Engine:
                 self.goodput = Goodput(self._profile)
         self.stats = Stats()
         self._ids = itertools.count()
-        self._flight: _Flight | None = None  # a step that runs ahead of what is known
+        self._flight: Launched | None = None  # a step that runs ahead of what is known
         self._ended: float | None = None  # when the last step did, while steps of the same requests follow
 
     # -- requests in and out --------------------------------------------------------------------------------
@@ -183,29 +162,7 @@ class Engine:
 
     def _request(self, prompt: Prompt, sampling: Sampling | None) -> Request:
         sampling = sampling or Sampling()
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UserError(
-                    "a text prompt needs a tokenizer, and this model came without one; give token ids"
-                )
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            tokens = [int(t) for t in prompt]
-        vocab = self.model.spec.vocab_size
-        if not tokens:
-            raise UserError("the prompt is empty; give at least one token to continue from")
-        if len(tokens) >= self.max_context:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_context}, the first "
-                f"new one included; shorten it to {self.max_context - 1} tokens or raise max_context "
-                "(or num_blocks)"
-            )
-        bad = next((t for t in tokens if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise UserError(
-                f"token id {bad} is outside the vocabulary of {vocab} (0 to {vocab - 1}); "
-                "encode the prompt with this model's own tokenizer"
-            )
+        tokens = prompt_tokens(prompt, self.tokenizer, self.model.spec.vocab_size, self.max_context)
         if sampling.stop and self.tokenizer is None:
             raise UserError(
                 f"stop strings {sampling.stop} need a tokenizer; build the engine with one or drop them"
@@ -249,7 +206,7 @@ class Engine:
         logits_RV, checked, watched = self._forward(work)
         gained: list[list[int]] = []
         if checked:
-            gained = self.verify(logits_RV, [_check(r) for r in checked])
+            gained = self.verify(logits_RV, [check_of(r) for r in checked])
         if self.goodput is not None and checked:
             num_rows = sum(num for _, num in work)
             self._clocked(num_rows, began, sum(map(len, gained)))
@@ -258,24 +215,24 @@ class Engine:
         return [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
 
     # -- steps whose tokens are chosen on the device --------------------------------------------------------
-    def _launch(self, work: Work, began: float) -> _Flight | None:
+    def _launch(self, work: Work, began: float) -> Launched | None:
         """Start a step in which every request gains tokens by the coupled rule; None where it is not such a one."""
         requests = [r for r, _ in work]
         if not all(r.ready and (r.rule == "coupled" or not r.drafts) for r in requests):
             return None
-        checks = [_check(r) for r in requests]
+        checks = [check_of(r) for r in requests]
         if needs_logits(self.verify, checks) or self.skipping.watching(work) is not None:
             return None
         groups = self.skipping.groups(work)
         if len(groups) > 1:
             return None
-        batch = self._batch(work)[0]
+        batch = batch_of(work)[0]
         handle = self.runner.choose(batch, [r.sampling for r in requests], groups[0][0])
         if handle is None:
             return None
-        return _Flight(requests, [r.table for r in requests], checks, groups[0][0], handle, began)
+        return Launched(requests, [r.table for r in requests], checks, groups[0][0], handle, began)
 
-    def _run_ahead(self, flight: _Flight) -> _Flight | None:
+    def _run_ahead(self, flight: Launched) -> Launched | None:
         """Start the step after `flight` before its tokens are known on the host, where nothing but those tokens
         could change that step: it takes them from the device. A request that turns out to have ended had its
         row computed for nothing."""
@@ -294,11 +251,11 @@ class Engine:
             if not self.cache.pool.grow(request.table, position + 1):
                 return None
             spans.append(Span(request.table.blocks, position, 1))
-            checks.append(replace(_check(request), position=position + 1))
+            checks.append(replace(check_of(request), position=position + 1))
         handle = self.runner.choose_next(spans, [r.sampling for r in requests], flight.skip)
         self.stats.num_steps += 1
         self.stats.num_rows += len(requests)
-        return _Flight(requests, flight.tables, checks, flight.skip, handle, time.perf_counter())
+        return Launched(requests, flight.tables, checks, flight.skip, handle, time.perf_counter())
 
     def _drafts_next(self, num_requests: int) -> bool:
         """Whether the next step of these requests would have drafts."""
@@ -308,7 +265,7 @@ class Engine:
             num_requests, self._most_drafts(num_requests)
         )
 
-    def _land(self, flight: _Flight) -> list[Output]:
+    def _land(self, flight: Launched) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
         targets = flight.handle.tokens()
         landed = [
@@ -402,28 +359,10 @@ class Engine:
     def _forward_alike(
         self, work: Work, skip: SkipSet | None
     ) -> tuple[Tensor, list[Request], Watched | None]:
-        batch, checked = self._batch(work)
+        batch, checked = batch_of(work)
         watched = self.skipping.watching(work)
         watch = None if watched is None else watched.watch
         return self.runner.forward(batch, skip, watch), checked, watched
-
-    def _batch(self, work: Work) -> tuple[Batch, list[Request]]:
-        """What a step computes, and the requests that it verifies."""
-        tokens: list[int] = []
-        rows: list[int] = []
-        spans: list[Span] = []
-        checked: list[Request] = []
-        for request, num in work:
-            assert request.table is not None
-            span = Span(request.table.blocks, request.num_computed, num)
-            last = len(request.tokens) - 1
-            if span.stop > last:
-                checked.append(request)
-                first_row = len(tokens) + last - span.start
-                rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
-            tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
-            spans.append(span)
-        return Batch(spans, tokens, rows), checked
 
     def _commit(self, request: Request, gained: list[int]) -> Output:
         num_drafted, num_accepted = len(request.drafts), len(gained) - 1
@@ -457,13 +396,7 @@ class Engine:
             self.cache.pool.seal(request.table, request.tokens, num)
 
     def _count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
-        stats = self.stats
-        stats.num_new_tokens += num_new
-        stats.num_drafted += num_drafted
-        stats.num_accepted += num_accepted
-        stats.accepted_at += [0] * (num_accepted - len(stats.accepted_at))
-        for place in range(num_accepted):
-            stats.accepted_at[place] += 1
+        self.stats.count(num_drafted, num_accepted, num_new)
         if self.goodput is not None:
             self.goodput.accept(num_drafted, num_accepted)
 
@@ -511,7 +444,7 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request)
-        return [_completion(r) for r in requests]
+        return [completion_of(r) for r in requests]
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
         """Text pieces as they become certain. Closing the iterator aborts the request."""
@@ -546,63 +479,3 @@ class Engine:
         """Seconds of a target pass over this many rows; the requests' cache is not touched."""
         self._ended = None  # measuring is not part of a step
         return self.runner.seconds(rows, self.skipping.usual)
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step on its way: its requests, as they were, and where their tokens will be."""
-
-    requests: list[Request]
-    tables: list[Table | None]
-    checks: list[Check]
-    skip: SkipSet | None
-    handle: Flight
-    began: float
-
-    @property
-    def alive(self) -> list[bool]:
-        """Which of the requests still run, and have not been preempted since."""
-        return [
-            r.finish_reason is None and r.table is t for r, t in zip(self.requests, self.tables, strict=True)
-        ]
-
-
-def _check(request: Request) -> Check:
-    draft = request.draft
-    return Check(tuple(draft.tokens), len(request.tokens), request.sampling, draft.probs_GV, request.rule)
-
-
-def _completion(request: Request) -> Completion:
-    assert request.finish_reason is not None
-    return Completion(request.text, request.new_tokens, request.finish_reason, request.num_prompt)
-
-
-def _eos_ids(model: Decoder, tokenizer: TextCodec | None) -> set[int]:
-    ids = set() if tokenizer is None else set(tokenizer.eos_ids)
-    return ids | set(model.spec.eos_ids)
-
-
-def _check_least(*, least: int = 1, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise UserError(f"{name}={value} is not allowed; give {least} or more")
-
-
-def _context(positions: int, max_context: int | None, block_size: int, num_blocks: int | None) -> int:
-    """Tokens of one request at most: a request alone always fits the blocks there are."""
-    context = positions if max_context is None else max_context
-    if not 1 <= context <= positions:
-        raise UserError(
-            f"max_context={context} does not fit this model, which has {positions} positions; "
-            f"give 1 to {positions}"
-        )
-    if num_blocks is None:
-        return context
-    _check_least(num_blocks=num_blocks)
-    room = num_blocks * block_size
-    if max_context is not None and max_context > room:
-        raise UserError(
-            f"max_context={max_context} needs {-(-max_context // block_size)} blocks of {block_size} positions, "
-            f"but num_blocks={num_blocks}; raise one or lower the other"
-        )
-    return min(context, room)

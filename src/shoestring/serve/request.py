@@ -99,3 +99,36 @@ class Completion:
     token_ids: list[int]  # every new token, the end-of-text or stop-completing one included
     finish_reason: FinishReason
     num_prompt: int
+
+
+def completion_of(request: Request) -> Completion:
+    assert request.finish_reason is not None
+    return Completion(request.text, request.new_tokens, request.finish_reason, request.num_prompt)
+
+
+@dataclass
+class Stats:
+    """Counters since the engine was built."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_new_tokens: int = 0
+    num_drafted: int = 0  # drafts that were verified
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # accepted drafts by place: first, second, ...
+    num_prefix_asked: int = 0  # tokens of admitted requests
+    num_prefix_hits: int = 0  # of those, tokens whose keys and values were in the prefix cache
+    num_preemptions: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    def count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
+        """A request gained num_new tokens; of its drafts so many were accepted."""
+        self.num_new_tokens += num_new
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1

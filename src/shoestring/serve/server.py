@@ -223,15 +223,13 @@ def main(
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, signal.SIG_IGN)  # the first process drains, and needs this one to
         ranks.follow(loaded.model)
-        ranks.close()
-        return
+        return ranks.close()
     try:
         with listen(options.host, options.port) as listener:
             _serve(model_path, options, listener, template, device, dtype, skips, ranks)
     finally:
         if ranks is not None:
-            ranks.dismiss()
-            ranks.close()
+            ranks.end()
 
 
 def _serve(

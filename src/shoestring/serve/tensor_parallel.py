@@ -84,8 +84,13 @@ class Ranks:
         self.send(Order.CLOSE, [])
 
     def close(self) -> None:
-        """The end, on every process; the first dismisses the others before."""
+        """Leave the group, on every process."""
         self.mesh.close()
+
+    def end(self) -> None:
+        """The last thing the first process does."""
+        self.dismiss()
+        self.close()
 
     # -- the line -------------------------------------------------------------------------------------------
     def send(self, order: Order, numbers: Sequence[int]) -> None:
