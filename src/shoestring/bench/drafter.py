@@ -233,8 +233,12 @@ class Bench:
                 "drafts": NUM_DRAFTS,
                 **config,
             },
-            note=f"greedy, one request at a time, {NUM_PROMPTS} prompts of {size.prompt_tokens} tokens, "
-            f"{size.new_tokens} new; acceptance on {len(self.prompts)} prompts",
+            note=f"acceptance on {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens // 2} new"
+            + (
+                f"; tokens/s: {NUM_PROMPTS} of them, one at a time, {size.new_tokens} new"
+                if self.speed
+                else ""
+            ),
         )
         print(
             f"{name:24} {budget:13} acceptance {found['acceptance']:.3f} length {found['accepted_length']:.2f}  "
@@ -425,8 +429,8 @@ def table() -> str:
                 f"{q['accepted_length']:.2f}",
                 f"{q['sampled_acceptance']:.3f}",
                 f"{q['sampled_accepted_length']:.2f}",
-                f"{n['value']:,.0f}",
-                f"{n['ratio']:.2f}",
+                f"{n['value']:,.0f}" if n["ratio"] else "",
+                f"{n['ratio']:.2f}" if n["ratio"] else "",
             ]
         )
     header = [

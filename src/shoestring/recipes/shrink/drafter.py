@@ -8,8 +8,8 @@ Run:     shoestring run shrink/drafter model=RUN                             pro
          shoestring generate MODEL "def main(" --drafter RUN --stats
 Needs:   memory for the model and its drafter; 261 bytes of disk per token of text for the model's top 64
 Time:    the demo's model (2.3M parameters), 160 prompts, layers=1, 120 steps of 16 x 128 tokens: 2 minutes of a CPU
-Expect:  there, with loss=lk_hybrid: acceptance 0.91 greedy (0.72 before training), 0.73 sampled (0.64 before), 1.5 times
-         the tokens per second; docs/methods/drafter.md compares the methods
+Expect:  there, with loss=lk_hybrid: acceptance 0.91 greedy (0.72 before training), 0.73 sampled (0.64 before), 1.5
+         times the tokens per second; docs/methods/drafter.md compares the methods
 Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on prompts
          that it never saw in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
 """
