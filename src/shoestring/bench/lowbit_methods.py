@@ -130,8 +130,11 @@ def bitdistiller(
     return model, sum(last) / len(last)
 
 
-def ours(subject: Subject, label: str, *, seed: int = 0) -> Decoder:
-    """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller."""
+def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> Decoder:
+    """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller.
+
+    `part` of the subject's rates end to end.
+    """
     cache, model = subject.cache(), subject.fresh()
     rules = subject.rules(parse_format(label))
     settings = replace(subject.blockwise, seed=seed, keep_masters=True)
@@ -145,7 +148,7 @@ def ours(subject: Subject, label: str, *, seed: int = 0) -> Decoder:
     steps = (subject.training_tokens - used) // (subject.batch * subject.train_context)
     run = Run(
         model,
-        relative_adamw(model, softer(subject.rates, SOFTER[rules[-1][1].bits])),  # type: ignore[attr-defined]
+        relative_adamw(model, softer(subject.rates, part)),
         open_mesh(device=str(data_device(model))),
         RunLog(None, quiet=True),
     )
@@ -163,14 +166,16 @@ def data_device(model: Decoder) -> torch.device:
 
 
 def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
-    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR or ours."""
+    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR, ours or ours@PART (of its rates)."""
     name, _, given = method.partition("@")
     if name == "bitdistiller":
         lr = float(given) if given else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
         model, _ = bitdistiller(subject, label, lr=lr, seed=seed)
         return model, {"training_tokens": subject.training_tokens, "lr": lr}
     if name == "ours":
-        return ours(subject, label, seed=seed), {"training_tokens": subject.training_tokens}
+        part = float(given) if given else SOFTER[parse_format(label).bits]  # type: ignore[attr-defined]
+        told = {"training_tokens": subject.training_tokens, "rates": part}
+        return ours(subject, label, seed=seed, part=part), told
     return after_training(subject, label, method), {"training_tokens": 0}
 
 

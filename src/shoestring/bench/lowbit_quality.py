@@ -434,7 +434,7 @@ def table() -> str:
     """Perplexity by format and method, seeds as lowest-highest; then accuracies."""
     lines = newest(BENCH)
     there = {n["config"]["method"] for n in lines}
-    methods = ("rtn", "awq", "gptq", *sorted(m for m in there if m.startswith("bitdistiller")), "ours")
+    methods = ("rtn", "awq", "gptq", *sorted(m for m in there if m.startswith(("bitdistiller", "ours"))))
     tasks = sorted({k for n in lines for k in n["quality"] if k.startswith("accuracy_")})
     rows = []
     for model in (SMOLLM2, SCRATCH, STORIES):
@@ -471,7 +471,9 @@ def table() -> str:
         f" {model}: the first {c['tokens']:,} tokens of {texts[model]}, context {c['context']:,}."
         for model, c in configs.items()
     )
-    said = f"\n\nPerplexity on:{said} Several seeds: lowest to highest. @ is the learning rate."
+    said = f"\n\nPerplexity on:{said} @: BitDistiller's learning rate, or the part of ours' rates."
+    if len({n["config"]["seed"] for n in lines}) > 1:
+        said += " Several seeds: lowest to highest."
     if tasks:
         said += f" Accuracies on the first {max(c['items'] for c in configs.values())} questions."
     return markdown(header, rows) + said + provenance(lines)
