@@ -102,6 +102,10 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
                 line("ours", "int2:g64", 0, 50.0, 1_310_720),
                 line("ours", "int2:g64", 1, 52.0, 1_310_720),
                 line("ours", "int4:g64", 0, 20.5, 1_310_720),
+                line("bitdistiller@1e-4", "nf3:s2:g64", 0, 24.0, 1_310_720),
+                line("bitdistiller@3e-4", "nf3:s2:g64", 0, 23.0, 1_310_720),
+                line("ours", "nf3:s2:g64", 0, 22.5, 1_310_720),
+                line("ours", "nf3:s2:g64", 1, 23.1, 1_310_720),
             )
         )
     )
@@ -115,7 +119,8 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     )
     assert "FAILS: BitDistiller far below awq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 90.00" in said
     assert "holds: ours below BitDistiller at int2:g64, SmolLM2-135M-Instruct: 51.00 against 70.00" in said
-    assert any(s.startswith("holds: ours at 4 bits within 5%") for s in said) and len(said) == 4
+    assert any(s.startswith("holds: ours at 4 bits within 5%") for s in said) and len(said) == 5
+    assert "ties: ours below BitDistiller at nf3:s2:g64, SmolLM2-135M-Instruct: 22.80 against 23.00" in said
 
 
 @pytest.mark.assets
