@@ -108,7 +108,9 @@ def test_zero_and_constant_groups_keep_their_value(label: str) -> None:
     parts = format.encode(w, {n: a.tensor for n, a in format.state(w).items()})
     got = format.decode(parts, torch.float32)
     assert got.isfinite().all() and not got[0].any() and not got[3, :32].any()
-    coarse = 0.51 / 7.5 if "sym" in label else 0.01  # the middle of the codes leaves one end half a step short
+    coarse = (
+        0.51 / 7.5 if "sym" in label else 0.01
+    )  # the middle of the codes leaves one end half a step short
     torch.testing.assert_close(got, w, rtol=coarse, atol=1e-6)
 
 
