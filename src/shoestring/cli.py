@@ -20,7 +20,7 @@ import typer
 
 from shoestring import __version__
 from shoestring.errors import Interrupted, UserError
-from shoestring.terminal import find_skips, open_engine, stream_text, user_lines
+from shoestring.terminal import find_skips, open_engine, read_prompt, stream_text, user_lines
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
@@ -137,7 +137,7 @@ def generate(
     from shoestring.serve.tensor_parallel import open_ranks
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     ranks = open_ranks(device)
     loaded = _load(model, device, dtype, int8_activations, ranks)
     if ranks is not None and not ranks.first:
@@ -374,9 +374,14 @@ def bench_serve(
     if trace is not None:
         plan = from_trace(trace, seconds, rate=rate)
     else:
-        plan = poisson(rate or 1.0, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
+        plan = poisson(
+            1.0 if rate is None else rate, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed
+        )
     is_url = target.startswith(("http://", "https://"))
-    options = shlex.split(serve_options)
+    try:
+        options = shlex.split(serve_options)
+    except ValueError as error:
+        raise UserError(f"--serve-options {serve_options!r} cannot be read: {error}") from None
     with (
         nullcontext(target.rstrip("/").removesuffix("/v1")) if is_url else own_server(target, options) as url
     ):

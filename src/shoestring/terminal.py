@@ -27,7 +27,7 @@ def open_engine(
 ) -> Engine:
     from shoestring.serve import Engine, open_drafter
 
-    if ranks is not None and skip != "none" and not all(Path(p).is_file() for p in skip.split("+")):
+    if ranks is not None and skip != "none" and not _is_files(skip):
         raise UserError(
             f"--skip {skip} looks for a set with the whole model, which is shared out over processes here; "
             "find one first (shoestring run shrink/skip_set) and give its file"
@@ -47,6 +47,10 @@ def open_engine(
         draft_skip=draft_skip,
         ranks=ranks,
     )
+
+
+def _is_files(skip: str) -> bool:
+    return all(Path(p).is_file() for p in skip.removeprefix("lossless:").split("+"))
 
 
 def find_skips(loaded: Loaded, skip: str, context: int) -> tuple[SkipPolicy | None, SkipSet | None]:
@@ -88,6 +92,20 @@ def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bo
     return "".join(pieces)
 
 
+def read_prompt(prompt: str) -> str:
+    """The prompt itself; for -, all of standard input."""
+    try:
+        return check_text(sys.stdin.read() if prompt == "-" else prompt)
+    except UnicodeError:
+        raise UserError("the prompt is not text in UTF-8; convert it first (iconv, say)") from None
+
+
+def check_text(text: str) -> str:
+    """The text itself. Bytes that are none come from the command line as lone surrogates: a UnicodeError."""
+    text.encode()
+    return text
+
+
 def user_lines() -> Any:
     """Lines typed by the user (with a prompt) or piped in, until the end of input."""
     interactive = sys.stdin.isatty()
@@ -95,9 +113,11 @@ def user_lines() -> Any:
         print("Type a message; an empty line or Ctrl-D ends the chat.")
     while True:
         try:
-            line = input("> " if interactive else "").strip()
+            line = check_text(input("> " if interactive else "").strip())
         except (EOFError, KeyboardInterrupt):
             return
+        except UnicodeError:
+            raise UserError("a message is not text in UTF-8; convert it first (iconv, say)") from None
         if not line and interactive:
             return
         if line:

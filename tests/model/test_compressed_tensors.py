@@ -253,6 +253,19 @@ def five_bits(folder: Path) -> None:
     add_tensor(folder, name, torch.zeros(64, 10, dtype=torch.int32))
 
 
+def three_sizes(folder: Path) -> None:
+    add_tensor(folder, "model.layers.0.self_attn.q_proj.weight_shape", torch.tensor([64, 64, 1]))
+
+
+def other_zeros(folder: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight_zero_point"
+    add_tensor(folder, name, torch.zeros(3, 3, dtype=torch.int32))
+
+
+def no_groups(folder: Path) -> None:
+    change_config(folder, lambda q: q.update(config_groups={"group_0": []}))
+
+
 def stranger(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for n in [n for n in tensors if "layers.1.mlp.up_proj" in n]:
@@ -269,6 +282,9 @@ def stranger(folder: Path) -> None:
         (reordered, ["weight_g_idx", "act-order"]),
         (scale_missing, ["q_proj.weight_scale", "missing"]),
         (five_bits, ["[64, 10]", "2, 3, 4 and 8 bits"]),
+        (three_sizes, ["q_proj.weight_shape", "two sizes"]),
+        (other_zeros, ["zero points", "q_proj", "[3, 3]"]),
+        (no_groups, ["an unknown format"]),
         (stranger, ["other_proj", "llama"]),
     ],
 )

@@ -15,7 +15,9 @@ from shoestring.model.untie import untie_head
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.cpu_step import CpuStep, steppable
+from shoestring.serve.drafters import DraftModel, trim_head
 from shoestring.serve.kv_cache import KVCache, Span
+from shoestring.serve.runner import Batch
 
 pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 SPEC = ModelSpec(96, 64, 2, 4, 2, 16, 128, 64, bos_id=1, eos_id=2)
@@ -88,6 +90,24 @@ def test_the_engine_takes_it_for_single_rows_and_the_plain_forward_for_others(
     ]
     # Last bits may turn a level of an input, and that a choice between two tokens that are almost equal.
     assert sum(a == b for a, b in zip(alone, without, strict=True)) >= 2
+
+
+def test_a_draft_models_logits_are_for_the_targets_tokens() -> None:
+    model, ids = served(), [3, 50, 7]
+    trim_head(model, ids)
+    drafter = DraftModel(model, vocab_ids=ids)
+    table = drafter.pool.open(b"", [5])
+    assert table is not None
+    batch = Batch([Span(table.blocks, 0, 1)], [5], [0])
+    plain = drafter.runner.forward(batch)
+    drafter.runner.refresh()  # from here on the short step
+    assert drafter.runner._cpu is not None
+    short = drafter.runner.forward(batch)
+    assert short.shape == (1, SPEC.vocab_size)
+    assert short.isfinite().nonzero()[:, 1].tolist() == sorted(ids)
+    torch.testing.assert_close(
+        short[:, ids], plain[:, ids], atol=0.02 * float(plain[:, ids].abs().max()), rtol=0
+    )
 
 
 def test_changed_weights_are_noticed_and_other_models_take_the_plain_forward() -> None:

@@ -19,6 +19,7 @@ Every function here is an operator of its own (torch.library), so that compiled 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -235,7 +236,8 @@ def _table() -> dict[tuple[int, int, int, str], Measured]:
 
 def _save() -> None:
     path = table_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-        json.dump([asdict(found) for found in _table().values()], f, indent=1)
-    Path(f.name).replace(path)
+    with contextlib.suppress(OSError):  # nowhere to write: measured again by the next process
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+            json.dump([asdict(found) for found in _table().values()], f, indent=1)
+        Path(f.name).replace(path)

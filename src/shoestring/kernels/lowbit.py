@@ -58,13 +58,6 @@ def decode_chunks_ref(chunks: Tensor, table: Tensor | None, layout: Layout, widt
     return (level * torch.where(level > 0, up, down)).flatten(-2)
 
 
-def lowbit_linear_ref(
-    x: Tensor, chunks: Tensor, table: Tensor | None, bias: Tensor | None, layout: Layout
-) -> Tensor:
-    """`x` [..., in] times the weight, decoded in fp32 and rounded once to x's dtype."""
-    return F.linear(x, decode_chunks_ref(chunks, table, layout, x.shape[-1]).to(x.dtype), bias)
-
-
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -196,12 +189,13 @@ def choose_plan(layout: Layout, rows: int, out: int, width: int) -> Plan:
     if given:
         try:
             plan = dataclasses.replace(plan, **json.loads(given))
-        except (TypeError, ValueError) as error:
+            fits = plan.fits(layout, rows, width)
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise UserError(
                 f"SHOESTRING_LOWBIT_PLAN={given!r} is not a plan ({error}): write some of "
                 f"{', '.join(f.name for f in dataclasses.fields(Plan))} as JSON."
             ) from error
-        if not plan.fits(layout, rows, width):
+        if not fits:
             raise UserError(f"SHOESTRING_LOWBIT_PLAN={given!r} needs more shared memory than a block has.")
         if layout.table and plan.mode == 1:
             raise UserError(

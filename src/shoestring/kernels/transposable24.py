@@ -94,7 +94,7 @@ def transposable_mask(w: Tensor) -> Tensor:
     mask = torch.empty(rows, cols, dtype=torch.uint8, device=w.device)
     block = 128
     _tile_mask_kernel[(rows // TILE, -(-cols // (TILE * block)))](
-        w, mask, rows, cols, w.stride(0), ROWS_OF=_pattern_codes(), BLOCK=block, num_warps=4
+        w, mask, cols, w.stride(0), ROWS_OF=_pattern_codes(), BLOCK=block, num_warps=4
     )
     return mask.view(torch.bool)
 

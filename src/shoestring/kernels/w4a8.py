@@ -11,7 +11,7 @@ a scale per group of 32k weights or per row, in integers. Everything else is arr
     8 bits      q = 16 h + l: two planes, h - 8 with scale 16 s and l - 8 with scale s, and the rest as above
 
 This is another function than x W^T: it is only used where somebody asked for it. `error_bound` says how far it
-may be off: half a level of x for every weight, and the scales of groups, which the Arm kernel takes as
+may be off: a level of x for every weight, and the scales of groups, which the Arm kernel takes as
 bfloat16 (a scale per row stays fp32; bfloat16 scales are exact). With other scales the operator takes the
 portable loop, which is what other processors have.
 """

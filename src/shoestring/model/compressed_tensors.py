@@ -9,7 +9,8 @@ A linear layer `X` of a "pack-quantized" folder is
 
 and config.json says bits and groups under `quantization_config`. Codes and zero points there are signed with
 2**(b-1) added before packing, which makes them our unsigned ones, and the stream is that of kernels/packing.py:
-`weight_codes` is `weight_packed` seen as bytes. Nothing is rounded in either direction, so logits agree.
+`weight_codes` is `weight_packed` seen as bytes. Nothing is rounded in either direction, so logits agree, except
+that fp32 scales of others are held here in fp16.
 
 The layout has no tables, no masks, and only one way to store 3 bits that all readers agree on: none. What it
 cannot hold is a UserError that says what to write instead. Left out on purpose: activation quantization, rotations
@@ -287,8 +288,13 @@ class CompressedFiles:
             raise UserError(
                 f"{self.folder}: tensor {module + '.' + missing[0]!r} is missing; download it again"
             )
-        rows, width = self._files.read(f"{module}.weight_shape").tolist()
-        return rows, width
+        shape = self._files.read(f"{module}.weight_shape").flatten().tolist()
+        if len(shape) != 2:
+            raise UserError(
+                f"{self.folder}: {module + '.weight_shape'!r} is {shape}, not the two sizes of a matrix; download it "
+                "again"
+            )
+        return int(shape[0]), int(shape[1])
 
     def _format_of(self, module: str, stored: set[str]) -> IntAsym:
         (rows, width), packed = self.shapes[module], self._files.shape(f"{module}.weight_packed")
@@ -297,7 +303,7 @@ class CompressedFiles:
             self._files.dtype(f"{module}.weight_scale"),
         )
         bits = next((b for b in (2, 3, 4, 8) if packed == (rows, -(-width * b // 32))), None)
-        if bits is None or len(scale) != 2 or scale[0] != rows or width % scale[1]:
+        if bits is None or len(scale) != 2 or scale[0] != rows or not scale[1] or width % scale[1]:
             raise UserError(
                 f"{self.folder}: {module!r} has packed words {list(packed)} and scales {list(scale)} for a weight of "
                 f"[{rows}, {width}]; 2, 3, 4 and 8 bits with a scale per group or row can be read"
@@ -349,15 +355,25 @@ class CompressedFiles:
         middle = 2 ** (format.bits - 1)
         if format.symmetric:
             return torch.full(self._files.shape(f"{module}.weight_scale"), middle, dtype=torch.uint8)
-        zero = self._files.read(f"{module}.weight_zero_point")
-        if zero.dtype == torch.int8:  # as older releases stored them: signed, not packed
+        zero, shape = (
+            self._files.read(f"{module}.weight_zero_point"),
+            self._files.shape(f"{module}.weight_scale"),
+        )
+        if (
+            zero.dtype == torch.int8 and zero.shape == shape
+        ):  # as older releases stored them: signed, not packed
             return (zero.to(torch.int16) + middle).to(torch.uint8)
+        if zero.dtype != torch.int32 or zero.shape != (-(-rows * format.bits // 32), shape[1]):
+            raise UserError(
+                f"{self.folder}: the zero points of {module!r} are {zero.dtype} {list(zero.shape)}, which does not fit "
+                f"its scales {list(shape)}; download it again"
+            )
         return unpack_zeros(zero, format.bits, rows)
 
 
 def _check_readable(folder: Path, quantization: dict[str, Any]) -> None:
     groups = quantization.get("config_groups")
-    groups = groups if isinstance(groups, dict) else {}
+    groups = groups if isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values()) else {}
     layouts = {str(g.get("format") or quantization.get("format")) for g in groups.values()}
     if layouts != {LAYOUT}:
         raise UserError(

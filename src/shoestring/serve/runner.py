@@ -164,7 +164,7 @@ class Runner:
     def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
         whole = skip is None and watch is None and list(batch.rows) == [0]
         if self._cpu is not None and whole and self._cpu.fits(batch.spans):
-            return self._cpu.logits(int(batch.tokens[0]), batch.spans[0], self.cache)
+            return self._spread(self._cpu.logits(int(batch.tokens[0]), batch.spans[0], self.cache))
         device = self.device
         tokens = batch.tokens
         if not isinstance(tokens, Tensor):

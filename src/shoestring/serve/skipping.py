@@ -134,7 +134,8 @@ def open_policy(text: str, spec: ModelSpec) -> SkipPolicy:
         return _adaskip(path, skip, data["online"], spec) if "online" in data else Fixed(skip)
     by_context = []
     for path, skip, data in found:
-        context = data.get("notes", {}).get("context")
+        notes = data.get("notes")
+        context = notes.get("context") if isinstance(notes, dict) else None
         if type(context) is not int or context < 1 or "online" in data:
             raise UserError(f"{path} cannot be one of several sets: it does not say its context length")
         by_context.append((context, skip))

@@ -19,6 +19,7 @@ Left out: fused steps and CUDA graphs (collectives in them), loading only a proc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -89,7 +90,8 @@ class Ranks:
 
     def end(self) -> None:
         """The last thing the first process does."""
-        self.dismiss()
+        with contextlib.suppress(RuntimeError):  # after an error the others may be gone already
+            self.dismiss()
         self.close()
 
     # -- the line -------------------------------------------------------------------------------------------

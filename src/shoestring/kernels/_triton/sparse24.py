@@ -15,7 +15,7 @@ def _pair_sums(here, inside):
 
 
 @triton.jit
-def _tile_mask_kernel(w, mask, num_rows, num_cols, w_stride, ROWS_OF: tl.constexpr, BLOCK: tl.constexpr):
+def _tile_mask_kernel(w, mask, num_cols, w_stride, ROWS_OF: tl.constexpr, BLOCK: tl.constexpr):
     """One tile per lane. ROWS_OF: for each pattern its four rows, as digits 0..5 of a number in base 8."""
     tile_row = tl.program_id(0).to(tl.int64)
     tile_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
