@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_speculation import drawn_st, greedy_st
 from tiny_serve import LookupDrafter, naive, tiny_decoder
@@ -118,6 +118,24 @@ def definition(
     max_requests=st.integers(1, 5),
     prefix_cache=st.booleans(),
     graphs=st.sampled_from([None, True]),
+)
+@example(  # a draft behind the last token of a prompt that was read in chunks is watched only if it is accepted
+    stems=[[22, 26, 15, 7, 28, 23, 4, 22, 10], [0, 26, 28]],
+    tails=[(1, [27]), (0, []), (0, [24, 0, 2])],
+    samplings=[
+        Sampling(temperature=0.4, top_k=6, seed=43, max_tokens=14),
+        Sampling(temperature=0.4, top_k=6, seed=12, max_tokens=8),
+        Sampling(max_tokens=14),
+    ],
+    num_watched=1,
+    kind="self",
+    num_drafts=1,
+    chunk=5,
+    size=16,
+    spare=3,
+    max_requests=4,
+    prefix_cache=False,
+    graphs=None,
 )
 def test_every_schedule_writes_the_text_of_the_definition(
     stems: list[list[int]],

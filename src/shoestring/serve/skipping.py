@@ -262,11 +262,16 @@ class Watched:
         return watch
 
     def count(self, num_kept: Mapping[int, int]) -> None:
-        """Add the rows that turned out to be part of the text: of each request (by id) the first so many."""
+        """Add the rows that turned out to be part of the text. `num_kept`: how many tokens each request (by id) gains,
+        which it does not have yet; the last of them has no row."""
         cosine_LR = torch.stack(self.cosine)
         row = 0
         for request, _, num in self.seen:
-            kept = min(num, num_kept[request.id])
+            # Not simply num_kept: the first of these rows may be a draft, behind the prompt's last token.
+            num_text = (
+                len(request.tokens) + num_kept[request.id] - 1
+            )  # positions whose tokens are certain now
+            kept = min(num, max(0, num_text - request.num_prompt - request.num_watched))
             total_L = cosine_LR[:, row : row + kept].sum(1)
             request.similarity = total_L if request.similarity is None else request.similarity + total_L
             request.num_watched += kept
