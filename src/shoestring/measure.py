@@ -130,7 +130,7 @@ def measure_perplexity(
 ) -> dict[str, Any]:
     from shoestring.evals.perplexity import perplexity
 
-    batch = max(1, ROWS // context)
+    batch = max(1, ROWS // max(1, context))  # a context that is not possible is refused below
     with RunLog(None).progress(min(len(tokens), max_tokens or len(tokens)), "perplexity") as bar:
         result = perplexity(
             model,

@@ -77,6 +77,31 @@ def test_a_group_that_does_not_divide_names_those_that_do(fails: Callable[..., s
         assert "blocks.0.attn.q: Group 48 does not divide input width 64: use group 32, 64, or 0" in message
 
 
+LOWBIT = ["model=model", "data=calib.txt", "format=int2:g32", "context=32"]
+DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "said"),
+    [
+        ("shrink/ptq", [*SMALL, "bits_budget=3", "candidates="], "candidates= is empty"),
+        ("shrink/ptq", [*SMALL, "bits_budget=3", "damage_windows=0"], "damage_windows=0"),
+        ("shrink/ptq", [*SMALL, "bits_budget=nan"], "bits_budget=nan"),
+        ("shrink/lowbit_best", [*LOWBIT, "bits_budget=3", "candidates=,"], "candidates= is empty"),
+        ("shrink/lowbit_best", [*LOWBIT, "gamma=2"], "gamma=2.0"),
+        ("shrink/bitdistiller", [*LOWBIT, "k=0"], "k=0"),
+        ("shrink/drafter", [*DRAFTER, "d_model=65"], "multiple of 32"),
+        ("shrink/drafter", [*DRAFTER, "layers=0", "d_model=64"], "at least one layer"),
+        ("shrink/drafter", [*DRAFTER, "layers=1", "reference_steps=-1"], "reference_steps=-1"),
+        ("shrink/skip_set", ["model=model", "calib=calib.txt", "out=no/such/x.json"], "there is no folder"),
+    ],
+)
+def test_settings_that_cannot_work_are_said_before_any_work(
+    recipe: str, argv: list[str], said: str, fails: Callable[..., str]
+) -> None:
+    assert said in fails(recipe, *argv)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_name_the_layer(
     value: float, fails: Callable[..., str], here: Path

@@ -13,7 +13,6 @@ from shoestring.formats.base import Parts
 from shoestring.formats.groups import SCALE_DTYPES, group_width
 from shoestring.kernels.lowbit import (
     chunks_usable,
-    decode_chunks,
     lowbit_linear,
     lowbit_parts_linear,
     parts_usable,
@@ -74,7 +73,3 @@ def apply_parts(x: Tensor, parts: Parts, bias: Tensor | None, layout: Layout) ->
             x, parts["codes"], parts["scale"], parts.get("zero"), table, bias, layout.bits
         )
     return None
-
-
-def decode_served(parts: Parts, layout: Layout, width: int, dtype: torch.dtype) -> Tensor:
-    return decode_chunks(parts["chunks"], parts.get("table"), layout, width, dtype)

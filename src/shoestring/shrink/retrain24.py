@@ -72,6 +72,8 @@ class Retrain:
             raise UserError(f"rule={self.rule!r} is not possible: use ast or cast")
         if self.steps < 1 or self.flip_every < 1:
             raise UserError(f"steps={self.steps}, flip_every={self.flip_every}: both must be at least 1")
+        if not self.lr >= 0:
+            raise UserError(f"lr={self.lr} is not possible; give 0 or more")
         if self.anneal is not None and not 0 < self.anneal <= 1:
             raise UserError(
                 f"anneal={self.anneal} is not a share of the steps: use more than 0 and at most 1"

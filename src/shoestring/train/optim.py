@@ -28,6 +28,8 @@ def adamw(
 
     Learned grids of quantized layers are tables, not matrices: a smaller scale is not a simpler model.
     """
+    if not lr >= 0:
+        raise UserError(f"lr={lr} is not possible; give 0 or more")
     grids = {id(t) for _, m in format_linears(model) for t in m.trained_state().values()}
     groups: dict[bool, list[nn.Parameter]] = {}
     for param in model.parameters():

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shoestring.errors import Interrupted
+from shoestring.errors import Interrupted, UserError
 from shoestring.mesh import Mesh
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import latest
@@ -94,6 +94,8 @@ def train(
     Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
     or infinite stops the run with its layer's name (gradient_watch.py).
     """
+    if log_every < 1:
+        raise UserError(f"log_every={log_every} is not possible; give 1 or more")
     reducer = reducer or SumReducer(run.mesh)
     parts = {"data": data, "objective": objective, "reducer": reducer}
     parts |= {f"hooks.{i}": hook for i, hook in enumerate(hooks)}

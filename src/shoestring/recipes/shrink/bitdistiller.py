@@ -47,7 +47,7 @@ from shoestring.shrink.qat import build_student, build_teacher, clip_weights, on
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
-from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
+from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant
 from shoestring.train.shards import Corpus, prepare
@@ -158,6 +158,10 @@ def check(cfg: Any) -> list[Rule]:
         check_free(Path(cfg.out))
     if cfg.steps < 1:
         raise UserError(f"steps={cfg.steps} is not possible; give 1 or more")
+    if cfg.k < 1:
+        raise UserError(f"k={cfg.k} is not possible; give 1 or more tokens to keep")
+    if cfg.gamma is not None:
+        check_gamma(cfg.gamma)
     spec, tokenizer = read_spec(cfg.model)
     if tokenizer is None:
         raise UserError(f"model={cfg.model} has no tokenizer; put its tokenizer.json into the folder")

@@ -32,7 +32,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import UserError
 from shoestring.formats import Dense, FormatLinear, Parts, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.measure import pick_dtype
@@ -50,6 +49,7 @@ from shoestring.recipes.shrink.bitdistiller import (
     token_data,
     write_text,
 )
+from shoestring.recipes.shrink.ptq import pick_candidates
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, windows
@@ -125,8 +125,7 @@ class Config:
 
 def main(cfg: Config) -> Path:
     rules = check(cfg)
-    if cfg.bits_budget is not None and cfg.rules is not None:
-        raise UserError("rules and bits_budget both say which layer gets what: give one of them")
+    pick_candidates(cfg)
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
     block_settings(cfg)
     mesh = open_mesh(cfg.mesh, cfg.device)
@@ -205,7 +204,7 @@ def make_start(
 
 def choose_mix(cfg: Config, model: Decoder, seen: Tensor, folder: Path, log: RunLog) -> Mix:
     assert cfg.bits_budget is not None
-    formats = [parse_format(part) for part in cfg.candidates.split(",") if part.strip()]
+    formats = pick_candidates(cfg)
     with log.progress(len(formats) * len(units_of(model, formats)), "damage of each format by layer") as bar:
         units = measure_damage(
             model,

@@ -64,6 +64,7 @@ from shoestring.shrink.prune import (
     prune,
     take_branches,
 )
+from shoestring.shrink.qat import once
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.retrain24 import Coverage, Retrain, build_student, check_coverage, gather, retrain
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
@@ -87,6 +88,7 @@ DECIDING = (
         "projection",
     ),
     *("train", "start", "data", "batch", "context", "lr", "refresh", "seed", "dtype"),
+    *("prompts", "self_texts", "self_tokens"),
 )
 
 
@@ -171,9 +173,7 @@ def main(cfg: Config) -> Path:
     folder = mesh.broadcast_object(run_folder(cfg) if mesh.is_main else None)
     log = RunLog(folder, main=mesh.is_main)
     log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
-    if mesh.is_main:
-        one_shot(cfg, rules, folder, log, mesh)
-    mesh.barrier()
+    once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh))
     corpus = None
     student: Decoder | None = None
     if settings is not None:
@@ -306,23 +306,18 @@ def training_text(cfg: Config, folder: Path, log: RunLog, mesh: Mesh, tokenizer:
     source = cfg.data
     if cfg.data == "self":
         source = str(folder / "self.jsonl")
-        if mesh.is_main:
-            loaded = load_model(cfg.model, device=mesh.device, dtype=pick_dtype(cfg.dtype, mesh.device))
-            assert cfg.prompts is not None and loaded.tokenizer is not None
-            prompts = read_prompts(cfg.prompts, cfg.self_texts)
-            sampling = replace(PAPER, max_tokens=cfg.self_tokens, seed=cfg.seed)
-            generate_text(
-                loaded.model,
-                loaded.tokenizer,
-                prompts,
-                Path(source),
-                sampling=sampling,
-                progress=log.progress,
-            )
-        mesh.barrier()
+        once(mesh, folder, "written", lambda: write_text(cfg, Path(source), log, mesh))
     assert source is not None
     max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
     return prepare(source, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress)
+
+
+def write_text(cfg: Config, out: Path, log: RunLog, mesh: Mesh) -> None:
+    loaded = load_model(cfg.model, device=mesh.device, dtype=pick_dtype(cfg.dtype, mesh.device))
+    assert cfg.prompts is not None and loaded.tokenizer is not None
+    prompts = read_prompts(cfg.prompts, cfg.self_texts)
+    sampling = replace(PAPER, max_tokens=cfg.self_tokens, seed=cfg.seed)
+    generate_text(loaded.model, loaded.tokenizer, prompts, out, sampling=sampling, progress=log.progress)
 
 
 def train_stage(

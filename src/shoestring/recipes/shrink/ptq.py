@@ -245,13 +245,21 @@ def run_folder(cfg: Config) -> Path:
     return folder
 
 
-def pick_candidates(cfg: Config) -> list[Format]:
-    """The formats that bits_budget chooses from; none without a budget."""
+def pick_candidates(cfg: Any) -> list[Format]:
+    """The formats that bits_budget chooses from; none without a budget. shrink/lowbit_best has the same settings."""
     if cfg.bits_budget is None:
         return []
+    if not cfg.bits_budget > 0 or cfg.damage_windows < 1:
+        raise UserError(
+            f"bits_budget={cfg.bits_budget}, damage_windows={cfg.damage_windows}: give more than 0 bits per weight "
+            "and 1 window or more"
+        )
     if cfg.rules:
         raise UserError("rules and bits_budget both say which layer gets what: give one of them")
-    return [parse_format(part) for part in cfg.candidates.split(",") if part.strip()]
+    formats = [parse_format(part) for part in cfg.candidates.split(",") if part.strip()]
+    if not formats:
+        raise UserError("candidates= is empty: bits_budget needs formats to choose from, say int2,int3,int4")
+    return formats
 
 
 def mixed_bits(

@@ -67,6 +67,10 @@ def main(cfg: Config) -> Path:
     wanted = Wanted(cfg.method, cfg.context, cfg.speedup, cfg.rows, cfg.lookahead)
     if cfg.out is not None and Path(cfg.out).exists():
         raise UserError(f"out={cfg.out} exists already; give another name or remove it")
+    if cfg.out is not None and not Path(cfg.out).parent.is_dir():
+        raise UserError(
+            f"out={cfg.out}: there is no folder {Path(cfg.out).parent}; make it or give another name"
+        )
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
     source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
