@@ -176,7 +176,7 @@ def test_sparse_products_give_what_dense_ones_give(select: str, weight_grad: str
     results = []
     for plan in (DENSE, sparse):
         used, inputs = format.prune(w, state).requires_grad_(), x.clone().requires_grad_()
-        out = _Products.apply(inputs, used, rows, clocks, plan)
+        out = _Products.apply(inputs, used, None, rows, clocks, plan)
         out.backward(dy)
         results.append([out.detach(), inputs.grad, used.grad])
     for dense, got in zip(*results, strict=True):

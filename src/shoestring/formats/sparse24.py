@@ -212,8 +212,7 @@ class Sparse24(Format):
         if self.weight_grad == "mvue":
             # Copied: the clocks may move on before the backward pass of this forward.
             rows, clocks = state["row"].flatten(), torch.stack([state[name] for name in CLOCKS])
-        out = _Products.apply(x, used, rows, clocks, plan)
-        return out if bias is None else out + bias
+        return _Products.apply(x, used, bias, rows, clocks, plan)
 
     def plan(self, num_tokens: int, w: Tensor) -> Plan:
         """Which products run on the sparse tensor cores, by the table of this GPU."""
@@ -264,25 +263,32 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, rows: Tensor | None, clocks: Tensor | None, plan: Plan
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        clocks: Tensor | None,
+        plan: Plan,
     ) -> Tensor:
         ctx.plan = plan
         # W^T is packed now, from a weight that is in cache; the backward then needs 9/16 of it.
         w_t = w if plan.input_grad is None else cslt.pack(w.t())
         ctx.save_for_backward(x, w_t, rows, clocks)
         if plan.forward is None:
-            return F.linear(x, w)
-        return _sparse_product(cslt.pack(w), x, plan.forward)
+            return F.linear(x, w, bias)
+        out = _sparse_product(cslt.pack(w), x, plan.forward)
+        return out if bias is None else out + bias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w_t, rows, clocks = ctx.saved_tensors
         dz, plan = grads[0], ctx.plan
-        dx = dw = None
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = dz @ w_t if plan.input_grad is None else _sparse_product(w_t, dz, plan.input_grad)
+        dz_NO, x_NI = dz.flatten(0, -2), x.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            dz_NO, x_NI = dz.flatten(0, -2), x.flatten(0, -2)
             if rows is None:
                 dw = dz_NO.t() @ x_NI
             elif plan.weight_grad is None:
@@ -290,7 +296,9 @@ class _Products(torch.autograd.Function):
                 dw = pruned @ F.pad(x_NI, (0, 0, 0, pruned.shape[1] - x_NI.shape[0]))
             else:
                 dw = cslt.product(cslt.pack_mvue(dz_NO, rows, clocks), x_NI, list(plan.weight_grad))
-        return dx, dw, None, None, None
+        if ctx.needs_input_grad[2]:
+            db = dz_NO.sum(0)
+        return dx, dw, db, None, None, None
 
 
 def _sparse_product(packed_OI: Tensor, x: Tensor, algorithms: tuple[int, int]) -> Tensor:
