@@ -158,10 +158,6 @@ def choice(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[int, int] | None
     return None if found is None or found.gain <= 1 else found.algorithms
 
 
-def tuned() -> list[Measured]:
-    return list(_table().values())
-
-
 def tune(m: int, k: int, n: int, dtype: torch.dtype) -> Measured | None:
     """Measure this shape on this GPU, once: later calls and later processes read the file."""
     if not fits(m, k, n):
