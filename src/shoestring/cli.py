@@ -365,26 +365,15 @@ def bench_serve(
     save: Annotated[bool, typer.Option("--save", help="Append a line to results/serve.jsonl.")] = False,
 ) -> None:
     """Send requests at a rate or as in a trace: latency percentiles, throughput, goodput under an SLO."""
-    import shlex
-    from contextlib import nullcontext
-
     from shoestring.bench.load import from_trace, poisson
-    from shoestring.bench.serve import Slo, own_server, run_load
+    from shoestring.bench.serve import Slo, at_url, run_load
 
     if trace is not None:
         plan = from_trace(trace, seconds, rate=rate)
     else:
-        plan = poisson(
-            1.0 if rate is None else rate, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed
-        )
-    is_url = target.startswith(("http://", "https://"))
-    try:
-        options = shlex.split(serve_options)
-    except ValueError as error:
-        raise UserError(f"--serve-options {serve_options!r} cannot be read: {error}") from None
-    with (
-        nullcontext(target.rstrip("/").removesuffix("/v1")) if is_url else own_server(target, options) as url
-    ):
+        asked = 1.0 if rate is None else rate
+        plan = poisson(asked, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
+    with at_url(target, serve_options) as url:
         case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
         run_load(url, plan, Slo(slo_ttft, slo_tpot), case, seed=seed, api_key=api_key, save=save)
 

@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import json
 import random
+import shlex
 import signal
 import socket
 import statistics
@@ -243,6 +244,20 @@ def look_at(url: str, *, api_key: str | None = None) -> Target:
         raise UserError(f"no OpenAI-compatible server answers at {url}: {error}") from None
     context = card.get("max_model_len") or answer.get("max_model_len") or 2048
     return Target(url, card["id"], int(context), tuple(answer["tokens"]))
+
+
+@contextmanager
+def at_url(target: str, serve_options: str) -> Iterator[str]:
+    """The URL of `target`: a running server's, or that of one started for a model with these options."""
+    if target.startswith(("http://", "https://")):
+        yield target.rstrip("/").removesuffix("/v1")
+        return
+    try:
+        options = shlex.split(serve_options)
+    except ValueError as error:
+        raise UserError(f"--serve-options {serve_options!r} cannot be read: {error}") from None
+    with own_server(target, options) as url:
+        yield url
 
 
 @contextmanager
