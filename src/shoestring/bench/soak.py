@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from shoestring.bench.load import Planned
-from shoestring.bench.results import record
+from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.serve import Sent, percentiles, read_stream
 from shoestring.model import Decoder, ModelSpec, Tokenizer
 from shoestring.serve import Engine, Sampling
@@ -116,7 +116,9 @@ async def soak(
             while time.perf_counter() < end:
                 question = noise.choice(asked)
                 if noise.random() < leaving:
-                    outcome.counts["left"] += await leave_midway(client, url, question, noise.random())
+                    # First the wait, then the sum: += would read the count before it.
+                    left = await leave_midway(client, url, question, noise.random())
+                    outcome.counts["left"] += left
                     continue
                 sent = Sent(Planned(time.perf_counter(), 0, 0))
                 await read_stream(client, url, question.body, sent, time.perf_counter)
@@ -214,6 +216,17 @@ def _await(url: str, server: subprocess.Popen[bytes]) -> None:
         except httpx.HTTPError:
             time.sleep(0.2)
     raise RuntimeError("the server was not ready after two minutes")
+
+
+def table() -> str:
+    lines = newest("soak")
+    rows = [
+        [n["case"], f"{n['config']['seconds']:.0f}", str(n["quality"]["whole"]), str(n["quality"].get("wrong", 0)),
+         f"{n['value']:.0f}", f"{n['quality']['rss_growth']:+.2%}"]
+        for n in lines
+    ]  # fmt: skip
+    header = ["load", "seconds", "whole answers", "wrong", "TTFT p99, ms", "memory, last third"]
+    return markdown(header, rows) + (provenance(lines) if lines else "")
 
 
 def main() -> None:
