@@ -261,7 +261,7 @@ def main() -> None:
     options = ("clients", "seconds", "leaving", "max_requests", "drafter")
     record(
         bench="soak",
-        case=f"{args.clients} clients, {args.leaving:.0%} leave midway",
+        case=f"{args.clients} clients, {args.leaving:.0%} told to leave midway",
         metric="ttft_p99",
         unit="ms",
         samples=[p99],

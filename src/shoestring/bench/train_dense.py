@@ -236,6 +236,7 @@ def table() -> str:
         rows.append(
             [
                 f"{model}, {line['config']['batch']}x{line['config']['context']}",
+                line["config"]["compile"],
                 f"{line['value']:,.0f}",
                 f"{line['baseline_value']:,.0f}",
                 f"{line['ratio']:.3f}",
@@ -244,7 +245,16 @@ def table() -> str:
                 f"{bare['value']:.1f}",
             ]
         )
-    header = ["model", "ours, tokens/s", "bare loop", "ratio", "peak GiB", "plain loss", "bare loop"]
+    header = [
+        "model",
+        "compiled",
+        "ours, tokens/s",
+        "bare loop",
+        "ratio",
+        "peak GiB",
+        "plain loss",
+        "bare loop",
+    ]
     return markdown(header, rows) + provenance(lines)
 
 
