@@ -268,6 +268,9 @@ class Masked(Format):
     name: ClassVar[str] = "masked"
     whole_parts: ClassVar[tuple[str, ...]] = ("factor",)
 
+    def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
+        return 8.0 * dtype.itemsize
+
     def state(self, w: Tensor) -> dict[str, Aux]:
         keep = w.abs() >= w.abs().median(1, keepdim=True).values
         return {
@@ -291,10 +294,23 @@ class Masked(Format):
         hard = self.decode(self.encode(w.detach(), {n: t.detach() for n, t in state.items()}), w.dtype)
         return straight_through(w * state["mask"] * state["gain"] * state["factor"], hard)
 
+    def error_bound(self, w: Tensor, state: Parts) -> Tensor:
+        return w.abs() * (state["gain"].abs() * state["factor"] + 1)
+
+
+def test_a_format_is_whole_or_none() -> None:
+    @dataclass(frozen=True)
+    class Partial(Format):
+        name: ClassVar[str] = "partial"
+
+    with pytest.raises(TypeError, match="abstract"):
+        Partial()
+
 
 def test_every_kind_of_state_is_hosted() -> None:
     model = tiny()
     convert(model, [("*", Masked())])
+    assert bits_per_weight(model) == 32.0
     layer = model.blocks[0].up
     parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
     assert not parameters["weight_mask"].requires_grad and parameters["weight_gain"].requires_grad

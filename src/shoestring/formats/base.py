@@ -21,6 +21,7 @@ Left out on purpose: modules, devices, process groups, files. A Format sees the 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -46,7 +47,7 @@ class Aux:
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(ABC):
     """The protocol and its defaults; see the module docstring for the laws."""
 
     name: ClassVar[str]
@@ -66,35 +67,36 @@ class Format:
 
     def check(self, shape: tuple[int, int]) -> None:
         """Raise UserError when a weight of this [out, in] shape cannot be held, saying what would fit."""
+        return
 
+    @abstractmethod
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
         """Stored bits per weight including scales, zeros and tables; `dtype` is that of weights kept as they
         are.
         """
-        raise NotImplementedError
 
     # -- meaning ---------------------------------------------------------------------------------------------
     def state(self, w: Tensor) -> dict[str, Aux]:
         """What to keep beside the whole (logical, never a shard of the) weight `w` while training."""
         return {}
 
-    def encode(self, w: Tensor, state: Parts) -> Parts:
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, w: Tensor, state: Parts) -> Parts: ...
 
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
 
+    @abstractmethod
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         """Uninitialised parts of the right names, shapes and dtypes, for loading a packed weight into."""
-        raise NotImplementedError
 
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         """decode(encode(w)) with an identity gradient."""
         return straight_through(w, self.decode(self.encode(w.detach(), state), w.dtype))
 
+    @abstractmethod
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
         """Elementwise bound on |decode(encode(w)) - w|."""
-        raise NotImplementedError
 
     def cut(self, parts: Parts, shape: tuple[int, int], rows: slice, cols: slice) -> Parts:
         """The parts of w[rows, cols], out of the parts of a w of `shape`; the cut must lie on `block`
