@@ -13,9 +13,18 @@ class World:
     """A simulated machine and text: seconds per step and drafts that come true with a given chance."""
 
     def __init__(
-        self, *, fixed: float, per_row: float, draft: float, seed: int = 0, **changes: float
+        self,
+        *,
+        fixed: float,
+        per_row: float,
+        draft: float,
+        catch_up: float = 0.0,
+        seed: int = 0,
+        **changes: float,
     ) -> None:
-        self.fixed, self.per_row, self.draft = fixed, per_row, draft
+        """`catch_up`: seconds for every step that the drafter was not asked in, for each request."""
+        self.fixed, self.per_row, self.draft, self.catch_up = fixed, per_row, draft, catch_up
+        self.num_steps = self.last_draft = 0
         self.rng = random.Random(seed)
         self.goodput = Goodput(self.verify_seconds, **changes)  # type: ignore[arg-type]
         self.time, self.num_tokens, self.chosen = 0.0, 0, [0]
@@ -30,13 +39,20 @@ class World:
             rates = [self.goodput.rate(batch, k) for k in range(self.goodput.max_drafts + 1)]
             assert self.goodput.probing or rates[g] == max(rates) >= rates[0]
             self.chosen.append(g)
+            asked = self.goodput.ask(range(batch)) if g else ()
             if g:
-                self.goodput.drafted(batch, g, g * self.draft)
-                self.time += g * self.draft
+                seconds = g * self.draft + self.catch_up * max(0, self.num_steps - self.last_draft - 1) * len(
+                    asked
+                )
+                self.goodput.drafted(len(asked), g, seconds)
+                self.time += seconds
+                self.last_draft = self.num_steps
+            self.num_steps += 1
             rows, gained, fates = batch, 0, []
-            for _ in range(batch):
-                num = g if self.rng.random() < offer else 0
-                self.goodput.offer(g, num)
+            for request in range(batch):
+                num = g if request in asked and self.rng.random() < offer else 0
+                if request in asked:
+                    self.goodput.offer(g, num)
                 rows += num
                 fate = 0
                 while fate < num and self.rng.random() < acceptance:
@@ -97,6 +113,33 @@ def test_it_returns_when_acceptance_recovers() -> None:
     back = next(i for i in range(len(world.chosen)) if min(world.chosen[i : i + 20]) >= 3)
     assert back < 800
     assert world.speedup > 1.5
+
+
+def test_a_large_batch_is_probed_with_a_few_requests_in_turn() -> None:
+    goodput = Goodput(lambda rows: 0.001 * rows)
+    for _ in range(20):
+        goodput.accept(8, 0)
+    turns: list[int] = []
+    for _ in range(3):
+        goodput.credit = 1.0
+        assert goodput.choose(10) == goodput.max_drafts
+        turns += goodput.ask(range(10))
+        before = goodput.costs(64)
+        goodput.stepped(64, 10.0, 10)  # slow because uneven: says nothing about 64 rows
+        assert goodput.costs(64) == before
+    assert turns == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert goodput.choose(10) == 0 and goodput.ask(range(10)) == range(10)
+
+
+def test_a_drafter_that_must_catch_up_is_asked_less_often() -> None:
+    """In every stretch of the run, not only at its end: what a probe cost is there before the next begins."""
+    world = World(fixed=1.0, per_row=0.01, draft=0.05, catch_up=0.005, seed=1)
+    world.run(200, 0.05, batch=64)
+    for _ in range(10):
+        world.run(300, 0.05, batch=64)
+        assert world.num_tokens / world.time > 0.975 * world.plain_rate(64)
+    world.run(3000, 0.95, batch=64)
+    assert world.num_tokens / world.time > 1.2 * world.plain_rate(64)
 
 
 def test_a_drafter_with_nothing_to_say_costs_nothing() -> None:

@@ -312,11 +312,12 @@ class Engine:
             n = self.goodput.choose(len(ready), self._most_drafts(len(ready)))
         if n == 0:
             return
+        asked = ready if self.goodput is None else self.goodput.ask(ready)
         began = time.perf_counter()
-        drafts = self.drafter.propose(ready, n)
+        drafts = self.drafter.propose(asked, n)
         if self.goodput is not None:
-            self.goodput.drafted(len(ready), n, time.perf_counter() - began)
-        for request, draft in zip(ready, drafts, strict=True):
+            self.goodput.drafted(len(asked), n, time.perf_counter() - began)
+        for request, draft in zip(asked, drafts, strict=True):
             # Of the tokens that still fit, the last is always the target's own.
             request.draft = draft.cut(min(n, self._room(request) - 1))
             vocab = self.model.spec.vocab_size

@@ -14,9 +14,10 @@ For B requests that each get g drafts the model is
 costs at this batch size, which is why costs are measured.
 
 What is not tried is not learned: at g = 0 the averages would stand still for ever. So now and then the longest
-draft is tried again (a probe). Probes spend a credit that grows by `explore` (1%) of the time that passes;
-a probe costs what it lost against the best choice, and one that gained tokens costs nothing, so the next
-follows at once. That bounds the price of looking and makes the way back quick.
+draft is tried again (a probe), for a few requests only, in turn: a drafter that paused has their whole text to
+catch up on. Probes spend a credit that grows by `explore` (1%) of the time that passes; a probe costs what it lost
+against the best choice, and one that gained tokens costs nothing, so the next follows at once. None is begun
+before the credit holds what the last one cost. That bounds the price of looking and makes the way back quick.
 
 Left out: classes of requests with different acceptance, lengths that differ between requests of one step.
 """
@@ -25,12 +26,17 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
 SMOOTHING = 0.1  # weight of the newest observation, after the first few
 DRAFT_CALLS = 9  # calls the draft cost is the median of
 MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
+PROBED = 4  # requests that get drafts in a probe of a pause
+DEAREST_PROBE = 20.0  # times its expected loss: beyond this something was captured or compiled, once
+
+T = TypeVar("T")
 
 
 class StepCosts:
@@ -82,7 +88,10 @@ class Goodput:
         self._draft_calls: dict[int, deque[float]] = {}  # batch (a power of two) -> seconds per position
         self.credit = 0.0
         self.probing = False
-        self._best_rate = 0.0
+        self._partial = False  # a probe of a few requests
+        self._turn = 0  # whose turn it is in the next of those
+        self._best_rate = self._expected_loss = 0.0
+        self._dear = 0.0  # what the last probe lost
         self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
@@ -91,36 +100,51 @@ class Goodput:
         limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
         best, self._best_rate, loss = self._pick(num_requests, limit)
         # What went well for long is no licence to lose for long.
-        self.credit = min(self.credit, 2 * loss) if best < limit else self.credit
-        self.probing = best < limit and self.credit >= loss
+        due = max(loss, self._dear)
+        self.credit = min(self.credit, 2 * due) if best < limit else self.credit
+        self.probing = best < limit and self.credit >= due
+        self._partial = self.probing and best == 0 and num_requests > PROBED
+        self._expected_loss = loss
         self.draft_seconds = 0.0
         return limit if self.probing else best
+
+    def ask(self, requests: Sequence[T]) -> Sequence[T]:
+        """Those of the step's requests that are to get drafts: all of them, or a few in turn."""
+        if not self._partial:
+            return requests
+        first = self._turn % len(requests)
+        self._turn += PROBED
+        return (*requests[first:], *requests[:first])[:PROBED]
 
     def abstains(self, num_requests: int, limit: int | None = None) -> bool:
         """Whether `choose` would say 0 now; changes nothing."""
         limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
         best, _, loss = self._pick(num_requests, limit)
-        return best == 0 and (limit == 0 or self.credit < loss)
+        return best == 0 and (limit == 0 or self.credit < max(loss, self._dear))
 
     def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
         rates = [self.rate(num_requests, g) for g in range(limit + 1)]
         best = max(range(limit + 1), key=lambda g: (rates[g], -g))
-        loss = self.seconds(num_requests, limit) * (1 - rates[limit] / rates[best])
+        asked = min(num_requests, PROBED) if best == 0 else num_requests
+        tried = self.rate(num_requests, limit, asked)
+        loss = self.seconds(num_requests, limit, asked) * (1 - tried / rates[best])
         return best, rates[best], loss
 
-    def rate(self, num_requests: int, g: int) -> float:
-        """Expected tokens per second with g drafts each."""
-        gain, alive = 1.0, 1.0
+    def rate(self, num_requests: int, g: int, asked: int | None = None) -> float:
+        """Expected tokens per second with g drafts for each of `asked` requests (default: all)."""
+        gain, alive = 0.0, 1.0
         for accepted, offered in zip(self.acceptance[:g], self.offered[:g], strict=True):
             alive *= accepted
             gain += offered * alive
-        return num_requests * gain / self.seconds(num_requests, g)
+        num_new = num_requests + (num_requests if asked is None else asked) * gain
+        return num_new / self.seconds(num_requests, g, asked)
 
-    def seconds(self, num_requests: int, g: int) -> float:
-        """Expected seconds of a step with g drafts each."""
-        rows = num_requests * (1 + sum(self.offered[:g]))
-        return self.costs(rows) + g * self._draft_cost(num_requests)
+    def seconds(self, num_requests: int, g: int, asked: int | None = None) -> float:
+        """Expected seconds of a step with g drafts for each of `asked` requests."""
+        asked = num_requests if asked is None else asked
+        rows = num_requests + asked * sum(self.offered[:g])
+        return self.costs(rows) + g * self._draft_cost(asked)
 
     def _draft_cost(self, num_requests: int) -> float:
         known = {b: calls for b, calls in self._draft_calls.items() if len(calls) >= MIN_DRAFT_CALLS}
@@ -148,13 +172,17 @@ class Goodput:
 
     def stepped(self, rows: int, seconds: float, num_new: int) -> None:
         """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""
-        self.costs.observe(rows, seconds)
+        if not self._partial:  # rows so uneven take another path than the same number of drafted ones
+            self.costs.observe(rows, seconds)
         spent = seconds + self.draft_seconds
         if self.probing and self._best_rate > 0:
-            self.credit -= spent - num_new / self._best_rate
+            lost = min(spent - num_new / self._best_rate, DEAREST_PROBE * self._expected_loss)
+            self._dear = max(0.0, lost)
+            self.credit -= lost
         else:
             self.credit += self.explore * spent
-        self.probing, self.draft_seconds = False, 0.0
+        self.probing = self._partial = False
+        self.draft_seconds = 0.0
 
 
 def _bracket(rows: float) -> tuple[int, float]:
