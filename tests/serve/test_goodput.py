@@ -22,7 +22,8 @@ class World:
         seed: int = 0,
         **changes: float,
     ) -> None:
-        """`catch_up`: seconds for every step that the drafter was not asked in, for each request."""
+        """`catch_up`: seconds for every step since the last draft (requests have 300 tokens), for each
+        request."""
         self.fixed, self.per_row, self.draft, self.catch_up = fixed, per_row, draft, catch_up
         self.num_steps = self.last_draft = 0
         self.rng = random.Random(seed)
@@ -41,7 +42,7 @@ class World:
             self.chosen.append(g)
             asked = self.goodput.ask(range(batch)) if g else ()
             if g:
-                seconds = g * self.draft + self.catch_up * max(0, self.num_steps - self.last_draft - 1) * len(
+                seconds = g * self.draft + self.catch_up * min(300, self.num_steps - self.last_draft) * len(
                     asked
                 )
                 self.goodput.drafted(len(asked), g, seconds)
@@ -133,7 +134,7 @@ def test_a_large_batch_is_probed_with_a_few_requests_in_turn() -> None:
 
 def test_a_drafter_that_must_catch_up_is_asked_less_often() -> None:
     """In every stretch of the run, not only at its end: what a probe cost is there before the next begins."""
-    world = World(fixed=1.0, per_row=0.01, draft=0.05, catch_up=0.005, seed=1)
+    world = World(fixed=1.0, per_row=0.01, draft=0.05, catch_up=0.003, seed=1)
     world.run(200, 0.05, batch=64)
     for _ in range(10):
         world.run(300, 0.05, batch=64)
