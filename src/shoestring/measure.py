@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, keep_decoded
-from shoestring.report import read_config
-from shoestring.runlog import RunLog
+from shoestring.runlog import RunLog, read_config
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded

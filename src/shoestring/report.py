@@ -10,7 +10,6 @@ Left out on purpose: zooming and smoothing (TensorBoard reads the same scalars f
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoestring.runlog import read_jsonl, versions, write_atomically
+from shoestring.runlog import read_config, read_jsonl, versions, write_atomically
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44
@@ -166,11 +165,6 @@ def run_sections(folder: Path) -> list[Section]:
         Table("Config", ["key", "value"], [[k, v] for k, v in flatten(settings).items()]),
         Table("Versions", ["package", "version"], [[k, v] for k, v in ran.items()]),
     ]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def loss_curves(metrics: list[dict[str, Any]]) -> Curves:

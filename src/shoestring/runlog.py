@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,43 @@ def check_free(folder: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not an empty folder; give another name or remove it")
     return folder
+
+
+def check_outputs(settings: dict[str, Any], *keys: str) -> None:
+    """Refuse folders of the user's as places to write to; what a resumed run has put there itself is its own."""
+    saved = {} if settings.get("resume") is None else read_config(Path(settings["resume"])).get("config", {})
+    for key in keys:
+        if settings[key] is not None and settings[key] != saved.get(key):
+            check_free(Path(settings[key]))
+
+
+def open_run_folder(recipe: str, settings: dict[str, Any], deciding: Iterable[str]) -> Path:
+    """A folder for the run of these settings, or with `resume` the one it goes on in.
+
+    What a stopped run has done fits only the `deciding` settings that it was started with.
+    """
+    if settings["resume"] is None:
+        return new_run_folder(recipe) if settings["run"] is None else check_free(Path(settings["run"]))
+    folder = Path(settings["resume"])
+    saved = read_config(folder).get("config", {})
+    for key in deciding:
+        if saved.get(key) != settings[key]:
+            raise UserError(
+                f"resume={folder} was started with {key}={saved.get(key)}, what it has done so far does not fit "
+                f"{key}={settings[key]}; leave {key} out or start a new run"
+            )
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What save_config wrote; nothing where there is no config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); a run or model folder has JSON there") from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from shoestring.formats.registry import from_json
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf
 from shoestring.model.tensor_files import TensorFiles, read_json
-from shoestring.report import Table, eval_table, flatten, read_config
-from shoestring.runlog import read_jsonl
+from shoestring.report import Table, eval_table, flatten
+from shoestring.runlog import read_config, read_jsonl
 
 DTYPE_BITS = {
     "F64": 64,

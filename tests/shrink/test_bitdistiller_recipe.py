@@ -92,7 +92,11 @@ def test_cached_teacher_and_a_corpus(cli: Callable[..., str], here: Path) -> Non
 
 @pytest.mark.parametrize("stage", ["text", "training"])
 def test_a_stopped_run_goes_on_in_its_stage(
-    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    cli: Callable[..., str],
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
 ) -> None:
     if not (here / "whole").exists():
         cli(*PROMPTS, "run=whole")
@@ -119,8 +123,16 @@ def test_a_stopped_run_goes_on_in_its_stage(
         assert run_cli(["run", "shrink/bitdistiller", *PROMPTS, f"run={name}", "device=cpu"]) != 0
     assert not (here / f"{name}/model").exists()
     assert "was started with format=int2:g32" in cli(f"resume={name}", "format=int3:g32", fails=True)
-    out = cli(f"resume={name}")
-    assert ("resumed from" in out) == (stage == "training")
+    with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
+        patch.setattr("shoestring.recipes.shrink.bitdistiller.write_report", dying(-1, print))
+        assert run_cli(["run", "shrink/bitdistiller", f"resume={name}"]) != 0
+    assert (here / name / "model").exists()
+    (here / name / "model/quantization.json").unlink()
+    assert ("resumed from" in capsys.readouterr().out) == (stage == "training")
+    cli(f"resume={name}")
+    assert json.loads((here / name / "model/quantization.json").read_text())["gamma"] > 0
+    assert [row["model"] for row in read_jsonl(here / name / "evals.jsonl")] == ["before", "after"]
+    assert not (here / name / "checkpoints").exists()
     for file in ("self_text.jsonl", "model/packed.safetensors"):
         assert (here / name / file).read_bytes() == (here / "whole" / file).read_bytes(), file
     assert "finished" in cli(f"resume={name}", fails=True)

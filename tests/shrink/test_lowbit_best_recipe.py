@@ -74,6 +74,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
     cli: Callable[..., str],  # noqa: F811
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     stage: str,
 ) -> None:
     if not (here / "best-whole").exists():
@@ -99,8 +100,13 @@ def test_a_stopped_run_goes_on_in_its_stage(
 
             patch.setattr(CachedCakld, "__call__", dying(9, CachedCakld.__call__))
         assert run_cli(["run", "shrink/lowbit_best", *BEST, f"run={name}", "device=cpu"]) != 0
-    out = cli(f"resume={name}", recipe="shrink/lowbit_best")
-    assert ("resumed from" in out) == (stage == "training")
+    with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
+        patch.setattr("shoestring.recipes.shrink.bitdistiller.write_report", dying(-1, print))
+        assert run_cli(["run", "shrink/lowbit_best", f"resume={name}"]) != 0
+    assert ("resumed from" in capsys.readouterr().out) == (stage == "training")
+    cli(f"resume={name}", recipe="shrink/lowbit_best")
+    assert "finished" in cli(f"resume={name}", fails=True, recipe="shrink/lowbit_best")
+    assert [row["model"] for row in read_jsonl(here / name / "evals.jsonl")] == ["before", "after"]
     whole = (here / "best-whole/model/packed.safetensors").read_bytes()
     assert (here / name / "model/packed.safetensors").read_bytes() == whole
 

@@ -111,7 +111,15 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     assert not (here / "cut/model").exists()
     monkeypatch.setattr(BlockFiles, "save", save)
     assert "was started with format=int3:g32" in cli("resume=cut", "format=int2:g32", fails=True)
-    cli("resume=cut")
+    with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
+        patch.setattr("shoestring.recipes.shrink.ptq.write_report", lambda *a, **k: 1 / 0)
+        assert run_cli(["run", "shrink/ptq", "resume=cut", "out=elsewhere"]) == 1
+    (here / "mine").mkdir()
+    (here / "mine/config.json").write_text("{}")
+    assert "mine exists already" in cli("resume=cut", "out=mine", fails=True)
+    cli("resume=cut", "out=elsewhere")
+    assert [row["model"] for row in read_jsonl(here / "cut/evals.jsonl")] == ["before", "after"]
+    (here / "elsewhere").rename(here / "cut/model")
     assert (
         read_jsonl(here / "cut/evals.jsonl")[1]["perplexity"]
         == read_jsonl(here / "whole/evals.jsonl")[1]["perplexity"]

@@ -38,8 +38,8 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import Loaded, read_spec
 from shoestring.model.parallel import ParallelConfig
 from shoestring.recipes.shrink.rtn import parse_rules
-from shoestring.report import Scatter, Section, Text, eval_table, read_config, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.report import Scatter, Section, Text, eval_table, run_sections, write_report
+from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
 from shoestring.serve.sampling import Sampling
 from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
@@ -154,8 +154,7 @@ def check(cfg: Any) -> list[Rule]:
         raise UserError(
             f"text={cfg.text} is what is trained on: a perplexity measured there flatters the result; give two texts"
         )
-    if cfg.out is not None and cfg.resume is None:
-        check_free(Path(cfg.out))
+    check_outputs(to_json(cfg), "out")
     if cfg.steps < 1:
         raise UserError(f"steps={cfg.steps} is not possible; give 1 or more")
     if cfg.k < 1:
@@ -179,19 +178,10 @@ def check(cfg: Any) -> list[Rule]:
 
 
 def open_folder(cfg: Any, recipe: str, free: tuple[str, ...]) -> Path:
-    if cfg.resume is None:
-        return new_run_folder(recipe) if cfg.run is None else check_free(Path(cfg.run))
-    folder = Path(cfg.resume)
-    if (Path(cfg.out) if cfg.out else folder / "model").exists():
-        raise UserError(f"resume={folder}: that run is finished; start a new one")
-    saved, now = read_config(folder).get("config", {}), to_json(cfg)
-    for key in now:
-        if key not in free and saved.get(key) != now[key]:
-            raise UserError(
-                f"resume={folder} was started with {key}={saved.get(key)}, its finished stages do not fit "
-                f"{key}={now[key]}; leave {key} out or start a new run"
-            )
-    return folder
+    settings = to_json(cfg)
+    if cfg.resume is not None and (Path(cfg.resume) / "report.html").exists():  # the last thing a run writes
+        raise UserError(f"resume={cfg.resume}: that run is finished; start a new one")
+    return open_run_folder(recipe, settings, [key for key in settings if key not in free])
 
 
 def make_start(
@@ -292,19 +282,26 @@ def finish(
     mesh: Mesh,
     told: dict[str, Any],
 ) -> None:
-    """Pack and save on all ranks; evaluate and report on the first."""
+    """Pack and save on all ranks; evaluate and report on the first. Cut short, it can be done again."""
     out = Path(cfg.out) if cfg.out else folder / "model"
     state = packed_state(model, dtype=model.compute_dtype)
     save_model(out, model, corpus.tokenizer, weights=state, mesh=mesh)
     if mesh.is_main:
         write_atomically(out / "quantization.json", json.dumps({**told, "method": recipe}, indent=1) + "\n")
         loaded = load_model(out, device=mesh.device, dtype=model.compute_dtype)
-        tokens = None if cfg.text is None else read_tokens(Path(cfg.text), need_tokenizer(loaded))
-        name = "" if cfg.text is None else Path(cfg.text).name
-        log.evaluated(**evaluate_row(loaded, "after", tokens, name, **eval_options(cfg)))
-        for stage in ("clipped", "teacher", "tokens", "checkpoints", "blocks"):
-            shutil.rmtree(folder / stage, ignore_errors=True)
+        if not any(row["model"] == "after" for row in log.evaluations()):
+            tokens = None if cfg.text is None else read_tokens(Path(cfg.text), need_tokenizer(loaded))
+            name = "" if cfg.text is None else Path(cfg.text).name
+            log.evaluated(**evaluate_row(loaded, "after", tokens, name, **eval_options(cfg)))
         write_page(recipe, log, folder, out)
+        for stage in (
+            "clipped",
+            "teacher",
+            "tokens",
+            "checkpoints",
+            "blocks",
+        ):  # only now: no resume needs them
+            shutil.rmtree(folder / stage, ignore_errors=True)
     mesh.barrier()
     mesh.close()
 

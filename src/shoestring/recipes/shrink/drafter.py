@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ from shoestring.errors import Interrupted, UserError
 from shoestring.measure import corpus_of_run, need_tokenizer, pick_device, pick_dtype, ready
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, Loaded, load_model
-from shoestring.report import Curves, Section, Series, Table, Text, read_config, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.report import Curves, Section, Series, Table, Text, run_sections, write_report
+from shoestring.runlog import RunLog, open_run_folder, write_atomically
 from shoestring.serve import Sampling
 from shoestring.serve.drafters import Drafter, DraftModel, Ngram, open_drafter, trim_head
 from shoestring.shrink.drafter import (
@@ -120,9 +120,10 @@ def main(cfg: Config) -> Path:
     need_tokenizer(loaded)
     check_shape(cfg, loaded.model)
     source, max_mb = prompt_source(cfg)
-    folder = run_folder(cfg)
+    settings = to_json(cfg)
+    folder = open_run_folder(RECIPE, settings, [key for key in settings if key not in FREE])
     log = RunLog(folder)
-    log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+    log.save_config({"recipe": RECIPE, "config": {**settings, "resume": None, "run": str(folder)}})
     try:
         prompts, held_out, whole = make_prompts(cfg, loaded, source, max_mb, log)
         corpus = make_text(cfg, loaded, prompts, whole, folder, log)
@@ -204,20 +205,6 @@ def prompt_source(cfg: Config) -> tuple[str, float | None]:
 
 def is_list(path: str) -> bool:
     return Path(path).suffix in (".jsonl", ".json")
-
-
-def run_folder(cfg: Config) -> Path:
-    if cfg.resume is None:
-        return new_run_folder(RECIPE) if cfg.run is None else check_free(Path(cfg.run))
-    folder = Path(cfg.resume)
-    saved, now = read_config(folder).get("config", {}), to_json(cfg)
-    for key, value in now.items():
-        if key not in FREE and saved.get(key) != value:
-            raise UserError(
-                f"resume={folder} was started with {key}={saved.get(key)}, what it has done so far does not fit "
-                f"{key}={value}; leave {key} out or start a new run"
-            )
-    return folder
 
 
 # -- stages -------------------------------------------------------------------------------------------------

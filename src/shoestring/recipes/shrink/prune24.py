@@ -49,11 +49,10 @@ from shoestring.report import (
     Table,
     Text,
     eval_table,
-    read_config,
     run_sections,
     write_report,
 )
-from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.runlog import RunLog, check_free, open_run_folder, write_atomically
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk
 from shoestring.shrink.prune import (
     PRUNERS,
@@ -170,7 +169,7 @@ def main(cfg: Config) -> Path:
     mesh = open_mesh(cfg.mesh, cfg.device)
     rules = make_rules(cfg)
     tokenizer = read_spec(cfg.model)[1]
-    folder = mesh.broadcast_object(run_folder(cfg) if mesh.is_main else None)
+    folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), DECIDING) if mesh.is_main else None)
     log = RunLog(folder, main=mesh.is_main)
     log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
     once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh))
@@ -226,19 +225,6 @@ def retraining(cfg: Config) -> Retrain:
         weight_decay=cfg.weight_decay, pull=cfg.pull, anneal=cfg.anneal, refresh=cfg.refresh, kl=cfg.kl, ce=cfg.ce,
         temperature=cfg.temperature, flip_every=cfg.flip_every,
     )  # fmt: skip
-
-
-def run_folder(cfg: Config) -> Path:
-    if cfg.resume is None:
-        return new_run_folder(RECIPE) if cfg.run is None else Path(cfg.run)
-    saved, now = read_config(Path(cfg.resume)).get("config", {}), to_json(cfg)
-    for key in DECIDING:
-        if saved.get(key) != now[key]:
-            raise UserError(
-                f"resume={cfg.resume} was started with {key}={saved.get(key)}, what it has does not fit "
-                f"{key}={now[key]}; leave {key} out or start a new run"
-            )
-    return Path(cfg.resume)
 
 
 # -- one-shot ------------------------------------------------------------------------------------------------

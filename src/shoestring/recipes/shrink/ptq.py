@@ -54,11 +54,10 @@ from shoestring.report import (
     Table,
     Text,
     eval_table,
-    read_config,
     run_sections,
     write_report,
 )
-from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
@@ -144,9 +143,7 @@ def main(cfg: Config) -> Path:
     rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
     candidates = pick_candidates(cfg)
     method = pick_method(cfg)
-    for wanted in (cfg.out, cfg.dense_out):
-        if wanted is not None:
-            check_free(Path(wanted))
+    check_outputs(to_json(cfg), "out", "dense_out")
     if (
         cfg.text is not None
         and cfg.calib is not None
@@ -207,7 +204,8 @@ def main(cfg: Config) -> Path:
         ) from None
     pack(loaded.model, dtype=loaded.model.compute_dtype)
     log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
-    log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
+    if not any(row["model"] == "after" for row in log.evaluations()):
+        log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
 
     out = Path(cfg.out) if cfg.out else folder / "model"
     save_model(out, loaded.model, loaded.tokenizer)
@@ -218,30 +216,21 @@ def main(cfg: Config) -> Path:
         **({"mixed_bits": mix.to_json()} if mix is not None else {}),
     }
     write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
-    shutil.rmtree(files.folder, ignore_errors=True)
-    (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
     if cfg.dense_out is not None:
         unpack(loaded.model)
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
     finish(log, folder, out, report)
+    shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
+    (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
     return folder
 
 
 def run_folder(cfg: Config) -> Path:
-    if cfg.resume is None:
-        return new_run_folder("shrink/ptq") if cfg.run is None else check_free(Path(cfg.run))
-    folder = Path(cfg.resume)
-    if not (folder / "blocks").is_dir() and not (folder / DAMAGE).is_file():
+    folder = open_run_folder("shrink/ptq", to_json(cfg), DECIDING)
+    if cfg.resume is not None and not (folder / "blocks").is_dir() and not (folder / DAMAGE).is_file():
         raise UserError(
             f"resume={folder}: nothing to go on with there, no block is finished or all are; start anew"
         )
-    saved, now = read_config(folder).get("config", {}), to_json(cfg)
-    for key in DECIDING:
-        if saved.get(key) != now[key]:
-            raise UserError(
-                f"resume={folder} was started with {key}={saved.get(key)}, its finished blocks do not fit "
-                f"{key}={now[key]}; leave {key} out or start a new run"
-            )
     return folder
 
 

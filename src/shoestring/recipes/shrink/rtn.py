@@ -24,7 +24,7 @@ from shoestring.measure import evaluate_row, pick_device, pick_dtype, text_token
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.save import linears
 from shoestring.report import Scatter, Section, Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, new_run_folder
+from shoestring.runlog import RunLog, check_free, check_outputs, new_run_folder
 from shoestring.shrink.quantize import HEADS
 
 
@@ -51,9 +51,7 @@ class Config:
 
 def main(cfg: Config) -> Path:
     rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
-    for wanted in (cfg.out, cfg.dense_out):
-        if wanted is not None:
-            check_free(Path(wanted))
+    check_outputs(to_json(cfg), "out", "dense_out")
     device = pick_device(cfg.device)
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
     check_source(loaded.model, rules, cfg.model)
