@@ -140,25 +140,24 @@ static void load_x(u32* f, u32 address) {
     __syncwarp();
 }
 
-#include "kernel.inc"
-
 static std::function<void()> body;
 static void enter() {
     body();
     current->done = true;
     swapcontext(&current->context, &scheduler);
 }
-extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, u16* Y, const float* table, int N, int K, int M,
-                    int tiles, int chunks, int k_warps, int panel, int warps, int blocks, int shared) {
+// `blocks` blocks of `warps` warps, one after the other; W and X are what may be read asynchronously.
+static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int warps, int blocks, int shared,
+                   std::function<void()> kernel) {
     smem_bytes = shared;
-    first[0] = W, last[0] = W + w_bytes, first[1] = (const char*)X, last[1] = first[1] + x_bytes;
+    first[0] = (const char*)W, last[0] = first[0] + w_bytes, first[1] = (const char*)X, last[1] = first[1] + x_bytes;
     blockDim = {warps * 32, 1};
+    body = kernel;
     for (int b = 0; b < blocks; b++) {
         blockIdx = {0, b};
         memset(smem, 0xff, sizeof smem);  // NaN
         memset(warp_arrivals, 0, sizeof warp_arrivals);
         block_arrivals = 0;
-        body = [=] { lowbit_rows(W, X, Y, table, nullptr, N, K, M, K, tiles, chunks, k_warps, panel); };
         std::vector<Fiber> fibers(warps * 32);
         for (int i = 0; i < warps * 32; i++) {
             Fiber& f = fibers[i];
@@ -174,3 +173,12 @@ extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, u16
         }
     }
 }
+
+#ifndef OTHER_KERNEL  // sparse24_on_cpu.h brings its own
+#include "kernel.inc"
+extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, u16* Y, const float* table, int N, int K, int M,
+                    int tiles, int chunks, int k_warps, int panel, int warps, int blocks, int shared) {
+    launch(W, w_bytes, X, x_bytes, warps, blocks, shared,
+           [=] { lowbit_rows(W, X, Y, table, nullptr, N, K, M, K, tiles, chunks, k_warps, panel); });
+}
+#endif

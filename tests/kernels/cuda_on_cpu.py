@@ -1,4 +1,5 @@
-"""Turns kernels/_cuda/lowbit.cu into C++ for a CPU: functions of inline assembly give way to those of cuda_on_cpu.h.
+"""Turns kernels/_cuda/lowbit.cu and sparse24.cu into C++ for a CPU: functions of inline assembly give way to those of
+cuda_on_cpu.h and sparse24_on_cpu.h.
 
 Clusters are of one block here, and only bf16 activations are emulated; everything else of the kernel (decoding,
 indexing, rings, panels, sums) is the source that NVRTC compiles.
@@ -11,6 +12,10 @@ import re
 REPLACED = (
     "shared_address", "copy_async", "copy_or_zero", "commit", "wait_all_but", "mma", "load_x", "sub2", "mul2",
     "mul_relu2", "half_float", "narrow", "magic_register", "field",
+)  # fmt: skip
+SPARSE_REPLACED = (
+    "shared_address", "copy_async", "copy_or_zero", "commit", "wait_all_but", "ask_for", "mma_sp", "load_x", "sub2",
+    "mul2", "half_float", "narrow", "magic_register", "field",
 )  # fmt: skip
 
 
@@ -29,9 +34,10 @@ def without_function(source: str, name: str) -> str:
         at += 1
 
 
-def cpu_source(source: str) -> str:
+def cpu_source(source: str, replaced: tuple[str, ...] = REPLACED) -> str:
     source = source[: source.index("// ---- the whole weight, decoded")]
-    for name in REPLACED:
+    source = re.sub(r"^#if SPLIT > 1\n.*?^#endif\n", "", source, flags=re.MULTILINE | re.DOTALL)
+    for name in replaced:
         source = without_function(source, name)
     source = source.replace("extern __shared__ __align__(1024) char smem[];", "")
     source = re.sub(r"^typedef .*\n", "", source, flags=re.MULTILINE)

@@ -1,0 +1,352 @@
+// y[M, N] = x[M, K] @ w[N, K]^T for few rows M and packed 2:4 weights, on sm_90 and later.
+//
+// Weights are the sparse A operand of mma.sp.m16n8k32 (16 output rows x 32 k, 16 of them kept), activations the B
+// operand, so 8 activation rows cost one instruction. The weights lie in memory as "chunks" of 16 rows x 256 k
+// (kernels/sparse24_layout.py): a lane finds its fragments and its metadata in its own 16-byte words.
+//
+//  - a stage is K_WARPS chunks of each of the block's row tiles, and the x that belongs to them. DEPTH stages are a ring in
+//    shared memory, filled by cp.async; each warp copies the weights that it multiplies itself, all copy x. x comes stage
+//    by stage and not at the beginning, because at 16 rows it is as large as a multiprocessor's share of the weights.
+//  - kept values of 4 bits become floats with one LOP3 per pair (a mask and a magic exponent), and one subtraction
+//    takes this offset and the zero point off. The scale multiplies the sum of a group, or each weight (EACH).
+//  - the inputs are split over the K_WARPS warps and over the SPLIT blocks of a cluster; partial sums meet in (distributed)
+//    shared memory and are added in a fixed order: the result does not depend on timing.
+//  - the grid may start while its predecessor drains (programmatic dependent launch): weights are fetched first, x only
+//    after griddepcontrol.wait.
+//
+// `sparse24_dense` writes the decoded weight, rounded once from fp32: bit for bit what the Format decodes to.
+//
+// Macros given by the caller:
+//   BITS 16: values of the activations' dtype; 4: codes with scale and zero   HALF 0 bf16, 1 fp16
+//   GROUP 32,64,128 kept values that share a scale   SBF16 1: scales are bf16, 0: fp16   EACH 1: scale each weight
+//   MT tiles of 8 rows of x   ROW_WARPS x K_WARPS warps a block   R row tiles a warp   SPLIT blocks a cluster
+//   DEPTH stages in the ring   BLOCKS blocks an SM, at least   AHEAD stages asked into L2 before x may be read
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#define WARPS (ROW_WARPS * K_WARPS)
+#define THREADS (WARPS * 32)
+#define NG (128 / GROUP)  // scale sets of a chunk
+#define SPG (8 / NG)      // steps of 32 k in a group
+#define VALUES (BITS == 16 ? 4096 : 1024 + 64 * NG)  // bytes before the metadata
+#define CHUNK (VALUES + 512)
+#define STAGE (WARPS * R * CHUNK)     // bytes of weights in a stage
+#define X_PITCH (K_WARPS * 512 + 16)  // bytes of a row of x in a stage; the 16 keep ldmatrix free of bank conflicts
+#define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
+#define MAGIC (MAGIC16 | MAGIC16 << 16)
+#define INLINE __device__ __forceinline__
+
+extern __shared__ __align__(1024) char smem[];
+
+INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- memory --------------------------------------------------------------------------------------------------
+INLINE void copy_async(u32 to, const void* from) {  // 16 bytes, past L1
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
+INLINE void ask_for(const void* from) {  // a chunk, into L2
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(CHUNK) : "memory");
+}
+INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
+
+// ---- arithmetic ----------------------------------------------------------------------------------------------
+#if HALF
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+#define PAIR TYPE "x2"
+// The lanes 0, 1 (selector 0) or 2, 3 (selector 1) of every four give the metadata.
+template <int selector> INLINE void mma_sp(float* c, const u32* a, const u32* b, u32 meta) {
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE ".f32 "
+        "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9,%10,%11},{%0,%1,%2,%3},%12,%13;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta), "n"(selector));
+}
+INLINE void load_x(u32* f, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
+}
+// (w & mask) | MAGIC. An instruction takes one constant of 32 bits; left alone, the compiler makes two of it.
+INLINE u32 magic_register() { u32 m; asm volatile("mov.b32 %0, %1;" : "=r"(m) : "r"(MAGIC)); return m; }
+INLINE u32 field(u32 w, u32 mask, u32 magic) {
+    u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "r"(mask), "r"(magic)); return d;
+}
+INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+INLINE float half_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
+INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
+INLINE u16 narrow(float f) {
+    u16 h; asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(h) : "f"(f)); return h;
+}
+INLINE float widen(u16 h) { return HALF ? half_float(h) : __uint_as_float((u32)h << 16); }
+INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
+
+// ---- fragments -----------------------------------------------------------------------------------------------
+// a[i] of step j: row (i & 1 ? g + 8 : g), the two kept of k = 32 j + 4 t + (i & 2 ? 16 : 0) ... + 3; g = lane / 4, t = lane % 4.
+INLINE void decode4(u32* a, const u32 word, const u32 magic) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = field(word >> 4 * i, 0x000f000f, magic);
+}
+INLINE void words(u32* w, const char* at) {
+    const uint4 v = load16(at);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+}
+
+// f(Number<first>, a, b), f(Number<first + 1>, a, b), ...: a loop whose index is a constant, as the selector has to be.
+template <int n> struct Number { static constexpr int value = n; };
+template <int first, int count, class F, class A, class B> INLINE void steps(F& f, A a, B b) {
+    if constexpr (count > 0) {
+        f(Number<first>(), a, b);
+        steps<first + 1, count - 1>(f, a, b);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
+    const char* __restrict__ W, const u16* __restrict__ X, u16* __restrict__ Y, const u16* __restrict__ bias, int N, int K,
+    int M, int pitch_x, int tiles, int chunks) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int row_warp = warp % ROW_WARPS, k_warp = warp / ROW_WARPS, tile0 = blockIdx.y * (ROW_WARPS * R);
+    const int rank = SPLIT > 1 ? blockIdx.x : 0;             // in the cluster, which is one row of the grid
+    const int share = (chunks + SPLIT - 1) / SPLIT;          // chunks of this block
+    const int begin = min(chunks, rank * share), count = min(chunks - begin, share);
+    const int stages = (count + K_WARPS - 1) / K_WARPS;
+
+    // ---- the ring ------------------------------------------------------------------------------------------------
+    const u32 mine = warp * R * CHUNK;  // of a stage
+    const u32 x_ring = DEPTH * STAGE, x_stage = M * X_PITCH;
+    const char* from[R];
+    #pragma unroll
+    for (int r = 0; r < R; r++)  // a tile past the end reads the last one and writes nothing
+        from[r] = W + ((u64)min(tile0 + row_warp * R + r, tiles - 1) * chunks + begin + k_warp) * CHUNK;
+    auto fetch_weights = [&](const int slot, const int n) {
+        if (n * K_WARPS + k_warp >= count) return;
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            const u32 to = shared_address(smem) + slot * STAGE + mine + r * CHUNK + lane * 16;
+            const char* chunk = from[r] + (u64)n * K_WARPS * CHUNK + lane * 16;
+            #pragma unroll
+            for (int p = 0; p < CHUNK; p += 512)
+                if (CHUNK - p >= 512 || p + lane * 16 < CHUNK) copy_async(to + p, chunk + p);
+        }
+    };
+    auto fetch_x = [&](const int slot, const int n) {
+        const int piece0 = (begin + n * K_WARPS) * 32;  // of 8 k each
+        const int pieces = min(K / 8 - piece0, (count - n * K_WARPS) * 32);
+        if (pieces <= 0) return;
+        const u32 to = shared_address(smem) + x_ring + slot * x_stage;
+        for (int e = threadIdx.x; e < M * (K_WARPS * 32); e += THREADS) {
+            const int m = e / (K_WARPS * 32), p = e % (K_WARPS * 32);
+            copy_or_zero(to + m * X_PITCH + p * 16, X + (u64)m * pitch_x + (p < pieces ? piece0 + p : 0) * 8, p < pieces);
+        }
+    };
+#if AHEAD
+    fetch_weights(0, 0);
+    if (lane < AHEAD && (lane + 1) * K_WARPS + k_warp < count)
+        for (int r = 0; r < R; r++) ask_for(from[r] + (u64)(lane + 1) * K_WARPS * CHUNK);
+#else
+    for (int p = 0; p < DEPTH - 1; p++) fetch_weights(p, p);
+#endif
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int p = 0; p < DEPTH - 1; p++) {
+        if (AHEAD && p) fetch_weights(p, p);
+        fetch_x(p, p);
+        commit();  // always, so that groups can be counted
+    }
+
+#if BITS == 4
+    const u32 magic = magic_register();
+#endif
+    float acc[R][MT][4];
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) acc[r][m][e] = 0.f;
+    u32 x_row[MT];  // this lane's address for ldmatrix; rows past M repeat the last
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        x_row[m] = shared_address(smem) + x_ring + min(m * 8 + (lane & 7), M - 1) * X_PITCH + (lane >> 3) * 16 + k_warp * 512;
+
+    auto consume = [&](const int slot) {
+        const char* chunk[R];
+        u32 meta[R][4];
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            chunk[r] = smem + slot * STAGE + mine + r * CHUNK;
+            words(meta[r], chunk[r] + VALUES + lane * 16);
+        }
+        const u32 x_at = slot * x_stage;
+        auto step = [&](auto number, float (*c)[MT][4], auto fragment) {
+            constexpr int j = decltype(number)::value;
+            u32 x[MT][4];
+            #pragma unroll
+            for (int m = 0; m < MT; m++) load_x(x[m], x_row[m] + x_at + j * 64);
+            #pragma unroll
+            for (int r = 0; r < R; r++) {
+                u32 a[4];
+                fragment(a, r, j);
+                #pragma unroll
+                for (int m = 0; m < MT; m++) mma_sp<j & 1>(c[r][m], a, x[m], meta[r][j / 2]);
+            }
+        };
+#if BITS == 16
+        auto fragment = [&](u32* a, const int r, const int j) { words(a, chunk[r] + j * 512 + lane * 16); };
+        steps<0, 8>(step, acc, fragment);
+#else
+        u32 w[R][8];
+        #pragma unroll
+        for (int r = 0; r < R; r++) words(w[r], chunk[r] + lane * 16), words(w[r] + 4, chunk[r] + 512 + lane * 16);
+        auto group = [&](auto number, auto, auto) {
+            constexpr int q = decltype(number)::value;
+            u32 zero[R][2], each[R][2];
+            float scale[R][2];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 grid = *(const u32*)(chunk[r] + 1024 + q * 64 + g * 4 + h * 32);
+                    zero[r][h] = both((grid >> 16) + MAGIC16);
+                    scale[r][h] = scale_float(grid);
+                    each[r][h] = both(narrow(scale[r][h]));
+                }
+            auto fragment = [&](u32* a, const int r, const int j) {
+                decode4(a, w[r][j], magic);
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    a[i] = sub2(a[i], zero[r][i & 1]);
+                    if (EACH) a[i] = mul2(a[i], each[r][i & 1]);
+                }
+            };
+#if EACH
+            steps<q * SPG, SPG>(step, acc, fragment);
+#else
+            float c[R][MT][4];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) c[r][m][e] = 0.f;
+            steps<q * SPG, SPG>(step, c, fragment);
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) acc[r][m][e] += scale[r][e / 2] * c[r][m][e];
+#endif
+        };
+        steps<0, NG>(group, 0, 0);
+#endif
+    };
+
+    for (int i = 0, slot = 0; i < stages; i++) {
+        wait_all_but<DEPTH - 2>();
+        __syncthreads();  // stage i is here for all, and all have left stage i - 1, which is overwritten now
+        const int last = slot ? slot - 1 : DEPTH - 1;
+        fetch_weights(last, i + DEPTH - 1);
+        fetch_x(last, i + DEPTH - 1);
+        commit();
+        if (i * K_WARPS + k_warp < count) consume(slot);
+        if (++slot == DEPTH) slot = 0;
+    }
+
+    // ---- sum over warps and cluster, in order ----------------------------------------------------------------------
+    wait_all_but<0>();
+    __syncthreads();
+    float* part = (float*)smem;  // over the ring, which nobody needs any more
+    const int rows = ROW_WARPS * R * 16, pitch = rows + 4, row0 = tile0 * 16;
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int col = m * 8 + t * 2 + (e & 1), row = (row_warp * R + r) * 16 + g + (e & 2 ? 8 : 0);
+                if (col < M) part[(k_warp * M + col) * pitch + row] = acc[r][m][e];
+            }
+    __syncthreads();
+    auto write = [&](const int col, const int row, float sum) {
+        if (row0 + row >= N) return;
+        if (bias) sum += widen(bias[row0 + row]);
+        Y[(u64)col * N + row0 + row] = narrow(sum);
+    };
+    for (int e = threadIdx.x; e < M * rows; e += THREADS) {
+        const int col = e / rows, row = e % rows;
+        float sum = 0.f;
+        #pragma unroll
+        for (int k = 0; k < K_WARPS; k++) sum += part[(k * M + col) * pitch + row];
+        if (SPLIT == 1) write(col, row, sum);
+        else part[col * pitch + row] = sum;
+    }
+#if SPLIT > 1
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    for (int e = rank * THREADS + threadIdx.x; e < M * rows; e += SPLIT * THREADS) {
+        const int col = e / rows, row = e % rows;
+        const u32 here = shared_address(part + col * pitch + row);
+        float v[SPLIT], sum = 0.f;
+        #pragma unroll
+        for (int p = 0; p < SPLIT; p++) {
+            u32 there;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(p));
+            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v[p]) : "r"(there) : "memory");
+        }
+        #pragma unroll
+        for (int p = 0; p < SPLIT; p++) sum += v[p];
+        write(col, row, sum);
+    }
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// ---- the whole weight, decoded ---------------------------------------------------------------------------------
+// A warp takes one chunk at a time; its 16 x 256 values meet in shared memory and leave as rows of 512 bytes.
+#define DENSE_WARPS 4
+extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) sparse24_dense(
+    const char* __restrict__ W, u16* __restrict__ D, int K, int chunks, int total) {
+    __shared__ __align__(16) u64 tile[DENSE_WARPS][16][68];  // groups of four values; rows eight banks apart
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    for (int n = blockIdx.x * DENSE_WARPS + warp; n < total; n += gridDim.x * DENSE_WARPS) {
+        const int row_tile = n / chunks, c = n % chunks;
+        const char* chunk = W + (u64)n * CHUNK;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            u32 a[4];
+#if BITS == 16
+            words(a, chunk + j * 512 + lane * 16);
+#else
+            const u32 word = *(const u32*)(chunk + j / 4 * 512 + lane * 16 + j % 4 * 4);
+#endif
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int h = i & 1;
+#if BITS == 4
+                const u32 grid = *(const u32*)(chunk + 1024 + j / SPG * 64 + g * 4 + h * 32), pair = word >> 4 * i;
+                const float scale = scale_float(grid), zero = (float)(grid >> 16);
+                a[i] = narrow(((float)(pair & 15) - zero) * scale);
+                a[i] |= (u32)narrow(((float)(pair >> 16 & 15) - zero) * scale) << 16;
+#endif
+                const u32 meta = *(const u32*)(chunk + VALUES + (g * 4 + (j & 1) * 2 + i / 2) * 16 + j / 2 * 4);
+                const u32 nibble = meta >> (16 * h + 4 * t);
+                tile[warp][g + 8 * h][j * 8 + t + (i & 2 ? 4 : 0)] =
+                    (u64)(a[i] & 0xffff) << 16 * (nibble & 3) | (u64)(a[i] >> 16) << 16 * (nibble >> 2 & 3);
+            }
+        }
+        __syncwarp();
+        #pragma unroll
+        for (int row = 0; row < 16; row++) {
+            const int k = c * 256 + lane * 8;
+            if (k < K) *(uint4*)(D + (u64)(row_tile * 16 + row) * K + k) = load16(&tile[warp][row][lane * 2]);
+        }
+        __syncwarp();
+    }
+}
