@@ -20,7 +20,7 @@ import typer
 
 from shoestring import __version__
 from shoestring.errors import Interrupted, UserError
-from shoestring.terminal import find_skips, open_engine, read_prompt, stream_text, user_lines
+from shoestring.terminal import find_skips, lead, open_engine, read_prompt, stream_text, user_lines
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
@@ -134,25 +134,19 @@ def generate(
     """Continue a text, streaming it to the terminal; torchrun -m shoestring generate ... shares the model out."""
     from shoestring.measure import need_tokenizer
     from shoestring.serve import Sampling
-    from shoestring.serve.tensor_parallel import open_ranks
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
     text = read_prompt(prompt)
-    ranks = open_ranks(device)
-    loaded = _load(model, device, dtype, int8_activations, ranks)
-    if ranks is not None and not ranks.first:
-        ranks.follow(loaded.model)
-        return ranks.close()
-    try:
+
+    def write(loaded: Loaded, ranks: Ranks | None) -> None:
         tokens = need_tokenizer(loaded).encode(text)
         limit = loaded.spec.max_positions
         context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
         engine = open_engine(loaded, context, drafter, skip, ranks)
         print(text, end="", flush=True)
         stream_text(engine, tokens, sampling, stats)
-    finally:
-        if ranks is not None:
-            ranks.end()
+
+    lead(write, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
 
 
 @app.command()
@@ -177,18 +171,21 @@ def chat(
     from shoestring.serve import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens)
-    loaded = _load(model, device, dtype, int8_activations)
-    tokenizer = need_tokenizer(loaded)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
-        )
-    engine = open_engine(loaded, min(context, loaded.spec.max_positions), None, skip)
-    messages = [{"role": "system", "content": system}] if system else []
-    for line in user_lines():
-        messages.append({"role": "user", "content": line})
-        text = stream_text(engine, tokenizer.encode(tokenizer.render_chat(messages)), sampling, stats)
-        messages.append({"role": "assistant", "content": text})
+
+    def talk(loaded: Loaded, ranks: Ranks | None) -> None:
+        tokenizer = need_tokenizer(loaded)
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
+            )
+        engine = open_engine(loaded, min(context, loaded.spec.max_positions), None, skip, ranks)
+        messages = [{"role": "system", "content": system}] if system else []
+        for line in user_lines():
+            messages.append({"role": "user", "content": line})
+            text = stream_text(engine, tokenizer.encode(tokenizer.render_chat(messages)), sampling, stats)
+            messages.append({"role": "assistant", "content": text})
+
+    lead(talk, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
 
 
 @app.command()

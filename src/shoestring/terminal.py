@@ -6,6 +6,7 @@ Imports what it needs when it needs it, as the command line does, so that --help
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
     from shoestring.model.skip import SkipSet
     from shoestring.serve import Engine, Sampling, SkipPolicy
     from shoestring.serve.tensor_parallel import Ranks
+
+
+def lead(
+    use: Callable[[Loaded, Ranks | None], None], load: Callable[[Ranks | None], Loaded], device: str
+) -> None:
+    """use(model, ranks); under torchrun the first process does, and the others compute their shares."""
+    from shoestring.serve.tensor_parallel import open_ranks
+
+    ranks = open_ranks(device)
+    loaded = load(ranks)
+    if ranks is not None and not ranks.first:
+        ranks.follow(loaded.model)
+        return ranks.close()
+    try:
+        use(loaded, ranks)
+    finally:
+        if ranks is not None:
+            ranks.end()
 
 
 def open_engine(

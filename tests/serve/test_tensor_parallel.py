@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,19 +30,57 @@ def test_one_process_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_two_ranks_write_the_text_of_one(
-    run_ranks: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_two_ranks_write_the_text_of_one(run_ranks: Callable[..., str]) -> None:
+    """Dense, with a cut vocabulary, and packed; chunks, preemption, drafters, skip sets, prompt scores."""
+    assert run_ranks(2, Path(__file__).with_name("ranks_serving.py"), timeout=120).count("same tokens") == 3
+
+
+FAULT = """
+import contextlib, io, os, pathlib, sys
+from shoestring.cli import run_cli
+from shoestring.model import Decoder
+
+forward, calls, out = Decoder.forward, [], io.StringIO()
+sys.stdin = io.StringIO("The fox\\nThe dog\\n")
+
+def fail_later(self, *args, **options):
+    calls.append(1)
+    if len(calls) == 9:
+        self.blocks[-1].attn_norm = None  # in the middle of the blocks, behind sums over all processes
+    return forward(self, *args, **options)
+
+if os.environ["RANK"] == "0":
+    Decoder.forward = fail_later
+with contextlib.redirect_stdout(out):
+    code = run_cli(sys.argv[2:])
+pathlib.Path(sys.argv[1]).write_text(out.getvalue())
+assert code == 1
+"""
+
+
+@pytest.mark.ranks
+def test_a_first_process_that_fails_ends_all_of_them(
+    run_ranks: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Dense, with a cut vocabulary, and packed; chunks, preemption, drafters, skip sets, prompt scores; and
-    `shoestring generate`."""
+    """`chat` on two processes: the first answer is that of one process; in the second, the first process fails
+    in the middle of a forward, in which the other would wait for it."""
     tokenizer = Tokenizer.train(["The quick brown fox jumps over the lazy dog. " * 3], 290)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = tiny_decoder(vocab_size=tokenizer.vocab_size + tokenizer.vocab_size % 2, max_positions=64).float()
     save_model(tmp_path / "model", model, tokenizer)
-    command = ["generate", str(tmp_path / "model"), "The quick", "--max-tokens", "8", "--device", "cpu"]
+    command = ["chat", str(tmp_path / "model"), "--max-tokens", "6", "--device", "cpu"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("The fox\n"))
     assert run_cli(command) == 0
-    text = capsys.readouterr().out
-    script = tmp_path / "cli.py"
-    script.write_text("import sys\nfrom shoestring.cli import run_cli\nsys.exit(run_cli(sys.argv[1:]))\n")
-    new = text.removeprefix("The quick")  # warnings of torch may stand before it
-    assert len(new) > 1 and new in run_ranks(2, script, *command, timeout=60)
-    assert run_ranks(2, Path(__file__).with_name("ranks_serving.py"), timeout=120).count("same tokens") == 3
+    answer = capsys.readouterr().out
+    script = tmp_path / "chat.py"
+    script.write_text(FAULT)
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(2, script, str(tmp_path / "out.txt"), *command, timeout=60)
+    # The first process ended as the script wants it to; the other had to be freed from its wait.
+    assert "rank 1 of 2 failed" in str(failed.value)
+    assert "error: process 1 stops: the first process failed: 'NoneType'" in str(failed.value)
+    written = (tmp_path / "out.txt").read_text()
+    assert len(answer) > len("> The fox\n") and written.startswith(answer) and "> The dog" in written

@@ -11,8 +11,11 @@ has to be decided twice, so clocks and random numbers may differ.
     else: engine = Engine(model, ranks=ranks) ... ranks.dismiss()
     ranks.close()
 
-`shoestring generate` and `shoestring serve` do this under torchrun. Draft models are not cut: the first process
+`shoestring generate`, `chat` and `serve` do this under torchrun. Draft models are not cut: the first process
 runs them alone.
+
+A forward that fails on one process leaves the others waiting in it, and nothing can call them back: the group is
+lost. alarm.py ends it: every process stops with a line that says who failed and why, and none hangs.
 
 Left out: fused steps and CUDA graphs (collectives in them), loading only a process's own share from disk.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 
@@ -31,10 +34,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoestring.errors import UserError
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model.parallel import tensor_parallel_
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
+from shoestring.serve.alarm import Alarm
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
@@ -66,6 +71,12 @@ class Ranks:
         self._axis: DeviceMesh = axis
         # A line of its own over the host: an idle server is silent for hours, and that is no error.
         self._line = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self.alarm = Alarm(mesh.rank, mesh.world_size, self._share)
+
+    def _share(self, number: int) -> int:
+        told = torch.tensor([number])
+        dist.broadcast(told, src=0, group=self._line)
+        return int(told)
 
     @property
     def first(self) -> bool:
@@ -86,13 +97,26 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group, on every process."""
+        self.alarm.close()
         self.mesh.close()
 
     def end(self) -> None:
         """The last thing the first process does."""
+        if self.alarm.failed:
+            return self.alarm.close()  # the others have stopped; to take leave of them would wait for ever
         with contextlib.suppress(RuntimeError):  # after an error the others may be gone already
             self.dismiss()
-        self.close()
+        return self.close()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all processes compute at the same time: an error in it ends them all."""
+        self.alarm.check()
+        try:
+            yield
+        except Exception as error:
+            self.alarm.ring(error)
+            raise
 
     # -- the line -------------------------------------------------------------------------------------------
     def send(self, order: Order, numbers: Sequence[int]) -> None:
@@ -116,25 +140,29 @@ class Ranks:
         runner: Runner | None = None
         skips: list[SkipSet] = []
         while True:
-            order, body = self._receive()
+            try:
+                order, body = self._receive()
+            except RuntimeError as error:
+                raise UserError(f"the first process is gone, so this one ends: {error}") from None
             if order is Order.CLOSE:
                 return
-            if order is Order.OPEN:
-                num_blocks, block_size = body
-                runner, skips = Runner(model, BlockPool(num_blocks, block_size, grows=True)), []
-            elif order is Order.SKIP:
-                skips.append(SkipSet.from_json(json.loads(bytes(body).decode())))
-            elif order is Order.SCORE:
-                num_top, *tokens = body
-                prompt_logprobs(model, tokens, num_top)
-            else:
-                assert runner is not None
-                skip = None if body[0] == WHOLE else skips[body[0]]
-                if order is Order.SECONDS:
-                    runner.seconds(body[1], skip)
+            with self.together():
+                if order is Order.OPEN:
+                    num_blocks, block_size = body
+                    runner, skips = Runner(model, BlockPool(num_blocks, block_size, grows=True)), []
+                elif order is Order.SKIP:
+                    skips.append(SkipSet.from_json(json.loads(bytes(body).decode())))
+                elif order is Order.SCORE:
+                    num_top, *tokens = body
+                    prompt_logprobs(model, tokens, num_top)
                 else:
-                    runner.cache.pool.num_touched = body[1]
-                    runner.forward(unpack_batch(body[2:]), skip)
+                    assert runner is not None
+                    skip = None if body[0] == WHOLE else skips[body[0]]
+                    if order is Order.SECONDS:
+                        runner.seconds(body[1], skip)
+                    else:
+                        runner.cache.pool.num_touched = body[1]
+                        runner.forward(unpack_batch(body[2:]), skip)
 
 
 class LeadRunner(Runner):
@@ -147,18 +175,21 @@ class LeadRunner(Runner):
         ranks.send(Order.OPEN, [pool.num_blocks, pool.block_size])
 
     def forward(self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None) -> Tensor:
-        number = self._number(skip)
-        body = pack_batch(batch, self.cache.pool.block_size)
-        self._ranks.send(Order.FORWARD, [number, self.cache.pool.num_touched, *body])
-        return super().forward(batch, skip, watch)
+        with self._ranks.together():
+            number = self._number(skip)
+            body = pack_batch(batch, self.cache.pool.block_size)
+            self._ranks.send(Order.FORWARD, [number, self.cache.pool.num_touched, *body])
+            return super().forward(batch, skip, watch)
 
     def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
-        self._ranks.send(Order.SECONDS, [self._number(skip), num_rows])
-        return super().seconds(num_rows, skip)
+        with self._ranks.together():
+            self._ranks.send(Order.SECONDS, [self._number(skip), num_rows])
+            return super().seconds(num_rows, skip)
 
     def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
-        self._ranks.send(Order.SCORE, [num_top, *tokens])
-        return super().prompt_logprobs(tokens, num_top)
+        with self._ranks.together():
+            self._ranks.send(Order.SCORE, [num_top, *tokens])
+            return super().prompt_logprobs(tokens, num_top)
 
     def _number(self, skip: SkipSet | None) -> int:
         if skip is None:
