@@ -124,7 +124,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
     assert not (here / f"{name}/model").exists()
     assert "was started with format=int2:g32" in cli(f"resume={name}", "format=int3:g32", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.bitdistiller.write_report", dying(-1, print))
+        patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(-1, print))
         assert run_cli(["run", "shrink/bitdistiller", f"resume={name}"]) != 0
     assert (here / name / "model").exists()
     (here / name / "model/quantization.json").unlink()

@@ -101,7 +101,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
             patch.setattr(CachedCakld, "__call__", dying(9, CachedCakld.__call__))
         assert run_cli(["run", "shrink/lowbit_best", *BEST, f"run={name}", "device=cpu"]) != 0
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.bitdistiller.write_report", dying(-1, print))
+        patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(-1, print))
         assert run_cli(["run", "shrink/lowbit_best", f"resume={name}"]) != 0
     assert ("resumed from" in capsys.readouterr().out) == (stage == "training")
     cli(f"resume={name}", recipe="shrink/lowbit_best")

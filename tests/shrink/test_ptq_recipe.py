@@ -112,7 +112,7 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     monkeypatch.setattr(BlockFiles, "save", save)
     assert "was started with format=int3:g32" in cli("resume=cut", "format=int2:g32", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.ptq.write_report", lambda *a, **k: 1 / 0)
+        patch.setattr("shoestring.recipes.shrink.rtn.write_report", lambda *a, **k: 1 / 0)
         assert run_cli(["run", "shrink/ptq", "resume=cut", "out=elsewhere"]) == 1
     (here / "mine").mkdir()
     (here / "mine/config.json").write_text("{}")

@@ -22,7 +22,7 @@ from shoestring.config import apply_overrides, from_json
 from shoestring.errors import UserError, suggest
 
 HERE = Path(__file__).parent
-HELPERS = ("__init__", "find")
+HELPERS = ("__init__", "find", "lowbit_run")  # files that are no recipes
 
 
 def builtin_recipes() -> dict[str, Path]:

@@ -33,14 +33,14 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatLinear, Parts, Slorb, convert
-from shoestring.formats.convert import Rule, assign, candidates, tied_names
+from shoestring.formats.convert import Rule
 from shoestring.formats.linear import like_weight, local
 from shoestring.formats.slorb import block_means
 from shoestring.kernels.sparse24 import is_24, mask24
 from shoestring.model.transformer import Decoder
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.grid import output_error
-from shoestring.shrink.quantize import HEADS, LayerError, Progress, QuantizeReport
+from shoestring.shrink.quantize import HEADS, LayerError, Progress, QuantizeReport, plan_layers
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.sparsegpt import sparsegpt
 from shoestring.train.sparse24 import count_24, pruning_of
@@ -178,31 +178,14 @@ def prune(
 
 def plan_pruning(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, Format]:
     """{layer: Format} of what will be pruned; every mistake in rules, shapes or weights is raised here."""
-    modules = candidates(model)
-    chosen, _ = assign(modules, rules, skip, tied_names(model))
-    found: dict[str, Format] = {}
-    for name, format in chosen.items():
-        layer = modules[name]
-        assert isinstance(layer, FormatLinear)
-        if layer.packed or not isinstance(layer.format, Dense):
-            raise UserError(
-                f"{name} is {layer.format.label} already: prune the model it was made from, or unpack it first"
-            )
-        try:
-            format.check(layer.shape)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
-        if isinstance(format, Dense):
-            continue
+    found = plan_layers(model, rules, skip, "prune")
+    for name, format in found.items():
         pruning = pruning_of(format)
         if pruning is None or pruning.select != "row":
             raise UserError(
                 f"{name}: {format.label} is not what one-shot pruning makes; use sparse24, sparse24:held, "
                 "sparse24+int4 or one of these with +slorb16"
             )
-        if not layer.weight.isfinite().all():
-            raise UserError(f"{name}.weight holds NaN or infinite values; check the model")
-        found[name] = format
     return found
 
 

@@ -1,7 +1,7 @@
 """Quantization-aware training as a Format and an objective in the ordinary trainer: the pieces around it.
 
     clip_weights(model, rules, walk(model, windows))      BitDistiller's start: groups clamped to searched ranges
-    build_student(spec, rules, mesh, ...)                 built on meta, cut over the mesh, filled from a folder
+    build_student(folder, rules, mesh)                    built on meta, cut over the mesh, filled from a folder
     hold_grids(model, grids)                              grids that another method found, as what training starts from
     relative_adamw(model, rates), FallingRates(...)       learning rates as parts of what they move
 
@@ -31,7 +31,8 @@ from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.groups import split
 from shoestring.formats.linear import full, like_weight, local
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, ModelSpec, load_into
+from shoestring.model import Decoder, load_into
+from shoestring.model.folder import read_spec
 from shoestring.model.parallel import ParallelConfig, materialize, parallelize
 from shoestring.runlog import write_atomically
 from shoestring.shrink.calibrate import BlockStep, block_linears
@@ -77,28 +78,23 @@ def clip_weights(
 
 
 def build_student(
-    spec: ModelSpec,
-    rules: Sequence[Rule],
-    mesh: Mesh,
-    path: Path | str,
-    config: ParallelConfig | None = None,
+    path: Path | str, rules: Sequence[Rule], mesh: Mesh, parallel: ParallelConfig | None = None
 ) -> Decoder:
     """fp32 masters from `path` with the Formats of `rules`, on this mesh; no rank holds more than its share."""
     with torch.device("meta"):
-        model = Decoder(spec)
-        if rules:
-            convert(model, rules)
-    parallelize(model, mesh, config or ParallelConfig())
+        model = Decoder(read_spec(path)[0])
+        convert(model, rules)
+    parallelize(model, mesh, parallel or ParallelConfig())
     materialize(model, mesh.device)
     load_into(model, path)
     init_state(model)
     return model
 
 
-def build_teacher(spec: ModelSpec, mesh: Mesh, path: Path | str, dtype: torch.dtype) -> Decoder:
+def build_teacher(path: Path | str, mesh: Mesh, dtype: torch.dtype) -> Decoder:
     """The full model in `dtype`, frozen, on this mesh."""
     with torch.device("meta"):
-        model = Decoder(spec).to(dtype)
+        model = Decoder(read_spec(path)[0]).to(dtype)
     model.requires_grad_(False)
     parallelize(model, mesh, ParallelConfig(compute_dtype=dtype))
     materialize(model, mesh.device)

@@ -173,30 +173,34 @@ def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> 
     """{layer: Format} of what will be quantized; every mistake in rules, shapes or weights is raised here,
     before any work.
     """
+    found: dict[str, GridFormat] = {}
+    for name, format in plan_layers(model, rules, skip, "quantize").items():
+        if not isinstance(format, GridFormat):
+            raise UserError(
+                f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4"
+            )
+        found[name] = format
+    return found
+
+
+def plan_layers(model: Decoder, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:
+    """{layer: Format} of dense layers with finite weights that are to get another Format and can hold it."""
     modules = candidates(model)
     chosen, _ = assign(modules, rules, skip, tied_names(model))
-    found: dict[str, GridFormat] = {}
     for name, format in chosen.items():
         layer = modules[name]
         assert isinstance(layer, FormatLinear)
         if layer.packed or not isinstance(layer.format, Dense):
             raise UserError(
-                f"{name} is {layer.format.label} already: quantize the model it was made from, or unpack it first"
+                f"{name} is {layer.format.label} already: {verb} the model it was made from, or unpack it first"
             )
         try:
             format.check(layer.shape)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        if isinstance(format, Dense):
-            continue
-        if not isinstance(format, GridFormat):
-            raise UserError(
-                f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4"
-            )
-        if not layer.weight.isfinite().all():
+        if not isinstance(format, Dense) and not layer.weight.isfinite().all():
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model")
-        found[name] = format
-    return found
+    return {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
 
 
 def quantize_block(

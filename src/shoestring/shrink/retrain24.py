@@ -27,19 +27,26 @@ import torch
 from torch import nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Dense, FormatLinear, convert, init_state
+from shoestring.formats import Dense, FormatLinear, convert
 from shoestring.formats.convert import Rule, assign, candidates, tied_names
 from shoestring.formats.linear import full
 from shoestring.kernels.sparse24 import GROUP
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, load_into
-from shoestring.model.folder import read_spec
-from shoestring.model.parallel import ParallelConfig, materialize, parallelize
+from shoestring.model import Decoder
+from shoestring.model.parallel import ParallelConfig
+from shoestring.shrink import qat
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import SCHEDULES
-from shoestring.train.sparse24 import FlipMeter, MaskRefresh, gradient_ratio, pruned_weight, sparse_layers
+from shoestring.train.sparse24 import (
+    FlipMeter,
+    MaskRefresh,
+    gradient_ratio,
+    pruned_weight,
+    pruning_of,
+    sparse_layers,
+)
 from shoestring.train.sparse24_optim import SparseAdam
 from shoestring.train.trainer import Run, StepCheckpointer, train
 
@@ -102,23 +109,14 @@ class Retrain:
 def build_student(
     source: Path | str, rules: Sequence[Rule], mesh: Mesh, parallel: ParallelConfig | None = None
 ) -> Decoder:
-    """A trainable model with fp32 masters from a model folder, cut over the mesh, its layers with their Formats.
-
-    The Formats' masks must be held (sparse24:held): the optimizer and the forward pass look at the same ones.
+    """qat.build_student with Formats whose masks are held (sparse24:held): the optimizer and the forward pass look at
+    the same ones.
     """
-    with torch.device("meta"):
-        model = Decoder(read_spec(source)[0])
-        convert(model, rules)
-    for layer in sparse_layers(model):
-        if not layer.pruning.hold_mask:
-            raise UserError(
-                f"{layer.name}: {layer.linear.format.label} does not hold its mask; use sparse24:held"
-            )
-    parallelize(model, mesh, parallel or ParallelConfig())
-    materialize(model, mesh.device)
-    load_into(model, source)
-    init_state(model)
-    return model
+    for glob, format in rules:
+        pruning = pruning_of(format)
+        if pruning is not None and not pruning.hold_mask:
+            raise UserError(f"{glob}: {format.label} does not hold its mask; use sparse24:held")
+    return qat.build_student(source, rules, mesh, parallel)
 
 
 def retrain(

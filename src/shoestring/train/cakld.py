@@ -39,7 +39,9 @@ from shoestring.model.collectives import all_sum
 from shoestring.model.transformer import Head
 from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.objectives import (
+    check_vocabulary,
     chunked_head,
+    read_teacher,
     vocab_log_softmax,
     vocab_logsumexp,
     vocab_remove_,
@@ -184,19 +186,6 @@ def _put_(z_NV: Tensor, ids_Nk: Tensor, values_Nk: Tensor, head: Head) -> None:
     z_NV.scatter_add_(1, mine.clamp(0, z_NV.shape[1] - 1), values_Nk.masked_fill(~held, 0.0))
 
 
-def read_teacher(teacher: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Head]:
-    """The teacher's last hidden states and its head."""
-    box: list[tuple[Tensor, Head]] = []
-
-    def keep(hidden: Tensor, head: Head) -> Tensor:
-        box.append((hidden, head))
-        return hidden
-
-    with torch.no_grad():
-        teacher(tokens_BT, readout=keep)
-    return box[0]
-
-
 # -- gamma ---------------------------------------------------------------------------------------------------
 
 
@@ -229,11 +218,3 @@ def check_gamma(gamma: float) -> float:
     if not 0 <= gamma <= 1:
         raise UserError(f"gamma={gamma} must lie between 0 (forward KL) and 1 (reverse KL)")
     return float(gamma)
-
-
-def check_vocabulary(student: int, teacher: int) -> None:
-    if student != teacher:
-        raise UserError(
-            f"the student's vocabulary ({student}) differs from the teacher's ({teacher}); distillation needs the "
-            "same tokenizer on both sides"
-        )

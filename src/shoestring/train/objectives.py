@@ -100,15 +100,7 @@ class Distill:
         return micro.num_counted
 
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
-        box: list[tuple[Tensor, Head]] = []
-
-        def keep(hidden: Tensor, head: Head) -> Tensor:
-            box.append((hidden, head))
-            return hidden
-
-        with torch.no_grad():
-            self.teacher(micro.tokens_BT, readout=keep)
-        teacher_hidden, teacher_head = box[0]
+        teacher_hidden, teacher_head = read_teacher(self.teacher, micro.tokens_BT)
         return model(
             micro.tokens_BT,
             readout=lambda hidden, head: self.readout(
@@ -119,11 +111,7 @@ class Distill:
     def readout(
         self, hidden_BTD: Tensor, head: Head, teacher_BTD: Tensor, teacher_head: Head, targets_BT: Tensor
     ) -> Tensor:
-        if head.weight_VD.shape[0] != teacher_head.weight_VD.shape[0]:
-            raise UserError(
-                f"the student's vocabulary ({head.weight_VD.shape[0]}) differs from the teacher's "
-                f"({teacher_head.weight_VD.shape[0]}); distillation needs the same tokenizer on both sides"
-            )
+        check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
         teacher_ND, target_N = teacher_BTD.flatten(0, 1), targets_BT.flatten()
         teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
         temperature = self.temperature
@@ -151,8 +139,28 @@ class Distill:
         pass
 
 
-# -- vocabulary-parallel pieces
-# -----------------------------------------------------------------------------------
+def read_teacher(teacher: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Head]:
+    """The teacher's last hidden states and its head."""
+    box: list[tuple[Tensor, Head]] = []
+
+    def keep(hidden: Tensor, head: Head) -> Tensor:
+        box.append((hidden, head))
+        return hidden
+
+    with torch.no_grad():
+        teacher(tokens_BT, readout=keep)
+    return box[0]
+
+
+def check_vocabulary(student: int, teacher: int) -> None:
+    if student != teacher:
+        raise UserError(
+            f"the student's vocabulary ({student}) differs from the teacher's ({teacher}); distillation needs the "
+            "same tokenizer on both sides"
+        )
+
+
+# -- vocabulary-parallel pieces ------------------------------------------------------------------------------
 
 
 def vocab_log_softmax(z_NV: Tensor, head: Head) -> Tensor:

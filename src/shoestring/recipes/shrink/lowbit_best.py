@@ -23,30 +23,29 @@ Leaves:  a run folder with the packed model/ (or out=), errors by block in model
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoestring.config import option, to_json
+from shoestring.config import option
 from shoestring.formats import Dense, FormatLinear, Parts, parse_format
 from shoestring.formats.convert import Rule
-from shoestring.measure import pick_dtype
-from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, load_model, save_model
-from shoestring.model.folder import read_spec
-from shoestring.model.parallel import ParallelConfig
-from shoestring.recipes.shrink.bitdistiller import (
-    FREE,
+from shoestring.recipes.shrink.lowbit_run import (
+    LowbitRun,
+    Settings,
     cache_teacher,
     check,
     finish,
     load_corpus,
-    open_folder,
+    open_run,
+    parallel_of,
     token_data,
+    training_options,
     write_text,
 )
 from shoestring.recipes.shrink.ptq import pick_candidates
@@ -66,61 +65,27 @@ from shoestring.shrink.qat import (
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
-from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.cakld import CachedCakld
 from shoestring.train.trainer import Run, train
 
 
 @dataclass(frozen=True)
-class Config:
-    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
-    format: str = option("int2:g64", "for all linear layers: int2 int3 int4 nf2 nf3 nf4, with :g128 :s1")
-    rules: str | None = option(
-        None, "instead of format: glob=format;glob=format, the first that matches wins"
-    )
+class Config(Settings):
     bits_budget: float | None = option(
         None, "bits per weight at most, metadata included: each layer gets one of the candidates, by damage"
     )
     candidates: str = option("int2:g64,int3:g64,int4:g64", "bits_budget: the formats to choose from")
     damage_windows: int = option(4, "bits_budget: rows of the training text that damage is measured on")
-    prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
-    num_prompts: int = option(3000, "prompts to complete at most")
-    max_new: int = option(1024, "tokens of a completion at most")
-    temperature: float = option(0.7, "of the completions")
-    max_requests: int | None = option(None, "completions at a time; none: 16 on a CPU, 256 on a GPU")
-    data: str | None = option(None, "instead of prompts: a corpus to train on")
-    max_mb: float | None = option(100.0, "read at most this many megabytes of it; none reads all")
     windows: int = option(512, "rows of the training text for the block-wise stage")
     init: str = option("awq", "the method whose grids it starts from: rtn clip awq gptq gptq+clip")
     epochs: int = option(4, "passes over those rows")
     block_batch: int = option(4, "rows in a step of the block-wise stage")
     memory_gb: float = option(8.0, "activations beyond this go to a file")
-    k: int = option(64, "tokens to keep of each of the full model's distributions")
-    gamma: float | None = option(None, "weight of the reverse divergence; none: the full model's confidence")
-    steps: int = option(200, "optimizer steps of the end-to-end stage")
-    batch: int = option(32, "rows per step over all ranks")
-    context: int = option(1024, "tokens per row")
-    micro: int | None = option(8, "rows per forward pass on one rank; none: all at once")
     lr_weight: float = option(1e-3, "of the root mean square of a layer's weights; 0 freezes them")
     lr_scale: float = option(2e-3, "of the mean of a layer's scales")
     lr_zero: float = option(1e-2, "codes")
     lr_norm: float = option(1e-3, "of the root mean square of a norm or bias")
     lr_rest: float = option(1e-3, "of the root mean square of embeddings and head; 0 freezes them")
-    clip: float = option(1.0, "largest gradient norm; 0 is off")
-    seed: int = option(0, "of the text and the order of the data")
-    text: str | None = option(None, "a text file: perplexity before and after; not the training text")
-    eval_context: int = option(1024, "tokens the model sees at once in the evaluation")
-    eval_tokens: int = option(16384, "tokens of the text to evaluate at most")
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
-    device: str = option("auto", "auto, cpu or cuda")
-    recompute: bool = option(False, "keep one activation per block: less memory, more time")
-    compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
-    mesh: MeshConfig = option(MeshConfig(), "how processes share the end-to-end stage")
-    log_every: int = option(5, "steps between lines of metrics.jsonl")
-    save_every: int = option(50, "steps between checkpoints; 0 saves only on Ctrl-C")
-    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
-    run: str | None = option(None, "folder for this run; none makes runs/shrink-lowbit_best-DATE")
-    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
 
 
 def main(cfg: Config) -> Path:
@@ -128,49 +93,36 @@ def main(cfg: Config) -> Path:
     pick_candidates(cfg)
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
     block_settings(cfg)
-    mesh = open_mesh(cfg.mesh, cfg.device)
-    if cfg.data is not None:
-        token_data(cfg, load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main)), mesh)
-    compute = pick_dtype(cfg.dtype, mesh.device)
-    folder = mesh.broadcast_object(open_folder(cfg, "shrink/lowbit_best", FREE) if mesh.is_main else None)
-    log = RunLog(folder, main=mesh.is_main)
-    log.save_config(
-        {"recipe": "shrink/lowbit_best", "config": to_json(replace(cfg, resume=None, run=str(folder)))}
-    )
-    once(mesh, folder, "prepared", lambda: make_start(cfg, rules, folder, log, mesh.device, compute))
-    told = json.loads((folder / "blockwise.json").read_text())
+    run = open_run(cfg, "shrink/lowbit_best")
+    once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
+    told = json.loads((run.folder / "blockwise.json").read_text())
     if cfg.bits_budget is not None:
         rules = rules_of(told["mixed_bits"])
-    corpus = load_corpus(cfg, folder, log)
-    data = token_data(cfg, corpus, mesh)
-    objective = CachedCakld(cache_teacher(cfg, folder, data, mesh, compute, log), cfg.gamma)
-    parallel = ParallelConfig(cfg.recompute, cfg.compile, compute)
-    model = build_student(read_spec(cfg.model)[0], learned_rules(rules), mesh, folder / "blockwise", parallel)
-    hold_grids(model, load_grids(folder / "grids.safetensors"))
-    log.say(
+    corpus = load_corpus(cfg, run.folder, run.log)
+    data = token_data(cfg, corpus, run.mesh)
+    objective = CachedCakld(cache_teacher(cfg, run, data), cfg.gamma)
+    model = build_student(run.folder / "blockwise", learned_rules(rules), run.mesh, parallel_of(cfg, run))
+    hold_grids(model, load_grids(run.folder / "grids.safetensors"))
+    run.log.say(
         f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens end to end, gamma {objective.gamma:.3f}"
     )
     train(
-        Run(model, relative_adamw(model, rates), mesh, log),
+        Run(model, relative_adamw(model, rates), run.mesh, run.log),
         data,
         objective,
-        steps=cfg.steps,
         hooks=[FallingRates(cfg.steps, warmup=max(1, cfg.steps // 20))],
-        clip=cfg.clip,
-        checkpointer=Checkpointer(folder / "checkpoints", every=cfg.save_every, last=cfg.steps),
-        log_every=cfg.log_every,
+        **training_options(cfg, run),
     )
-    finish(cfg, "shrink/lowbit_best", model, corpus, log, folder, mesh, {"gamma": objective.gamma, **told})
-    return folder
+    finish(cfg, run, model, corpus, {"gamma": objective.gamma, **told})
+    return run.folder
 
 
-def make_start(
-    cfg: Config, rules: list[Rule], folder: Path, log: RunLog, device: torch.device, compute: torch.dtype
-) -> None:
+def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     """On the first rank: the evaluation before, the text, and the blocks one after the other."""
-    loaded = load_model(cfg.model, device=device, dtype=compute)
+    folder, log = run.folder, run.log
+    loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
     plan(loaded.model, rules)
-    write_text(cfg, loaded, folder, log)
+    write_text(cfg, loaded, run)
     if (folder / "blockwise").exists():
         return
     corpus = load_corpus(cfg, folder, log)

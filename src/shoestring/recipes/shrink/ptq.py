@@ -45,18 +45,8 @@ from shoestring.measure import (
 )
 from shoestring.model import load_model, save_model
 from shoestring.model.folder import Loaded
-from shoestring.recipes.shrink.rtn import parse_rules
-from shoestring.report import (
-    Curves,
-    Scatter,
-    Section,
-    Series,
-    Table,
-    Text,
-    eval_table,
-    run_sections,
-    write_report,
-)
+from shoestring.recipes.shrink.rtn import finish, parse_rules
+from shoestring.report import Curves, Section, Series, Table
 from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
@@ -219,7 +209,8 @@ def main(cfg: Config) -> Path:
     if cfg.dense_out is not None:
         unpack(loaded.model)
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
-    finish(log, folder, out, report)
+    plots, tables = error_plots(log, report)
+    finish("shrink/ptq", log, folder, out, plots=plots, tables=tables)
     shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
     (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
     return folder
@@ -318,30 +309,19 @@ def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor | None:
     return windows(tokens.to(torch.int64), cfg.calib_windows, context)
 
 
-def finish(log: RunLog, folder: Path, out: Path, report: QuantizeReport) -> None:
-    rows = log.evaluations()
-    eval_table(rows, "Before and after").print()
-    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
-    commands = (
-        f'shoestring inspect {out}\nshoestring generate {out} "Once upon a time"\nshoestring export {out} DIR'
-    )
+def error_plots(log: RunLog, report: QuantizeReport) -> tuple[list[Section], list[Section]]:
+    """The curve of errors by block; the tables of blocks and layers."""
     blocks = [row for row in log.history if "output_error" in row]
     curve = Series("output error", [row["step"] for row in blocks], [row["output_error"] for row in blocks])
     fields = [f.name for f in dataclasses.fields(report.layers[0])] if report.layers else []
     layers = [[getattr(layer, f) for f in fields] for layer in report.layers]
     trained = [[i, b["before"], b["after"]] for i, b in enumerate(report.blocks)]
-    sections: list[Section] = [
-        Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
-        Curves("Error by block", [curve], "block", "mean square of the outputs' change, relative"),
-        *run_sections(folder),
-        *(
-            [Table("Blocks", ["block", "error before", "error after"], trained, "On windows held out.")]
-            if trained
-            else []
-        ),
-        Table("Layers", [f.replace("_", " ") for f in fields], layers, "Errors are relative mean squares."),
-        Text("Next", commands, code=True),
+    tables: list[Section] = [
+        Table("Layers", [f.replace("_", " ") for f in fields], layers, "Errors are relative mean squares.")
     ]
-    page = write_report(folder, "shrink/ptq", sections, subtitle=str(folder))
-    log.say(f"packed model in {out}, report in {page}. Next:\n{commands}")
-    log.close()
+    if trained:
+        head = ["block", "error before", "error after"]
+        tables.insert(0, Table("Blocks", head, trained, "On windows held out."))
+    return [
+        Curves("Error by block", [curve], "block", "mean square of the outputs' change, relative")
+    ], tables

@@ -12,6 +12,7 @@ Leaves:  a run folder with the packed model/ (or out=), the table before and aft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,7 +72,7 @@ def main(cfg: Config) -> Path:
     if cfg.dense_out is not None:
         unpack(loaded.model)
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
-    finish(log, folder, out)
+    finish("shrink/rtn", log, folder, out)
     return folder
 
 
@@ -104,19 +105,29 @@ def parse_rules(text: str) -> list[tuple[str, Format]]:
     return rules
 
 
-def finish(log: RunLog, folder: Path, out: Path) -> None:
+def finish(
+    recipe: str,
+    log: RunLog,
+    folder: Path,
+    out: Path,
+    *,
+    plots: Sequence[Section] = (),
+    tables: Sequence[Section] = (),
+) -> None:
+    """The rows before and after on the console and in report.html; what to try next."""
     rows = log.evaluations()
-    table = eval_table(rows, "Before and after")
-    table.print()
+    eval_table(rows, "Before and after").print()
     points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
     commands = (
         f'shoestring inspect {out}\nshoestring generate {out} "Once upon a time"\nshoestring export {out} DIR'
     )
     sections: list[Section] = [
         Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
+        *plots,
         *run_sections(folder),
+        *tables,
         Text("Next", commands, code=True),
     ]
-    page = write_report(folder, "shrink/rtn", sections, subtitle=str(folder))
+    page = write_report(folder, recipe, sections, subtitle=str(folder))
     log.say(f"packed model in {out}, report in {page}. Next:\n{commands}")
     log.close()

@@ -1,0 +1,244 @@
+"""What shrink/bitdistiller and shrink/lowbit_best share: both let a model write a text, and train a quantized copy of
+the model on it, against the model itself.
+
+    rules = check(cfg)              everything that can be said before a model is loaded
+    run = open_run(cfg, RECIPE)     the processes, the folder (new or resumed) and its log
+    ...                             the recipe's own stages, and training
+    finish(cfg, run, model, corpus, told)
+
+A run is finished when its report is written. Until then every stage it has done is kept, and it can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shoestring.config import option, to_json
+from shoestring.errors import UserError
+from shoestring.formats import convert, packed_state, parse_format
+from shoestring.formats.convert import Rule
+from shoestring.measure import evaluate_row, need_tokenizer, pick_dtype, read_tokens
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.folder import Loaded, read_spec
+from shoestring.model.parallel import ParallelConfig
+from shoestring.recipes.shrink import rtn
+from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
+from shoestring.serve.sampling import Sampling
+from shoestring.shrink.qat import build_teacher
+from shoestring.shrink.self_text import generate_text, read_prompts
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.cakld import check_gamma
+from shoestring.train.data import TokenData
+from shoestring.train.shards import Corpus, prepare
+from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
+
+# What a resumed run may change; everything else is in its finished stages already.
+FREE = (
+    *("run", "resume", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every", "steps"),
+    *("text", "eval_context", "eval_tokens", "out"),
+)
+STAGES = (
+    "clipped",
+    "teacher",
+    "tokens",
+    "checkpoints",
+    "blocks",
+)  # folders that a finished run does not need
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    format: str = option("int2:g64", "for all linear layers: int2 int3 int4 nf2 nf3 nf4, with :g128 :s1")
+    rules: str | None = option(
+        None, "instead of format: glob=format;glob=format, the first that matches wins"
+    )
+    prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
+    num_prompts: int = option(3000, "prompts to complete at most")
+    max_new: int = option(1024, "tokens of a completion at most")
+    temperature: float = option(0.7, "of the completions")
+    max_requests: int | None = option(None, "completions at a time; none: 16 on a CPU, 256 on a GPU")
+    data: str | None = option(None, "instead of prompts: a corpus to train on")
+    max_mb: float | None = option(100.0, "read at most this many megabytes of it; none reads all")
+    k: int = option(64, "tokens to keep of each distribution in the full model's cache")
+    gamma: float | None = option(None, "weight of the reverse divergence; none: the full model's confidence")
+    steps: int = option(200, "optimizer steps end to end")
+    batch: int = option(32, "rows per step over all ranks")
+    context: int = option(1024, "tokens per row")
+    micro: int | None = option(8, "rows per forward pass on one rank; none: all at once")
+    clip: float = option(1.0, "largest gradient norm; 0 is off")
+    seed: int = option(0, "of the text and the order of the data")
+    text: str | None = option(None, "a text file: perplexity before and after; not the training text")
+    eval_context: int = option(1024, "tokens the model sees at once in the evaluation")
+    eval_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
+    device: str = option("auto", "auto, cpu or cuda")
+    recompute: bool = option(False, "keep one activation per block: less memory, more time")
+    compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
+    mesh: MeshConfig = option(MeshConfig(), "how processes share the training")
+    log_every: int = option(5, "steps between lines of metrics.jsonl")
+    save_every: int = option(50, "steps between checkpoints; 0 saves only on Ctrl-C")
+    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
+    run: str | None = option(None, "folder for this run; none makes one under runs/")
+    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+
+
+@dataclass(frozen=True)
+class LowbitRun:
+    """Where a run happens and what it writes to."""
+
+    recipe: str
+    folder: Path
+    log: RunLog
+    mesh: Mesh
+    compute: torch.dtype
+
+
+# -- before --------------------------------------------------------------------------------------------------
+
+
+def check(cfg: Settings) -> list[Rule]:
+    """Everything that can be said before a model is loaded; the rules."""
+    if not cfg.model:
+        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    rules: list[Rule] = rtn.parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
+    if (cfg.prompts is None) == (cfg.data is None):
+        raise UserError(
+            "give prompts= (the model then writes its own training text) or data= (a corpus), and not both"
+        )
+    if cfg.text is not None and cfg.text in (cfg.data, cfg.prompts):
+        raise UserError(
+            f"text={cfg.text} is what is trained on: a perplexity measured there flatters the result; give two texts"
+        )
+    check_outputs(to_json(cfg), "out")
+    if cfg.steps < 1:
+        raise UserError(f"steps={cfg.steps} is not possible; give 1 or more")
+    if cfg.k < 1:
+        raise UserError(f"k={cfg.k} is not possible; give 1 or more tokens to keep")
+    if cfg.gamma is not None:
+        check_gamma(cfg.gamma)
+    spec, tokenizer = read_spec(cfg.model)
+    if tokenizer is None:
+        raise UserError(f"model={cfg.model} has no tokenizer; put its tokenizer.json into the folder")
+    if cfg.context > spec.max_positions:
+        raise UserError(
+            f"context={cfg.context} is more than the {spec.max_positions} positions of {cfg.model}"
+        )
+    with torch.device("meta"):
+        convert(Decoder(spec), rules)  # shapes and names
+    if cfg.prompts is not None:
+        read_prompts(cfg.prompts, cfg.num_prompts)
+    if cfg.text is not None:
+        read_tokens(Path(cfg.text), tokenizer)
+    return rules
+
+
+def open_run(cfg: Settings, recipe: str) -> LowbitRun:
+    mesh = open_mesh(cfg.mesh, cfg.device)
+    if cfg.data is not None:  # too little of it is said before there is a folder
+        token_data(cfg, load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main)), mesh)
+    compute = pick_dtype(cfg.dtype, mesh.device)
+    folder = mesh.broadcast_object(open_folder(cfg, recipe) if mesh.is_main else None)
+    log = RunLog(folder, main=mesh.is_main)
+    log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+    return LowbitRun(recipe, folder, log, mesh, compute)
+
+
+def open_folder(cfg: Settings, recipe: str) -> Path:
+    settings = to_json(cfg)
+    if cfg.resume is not None and (Path(cfg.resume) / "report.html").exists():  # the last thing a run writes
+        raise UserError(f"resume={cfg.resume}: that run is finished; start a new one")
+    return open_run_folder(recipe, settings, [key for key in settings if key not in FREE])
+
+
+# -- text and teacher ----------------------------------------------------------------------------------------
+
+
+def write_text(cfg: Settings, loaded: Loaded, run: LowbitRun) -> None:
+    """The row "before", and self_text.jsonl where the model writes its own text."""
+    if cfg.text is not None and not run.log.evaluations():
+        evaluate(cfg, loaded, "before", run.log)
+    if cfg.prompts is not None:
+        prompts = read_prompts(cfg.prompts, cfg.num_prompts)
+        sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_new, seed=cfg.seed)
+        out = run.folder / "self_text.jsonl"
+        options: dict[str, Any] = {"max_requests": cfg.max_requests, "progress": run.log.progress}
+        generate_text(loaded.model, need_tokenizer(loaded), prompts, out, sampling=sampling, **options)
+
+
+def evaluate(cfg: Settings, loaded: Loaded, label: str, log: RunLog) -> None:
+    tokens, name = None, ""
+    if cfg.text is not None:
+        tokens, name = read_tokens(Path(cfg.text), need_tokenizer(loaded)), Path(cfg.text).name
+    lengths: dict[str, Any] = {"context": cfg.eval_context, "max_tokens": cfg.eval_tokens}
+    log.evaluated(**evaluate_row(loaded, label, tokens, name, **lengths))
+
+
+def load_corpus(cfg: Settings, folder: Path, log: RunLog) -> Corpus:
+    tokenizer = read_spec(cfg.model)[1]
+    if cfg.data is not None:
+        max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
+        return prepare(cfg.data, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress)
+    options: dict[str, Any] = {"val_fraction": 0.0, "progress": log.progress}
+    return prepare(str(folder / "self_text.jsonl"), folder / "tokens", tokenizer=tokenizer, **options)
+
+
+def token_data(cfg: Settings, corpus: Corpus, mesh: Mesh) -> TokenData:
+    rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": cfg.micro, "seed": cfg.seed}
+    return TokenData(corpus.train, **rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+
+
+def cache_teacher(cfg: Settings, run: LowbitRun, data: TokenData) -> TeacherCache:
+    """The teacher's top-k for every target that training will see; the teacher is gone when this returns."""
+    teacher = build_teacher(cfg.model, run.mesh, run.compute)
+    cache = build_cache(
+        run.folder / "teacher",
+        teacher,
+        one_epoch(data, cfg.steps),
+        num_targets=len(data.shards),
+        k=min(cfg.k, teacher.spec.vocab_size),
+        identity={"data": data.shards.fingerprint, "context": cfg.context, "model": cfg.model},
+        mesh=run.mesh,
+        progress=run.log.progress,
+    )
+    room = 8e9 if run.mesh.device.type == "cuda" else 0.0
+    return cache.to(run.mesh.device) if cache.num_bytes < room else cache
+
+
+# -- training and after --------------------------------------------------------------------------------------
+
+
+def parallel_of(cfg: Settings, run: LowbitRun) -> ParallelConfig:
+    return ParallelConfig(cfg.recompute, cfg.compile, run.compute)
+
+
+def training_options(cfg: Settings, run: LowbitRun) -> dict[str, Any]:
+    """What both give to `train` beside the objective and the rates."""
+    checkpointer = Checkpointer(run.folder / "checkpoints", every=cfg.save_every, last=cfg.steps)
+    options = {"steps": cfg.steps, "clip": cfg.clip, "log_every": cfg.log_every}
+    return {**options, "checkpointer": checkpointer}
+
+
+def finish(cfg: Settings, run: LowbitRun, model: Decoder, corpus: Corpus, told: dict[str, Any]) -> None:
+    """Pack and save on all ranks; evaluate and report on the first. Cut short, it can be done again."""
+    out = Path(cfg.out) if cfg.out else run.folder / "model"
+    state = packed_state(model, dtype=model.compute_dtype)
+    save_model(out, model, corpus.tokenizer, weights=state, mesh=run.mesh)
+    if run.mesh.is_main:
+        method = json.dumps({**told, "method": run.recipe}, indent=1)
+        write_atomically(out / "quantization.json", method + "\n")
+        if not any(row["model"] == "after" for row in run.log.evaluations()):
+            loaded = load_model(out, device=run.mesh.device, dtype=model.compute_dtype)
+            evaluate(cfg, loaded, "after", run.log)
+        rtn.finish(run.recipe, run.log, run.folder, out)
+        for stage in STAGES:  # only now: no resume needs them
+            shutil.rmtree(run.folder / stage, ignore_errors=True)
+    run.mesh.barrier()
+    run.mesh.close()
