@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoestring.bench import decode
+from shoestring.bench import decode, decode_peers
 from shoestring.model import Decoder, ModelSpec
 
 
@@ -34,3 +34,19 @@ def test_table_shows_the_peers_that_were_measured(monkeypatch: pytest.MonkeyPatc
     header, _, one, many = decode.table().splitlines()[:4]
     assert "HF eager" in header and "HF static" not in header
     assert one.endswith("| 80 | 100 | 80% | 30 |") and many.endswith("| 70 | 100 | 80% |  |")
+
+
+def test_a_peer_that_gives_nothing_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not decode_peers.measure("static", "Llama 8B shape", 1, 1, limit=0.01)
+    assert "compiled, Llama 8B shape, batch 1: not measured: it did not end within" in capsys.readouterr().out
+    monkeypatch.setattr(decode_peers.sys, "executable", "false")
+    assert not decode_peers.measure("batching", "Llama 8B shape", 64, 1)
+    assert "batch 64: not measured: no message" in capsys.readouterr().out
+
+
+def test_every_peer_stands_beside_a_case_and_has_an_end() -> None:
+    beside = {(shape, num) for shape, blocks, _, num in decode.CASES.values() if blocks == "bf16"}
+    assert all((shape, num) in beside for _, shape, num in decode.PEERS)
+    assert set(decode.PEER_KINDS) == set(decode_peers.KINDS) == set(decode_peers.LIMIT)

@@ -13,18 +13,20 @@ The bound is what a step must read (weights other than the embedding, keys and v
 device-to-device copy, measured in the same run. MFU counts the products of the matrices and of causal attention
 against 989 TFLOP/s, the datasheet's dense bf16 rate.
 
-Peers run in the same process on the same weights' shape in bf16: `generate` as it is, with a static cache (which
-compiles the step), and continuous batching.
+Peers are `transformers` on the same shapes in bf16, each in a process of its own that is ended after a while
+(bench/decode_peers.py): continuous batching, `generate` as it is, with a draft model, and with a static cache, which
+compiles the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,14 +53,26 @@ PROMPT, NEW = 128, 256
 # case -> (model, Format of the blocks, Format of the head, requests)
 CASES: dict[str, tuple[str, str, str, int]] = {
     "smollm2": ("SmolLM2-135M shape", "bf16", "bf16", 1),
+    "smollm2-batch64": ("SmolLM2-135M shape", "bf16", "bf16", 64),
     "8b": ("Llama 8B shape", "bf16", "bf16", 1),
+    "8b-batch64": ("Llama 8B shape", "bf16", "bf16", 64),
     "8b-int4": ("Llama 8B shape", "int4:g128", "int8:g0", 1),
     "8b-int3": ("Llama 8B shape", "int3:g128", "int8:g0", 1),
     "8b-int2": ("Llama 8B shape", "int2:g64", "int8:g0", 1),
-    "8b-batch64": ("Llama 8B shape", "bf16", "bf16", 64),
-    "smollm2-batch64": ("SmolLM2-135M shape", "bf16", "bf16", 64),
 }
-PEERS = ("eager", "static", "batching")
+ALL = [*list(CASES)[:4], "prefill", *list(CASES)[4:]]  # of one model side by side: it is built once
+# What of `transformers` stands beside which shape and batch, in the order it is measured (bench/decode_peers.py).
+PEERS = [
+    ("batching", "Llama 8B shape", 64),
+    ("eager", "Llama 8B shape", 1),
+    ("eager", "Llama 8B shape", 64),
+    ("batching", "SmolLM2-135M shape", 64),
+    ("eager", "SmolLM2-135M shape", 1),
+    ("assisted", "Llama 8B shape", 1),
+    ("static", "Llama 8B shape", 1),
+    ("static", "SmolLM2-135M shape", 1),
+]
+PEER_KINDS = tuple(dict.fromkeys(kind for kind, _, _ in PEERS))
 
 
 def build(spec: ModelSpec, blocks: str = "bf16", head: str = "bf16") -> Decoder:
@@ -75,6 +89,12 @@ def build(spec: ModelSpec, blocks: str = "bf16", head: str = "bf16") -> Decoder:
         pack(model, dtype=torch.bfloat16)
         serve(model)
     return model
+
+
+@functools.lru_cache(maxsize=1)
+def built(shape: str, blocks: str, head: str) -> Decoder:
+    """`build`, kept for the next case."""
+    return build(MODELS[shape], blocks, head)
 
 
 def step_bytes(model: Decoder, num_requests: int, context: int) -> int:
@@ -158,65 +178,6 @@ def prefill_ours(model: Decoder, length: int, repeats: int) -> list[float]:
     return seconds[1:]
 
 
-# -- transformers -------------------------------------------------------------------------------------------
-
-
-def build_peer(spec: ModelSpec) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.d_model, intermediate_size=spec.d_ff,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, head_dim=spec.head_dim,
-        num_key_value_heads=spec.num_kv_heads, max_position_embeddings=spec.max_positions,
-        tie_word_embeddings=spec.tied, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
-@torch.no_grad()
-def decode_peer(model: Any, spec: ModelSpec, num: int, kind: str, new: int, repeats: int) -> list[float]:
-    """Tokens per second of `generate` after the first: the time of `new` tokens less that of one."""
-    ids = torch.tensor(prompts(spec, num, PROMPT), device="cuda")
-    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    if kind == "static":
-        options["cache_implementation"] = "static"
-    for _ in range(2):
-        model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)
-    rates = []
-    for _ in range(repeats):
-        one = timed(lambda: model.generate(ids, max_new_tokens=1, min_new_tokens=1, **options))
-        whole = timed(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options))
-        rates.append(num * (new - 1) / (whole - one))
-    return rates
-
-
-def batching_peer(model: Any, spec: ModelSpec, num: int, new: int) -> list[float]:
-    """Tokens per second of continuous batching, from when all requests have their first token to the end."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    setup = ContinuousBatchingConfig(max_batch_tokens=num * PROMPT, max_memory_percent=0.5)
-    rates = []
-    for seed in range(2):
-        out = model.generate_batch(
-            prompts(spec, num, PROMPT, seed),
-            generation_config=config,
-            continuous_batching_config=setup,
-            record_timestamps=True,
-        )
-        tokens = sum(len(o.generated_tokens) for o in out.values())
-        assert tokens == num * new, f"{tokens} tokens instead of {num * new}"
-        begin = max(o.timestamps[0] for o in out.values())
-        later = [t for o in out.values() for t in o.timestamps if t > begin]
-        rates.append(len(later) / (max(later) - begin))
-    return rates[1:]
-
-
 # -- cases --------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +209,7 @@ def note(
 def run_case(name: str, bandwidth: float, repeats: int) -> None:
     shape, blocks, head, num = CASES[name]
     spec = MODELS[shape]
-    model = build(spec, blocks, head)
+    model = built(shape, blocks, head)
     bits = 8 * sum(t.nbytes for t in {id(t): t for t in model.blocks.state_dict().values()}.values())
     bits_per_weight = bits / (spec.num_params(with_embeddings=False) - spec.d_model)
     config = {"model": shape, "batch": num, "context": PROMPT, "tokens": NEW, "blocks": blocks, "head": head}
@@ -259,7 +220,7 @@ def run_case(name: str, bandwidth: float, repeats: int) -> None:
 
 def run_prefill(length: int, repeats: int) -> None:
     spec = LLAMA_8B
-    seconds = prefill_ours(build(spec), length, repeats)
+    seconds = prefill_ours(built("Llama 8B shape", "bf16", "bf16"), length, repeats)
     matrix = (
         2.0 * length * (spec.num_params(with_embeddings=False) - spec.d_model * (2 * spec.num_layers + 1))
     )
@@ -273,21 +234,14 @@ def run_prefill(length: int, repeats: int) -> None:
     )  # fmt: skip
 
 
-def run_peers(shape: str, kinds: list[str], batches: list[int], repeats: int) -> None:
-    spec = MODELS[shape]
-    peer = build_peer(spec)
-    base = {"model": shape, "context": PROMPT, "blocks": "bf16", "head": "bf16"}
-    for kind in [k for k in ("eager", "static") if k in kinds]:
-        for num in batches if kind == "eager" else [1]:
-            with attempt(f"transformers {kind}, batch {num}"):
-                new = 64 if kind == "eager" else NEW
-                rates = decode_peer(peer, spec, num, kind, new, repeats)
-                name = "transformers, eager" if kind == "eager" else "transformers, static cache, compiled"
-                note(name, rates, None, {**base, "batch": num, "tokens": new})
-    if "batching" in kinds and 64 in batches:
-        with attempt("transformers continuous batching"):
-            rates = batching_peer(peer, spec, 64, NEW)
-            note("transformers, continuous batching", rates, None, {**base, "batch": 64, "tokens": NEW})
+def run_peers(cases: Sequence[str], kinds: Sequence[str], repeats: int, limit: float | None) -> None:
+    """Those that the cases stand beside, the slowest to compile last."""
+    from shoestring.bench.decode_peers import measure
+
+    beside = {(CASES[c][0], CASES[c][3]) for c in cases if c in CASES and CASES[c][1] == "bf16"}
+    for kind, shape, num in PEERS:
+        if kind in kinds and (shape, num) in beside:
+            measure(kind, shape, num, repeats, limit)
 
 
 def table() -> str:
@@ -296,6 +250,7 @@ def table() -> str:
     peers = {
         "transformers, eager": "HF eager",
         "transformers, static cache, compiled": "HF static",
+        "transformers, assisted": "HF assisted",
         "transformers, continuous batching": "HF batching",
     }
     found = {(n["case"], n["config"]["model"], n["config"]["batch"]): n for n in lines if n["case"] in peers}
@@ -333,8 +288,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="*", default=[*CASES, "prefill"], choices=[*CASES, "prefill"])
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=[*PEERS, "none"])
+    parser.add_argument("--cases", nargs="*", default=ALL, choices=ALL)
+    parser.add_argument("--peers", nargs="*", default=list(PEER_KINDS), choices=[*PEER_KINDS, "none"])
+    parser.add_argument("--peer-seconds", type=float, help="end a peer after this long; by default 60 to 150")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -349,13 +305,9 @@ def main() -> None:
                 run_prefill(8192, args.repeats)
             else:
                 run_case(name, bandwidth, args.repeats)
-    if "none" in args.peers:
-        return
-    for shape in dict.fromkeys(CASES[c][0] for c in args.cases if c in CASES):
-        with attempt(f"transformers, {shape}"):
-            run_peers(
-                shape, args.peers, sorted({CASES[c][3] for c in args.cases if c in CASES}), args.repeats
-            )
+    built.cache_clear()
+    if "none" not in args.peers:
+        run_peers(args.cases, args.peers, args.repeats, args.peer_seconds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""`transformers` on the shapes of bench/decode.py: one peer, one process, with an end.
+
+    python -m shoestring.bench.decode_peers batching "Llama 8B shape" 64     one of them, recorded
+
+    batching   its continuous batching (`generate_batch`): flash attention where a package for it is installed, else
+               its paged attention over torch's; which one, is in the line
+    static     `generate` with a static cache, which compiles the step
+    eager      `generate` as it is
+    assisted   `generate` with a draft model: the SmolLM2-135M shape with the target's vocabulary. With random weights
+               next to nothing is accepted, so this is what a useless drafter costs.
+
+Compiling can take minutes and a library may wait for something that this machine does not have, so bench/decode.py
+starts each peer by `measure`, which ends it after a while and says that it was not measured, and why. Weights are
+random and in bf16; batch, prompt and number of tokens are those of bench/decode.py unless the line says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from shoestring.bench.decode import MODELS, NEW, PROMPT, SMOLLM2_135M, note, prompts, timed
+from shoestring.model import ModelSpec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = {
+    "batching": "transformers, continuous batching",
+    "static": "transformers, static cache, compiled",
+    "eager": "transformers, eager",
+    "assisted": "transformers, assisted",
+}
+# Seconds that a peer may take, and new tokens where it is too slow for NEW of them.
+LIMIT = {"batching": 90, "static": 150, "eager": 60, "assisted": 60}
+TOKENS = {"batching": NEW, "static": 128, "eager": 48, "assisted": 48}
+
+
+def build_peer(spec: ModelSpec, **options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.d_model, intermediate_size=spec.d_ff,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, head_dim=spec.head_dim,
+        num_key_value_heads=spec.num_kv_heads, max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=spec.tied, eos_token_id=None, bos_token_id=None, pad_token_id=0, **options,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+    # Its own initialisation goes over every weight on the host's clock; the values do not matter here.
+    model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval()
+    model.tie_weights()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0) if param.ndim == 1 else param.normal_(0, 0.02)
+    fresh = type(model.model.rotary_emb)(config=config, device=torch.device(DEVICE))
+    model.model.rotary_emb = fresh  # buffers that to_empty left undefined
+    return model
+
+
+@torch.no_grad()
+def generate_rates(
+    model: Any, spec: ModelSpec, num: int, kind: str, new: int, repeats: int, helper: Any = None
+) -> list[float]:
+    """Tokens per second of `generate` after the first: the time of `new` tokens less that of one."""
+    ids = torch.tensor(prompts(spec, num, PROMPT), device=DEVICE)
+    options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    if kind == "static":
+        options["cache_implementation"] = "static"
+    if helper is not None:
+        options["assistant_model"] = helper
+
+    def run(tokens: int) -> None:
+        out = model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+        assert out.shape[1] == PROMPT + tokens, f"{out.shape[1] - PROMPT} tokens instead of {tokens}"
+
+    for _ in range(2 if kind == "static" else 1):
+        run(new)
+    rates = []
+    for _ in range(repeats):
+        one = timed(lambda: run(1))
+        rates.append(num * (new - 1) / (timed(lambda: run(new)) - one))
+    return rates
+
+
+def batching_rates(model: Any, spec: ModelSpec, num: int, new: int, repeats: int) -> list[float]:
+    """Tokens per second of continuous batching, from when all requests have their first token to the end."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    setup = ContinuousBatchingConfig(max_batch_tokens=num * PROMPT, max_memory_percent=0.5)
+    rates = []
+    for seed in range(repeats + 1):
+        out = model.generate_batch(
+            prompts(spec, num, PROMPT, seed),
+            generation_config=config,
+            continuous_batching_config=dataclasses.replace(setup),
+            record_timestamps=True,
+        )
+        tokens = sum(len(o.generated_tokens) for o in out.values())
+        assert len(out) == num and tokens == num * new, f"{tokens} tokens instead of {num * new}"
+        begin = max(o.timestamps[0] for o in out.values())
+        later = [t for o in out.values() for t in o.timestamps if t > begin]
+        rates.append(len(later) / (max(later) - begin))
+        print(f"   run {seed}: {rates[-1]:,.0f} tokens/s", flush=True)
+    return rates[1:]
+
+
+def run_peer(kind: str, shape: str, num: int, repeats: int) -> None:
+    spec, new = MODELS[shape], TOKENS[kind]
+    config = {
+        "model": shape,
+        "context": PROMPT,
+        "blocks": "bf16",
+        "head": "bf16",
+        "batch": num,
+        "tokens": new,
+    }
+    import transformers
+
+    config["transformers"] = transformers.__version__
+    if kind == "batching":
+        flash = any(importlib.util.find_spec(m) for m in ("flash_attn_interface", "flash_attn"))
+        config["attention"] = "flash" if flash else "paged|sdpa"
+        options = {} if flash else {"attn_implementation": "paged|sdpa"}
+        rates = batching_rates(build_peer(spec, **options), spec, num, new, repeats)
+    else:
+        helper = None
+        if kind == "assisted":
+            helper = build_peer(dataclasses.replace(SMOLLM2_135M, vocab_size=spec.vocab_size))
+        rates = generate_rates(build_peer(spec), spec, num, kind, new, repeats, helper)
+    note(KINDS[kind], rates, None, config)
+
+
+def measure(kind: str, shape: str, num: int, repeats: int, limit: float | None = None) -> bool:
+    """Run one peer in a process of its own; False, with the reason on a line, where that gave nothing."""
+    what = f"{KINDS[kind]}, {shape}, batch {num}"
+    limit = LIMIT[kind] if limit is None else limit
+    command = [sys.executable, "-m", "shoestring.bench.decode_peers", kind, shape, str(num)]
+    try:
+        done = subprocess.run(
+            [*command, "--repeats", str(repeats)], timeout=limit, stderr=subprocess.PIPE, text=True
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{what}: not measured: it did not end within {limit:.0f} s", flush=True)
+        return False
+    if done.returncode:
+        last = ([line for line in done.stderr.splitlines() if line.strip()] or ["no message"])[-1]
+        print(f"{what}: not measured: {last[:300]}", flush=True)
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=list(KINDS))
+    parser.add_argument("shape", choices=list(MODELS))
+    parser.add_argument("batch", type=int)
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    run_peer(args.kind, args.shape, args.batch, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
