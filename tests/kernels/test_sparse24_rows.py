@@ -12,8 +12,12 @@ from pathlib import Path
 import cuda_on_cpu
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import shoestring.formats.serving24 as serving24
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, parse_format
 from shoestring.kernels.lowbit_layout import chunk_group
 from shoestring.kernels.sparse24 import mask24, pack24
 from shoestring.kernels.sparse24_layout import (
@@ -24,9 +28,22 @@ from shoestring.kernels.sparse24_layout import (
     unpack_codes,
     unpack_values,
 )
-from shoestring.kernels.sparse24_rows import Plan, macros, source
+from shoestring.kernels.sparse24_rows import (
+    Plan,
+    choose_plan,
+    macros,
+    plans,
+    source,
+)
 
 HERE = Path(__file__).parent
+LABELS = [
+    "sparse24",
+    "sparse24+int4:g64",
+    "sparse24+int4:g32:bfloat16",
+    "sparse24+int4:g128",
+    "sparse24+int4:g0",
+]
 
 
 def make_values(out: int, width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,3 +154,169 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
     eager = (x.float() @ weight.bfloat16().float().t()).bfloat16()
     y = emulate(x, chunks, layout, plan, tmp_path)
     assert rms(y, want) <= 2 * rms(eager, want)
+
+
+# -- serving -------------------------------------------------------------------------------------------------
+def packed_layer(
+    label: str,
+    out: int,
+    width: int,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> FormatLinear:
+    torch.manual_seed(out * 1000 + width)
+    layer = FormatLinear(width, out, bias=bias, format=parse_format(label)).to(device)
+    layer.pack(dtype)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_served_layer_multiplies_saves_and_loads_as_before(
+    label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving24, "chunks_usable", lambda t: True)
+    layer = packed_layer(label, 48, 768)
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    x = torch.randn(5, 768)
+    want, weight = layer(x), layer.effective_weight(torch.float32)
+    size = sum(t.numel() * t.element_size() for t in layer.parts().values())
+    assert layer.serve() and layer.serve()
+    assert list(layer.operands()) == ["chunks"] and "meta" in layer.parts()
+    if "g0" not in label and "g128" not in label:  # fewer stored scales than a chunk holds
+        # Zero points take 16 bits; nothing is held twice.
+        assert layer.operands()["chunks"].nbytes <= 1.04 * size
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer.effective_weight(torch.float32), weight)
+    after = layer.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[n], before[n]) for n in before)
+    layer.load_state_dict({n: t.clone() for n, t in before.items()})
+    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+    layer.to(torch.float16)
+    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+    monkeypatch.setattr(serving24, "chunks_usable", lambda t: False)
+    layer.to("cpu")
+    assert not layer.serving_names
+    assert all(torch.equal(layer.state_dict()[n], before[n]) for n in before if n != "bias")
+    layer.unpack()
+    assert torch.equal(layer.weight, weight)
+
+
+def test_served_layers_stack_as_their_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving24, "chunks_usable", lambda t: True)
+    for label in LABELS[:2]:
+        a, b = packed_layer(label, 32, 256, bias=False), packed_layer(label, 64, 256, bias=False)
+        x = torch.randn(3, 256)
+        want = torch.cat([a(x), b(x)], -1)
+        a.serve(), b.serve()
+        both = {"chunks": torch.cat([m.operands()["chunks"] for m in (a, b)])}
+        torch.testing.assert_close(a.format.linear(x, both, None), want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_kernel_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not packed_layer("sparse24", 32, 256).serve()  # not a GPU
+    monkeypatch.setattr(serving24, "chunks_usable", lambda t: True)
+    assert not packed_layer("sparse24", 32, 256, dtype=torch.float32).serve()
+    assert not packed_layer("sparse24", 24, 256).serve()
+    for label in ("sparse24+int3:g64", "sparse24+nf4:g64", "sparse24+int4:g16"):
+        layer = packed_layer(label, 32, 256)
+        assert not layer.serve() and "codes" in layer.operands()
+
+
+def test_gradients_compiling_and_leading_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving24, "chunks_usable", lambda t: True)
+    layer = packed_layer("sparse24+int4:g64", 32, 256, bias=False)
+    layer.serve()
+    x = torch.randn(2, 3, 256, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.effective_weight(torch.float32).sum(0).expand(2, 3, -1))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x)) and compiled(x).shape == (2, 3, 32)
+
+
+def test_plans_fit_and_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout in (SparseLayout(16), SparseLayout(4, 32), SparseLayout(4, 128)):
+        for rows in (1, 8, 9, 16, 17, 33, 64):
+            for out, width in (
+                (4096, 4096),
+                (14336, 4096),
+                (4096, 14336),
+                (6144, 4096),
+                (128256, 4096),
+                (256, 264),
+            ):
+                for plan in (choose_plan(layout, rows, out, width), *plans(layout, rows, out, width)):
+                    assert plan.fits(layout, rows) and plan.depth >= 2 and plan.split in (1, 2, 4)
+                    assert plan.memory(layout, rows) <= 227 * 1024 and plan.warps * plan.blocks <= 64
+    choose_plan.cache_clear()
+    monkeypatch.setenv("SHOESTRING_SPARSE24_PLAN", '{"split": 2}')
+    assert choose_plan(layout, 1, 4096, 4096).split == 2
+    for wrong in ('{"splits": 2}', '{"depth": 99}', "7x1"):
+        choose_plan.cache_clear()
+        monkeypatch.setenv("SHOESTRING_SPARSE24_PLAN", wrong)
+        with pytest.raises(UserError, match="SHOESTRING_SPARSE24_PLAN"):
+            choose_plan(layout, 1, 4096, 4096)
+    choose_plan.cache_clear()
+
+
+# -- CUDA ----------------------------------------------------------------------------------------------------
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("label", LABELS)
+def test_cuda_kernels_match_fp64(label: str, dtype: torch.dtype) -> None:
+    layer = packed_layer(label, 272, 1280, dtype=dtype, device="cuda").to(dtype)
+    assert layer.serve()
+    weight = layer.effective_weight(torch.float32)
+    assert torch.equal(layer.effective_weight(dtype), weight.to(dtype))
+    for rows in (1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 200):
+        x = torch.randn(rows, 1280, device="cuda").to(dtype)
+        want = F.linear(x.double(), weight.double(), layer.bias.double())
+        got = layer(x)
+        assert rms(got, want) <= 2 * rms(F.linear(x, weight.to(dtype), layer.bias), want), rows
+        assert torch.equal(got, layer(x)), "the order of summation is fixed"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(1, 1, 1, 2, 2), Plan(5, 1, 2, 1, 2, 2), Plan(4, 2, 1, 4, 2, 1, 1), Plan(2, 4, 1, 2, 2, 1, 3)],
+)
+def test_every_plan_computes_the_same(plan: Plan) -> None:
+    from shoestring.kernels.sparse24_rows import decode, few_rows_cuda
+
+    for label, layout in (("sparse24", SparseLayout(16)), ("sparse24+int4:g32", SparseLayout(4, 32))):
+        layer = packed_layer(label, 1008, 2240, device="cuda")
+        layer.serve()
+        chunks = layer.operands()["chunks"]
+        weight = decode_ref(chunks, layout, 2240)
+        assert torch.equal(decode(chunks, layout, 2240, torch.bfloat16), weight.bfloat16())
+        for rows in (1, 13, 17):
+            x = torch.randn(rows, 2248, device="cuda", dtype=torch.bfloat16)[:, :2240]
+            want = x.double() @ weight.double().t()
+            got = few_rows_cuda(x, chunks, None, layout, plan)
+            assert rms(got, want) <= 2 * rms(F.linear(x, weight.to(x.dtype)), want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_served_layers_run_in_a_graph_and_come_back_to_the_cpu() -> None:
+    layer = packed_layer("sparse24", 4096, 4096, bias=False, device="cuda")
+    before = {n: t.cpu() for n, t in layer.state_dict().items()}
+    assert layer.serve() and layer.operands()["chunks"].nbytes == 4096 * 4096 * 2 * 9 // 16
+    x = torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16)
+    want = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert not torch.equal(y, want) and torch.equal(y, layer(x))
+    layer.to("cpu")
+    assert not layer.serving_names
+    assert all(torch.equal(layer.state_dict()[n], t) for n, t in before.items())

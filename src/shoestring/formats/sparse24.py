@@ -36,6 +36,7 @@ from shoestring.errors import UserError, suggest
 from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
 from shoestring.formats.rounding import to_dtype
+from shoestring.formats.serving24 import VALUES, values_from_chunks, values_to_chunks
 from shoestring.kernels import cslt
 from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.mvue24 import mvue24
@@ -49,6 +50,7 @@ from shoestring.kernels.sparse24 import (
     soft_threshold24,
     unpack24,
 )
+from shoestring.kernels.sparse24_rows import sparse24_linear
 from shoestring.kernels.transposable24 import TILE, transposable_mask
 
 SELECT = ("row", "tile", "soft")
@@ -200,6 +202,18 @@ class Sparse24(Format):
         return Sparse24()
 
     # -- use -------------------------------------------------------------------------------------------------
+    def serving_parts(self, parts: Parts) -> Parts:
+        chunks = values_to_chunks(parts)
+        return parts if chunks is None else {"chunks": chunks}
+
+    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        return values_from_chunks(parts["chunks"], shape) if "chunks" in parts else parts
+
+    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+        if "chunks" in parts:
+            return sparse24_linear(x, parts["chunks"], bias, VALUES)
+        return super().linear(x, parts, bias)
+
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return self.train_with(self.fake(w, state), x, state, bias)
 
@@ -218,8 +232,11 @@ class Sparse24(Format):
         """Which products run on the sparse tensor cores, by the table of this GPU."""
         if not cslt.usable(w):
             return DENSE
-        shapes = self.product_shapes(num_tokens, (w.shape[0], w.shape[1]))
-        return Plan(*(cslt.choice(*shapes[p], w.dtype) if p in shapes else None for p in PRODUCTS))
+        return self.plan_of(num_tokens, (w.shape[0], w.shape[1]), w.dtype)
+
+    def plan_of(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> Plan:
+        shapes = self.product_shapes(num_tokens, shape)
+        return Plan(*(cslt.choice(*shapes[p], dtype) if p in shapes else None for p in PRODUCTS))
 
     def product_shapes(self, num_tokens: int, shape: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """(m, k, n) of every product with a 2:4 operand [m, k]."""

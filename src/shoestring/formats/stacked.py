@@ -22,9 +22,12 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
+from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.rounding import to_dtype
+from shoestring.formats.serving24 import codes_from_chunks, codes_layout, codes_to_chunks
 from shoestring.formats.sparse24 import OWN_NAMES, Sparse24
 from shoestring.kernels.sparse24 import unpack24
+from shoestring.kernels.sparse24_rows import sparse24_linear
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,22 @@ class Stacked(Format):
 
     def stored(self) -> Stacked:
         return Stacked(self.first.stored(), self.second.stored())
+
+    def serving_parts(self, parts: Parts) -> Parts:
+        chunks = codes_to_chunks(parts, codes_layout(self.second, parts["meta"].shape[1] * 8))
+        return parts if chunks is None else {"chunks": chunks}
+
+    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        if "chunks" not in parts:
+            return parts
+        assert isinstance(self.second, IntAsym)
+        return codes_from_chunks(parts["chunks"], self.second, shape)
+
+    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+        layout = codes_layout(self.second, x.shape[-1])
+        if "chunks" in parts and layout is not None:
+            return sparse24_linear(x, parts["chunks"], bias, layout)
+        return super().linear(x, parts, bias)
 
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return self.first.train_with(self.fake(w, state), x, state, bias)
