@@ -67,6 +67,8 @@ class Subject:
     cache_folder: Path = Path()
     original: dict[str, Tensor] = field(default_factory=dict)
     shared: list[BlockStep] = field(default_factory=list)
+    valid: Tensor | None = None  # to choose between settings on
+    told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
 
     def __post_init__(self) -> None:
         self.original = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
@@ -125,9 +127,11 @@ def bitdistiller(
     convert(model, subject.rules(with_range_gradient(format)))
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
-    train(run, data, Cakld(teacher, gamma), steps=steps or subject.steps, schedule=constant(lr), log_every=1)
-    last = [row["loss"] for row in run.log.history][-max(1, len(run.log.history) // 10) :]
-    return model, sum(last) / len(last)
+    steps = steps or subject.steps
+    objective, often = Cakld(teacher, gamma), max(1, steps // 10)  # looking at the loss waits for the GPU
+    train(run, data, objective, steps=steps, schedule=constant(lr), log_every=often)
+    tell(run)
+    return model, run.log.history[-1]["loss"]
 
 
 def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> Decoder:
@@ -145,7 +149,7 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
     report = train_blocks(model, rules, seen, settings)
     learn_grids(model, rules, report.masters)
     used = num * settings.epochs * subject.train_context
-    steps = (subject.training_tokens - used) // (subject.batch * subject.train_context)
+    steps = max(1, (subject.training_tokens - used) // (subject.batch * subject.train_context))
     run = Run(
         model,
         relative_adamw(model, softer(subject.rates, part)),
@@ -153,8 +157,18 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
         RunLog(None, quiet=True),
     )
     hooks = [FallingRates(steps, warmup=max(1, steps // 20))]
-    train(run, subject.data(seed), CachedCakld(cache), steps=steps, hooks=hooks, log_every=steps)
+    train(
+        run, subject.data(seed), CachedCakld(cache), steps=steps, hooks=hooks, log_every=max(1, steps // 10)
+    )
+    tell(run)
     return model
+
+
+def tell(run: Run) -> None:
+    first, last = (run.log.history[i] for i in (0, -1))
+    print(
+        f"  loss {first['loss']:.3f} -> {last['loss']:.3f}, {last['tokens_per_s']:,.0f} tokens/s", flush=True
+    )
 
 
 def softer(rates: Rates, part: float) -> Rates:
@@ -197,6 +211,8 @@ def evaluate(subject: Subject) -> dict[str, float]:
     model = subject.model.eval()
     batch = max(1, (16384 if data_device(model).type == "cuda" else 4096) // subject.context)
     found = {"perplexity": perplexity(model, subject.test, context=subject.context, batch=batch).value}
+    if subject.valid is not None:
+        found["valid"] = perplexity(model, subject.valid, context=subject.context, batch=batch).value
     for path in subject.tasks:
         assert subject.tokenizer is not None
         result = run_task(

@@ -8,7 +8,10 @@ pruned; embedding and head stay. Perplexity on the WikiText-2 test text (the tok
 the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-shot methods are calibrated on windows of
 the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
 weights (CAST from the dense ones, as its forward is dense) and learn from --text and the dense model's predictions
-on it; the training text is not WikiText. The curve is the perplexity on the validation text.
+on it; the training text is not WikiText, though the dense model may have written parts of it from the beginnings of
+sentences of the validation text. The curve is the perplexity on the validation text.
+
+Rows are recorded one by one; --missing goes on where a stopped call was.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.results import device_name, markdown, newest, provenance, record
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import parse_format
@@ -63,15 +66,30 @@ class Bench:
     valid: Tensor
     device: str
 
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
     def load(self) -> Decoder:
         return load_model(self.source, device=self.device).model
 
+    def perplexity(self, model: Decoder, tokens: Tensor) -> float:
+        context = self.args.context
+        rows = max(1, (16384 if self.device == "cuda" else 1024) // context)
+        # Compiled blocks would be compiled again, for another width and without gradients.
+        with torch.compiler.set_stance("force_eager"):
+            return perplexity(model.eval(), tokens, context=context, batch=rows).value
+
     def quality(self, model: Decoder) -> dict[str, float]:
-        model.eval()
-        with torch.inference_mode():
-            value = perplexity(model, self.test, context=self.args.context).value
+        model.compute_dtype = self.compute  # every row in the same precision
+        value = self.perplexity(model, self.test)
+        with torch.compiler.set_stance("force_eager"):
             task = run_task(
-                model, self.tokenizer, self.args.assets / "eval/lambada_openai.jsonl", limit=self.args.items
+                model,
+                self.tokenizer,
+                self.args.assets / "eval/lambada_openai.jsonl",
+                limit=self.args.items,
+                batch_rows=16384 if self.device == "cuda" else 1024,
             )
         return {"perplexity": value, "accuracy_LAMBADA": round(task.accuracy, 4)}
 
@@ -109,8 +127,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     args = bench.args
     boosted = case.endswith("+slorb")
     rules = [("*", parse_format(BOOSTED if boosted else PLAIN))]
-    mesh = open_mesh(MeshConfig())
-    compute = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    mesh, compute = open_mesh(MeshConfig()), bench.compute
 
     def new_student() -> Decoder:
         if case == "cast":
@@ -124,9 +141,10 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
         corpus.train, context=args.train_context, batch=args.batch, micro=args.micro, seed=args.seed
     )
     rule: Any = "cast" if case == "cast" else "ast"
+    lr = args.cast_lr if case == "cast" else args.lr
 
     def settings_of(steps: int) -> Retrain:
-        return Retrain(steps=steps, rule=rule, lr=args.lr, warmup=max(1, steps // 20))
+        return Retrain(steps=steps, rule=rule, lr=lr, warmup=max(1, steps // 20))
 
     steps = args.steps
     if args.seconds:
@@ -140,7 +158,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
         run.model.eval()
         if rule == "cast":  # what would be delivered now, not what is trained
             wake(run.model)
-        value = perplexity(run.model, bench.valid[: args.tokens // 4], context=512).value  # type: ignore[arg-type]
+        value = bench.perplexity(run.model, bench.valid[: args.valid_tokens])  # type: ignore[arg-type]
         if rule == "cast" and run.step < steps:
             rest(run.model)
         curve.append([run.step * data.tokens_per_step, round(value, 3)])
@@ -151,13 +169,15 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     began = time.perf_counter()
     run = Run(student, settings.optimizer(student), mesh, log)
     evaluate(run)
-    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=max(1, steps // 4), log_every=5)
+    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=max(1, steps // 6), log_every=10)
     seconds = time.perf_counter() - began
+    rate = next(row["tokens_per_s"] for row in reversed(log.history) if "tokens_per_s" in row)
+    print(f"  {case}: {rate:,.0f} tokens/s, {seconds:.0f} s", flush=True)
     coverage = check_coverage(student, rules, compute)
     rates = [row["flip_rate"] for row in log.history if "flip_rate" in row]
     kept = [row for row in log.history if "kept_magnitude" in row]
     config = {
-        "steps": steps, "batch": args.batch, "train_context": args.train_context, "lr": args.lr,
+        "steps": steps, "batch": args.batch, "train_context": args.train_context, "lr": lr,
         "seed": args.seed, "train_tokens": steps * data.tokens_per_step,
         "unique_tokens": min(len(corpus.train), steps * data.tokens_per_step),
         "epochs": round(steps / data.steps_per_epoch, 3), "start": "dense" if case == "cast" else "sparsegpt",
@@ -203,10 +223,11 @@ def main() -> None:
     test, valid = (
         torch.tensor(tokenizer.encode((texts / f"{n}.txt").read_text())) for n in ("test", "valid")
     )
-    bench = Bench(args, Path(source), tokenizer, test[: args.tokens], valid, device)
+    bench = Bench(args, Path(source), tokenizer, test[: args.tokens or None], valid, device)
     common = {"model": MODEL, "context": args.context, "tokens": len(bench.test), "items": args.items}
+    known = known_cases(common) if args.missing else set()
     with tempfile.TemporaryDirectory() as work:
-        for case in args.cases:
+        for case in (c for c in args.cases if c not in known):
             began = time.perf_counter()
             config: dict[str, Any] = {}
             seen: dict[str, Any] = {}
@@ -244,6 +265,15 @@ def save(
         note="WikiText-2 test, tokenised edition; every linear layer of the blocks",
     )
     print(f"{case:16} perplexity {value:.2f}  {quality}  {seconds:.0f} s", flush=True)
+
+
+def known_cases(config: dict[str, Any]) -> set[str]:
+    """Cases that results/ has on the same text, from the same kind of machine."""
+    return {
+        n["case"]
+        for n in newest(BENCH)
+        if n["device"] == device_name() and all(n["config"][k] == v for k, v in config.items())
+    }
 
 
 def dense_value(config: dict[str, Any]) -> float | None:
@@ -326,20 +356,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--assets", type=Path, required=True, help="holds text/wikitext-2 and eval/")
     parser.add_argument("--model", type=Path, help="a folder that holds the model, instead of the package")
     parser.add_argument("--cases", nargs="*", default=["dense", *ONE_SHOT, "sparsegpt+slorb"], choices=CASES)
-    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 4096, help="of the test text")
-    parser.add_argument("--context", type=int, default=1024 if on_gpu else 512)
+    parser.add_argument("--missing", action="store_true", help="leave out what the results have")
+    parser.add_argument(
+        "--tokens", type=int, default=0 if on_gpu else 4096, help="of the test text; 0: all of it"
+    )
+    parser.add_argument(
+        "--valid-tokens", type=int, default=65536 if on_gpu else 1024, help="of the curve's text"
+    )
+    parser.add_argument("--context", type=int, default=2048 if on_gpu else 512)
     parser.add_argument("--items", type=int, default=1000 if on_gpu else 100, help="of LAMBADA")
     parser.add_argument(
         "--windows", type=int, default=64 if on_gpu else 12, help="of 512 tokens, for calibration"
     )
     parser.add_argument("--text", help="trained rows: training corpus, a file, folder or glob")
     parser.add_argument("--steps", type=int, default=600 if on_gpu else 40)
-    parser.add_argument("--seconds", type=float, help="instead: as many steps as go into this time")
+    parser.add_argument("--seconds", type=float, help="of training a row, instead of steps")
     parser.add_argument("--batch", type=int, default=16 if on_gpu else 2)
     parser.add_argument("--train-context", type=int, default=1024 if on_gpu else 256)
     parser.add_argument("--micro", type=int)
     parser.add_argument("--lr", type=float, default=5e-5)
-    parser.add_argument("--compile", choices=("off", "blocks"), default="off")
+    parser.add_argument(
+        "--cast-lr", type=float, default=5e-4, help="masked weights move at most this far a step"
+    )
+    parser.add_argument("--compile", choices=("off", "blocks"), default="blocks" if on_gpu else "off")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if {"ast", "ast+slorb", "cast"} & set(args.cases) and not args.text:

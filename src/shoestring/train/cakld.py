@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
+from shoestring.kernels.distill import distill_
 from shoestring.mesh import Mesh
 from shoestring.model.collectives import all_sum
 from shoestring.model.transformer import Head
@@ -76,18 +77,24 @@ class Cakld:
         self, hidden_BTD: Tensor, head: Head, teacher_BTD: Tensor, teacher_head: Head, targets_BT: Tensor
     ) -> Tensor:
         check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
-        teacher_ND, counted_N = teacher_BTD.flatten(0, 1), targets_BT.flatten() != IGNORED
+        teacher_ND, target_N = teacher_BTD.flatten(0, 1), targets_BT.flatten()
+        counted_N = target_N != IGNORED
         teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
 
         def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight).float()
-            logp = vocab_log_softmax(z_teacher, teacher_head)
+            z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight)
+            if head.group is None and teacher_head.group is None:
+                target, gamma = target_N[lo:hi].contiguous(), self.gamma
+                loss_N, grad = distill_(logits, z_teacher, target, forward=1 - gamma, reverse=gamma)
+                return loss_N.sum(), grad
+            logp = vocab_log_softmax(z_teacher.float(), teacher_head)
             logq = vocab_log_softmax(logits.float(), head)
             loss_N1, grad = cakld_full(logp, logq, self.gamma, head)
             counted = counted_N[lo:hi, None]
             return (loss_N1 * counted).sum(), (grad * counted).to(logits.dtype)
 
-        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or pick_chunk(head))
+        fused = hidden_BTD.is_cuda and head.group is None  # nothing but the logits of a chunk: the usual size
+        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or (0 if fused else pick_chunk(head)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"gamma": self.gamma}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.kernels.cross_entropy import cross_entropy_
+from shoestring.kernels.distill import distill_
 from shoestring.model.collectives import all_sum, max_over
 from shoestring.model.transformer import Head
 from shoestring.train.micro import IGNORED, Micro
@@ -117,8 +118,19 @@ class Distill:
         temperature = self.temperature
 
         def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            counted = (target_N[lo:hi] != IGNORED)[:, None]
             z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight)
+            if head.group is None and teacher_head.group is None:
+                kl = self.kl * temperature**2
+                loss_N, grad = distill_(
+                    logits,
+                    z_teacher,
+                    target_N[lo:hi].contiguous(),
+                    forward=kl,
+                    ce=self.ce,
+                    temperature=temperature,
+                )
+                return loss_N.sum(), grad
+            counted = (target_N[lo:hi] != IGNORED)[:, None]
             logp = vocab_log_softmax(z_teacher.float() / temperature, teacher_head)
             logq = vocab_log_softmax(logits.float() / temperature, head)
             p, q = logp.exp(), logq.exp()
