@@ -6,6 +6,7 @@ Three ways to the same result (within the rounding of x's dtype; tests and bench
 `F.linear` on the decoded weight):
 
     chunks   CUDA C++ through NVRTC (sm_90 and later), weights in the order of kernels/lowbit_layout.py. Up to
+             16 rows: kernels/lowbit_few.py, with what stands around the product (`lowbit_row_linear`). Up to
              MOST_ROWS rows one kernel streams the weights through the tensor cores (_cuda/lowbit.cu); above that the
              weight is decoded into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
     parts    Triton, from the stored parts as they are: where NVRTC or the GPU is not up to it. Up to MOST_ROWS rows.
@@ -27,12 +28,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.kernels import lowbit_few
 from shoestring.kernels.backend import fall_back, interpreting, triton_usable
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, unpack_chunks
 from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library, nvrtc_library
@@ -222,7 +225,7 @@ def known_plans() -> dict[str, dict[str, int]]:
 # -- the CUDA kernels ----------------------------------------------------------------------------------------
 @functools.cache
 def source() -> str:
-    return SOURCE.read_text()
+    return SOURCE.with_name("lowbit_decode.cu").read_text() + SOURCE.read_text()
 
 
 def _macros(layout: Layout, dtype: torch.dtype, **more: int) -> dict[str, int]:
@@ -319,6 +322,35 @@ def lowbit_linear(
     return torch.ops.shoestring.lowbit_linear(
         x, chunks, table, bias, layout.bits, layout.group, layout.scales, layout.bf16_scale
     )
+
+
+def lowbit_row_linear(
+    x_MK: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual_1N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Few rows with what stands around the product, as kernels/row_linear.py has it for dense weights: RMSNorm of x in
+    front, SwiGLU behind (the rows of W are gate rows, then up rows), a residual of y's shape added in fp32."""
+    around: dict[str, Any] = {
+        "norm_K": norm_K,
+        "eps": eps,
+        "swiglu": swiglu,
+        "residual_1N": residual_1N,
+        "out_dtype": out_dtype,
+    }
+    kernel = chunks_usable(x_MK) and x_MK.dtype in (torch.bfloat16, torch.float16)
+    if kernel and 0 < x_MK.shape[0] <= lowbit_few.MOST_ROWS:
+        return lowbit_few.few_rows_cuda(x_MK, chunks, table, bias, layout, **around)
+    weight = decode_chunks(chunks, table, layout, x_MK.shape[-1], x_MK.dtype)
+    return lowbit_few.around_ref(x_MK, weight, bias, **around)
 
 
 def decode_chunks(

@@ -1,4 +1,5 @@
 // y[M, N] = x[M, K] @ w[N, K]^T for few rows M and weights of 2, 3 or 4 bits, on sm_90 and later.
+// (lowbit_decode.cu stands in front of this file: the macros of the format, decoding, mma.)
 //
 // Weights are the A operand of mma.m16n8k16 (16 output rows x 16 k), activations the B operand, so 8 activation
 // rows cost one instruction. The weights lie in memory as "chunks" of 16 rows x 128 k (kernels/lowbit_layout.py):
@@ -18,166 +19,12 @@
 //
 // `lowbit_dense` writes the decoded weight, rounded once from fp32: bit for bit what the Format decodes to.
 //
-// Macros given by the caller:
-//   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
-//   HALF 0 bf16, 1 fp16 activations   SBF16 1: scales are bf16, 0: fp16   GROUP 32,64,128   MT tiles of 8 rows
-//   R row tiles a warp   DEPTH chunks in a warp's ring   WARPS most warps a block   BLOCKS blocks an SM, at least
+// Macros given by the caller, beside those of lowbit_decode.cu:
+//   MT tiles of 8 rows   R row tiles a warp   DEPTH chunks in a warp's ring   WARPS most warps a block   BLOCKS blocks an
+//   SM, at least
 //   MODE 0: scale the sum of a group; zero points and signs through a second product (least arithmetic)
 //        1: subtract the zero point from each weight; scale the sum of a group (integers only)
 //        2: scale each weight (least registers; for many rows)
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
-#define NG (128 / GROUP)             // scale sets of a chunk
-#define SPG (8 / NG)                 // steps of 16 k in a group
-#define NW (2 * BITS)                // words of a lane
-#define CODES (256 * BITS)           // bytes of codes in a chunk
-#define CHUNK (CODES + 64 * NG)
-#define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
-#define MAGIC (MAGIC16 | MAGIC16 << 16)
-#define BASE (HALF ? 1024.f : 128.f)
-// Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
-#define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : BITS == 3 ? 8 : 4)
-#define LUT_BYTES (TABLE ? (128 << (2 * BITS)) : 0)
-#define INLINE __device__ __forceinline__
-
-extern __shared__ __align__(1024) char smem[];
-
-INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// ---- memory --------------------------------------------------------------------------------------------------
-INLINE void copy_async(u32 to, const void* from) {  // 16 bytes, past L1
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-
-// ---- arithmetic ----------------------------------------------------------------------------------------------
-INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
-#if HALF
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-#endif
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-INLINE void load_x(u32* f, u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
-}
-// (w & mask) | MAGIC. An instruction takes one constant of 32 bits; left alone, the compiler makes two of it.
-INLINE u32 magic_register() { u32 m; asm volatile("mov.b32 %0, %1;" : "=r"(m) : "r"(MAGIC)); return m; }
-INLINE u32 field(u32 w, u32 mask, u32 magic) {
-    u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "r"(mask), "r"(magic)); return d;
-}
-#if HALF
-#define PAIR "f16x2"
-#else
-#define PAIR "bf16x2"
-#endif
-INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE u32 mul_relu2(u32 a, u32 b) {
-    u32 d; asm("fma.rn.relu." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0u)); return d;
-}
-// times one: the multiplier has nothing else to do, the integer unit, where max runs, has
-INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }
-INLINE float half_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
-INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
-INLINE u16 narrow(float f) {
-    u16 h;
-#if HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#endif
-    return h;
-}
-INLINE float widen(u16 h) {
-#if HALF
-    return half_float(h);
-#else
-    return __uint_as_float((u32)h << 16);
-#endif
-}
-INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
-INLINE u32 both_narrow(float f) { return both(narrow(f)); }
-
-// ---- codes to pairs of floats --------------------------------------------------------------------------------
-// a[i] of step j: row (i & 1 ? g + 8 : g), k = 16 j + 2 t + (i & 2 ? 8 : 0) and the next; g = lane / 4, t = lane % 4.
-INLINE void load_words(u32* w, const char* chunk, const int lane) {
-    uint4 v = *(const uint4*)(chunk + lane * 16);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-#if BITS == 4
-    v = *(const uint4*)(chunk + 512 + lane * 16);
-    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
-#elif BITS == 3
-    uint2 u = *(const uint2*)(chunk + 512 + lane * 8);
-    w[4] = u.x, w[5] = u.y;
-#endif
-}
-#if !TABLE
-INLINE void decode(u32* a, const u32* w, const int j, const u32 magic) {
-#if BITS == 4
-    u32 v = w[j];
-#if HALF
-    a[0] = field(v, 0x000f000f, magic), a[1] = field(v, 0x00f000f0, magic);
-    a[2] = field(v >> 8, 0x000f000f, magic), a[3] = field(v >> 8, 0x00f000f0, magic);
-#else
-    a[0] = field(v, 0x000f000f, magic), a[1] = field(v >> 4, 0x000f000f, magic);
-    a[2] = field(v >> 8, 0x000f000f, magic), a[3] = field(v >> 12, 0x000f000f, magic);
-#endif
-#elif BITS == 2
-    u32 v = w[j / 2], s = j % 2 * 8;
-    a[0] = field(v >> s, 0x00030003, magic), a[1] = field(v >> s, 0x000c000c, magic);
-    a[2] = field(v >> (s + 4), 0x00030003, magic), a[3] = field(v >> (s + 4), 0x000c000c, magic);
-#else
-    // Five fields of 3 bits fill 15 bits of a half word: at 0, 3, 6, 9 and 12. Rows 0..7 take fields read at bit 0,
-    // rows 8..15 fields read at bit 3; the two that are left over are spread over the top bits.
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int s = 2 * j + i;
-        u32 lo, hi;
-        if (s < 9) lo = field(w[s / 3] >> (s % 3 * 6), 0x00070007, magic);
-        else if (s == 9) lo = (w[0] >> 15 & 0x00010001) | (w[1] >> 14 & 0x00020002) | (w[2] >> 13 & 0x00040004) | magic;
-        else lo = field(w[3 + (s - 10) / 2] >> ((s - 10) % 2 * 6), 0x00070007, magic);
-        if (s < 6) hi = field(w[s / 2] >> (s % 2 * 6), 0x00380038, magic);
-        else if (s == 15) hi = (w[3] >> 12 & 0x00080008) | (w[4] >> 11 & 0x00100010) | (w[5] >> 10 & 0x00200020) | magic;
-        else hi = field(w[3 + (s - 6) / 3] >> ((s - 6) % 3 == 2 ? 9 : (s - 6) % 3 * 6), 0x00380038, magic);
-        a[2 * i] = lo, a[2 * i + 1] = hi;
-    }
-#endif
-}
-#else
-// A pair of codes is an index of 2*BITS bits, read at bit 7: times 128 bytes, the distance of entries.
-#define INDEX_MASK (((1u << (2 * BITS)) - 1) << 7)
-INLINE u32 rotate(u32 w, const int right) { return __funnelshift_r(w, w, right & 31); }
-INLINE u32 pair_index(const u32* w, const int p) {
-    u32 v;
-#if BITS == 4
-    v = rotate(w[p / 4], p % 4 * 8);
-#elif BITS == 2
-    v = rotate(w[p / 8], p % 8 * 4);
-#else
-    if (p < 30) v = rotate(w[p / 5], p % 5 * 6);
-    else {
-        const int b = (p - 30) * 3;
-        v = (w[b] << 2 & 0x180) | (w[b + 1] << 4 & 0x600) | (w[b + 2] << 6 & 0x1800);
-    }
-#endif
-    return v & INDEX_MASK;
-}
-INLINE void decode(u32* a, const u32* w, const int j, const char* lut) {
-    #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = *(const u32*)(lut + pair_index(w, 4 * j + i));
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) lowbit_rows(
     const char* __restrict__ W, const u16* __restrict__ X, u16* __restrict__ Y, const float* __restrict__ table,
     const u16* __restrict__ bias, int N, int K, int M, int pitch_x, int tiles, int chunks, int k_warps, int panel) {

@@ -1,0 +1,412 @@
+// y = [norm] x[M, K] w[N, K]^T [+ bias] [swiglu] [+ residual] for 1 to 16 rows, weights of 2, 3 or 4 bits, sm_90 and later.
+// (lowbit_decode.cu stands in front of this file: the macros of the format, decoding, mma.)
+//
+// Weights are the A operand of mma.m16n8k16 (16 output rows x 16 k), activations the B operand, so 8 activation rows
+// cost one instruction. What the time goes into at this size is not arithmetic but waiting, so all is arranged around
+// two of these kernels being on a multiprocessor at once (BLOCKS: a block takes at most half of its registers and
+// shared memory). The next kernel starts when the blocks of this one have started (programmatic dependent launch),
+// fills its rings with weights and stops at grid_wait(), where it needs this one's results:
+//
+//  - every warp streams its row tiles through a ring of its own in shared memory, DEPTH chunks long, and decodes in
+//    registers; no barrier of the block in the main loop while x is there whole.
+//  - x comes through registers where it is small (XREG: normalised on the way, and summed by group, so that zero points
+//    cost one product a group instead of a subtraction a weight), else in panels of bulk copies, two in turn.
+//  - inputs are split over the KW warps of a block and the blocks of a cluster; sums meet in the rings, which are free
+//    by then, and are added in a fixed order: the result does not depend on timing.
+//
+// Macros given by the caller, beside those of lowbit_decode.cu:
+//   MT 1,2 tiles of 8 activation rows   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
+//   DEPTH chunks in a warp's ring   BLOCKS blocks that shall fit on a multiprocessor   XREG as above
+//   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
+//   OUT32 1: y is fp32
+#define THREADS (WARPS * 32)
+#define RW (WARPS / KW)
+#define TILES (RW * R)                   // row tiles of a block; even under SWIGLU
+#define RING (DEPTH * R * CHUNK)         // bytes of a warp's ring
+#define PART 20                          // floats between the columns of partial sums: no bank conflicts
+#define SUMS (!TABLE && XREG)            // sums of x by group are at hand
+#define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
+
+INLINE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+INLINE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+INLINE void prefetch_bulk(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes)); }
+INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there before grid_wait
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+INLINE u16 load_late16(const void* p) {
+    u16 v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+INLINE void barrier_init(u64* b) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(b)) : "memory");
+}
+INLINE void barrier_expect(u64* b, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+INLINE void barrier_wait(u64* b, u32 parity) {
+    asm volatile("{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra again;}" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+INLINE void bulk_copy(u32 to, const void* from, u32 bytes, u64* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
+    #pragma unroll
+    for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
+    return v;
+}
+INLINE u32 lane_value(u32 v, u32 lane) { return __shfl_sync(~0u, v, lane); }
+INLINE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+INLINE float load_rank(const float* here, u32 rank) {  // the same place in another block of the cluster
+    u32 there;
+    float v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    return v;
+}
+INLINE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+INLINE u32 cluster_ranks() { u32 r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
+    const char* __restrict__ W, const u16* X, void* Y, const float* __restrict__ table, const u16* __restrict__ bias,
+    const void* __restrict__ norm, const u16* residual, float eps, int K, int M, int pitch_x, int tiles, int chunks,
+    int panel) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int row_warp = warp % RW, k_warp = warp / RW, tile0 = blockIdx.y * TILES;
+    const u32 rank = cluster_rank(), ranks = cluster_ranks();
+    const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
+    const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
+
+    // ---- weights: the chunks first + k_warp + n * KW of each tile, DEPTH - 1 of them ahead -------------------------
+    char* const ring = smem + LUT_BYTES + warp * RING;
+    const char* from[R];
+    #pragma unroll
+    for (int r = 0; r < R; r++) {  // a tile past the end reads the last one and writes nothing
+        int tile = tile0 + row_warp * R + r;
+        if (SWIGLU) tile = (tile >> 1) + (tile & 1 ? tiles >> 1 : 0);
+        from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + (BULK ? 0 : lane * 16);
+    }
+    const int mine = count > k_warp ? (count - k_warp + KW - 1) / KW : 0;
+    u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers for panels of x, then those of the rings
+    u64* const here = full + 2 + warp * DEPTH;
+#if BULK
+    if (lane == 0)
+        for (int p = 0; p < DEPTH; p++) barrier_init(here + p);
+    __syncwarp();
+#endif
+    auto fetch = [&](const int slot, const int n) {  // always commits, so that groups can be counted
+#if BULK
+        if (n < mine && lane == 0) {
+            barrier_expect(here + slot, R * CHUNK);
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                bulk_copy(shared_address(ring) + (slot * R + r) * CHUNK, from[r] + (u64)n * KW * CHUNK, CHUNK, here + slot);
+        }
+#else
+        if (n < mine) {
+            #pragma unroll
+            for (int r = 0; r < R; r++) {
+                const u32 to = shared_address(ring) + (slot * R + r) * CHUNK + lane * 16;
+                const char* chunk = from[r] + (u64)n * KW * CHUNK;
+                #pragma unroll
+                for (int p = 0; p < CHUNK / 16; p += 32)
+                    if (p + lane < CHUNK / 16) copy_async(to + p * 16, chunk + p * 16);
+            }
+        }
+        commit();
+#endif
+    };
+    for (int p = 0; p < DEPTH - 1; p++) fetch(p, p);
+    launch_dependents();
+    if (lane < AHEAD && lane + DEPTH - 1 < mine)
+        #pragma unroll
+        for (int r = 0; r < R; r++) prefetch_bulk(from[r] - (BULK ? 0 : lane * 16) + (u64)(lane + DEPTH - 1) * KW * CHUNK, CHUNK);
+
+#if TABLE
+    const u32 level = narrow(table[lane & ((1 << BITS) - 1)]);
+    for (int e = warp; e < 1 << (2 * BITS); e += WARPS)
+        *(u32*)(smem + e * 128 + lane * 4) = lane_value(level, e & ((1 << BITS) - 1)) | lane_value(level, e >> BITS) << 16;
+    const char* lane_lut = smem + lane * 4;
+#else
+    const u32 magic = magic_register();
+#endif
+
+    // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
+    char* const x_smem = (char*)(full + 2 + (BULK ? (WARPS * DEPTH + 1) / 2 * 2 : 0));
+    const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
+#if XREG
+    float* const sums = (float*)(x_smem + M * x_pitch);  // [chunk][group][8 MT rows]
+    float* const squares = sums + (SUMS ? count * NG * 8 * MT : 0);  // [row][chunk]
+    if (NORM)
+        for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
+    grid_wait();
+    const int pieces = count * 16, total = M * pieces;
+    for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
+        uint4 got[4];
+        int row[4], piece[4];
+        #pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const int e = e0 + u * THREADS + lane;
+            row[u] = e / pieces, piece[u] = e - row[u] * pieces;
+            const int k = first * 128 + piece[u] * 8;
+            got[u] = make_uint4(0, 0, 0, 0);
+            if (e < total && k < K) got[u] = load_late(X + (u64)row[u] * pitch_x + k);
+        }
+        #pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const bool inside = e0 + u * THREADS + lane < total;
+            u32 v[4] = {got[u].x, got[u].y, got[u].z, got[u].w};
+#if NORM
+            const int k = first * 128 + piece[u] * 8;
+            float by[8], square = 0.f;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) by[i] = 0.f;
+            if (inside && k < K) {
+#if NORM == 1
+                const uint4 n = *(const uint4*)((const u16*)norm + k);
+                const u32 pairs[4] = {n.x, n.y, n.z, n.w};
+                #pragma unroll
+                for (int i = 0; i < 8; i++) by[i] = widen(pairs[i / 2] >> (i % 2 * 16));
+#else
+                #pragma unroll
+                for (int i = 0; i < 8; i++) by[i] = ((const float*)norm)[k + i];
+#endif
+            }
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float a = widen(v[i]), b = widen(v[i] >> 16);
+                square += a * a + b * b;
+                v[i] = narrow(a * by[2 * i]) | (u32)narrow(b * by[2 * i + 1]) << 16;
+            }
+            square = add_lanes(square, 16);
+            if (inside && piece[u] % 16 == 0) squares[row[u] * count + piece[u] / 16] = square;
+#endif
+#if SUMS
+            float sum = 0.f;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) sum += widen(v[i]) + widen(v[i] >> 16);
+            sum = add_lanes(sum, GROUP / 8);
+            if (inside && piece[u] % (GROUP / 8) == 0) sums[piece[u] / (GROUP / 8) * (8 * MT) + row[u]] = sum;
+#endif
+            if (inside) *(uint4*)(x_smem + row[u] * x_pitch + piece[u] * 16) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+    }
+#else
+    if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
+    __syncthreads();
+    auto fetch_x = [&](const int n) {  // by the first warp
+        const u32 to = shared_address(x_smem) + (n & 1) * M * x_pitch + lane * x_pitch;
+        const int k0 = (first + n * panel) * 128, k1 = min(k0 + min(panel, count - n * panel) * 128, K);
+        if (lane < M)
+            for (int k = k1; k % 128; k += 8)  // what fills the last chunk
+                *(uint4*)(x_smem + (n & 1) * M * x_pitch + lane * x_pitch + (k - k0) * 2) = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+        if (lane == 0) barrier_expect(full + (n & 1), M * (k1 - k0) * 2);
+        __syncwarp();
+        if (lane < M) bulk_copy(to, X + (u64)lane * pitch_x + k0, (k1 - k0) * 2, full + (n & 1));
+    };
+    const int panels = (count + panel - 1) / panel;
+    grid_wait();
+    if (warp == 0) {
+        fetch_x(0);
+        if (panels > 1) fetch_x(1);
+    }
+#endif
+
+    // ---- what is added behind the product, early: it would be waited for at the end --------------------------------
+    const int rows_out = TILES * (SWIGLU ? 8 : 16), N = (SWIGLU ? tiles >> 1 : tiles) * 16;
+    const int row0 = blockIdx.y * rows_out;
+    auto behind = [&](const int e) {
+        const int col = e / rows_out, row = row0 + e % rows_out;
+        float v = 0.f;
+        if (residual && e < M * rows_out && row < N) v = widen(load_late16(residual + (u64)col * N + row));
+        return v;
+    };
+    const float early = behind(rank * THREADS + threadIdx.x);
+
+    float acc[R][MT][4];
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
+    u32 x_row[MT];  // this lane's address for ldmatrix; rows past M repeat the last
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
+
+    auto consume = [&](const int slot, const u32 x_at, const int chunk_at) {
+        u32 w[R][NW];
+        const char* chunk[R];
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            chunk[r] = ring + (slot * R + r) * CHUNK;
+            load_words(w[r], chunk[r], lane);
+        }
+        #pragma unroll
+        for (int q = 0; q < NG; q++) {
+            u32 grid[R][2];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) grid[r][h] = *(const u32*)(chunk[r] + CODES + q * 64 + g * 4 + h * 32);
+            float c[CHAINS][R][MT][4], positive[TWO ? R : 1][MT][4];
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        #pragma unroll
+                        for (int n = 0; n < CHAINS; n++) c[n][r][m][e] = 0.f;
+                        if (TWO) positive[r][m][e] = 0.f;
+                    }
+#if !TABLE && !SUMS
+            u32 zero[R][2];
+            #pragma unroll
+            for (int r = 0; r < R; r++) {
+                zero[r][0] = both((grid[r][0] >> 16) + MAGIC16);
+                zero[r][1] = both((grid[r][1] >> 16) * RS + MAGIC16);
+            }
+#endif
+            #pragma unroll
+            for (int jj = 0; jj < SPG / 2; jj++) {
+                const int j2 = q * (SPG / 2) + jj;
+                u32 x[MT][4];
+                #pragma unroll
+                for (int m = 0; m < MT; m++) load_x(x[m], x_row[m] + x_at + j2 * 64);
+                #pragma unroll
+                for (int b = 0; b < 2; b++)
+                    #pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        u32 a[4];
+#if TABLE
+                        decode(a, w[r], 2 * j2 + b, lane_lut);
+#else
+                        decode(a, w[r], 2 * j2 + b, magic);
+#if !SUMS
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++) a[e] = sub2(a[e], zero[r][e & 1]);
+#endif
+#endif
+                        #pragma unroll
+                        for (int m = 0; m < MT; m++) mma(c[b % CHAINS][r][m], a, x[m][2 * b], x[m][2 * b + 1]);
+#if TWO
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++) a[e] = relu2(a[e]);
+                        #pragma unroll
+                        for (int m = 0; m < MT; m++) mma(positive[r][m], a, x[m][2 * b], x[m][2 * b + 1]);
+#endif
+                    }
+            }
+#if SUMS
+            float2 sum[MT];
+            #pragma unroll
+            for (int m = 0; m < MT; m++) sum[m] = *(const float2*)(sums + ((chunk_at * NG + q) * MT + m) * 8 + 2 * t);
+#endif
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 bits = grid[r][h];
+                    const float up = scale_float(bits);
+                    const float offset = SUMS ? BASE + (float)((bits >> 16) * (h ? RS : 1)) : 0.f;
+                    const float down = TWO ? scale_float(bits >> 16) : 0.f, more = up - down;
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        #pragma unroll
+                        for (int e = 2 * h; e < 2 * h + 2; e++) {
+                            float v = c[0][r][m][e];
+                            if (CHAINS == 2) v += c[CHAINS - 1][r][m][e];
+#if SUMS
+                            v -= offset * (e & 1 ? sum[m].y : sum[m].x);
+#endif
+                            if (TWO) acc[r][m][e] += down * v + more * positive[r][m][e];
+                            else acc[r][m][e] += up * v;
+                        }
+                }
+        }
+    };
+
+    // ---- the main loop ---------------------------------------------------------------------------------------------
+    int i = 0, slot = 0, phase = 0;
+    auto advance = [&](const int steps, const u32 x_at) {  // through the next chunks of this warp
+        for (int k = 0; k < steps && i < mine; k++, i++) {
+            if (BULK) barrier_wait(here + slot, phase);
+            else wait_all_but<DEPTH - 2>();
+            __syncwarp();  // chunk i is here, and chunk i - 1 has been read by all lanes
+            fetch(slot ? slot - 1 : DEPTH - 1, i + DEPTH - 1);
+            consume(slot, x_at + k * (KW * 256), i * KW + k_warp);
+            if (++slot == DEPTH) slot = 0, phase ^= 1;
+        }
+    };
+#if XREG
+    __syncthreads();
+    advance(mine, 0);
+#else
+    for (int n = 0; n < panels; n++) {
+        if (n) {
+            __syncthreads();  // everyone has left panel n - 1
+            if (warp == 0 && n + 1 < panels) fetch_x(n + 1);
+        }
+        barrier_wait(full + (n & 1), n >> 1 & 1);
+        advance(panel / KW, (n & 1) * M * x_pitch);
+    }
+#endif
+
+    // ---- sum over warps and cluster, in order ----------------------------------------------------------------------
+    __syncwarp();
+    float* const part = (float*)ring;
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++)
+                part[(r * 8 * MT + m * 8 + t * 2 + (e & 1)) * PART + g + (e & 2 ? 8 : 0)] = acc[r][m][e] * (e & 2 ? 1.f / RS : 1.f);
+#if NORM
+    for (int m = warp; m < M; m += WARPS) {  // over the partial sums, in order of lanes
+        float square = 0.f;
+        for (int n = lane; n < count; n += 32) square += squares[m * count + n];
+        square = add_lanes(square, 32);
+        __syncwarp();
+        if (lane == 0) squares[m * count] = rsqrtf(square / K + eps);
+    }
+#endif
+    if (ranks > 1) cluster_barrier();
+    else __syncthreads();
+    auto total_of = [&](const int l, const int col, const int row) {
+        float v = 0.f;
+        for (u32 p = 0; p < ranks; p++)
+            #pragma unroll
+            for (int k = 0; k < KW; k++) {
+                const float* here = (const float*)(smem + LUT_BYTES + (k * RW + l / R) * RING) + (l % R * 8 * MT + col) * PART + row;
+                v += ranks == 1 ? *here : load_rank(here, p);
+            }
+#if NORM
+        v *= squares[col * count];
+#endif
+        return v;
+    };
+    for (int e = rank * THREADS + threadIdx.x, n = 0; e < M * rows_out; e += ranks * THREADS, n++) {
+        const int col = e / rows_out, row = e % rows_out;
+        if (row0 + row >= N) continue;
+        float v = total_of(row / 16 * (SWIGLU + 1), col, row % 16);
+        if (bias) v += widen(bias[row0 + row]);
+#if SWIGLU
+        float up = total_of(row / 16 * 2 + 1, col, row % 16);
+        if (bias) up += widen(bias[N + row0 + row]);
+        v = v / (1.f + __expf(-v)) * up;
+#endif
+        v += n ? behind(e) : early;
+        const u64 at = (u64)col * N + row0 + row;
+        if (OUT32) ((float*)Y)[at] = v;
+        else ((u16*)Y)[at] = narrow(v);
+    }
+    if (ranks > 1) cluster_barrier();
+}

@@ -1,0 +1,256 @@
+"""One to sixteen rows times weights of 2, 3 or 4 bits, with what stands around the product (_cuda/lowbit_few.cu).
+
+    y = [norm] x W^T [+ bias] [swiglu] [+ residual]          the arguments are those of kernels/row_linear.py
+
+At this size a product only reads W, and what is left to gain is waiting: the plan of a kernel (`Plan`) takes no more
+than half of a multiprocessor, so that the next kernel is there too and fetches its first weights while this one ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout
+from shoestring.kernels.nvrtc import Kernel, compile_kernel
+
+MOST_ROWS = 16
+SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
+HERE = Path(__file__).parent / "_cuda"
+PLANS = HERE / "lowbit_few_plans.json"
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# -- the definition ------------------------------------------------------------------------------------------
+def around_ref(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual_1N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What the kernel computes, from the decoded weight: as row_linear_ref, for any number of rows."""
+    wide = torch.promote_types(x_MK.dtype, torch.float32)
+    x = x_MK.to(wide)
+    if norm_K is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_K.to(wide)
+    y = F.linear(x, weight_NK.to(wide), None if bias is None else bias.to(wide))
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    if residual_1N is not None:
+        y = y + residual_1N.to(wide)
+    return y.to(out_dtype or x_MK.dtype)
+
+
+# -- plans ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Plan:
+    """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
+    over a cluster of `split` blocks; `blocks` blocks shall fit on a multiprocessor; x in panels of `panel` chunks, or
+    whole (0), through registers."""
+
+    row_warps: int
+    k_warps: int
+    tiles: int = 1
+    depth: int = 4
+    split: int = 1
+    blocks: int = 2
+    panel: int = 0
+    bulk: int = 0
+    ahead: int = 0
+
+    @property
+    def warps(self) -> int:
+        return self.row_warps * self.k_warps
+
+    def grid(self, out: int) -> tuple[int, int, int]:
+        return self.split, ceil_div(ceil_div(out, CHUNK_ROWS), self.row_warps * self.tiles), 1
+
+    def panel_chunks(self, width: int) -> int:
+        """Chunks of x that lie in shared memory at once."""
+        share = ceil_div(ceil_div(width, CHUNK_WIDTH), self.split)
+        return min(self.panel, ceil_div(share, self.k_warps) * self.k_warps) if self.panel else share
+
+    def shared_bytes(self, layout: Layout, rows: int, width: int, norm: bool = False) -> int:
+        panel = self.panel_chunks(width)
+        x_bytes = rows * (panel * 256 + 16)
+        share = ceil_div(ceil_div(width, CHUNK_WIDTH), self.split)
+        if self.panel:
+            x_bytes *= 1 if panel >= share else 2
+        elif not layout.table:
+            x_bytes += share * (CHUNK_WIDTH // layout.group) * row_tiles(rows) * 32
+        if norm:
+            x_bytes += rows * share * 4
+        lut = 128 << (2 * layout.bits) if layout.table else 0
+        return (
+            lut
+            + self.warps * self.depth * self.tiles * layout.chunk_bytes
+            + 16
+            + ceil_div(self.bulk * self.warps * self.depth, 2) * 16
+            + x_bytes
+        )
+
+    def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
+        used = self.shared_bytes(layout, rows, width, norm)
+        return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
+
+
+def row_tiles(rows: int) -> int:
+    return 1 if rows <= 8 else 2
+
+
+ROW_CLASSES = (1, 2, 4, 8, 16)
+
+
+def row_class(rows: int) -> int:
+    return next(n for n in ROW_CLASSES if rows <= n)
+
+
+def rule(
+    layout: Layout, rows: int, out: int, width: int, norm: bool, swiglu: bool, multiprocessors: int = 132
+) -> Plan:
+    """A plan for a shape that was not measured: one block a multiprocessor where the rows allow it, about 16 warps, and
+    rings as long as two such blocks have room for."""
+    tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
+    wanted = max(1, min(14, ceil_div(tiles, multiprocessors)))
+    pair = 2 if swiglu or wanted > 8 or (rows > 8 and wanted > 1) else 1
+    row_warps = ceil_div(wanted, pair)
+    most = 8 if rows > 8 or pair == 2 else 16
+    k_warps = max(1, min(most // row_warps, ceil_div(chunks, 2)))
+    panels = [ceil_div(n, k_warps) * k_warps for n in (8, 4, 1)]
+    for blocks in (2, 1):
+        for panel in (0, *panels) if rows <= 8 or norm or width % CHUNK_WIDTH else panels:
+            for depth in (8, 6, 5, 4, 3):
+                plan = Plan(row_warps, k_warps, pair, depth, 1, blocks, panel)
+                if not (panel and norm) and plan.fits(layout, rows, width, norm):
+                    return plan
+    return Plan(1, 1, 2 if swiglu else 1, 3, 1, 1, 0 if norm else 1)
+
+
+@functools.cache
+def known_plans() -> dict[str, dict[str, int]]:
+    """Measured on an H200; other GPUs start from them too."""
+    return json.loads(PLANS.read_text()) if PLANS.exists() else {}
+
+
+def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
+    kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
+    return f"{kind} g{layout.group} rows<={row_class(rows)} {out}x{width}"
+
+
+@functools.cache
+def choose_plan(
+    layout: Layout, rows: int, out: int, width: int, norm: bool = False, swiglu: bool = False
+) -> Plan:
+    """The plan for x [rows, width] and a weight [out, width]: measured for some shapes, else by rule."""
+    rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
+    known = known_plans().get(plan_key(layout, rows, out, width))
+    if known is not None:
+        plan = Plan(**known)
+        usable = not (norm and (plan.panel or plan.split > 1)) and plan.fits(layout, rows, width, norm)
+        if usable and not (swiglu and plan.row_warps * plan.tiles % 2):
+            return plan
+    return rule(layout, rows, out, width, norm, swiglu)
+
+
+# -- the kernel ----------------------------------------------------------------------------------------------
+@functools.cache
+def few_source() -> str:
+    return (HERE / "lowbit_decode.cu").read_text() + (HERE / "lowbit_few.cu").read_text()
+
+
+def few_macros(
+    layout: Layout,
+    dtype: torch.dtype,
+    rows: int,
+    plan: Plan,
+    norm: torch.dtype | None = None,
+    swiglu: bool = False,
+    out32: bool = False,
+) -> dict[str, int]:
+    return {
+        "BITS": layout.bits,
+        "TABLE": int(layout.table),
+        "TWO": int(layout.scales == 2),
+        "HALF": int(dtype == torch.float16),
+        "SBF16": int(layout.bf16_scale),
+        "GROUP": layout.group,
+        "MT": row_tiles(rows),
+        "R": plan.tiles,
+        "WARPS": plan.warps,
+        "KW": plan.k_warps,
+        "DEPTH": plan.depth,
+        "BLOCKS": plan.blocks,
+        "BULK": plan.bulk,
+        "AHEAD": plan.ahead,
+        "XREG": int(plan.panel == 0),
+        "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
+        "SWIGLU": int(swiglu),
+        "OUT32": int(out32),
+    }
+
+
+@functools.cache
+def _kernel(device: int, *key: object) -> Kernel:
+    return compile_kernel(few_source(), "lowbit_few", few_macros(*key), device)  # type: ignore[arg-type]
+
+
+def few_rows_cuda(
+    x_MK: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    plan: Plan | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual_1N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Up to MOST_ROWS rows; x bf16 or fp16, y the same or fp32."""
+    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
+        x_MK = x_MK.contiguous()
+    if norm_K is not None and norm_K.dtype != x_MK.dtype:
+        norm_K = norm_K.float()
+    bias, residual_1N = (t if t is None else t.to(x_MK.dtype).contiguous() for t in (bias, residual_1N))
+    (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
+    out = tiles * CHUNK_ROWS // (2 if swiglu else 1)
+    out32 = out_dtype == torch.float32
+    y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    norm_dtype = None if norm_K is None else norm_K.dtype
+    plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, norm_K is not None, swiglu)
+    kernel = _kernel(
+        x_MK.device.index, layout, x_MK.dtype, rows if rows > 8 else 8, plan, norm_dtype, swiglu, out32
+    )
+    panel = plan.panel_chunks(width)
+    numbers = (width, rows, x_MK.stride(0), tiles, per_row, panel)
+    pointers = (chunks, x_MK, y, table, bias, norm_K, residual_1N)
+    kernel.launch(
+        plan.grid(tiles * CHUNK_ROWS),
+        plan.warps * 32,
+        plan.shared_bytes(layout, rows, width, norm_K is not None),
+        (
+            *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers),
+            ctypes.c_float(eps),
+            *map(ctypes.c_int, numbers),
+        ),
+        cluster=plan.split,
+    )
+    return y

@@ -1,0 +1,73 @@
+// What kernels/_cuda/lowbit_few.cu needs beside cuda_on_cpu.h: bulk copies, which land when somebody waits for their
+// barrier, and shuffles. Clusters are of one block here.
+#define OTHER_KERNEL
+#include "cuda_on_cpu.h"
+
+struct float2 { float x, y; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Barrier { int phase : 1, arrived : 1, waiting : 30; u32 unused; };  // mbarrier for one arrival
+struct Bulk { u32 to, bytes; const char* from; u64* barrier; };
+static std::vector<Bulk> bulks;
+static void launch_dependents() {}
+static void grid_wait() {}
+static void prefetch(const void*) {}
+static void prefetch_bulk(const void* p, u32 bytes) {
+    if ((const char*)p < first[0] || (const char*)p + bytes > last[0] || (size_t)p % 16) fail("a prefetch from outside of W");
+}
+static uint4 load_late(const void* p) {
+    if ((const char*)p < first[1] || (const char*)p + 16 > last[1] || (size_t)p % 16) fail("a load from outside of x");
+    return *(const uint4*)p;
+}
+static u16 load_late16(const void* p) { return *(const u16*)p; }
+static void barrier_init(u64* b) { *b = 0; }
+static void barrier_expect(u64* b, u32 bytes) { ((Barrier*)b)->arrived = 1, ((Barrier*)b)->waiting += bytes; }
+static void bulk_copy(u32 to, const void* from, u32 bytes, u64* b) {
+    const char* p = (const char*)from;
+    bool inside = false;
+    for (int i = 0; i < 2; i++) inside = inside || (p >= first[i] && p + bytes <= last[i]);
+    if (!inside || (size_t)p % 16 || bytes % 16) fail("a bulk copy from outside of the tensors");
+    check_shared(to), check_shared(to + bytes - 16);
+    bulks.push_back({to, bytes, p, b});
+}
+static void barrier_wait(u64* b, u32 parity) {
+    Barrier& state = *(Barrier*)b;
+    while ((state.phase & 1) == (int)parity) {
+        for (size_t i = 0; i < bulks.size();)
+            if (bulks[i].barrier == b) {
+                memcpy(smem + bulks[i].to, bulks[i].from, bulks[i].bytes), state.waiting -= bulks[i].bytes;
+                bulks.erase(bulks.begin() + i);
+            } else i++;
+        if (state.arrived && state.waiting == 0) state.arrived = 0, state.phase ^= 1;
+        else swapcontext(&current->context, &scheduler);
+    }
+}
+static void cluster_barrier() { fail("a cluster"); }
+static float load_rank(const float*, u32) { fail("a cluster"); return 0; }
+static u32 cluster_rank() { return 0; }
+static u32 cluster_ranks() { return 1; }
+static u32 given[64][32];
+static u32 __shfl_sync(u32, u32 v, u32 lane) {
+    auto& here = given[current->x / 32];
+    here[current->x % 32] = v;
+    __syncwarp();
+    v = here[lane];
+    __syncwarp();
+    return v;
+}
+static float __shfl_xor_sync(u32, float f, int by) {
+    u32 v;
+    memcpy(&v, &f, 4);
+    v = __shfl_sync(~0u, v, current->x % 32 ^ by);
+    memcpy(&f, &v, 4);
+    return f;
+}
+static float __expf(float f) { return __builtin_expf(f); }
+static float rsqrtf(float f) { return 1 / __builtin_sqrtf(f); }
+
+#include "kernel.inc"
+extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, void* Y, const float* table, const u16* bias,
+                    const void* norm, const u16* residual, float eps, int K, int M, int tiles, int chunks, int panel,
+                    int blocks, int shared) {
+    launch(W, w_bytes, X, x_bytes, WARPS, blocks, shared,
+           [=] { lowbit_few(W, X, Y, table, bias, norm, residual, eps, K, M, K, tiles, chunks, panel); });
+}

@@ -1,0 +1,187 @@
+"""One to sixteen rows: the CUDA kernel's source run on the CPU (few_on_cpu.h), plans, and the kernel on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+from torch import Tensor
+
+from shoestring.formats import FormatLinear, parse_format
+from shoestring.formats.serving import lay_out
+from shoestring.kernels.lowbit import decode_chunks_ref, lowbit_row_linear
+from shoestring.kernels.lowbit_few import (
+    Plan,
+    around_ref,
+    choose_plan,
+    few_macros,
+    few_rows_cuda,
+    few_source,
+)
+from shoestring.kernels.lowbit_layout import Layout
+from shoestring.kernels.row_linear import row_linear_ref
+
+HERE = Path(__file__).parent
+BF16, FP32 = torch.bfloat16, torch.float32
+REPLACED = (
+    "launch_dependents", "grid_wait", "prefetch", "prefetch_bulk", "load_late", "load_late16", "barrier_init",
+    "barrier_expect", "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks",
+)  # fmt: skip
+
+
+def packed(
+    label: str, out: int, width: int, device: str = "cpu"
+) -> tuple[Layout, Tensor, Tensor | None, Tensor]:
+    """(layout, chunks, table, fp32 weight)"""
+    torch.manual_seed(0)
+    layer = FormatLinear(width, out, bias=False, format=parse_format(label))
+    layer.pack()
+    layout, parts = layer.format.layout(width), layer.parts()
+    chunks, table = lay_out(parts, layout), parts.get("table")
+    weight = decode_chunks_ref(chunks, table, layout, width)
+    return layout, chunks.to(device), table if table is None else table.to(device), weight.to(device)
+
+
+def surroundings(
+    names: set[str], rows: int, out: int, width: int, norm: torch.dtype, device: str = "cpu"
+) -> dict:
+    """Arguments of lowbit_row_linear for the names that are given."""
+    out //= 2 if "swiglu" in names else 1
+    values = {
+        "norm_K": torch.rand(width, device=device).add(0.5).to(norm),
+        "residual_1N": torch.randn(rows, out, device=device).to(BF16),
+        "swiglu": True,
+    }
+    return {"eps": 1e-5, **{n: v for n, v in values.items() if n.split("_")[0] in names}}
+
+
+def rms(got: Tensor, want: Tensor) -> float:
+    return (got.double() - want).square().mean().sqrt().item()
+
+
+def allowed_error(x: Tensor, weight: Tensor, bias: Tensor | None, around: dict, want: Tensor) -> float:
+    """Twice that of operators one after the other, each rounding its result."""
+    if "norm_K" in around:
+        x = around_ref(x, torch.eye(x.shape[1], device=x.device), norm_K=around["norm_K"], eps=around["eps"])
+    rest = {n: v for n, v in around.items() if n != "norm_K"}
+    return 2 * rms(around_ref(x, weight.to(x.dtype), bias, **rest), want)
+
+
+# -- the source on the CPU -----------------------------------------------------------------------------------
+CASES = [
+    # format, rows, out, in, plan, around, norm's dtype
+    ("int4:g128", 1, 112, 1664, Plan(7, 2, 1, 4), "", BF16),
+    ("int4:g64", 3, 64, 576, Plan(2, 2, 2, 3), "norm swiglu", BF16),
+    ("int2:g32", 2, 48, 800, Plan(2, 3, 1, 5), "norm residual bias", FP32),
+    ("nf4:s2:g128", 5, 80, 1024, Plan(2, 2, 1, 3), "", BF16),
+    ("nf3:s2:g64", 13, 48, 1600, Plan(1, 2, 2, 3, panel=2), "residual", BF16),
+    ("int3:g128", 16, 64, 2048, Plan(2, 2, 1, 4, panel=4), "residual bias", BF16),
+    ("int4:g128", 9, 64, 1280, Plan(2, 1, 2, 3, panel=3), "", BF16),
+    ("fp4:s1:g32", 7, 32, 544, Plan(2, 3, 1, 3, panel=6), "swiglu bias", BF16),
+]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "case",
+    [c if i in (1, 5) else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
+    ids=lambda c: f"{c[0]}-{c[1]}rows",
+)
+def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:
+    label, rows, out, width, plan, words, norm = case
+    layout, chunks, table, weight = packed(label, out, width)
+    names = set(words.split())
+    around = surroundings(names, rows, out, width, norm)
+    bias = torch.randn(out).to(BF16) if "bias" in names else None
+    norm_K, residual = around.get("norm_K"), around.get("residual_1N")
+    assert plan.fits(layout, rows, width, norm_K is not None)
+
+    text = few_source() + "// ---- the whole weight, decoded"
+    (tmp_path / "kernel.inc").write_text(cuda_on_cpu.cpu_source(text, cuda_on_cpu.REPLACED + REPLACED))
+    macros = few_macros(layout, BF16, rows, plan, None if norm_K is None else norm, "swiglu" in names)
+    library = tmp_path / "kernel.so"
+    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", f"-I{tmp_path}"]
+    command += [f"-D{k}={v}" for k, v in macros.items()]
+    subprocess.run([*command, str(HERE / "few_on_cpu.h"), "-o", str(library)], check=True)
+
+    x = torch.randn(rows, width).to(BF16)
+    want = around_ref(x.double(), weight.double(), bias, **around)
+    y = torch.full(want.shape, torch.nan, dtype=BF16)
+
+    def pointer(t: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(0 if t is None else t.data_ptr())
+
+    shared_bytes = plan.shared_bytes(layout, rows, width, norm_K is not None)
+    ctypes.CDLL(str(library)).run(
+        pointer(chunks), ctypes.c_long(chunks.numel()), pointer(x), ctypes.c_long(x.numel() * 2),
+        *map(pointer, (y, table, bias, norm_K, residual)), ctypes.c_float(1e-5), width, rows,
+        *chunks.shape[:2], plan.panel_chunks(width), plan.grid(out)[1], shared_bytes,
+    )  # fmt: skip
+    assert rms(y, want) <= allowed_error(x, weight, bias, around, want)
+
+
+# -- plans and the definition --------------------------------------------------------------------------------
+def test_every_shape_has_a_plan_that_fits() -> None:
+    for bits in (2, 3, 4):
+        for table in (False, True):
+            layout = Layout(bits, 128, table, 1 + table, False)
+            for rows in (1, 2, 3, 8, 9, 16):
+                for out, width in (
+                    (4096, 4096),
+                    (28672, 4096),
+                    (4096, 14336),
+                    (128256, 4096),
+                    (192, 576),
+                    (32, 96),
+                ):
+                    for norm, swiglu in ((False, False), (True, False), (True, True)):
+                        if norm and rows > 4:
+                            continue
+                        plan = choose_plan(layout, rows, out, width, norm, swiglu)
+                        assert plan.fits(layout, rows, width, norm), (rows, out, width)
+                        assert plan.depth >= 3 and plan.warps <= 32 and plan.panel % plan.k_warps == 0
+                        assert not (norm and (plan.panel or plan.split > 1))
+                        assert not (swiglu and plan.row_warps * plan.tiles % 2)
+
+
+def test_definition_is_that_of_one_row() -> None:
+    layout, chunks, table, weight = packed("int4:g64", 64, 128)
+    x = torch.randn(1, 128)
+    around = surroundings({"norm", "swiglu", "residual"}, 1, 64, 128, FP32)
+    want = row_linear_ref(x, weight, None, **around)
+    torch.testing.assert_close(lowbit_row_linear(x, chunks, table, None, layout, **around), want)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+GPU_PLANS = [None, Plan(2, 2, 2, 3), Plan(4, 2, 1, 4, split=2, panel=2), Plan(2, 4, 1, 3, split=4, panel=4)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("words", ["", "residual bias", "norm swiglu", "norm residual"])
+@pytest.mark.parametrize(
+    "label", ["int4:g128", "int3:g64", "int2:g32", "nf4:s2:g128", "nf3:s2:g64", "fp4:s1:g32"]
+)
+def test_cuda_kernel_matches_fp64_and_repeats_its_bits(label: str, words: str) -> None:
+    names = set(words.split())
+    out, width = 288, 1600
+    layout, chunks, table, weight = packed(label, out, width, "cuda")
+    for rows in (1, 2, 4) if "norm" in names else (1, 3, 8, 9, 16):
+        x = torch.randn(rows, width, device="cuda").to(BF16)
+        around = surroundings(names, rows, out, width, FP32 if rows == 2 else BF16, "cuda")
+        bias = torch.randn(out, device="cuda").to(BF16) if "bias" in names else None
+        want = around_ref(x.double(), weight.double(), bias, **around)
+        allowed = allowed_error(x, weight, bias, around, want)
+        for plan in GPU_PLANS:
+            if plan is not None and "norm" in names and (plan.panel or plan.split > 1):
+                continue
+            got = few_rows_cuda(x, chunks, table, bias, layout, plan, **around)
+            assert rms(got, want) <= allowed, (rows, plan)
+            again = few_rows_cuda(x, chunks, table, bias, layout, plan, **around)
+            assert torch.equal(got, again), "the order of summation is fixed"
