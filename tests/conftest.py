@@ -1,4 +1,4 @@
-"""Shared fixtures: where the optional assets are, and a way to start real gloo ranks."""
+"""Shared fixtures: where the optional assets are, the command line, and a way to start real gloo ranks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ def assets() -> Path:
     if not path.is_dir():
         pytest.skip(f"no assets at {path}; set SHOESTRING_ASSETS to run this test")
     return path
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """command(*argv) is the command line, in this process: its output, or with fails=True its one line of error."""
+    from shoestring.cli import run_cli
+
+    def call(*argv: object, fails: bool = False) -> str:
+        capsys.readouterr()
+        code = run_cli([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        if fails:
+            assert code == 2 and err.count("\n") == 1, (code, out, err)
+            assert err.startswith("error: ") or "resume=" in err  # stopped by a user, it says how to go on
+            return err
+        assert code == 0, (out, err)
+        return out
+
+    return call
 
 
 def _free_port() -> int:

@@ -53,10 +53,6 @@ class Mesh:
         return self.rank % self.tp
 
     @property
-    def tp_size(self) -> int:
-        return self.tp
-
-    @property
     def dp_rank(self) -> int:
         """This process's share of the batch, counted over replica x dp."""
         return self.rank // self.tp

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, int8_activations, keep_decoded, pack, unpack
-from shoestring.formats.int8_activations import Int8Linear, keep_activations, quantize_activations
+from shoestring.formats.int8_activations import Int8Linear, quantize_activations
 from shoestring.kernels.w4a8 import unusable
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.untie import untie_head
@@ -36,7 +36,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def test_close_but_not_equal_and_undone_without_a_trace() -> None:
+def test_close_but_not_equal() -> None:
     model = packed_model()
     before = logits(model)
     names = quantize_activations(model)
@@ -44,9 +44,6 @@ def test_close_but_not_equal_and_undone_without_a_trace() -> None:
     assert 0 < distance(logits(model), before) < 0.05
     keep_decoded(model)  # what the command line does for every model on a CPU: no effect on these layers
     assert all(m.decoded is None for m in model.modules() if isinstance(m, Int8Linear))
-    keep_activations(model)
-    assert torch.equal(logits(model), before)
-    assert not any(isinstance(m, Int8Linear) for m in model.modules())
 
 
 def test_saved_moved_loaded_and_unpacked_as_any_packed_model(tmp_path: Path) -> None:

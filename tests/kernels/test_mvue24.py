@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.kernels.mvue24 import keep_probability, mvue24_ref
+from shoestring.kernels.mvue24 import GROUP, mvue24_ref
 from shoestring.kernels.mvue24_noise import philox4x32, uniform_rows
 
 GRID = 4096
@@ -40,6 +40,16 @@ def test_unbiased_and_never_more_than_two() -> None:
     # The grid misplaces each end of an interval by at most half a cell.
     assert (((out.double().mean(0) - x) / scale).abs() < 2 / GRID).all()
     assert (out[:, x == 0] == 0).all()
+
+
+def keep_probability(x: torch.Tensor) -> torch.Tensor:
+    """The p_i of mvue24.py's docstring, [..., 4k]; zero values have none."""
+    a = x.float().abs().unflatten(-1, (-1, GROUP))
+    rest = a.sum(-1, keepdim=True) - a.amax(-1, keepdim=True)
+    heavy = a.amax(-1, keepdim=True) > rest
+    capped = torch.where(a == a.amax(-1, keepdim=True), 1.0, a / rest.clamp(min=1e-38))
+    p = torch.where(heavy, capped, 2 * a / a.sum(-1, keepdim=True).clamp(min=1e-38))
+    return torch.where(a > 0, p, 0.0).flatten(-2)
 
 
 def test_variance_is_the_least_possible() -> None:

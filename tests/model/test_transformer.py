@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.attention import attend_at, causal_attention, rope_frequencies, rope_tables, rotate
+from shoestring.model.attention import (
+    attend_with,
+    causal_attention,
+    mask_at,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+)
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.transformer import Decoder, Head
 
@@ -53,7 +60,7 @@ class Cache:
         if layer in self.kv:
             k, v = (torch.cat([old, new], dim=1) for old, new in zip(self.kv[layer], (k, v), strict=True))
         self.kv[layer] = k, v
-        return attend_at(q, k, v, self.positions, window=self.spec.window(layer))
+        return attend_with(q, k, v, mask_at(self.positions, k.shape[1], window=self.spec.window(layer)))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -131,7 +138,7 @@ def test_attention_against_the_formula() -> None:
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         want = torch.einsum("bhqk,bkhd->bqhd", weights, v4)
         torch.testing.assert_close(causal_attention(q, k, v, window=window), want, atol=1e-5, rtol=1e-5)
-        at = attend_at(q, k, v, torch.arange(9).expand(2, -1), window=window)
+        at = attend_with(q, k, v, mask_at(torch.arange(9).expand(2, -1), 9, window=window))
         torch.testing.assert_close(at, want, atol=1e-5, rtol=1e-5)
 
 

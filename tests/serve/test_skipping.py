@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder
-from shoestring.model.attention import attend_at
+from shoestring.model.attention import attend_with, mask_at
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import Engine, Ngram, Sampling
 from shoestring.serve.sampling import sample
@@ -83,7 +83,7 @@ def definition(
                 k, v = (torch.cat([old, new], 1) for old, new in zip(kept[layer], (k, v), strict=True))
             kept[layer] = k, v
             assert k.shape[1] == at + 1, "an attention sublayer was left out at some positions only"
-            return attend_at(q, k, v, torch.tensor([[at]]))
+            return attend_with(q, k, v, mask_at(torch.tensor([[at]]), at + 1))
 
         with torch.no_grad():
             logits = model(

@@ -3,55 +3,22 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_shrink import SPEC, tiny_model
 
 from shoestring.cli import run_cli
-from shoestring.model import load_model, save_model
-from shoestring.model.tokenizer import Tokenizer
+from shoestring.model import load_model
 from shoestring.runlog import read_jsonl
 from shoestring.serve.engine import Engine
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bitdistiller")
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
-    for name in ("prompts.txt", "test.txt"):
-        (folder / name).write_text("\n".join(" ".join(draw.choices(words, k=160)) for _ in range(12)))
-    tokenizer = Tokenizer.train([(folder / "prompts.txt").read_text()], vocab_size=300)
-    save_model(folder / "model", tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size)), tokenizer)
-    (folder / "corpus.jsonl").write_text(
-        "\n".join(json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(60))
-    )
-    return folder
-
-
 @pytest.fixture
-def cli(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
-) -> Callable[..., str]:
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
-
-    def call(*argv: object, fails: bool = False, recipe: str = "shrink/bitdistiller") -> str:
-        capsys.readouterr()
-        code = run_cli(["run", recipe, *(str(a) for a in argv), "device=cpu"])
-        out, err = capsys.readouterr()
-        if fails:
-            assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
-            return err
-        assert code == 0, (out, err)
-        return out
-
-    return call
+def cli(cli: Callable[..., str]) -> Callable[..., str]:
+    return partial(cli, "run", "shrink/bitdistiller", "device=cpu")
 
 
 SMALL = [

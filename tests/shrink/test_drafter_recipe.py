@@ -55,26 +55,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def cli(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
-) -> Callable[..., str]:
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))
-
-    def call(*argv: object, fails: bool = False) -> str:
-        capsys.readouterr()
-        code = run_cli([str(a) for a in argv])
-        out, err = capsys.readouterr()
-        if fails:
-            assert code == 2 and err.count("\n") == 1, (code, out, err)
-            return err
-        assert code == 0, (out, err)
-        return out
-
-    return call
-
-
 def test_a_distilled_drafter_beats_the_first_layers_it_began_as(cli: Callable[..., str], here: Path) -> None:
     out = cli("run", "shrink/drafter", *SMALL, "steps=120", "vocab=200", "run=one")
     assert "tokens make" in out and "times plain" in out

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_prune24_recipe import ONE_SHOT, here, short
+from test_prune24_recipe import ONE_SHOT, short
 
 from shoestring.cli import run_cli
-
-__all__ = ["here"]
 
 
 @pytest.mark.ranks

@@ -5,35 +5,28 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import random
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_shrink import SPEC, tiny_model
 
 from shoestring.cli import run_cli
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import load_model, save_model
-from shoestring.model.tokenizer import Tokenizer
 from shoestring.shrink import resume
 
 SMALL = ["model=model", "calib=calib.txt", "calib_windows=4", "calib_context=32", "format=int4:g32"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
-    (tmp_path / "calib.txt").write_text(" ".join(draw.choices(words, k=400)))
-    tokenizer = Tokenizer.train([(tmp_path / "calib.txt").read_text()], vocab_size=300)
-    save_model(tmp_path / "model", tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size)), tokenizer)
+def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
     return tmp_path

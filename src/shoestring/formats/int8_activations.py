@@ -107,11 +107,3 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
             stacklevel=2,
         )
     return names
-
-
-def keep_activations(model: nn.Module) -> None:
-    """Undo `quantize_activations`."""
-    for _, layer in format_linears(model):
-        if isinstance(layer, Int8Linear):
-            layer.__class__ = FormatLinear  # type: ignore[assignment]
-            del layer.int8

@@ -44,13 +44,6 @@ def attend_with(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_BTS: Tensor
     return _sdpa(q_BTHD, k_BSGD, v_BSGD, mask=mask_BTS[:, None], causal=False)
 
 
-def attend_at(
-    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, positions_BT: Tensor, *, window: int | None = None
-) -> Tensor:
-    """Rows at absolute `positions` attend over keys 0..S-1, which lie at positions 0..S-1."""
-    return attend_with(q_BTHD, k_BSGD, v_BSGD, mask_at(positions_BT, k_BSGD.shape[1], window=window))
-
-
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
