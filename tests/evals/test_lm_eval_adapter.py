@@ -112,6 +112,8 @@ def test_the_absence_of_lm_eval_is_said(scorer: Scorer, monkeypatch: pytest.Monk
 
 
 def test_inside_lm_eval(scorer: Scorer, tmp_path: Path) -> None:
+    for part in ("datasets", "evaluate"):  # its client of servers is tested without these
+        pytest.importorskip(part, reason="lm-eval is not installed (extra `eval`)")
     lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra `eval`)")
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window

@@ -82,6 +82,7 @@ class Api:
             ("POST", "/v1/chat/completions", self.chat_completions),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
+            ("GET", "/tokenizer_info", self.tokenizer_info),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{name:path}", self.model),
             ("GET", "/health", self.health),
@@ -225,6 +226,12 @@ class Api:
         check_ids(body.tokens, self.limits, "tokens")
         text = await asyncio.to_thread(self.tokenizer.decode, body.tokens, body.skip_special_tokens)
         return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self) -> Response:
+        """What a client needs beside /tokenize to do without the tokenizer's files (lm-eval, as from vLLM)."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        told = {name: self.tokenizer.special.get(name) for name in names}
+        return JSONResponse({**told, "chat_template": self.tokenizer.chat_template})
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
