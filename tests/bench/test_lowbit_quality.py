@@ -106,20 +106,23 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
                 line("bitdistiller@3e-4", "nf3:s2:g64", 0, 23.0, 1_310_720),
                 line("ours", "nf3:s2:g64", 0, 22.5, 1_310_720),
                 line("ours", "nf3:s2:g64", 1, 23.1, 1_310_720),
+                line("ours", "nf3:s2:g64", 0, 21.0, 2_621_440),  # more tokens than the other had
             )
         )
     )
     monkeypatch.setattr("shoestring.bench.results.RESULTS", tmp_path)
     page = lowbit_quality.table()
-    assert "| int2:g64 | 2.38 | ours | 1,310,720 | 50.00 to 52.00 | 50.0 |" in page
-    assert page.index("ours | 1,310,720 | 20.50") < page.index("gptq")  # 4 bits before 2
+    assert "| int2:g64 | 2.38 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |" in page
+    assert page.index("| int4:g64 | 2.38 |  |  |  | 20.50 |") < page.index("| int2:g64")  # 4 bits before 2
+    assert "| nf3:s2:g64 | BitDistiller | 23.00 | 50.0 |" in lowbit_quality.accuracies()
+    assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_quality.settings()
     said = lowbit_quality.verdicts()
     assert (
         "holds: BitDistiller far below gptq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 400.00" in said
     )
     assert "FAILS: BitDistiller far below awq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 90.00" in said
     assert "holds: ours below BitDistiller at int2:g64, SmolLM2-135M-Instruct: 51.00 against 70.00" in said
-    assert any(s.startswith("holds: ours at 4 bits within 5%") for s in said) and len(said) == 5
+    assert any(s.startswith("holds: ours within 5% at int4:g64") for s in said) and len(said) == 5
     assert "ties: ours below BitDistiller at nf3:s2:g64, SmolLM2-135M-Instruct: 22.80 against 23.00" in said
 
 

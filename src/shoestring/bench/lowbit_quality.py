@@ -28,7 +28,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -237,9 +238,57 @@ def known_cells(args: argparse.Namespace) -> set[Cell]:
     return there if wanted <= there else {c for c in there if c[0] != SCRATCH}
 
 
+# -- what was found ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Found:
+    """The lines (one a seed) that stand for a method: those of its best setting."""
+
+    method: str  # with its setting
+    lines: list[dict[str, Any]]
+
+    @property
+    def perplexities(self) -> list[float]:
+        return sorted(n["quality"]["perplexity"] for n in self.lines)
+
+    @property
+    def judged(self) -> float:
+        """By the validation text, where there is none by the test text."""
+        return statistics.mean(n["quality"].get("valid", n["quality"]["perplexity"]) for n in self.lines)
+
+    def accuracy(self, task: str) -> str:
+        got = [n["quality"][task] for n in self.lines if task in n["quality"]]
+        return f"{100 * statistics.mean(got):.1f}" if got else ""
+
+
+def best_settings() -> dict[tuple[str, str, str], Found]:
+    """(model, method without @, format) -> the best setting among those with the most seeds.
+
+    Trained methods are compared at equal training tokens: the most that both have."""
+    runs: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
+    for n in newest(BENCH):
+        c = n["config"]
+        runs.setdefault((c["model"], c["method"], c["format"], c.get("training_tokens", 0)), []).append(n)
+    best: dict[tuple[str, str, str], Found] = {}
+    for (model, method, label, tokens), lines in runs.items():
+        if tokens and tokens != equal_tokens(runs, model, label):
+            continue
+        key, found = (model, method.partition("@")[0], label), Found(method, lines)
+        best[key] = min(best.get(key, found), found, key=lambda f: (-len(f.lines), f.judged))
+    return best
+
+
+def equal_tokens(runs: Iterable[tuple[str, str, str, int]], model: str, label: str) -> int:
+    had: dict[str, set[int]] = {}
+    for name, method, of, tokens in runs:
+        if (name, of) == (model, label) and tokens:
+            had.setdefault(method.partition("@")[0], set()).add(tokens)
+    common = set.intersection(*had.values()) or set.union(*had.values())
+    return max(common)
+
+
 def verdicts() -> list[str]:
     """What must hold, as far as it was measured: 'holds', 'FAILS', or 'ties' where the seeds' ranges overlap."""
-    found = perplexities()
+    found = {key: f.perplexities for key, f in best_settings().items()}
     said = []
 
     def compare(what: str, small: list[float] | None, large: list[float] | None, factor: float = 1.0) -> None:
@@ -253,6 +302,9 @@ def verdicts() -> list[str]:
     def of(method: str, label: str, model: str) -> list[float] | None:
         return found.get((model, method, label))
 
+    for group, other in itertools.product((64, 192), ("int3", "nf3:s1")):
+        what = f"two scales below {other} under rounding, g{group}, {SMOLLM2}"
+        compare(what, of("rtn", f"nf3:s2:g{group}", SMOLLM2), of("rtn", f"{other}:g{group}", SMOLLM2))
     for model, label in itertools.product((SMOLLM2, STORIES), ("int2:g64", "int2:g192")):
         for other in ("gptq", "awq"):
             what = f"BitDistiller far below {other} at {label}, {model}"
@@ -261,32 +313,10 @@ def verdicts() -> list[str]:
     for model, label in itertools.product((SMOLLM2, STORIES), labels):
         what = f"ours below BitDistiller at {label}, {model}"
         compare(what, of("ours", label, model), of("bitdistiller", label, model))
-    for model in (SMOLLM2, SCRATCH, STORIES):
+    for model, label in itertools.product((SMOLLM2, SCRATCH, STORIES), ("int4:g64", "int4:g192")):
         limit = [1.05 * v for v in of("dense", "dense", model) or []]
-        compare(f"ours at 4 bits within 5%, {model}", of("ours", "int4:g64", model), limit)
+        compare(f"ours within 5% at {label}, {model}", of("ours", label, model), limit)
     return said
-
-
-def perplexities() -> dict[tuple[str, str, str], list[float]]:
-    """(model, method, format) -> one value a seed, of the setting (learning rate) with the best mean on the
-    validation text, or where there is none on the test text, among those with the most seeds."""
-    return {key: [value for _, value in pairs] for key, (_, pairs) in best_settings().items()}
-
-
-def best_settings() -> dict[tuple[str, str, str], tuple[str, list[tuple[float, float]]]]:
-    """(model, method without @, format) -> the method with its setting, and (judged by, perplexity) of each seed."""
-    values: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for n in newest(BENCH):
-        c, q = n["config"], n["quality"]
-        pair = (q.get("valid", q["perplexity"]), q["perplexity"])
-        values.setdefault((c["model"], c["method"], c["format"]), []).append(pair)
-    best: dict[tuple[str, str, str], tuple[str, list[tuple[float, float]]]] = {}
-    for (model, method, label), pairs in values.items():
-        key, found = (model, method.partition("@")[0], label), (method, pairs)
-        best[key] = min(
-            found, best.get(key, found), key=lambda f: (-len(f[1]), statistics.mean(v for v, _ in f[1]))
-        )
-    return best
 
 
 def arguments() -> argparse.Namespace:
@@ -323,53 +353,90 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+TEXTS = {
+    SMOLLM2: "the WikiText-2 test text (tokenised edition)",
+    SCRATCH: "held-out text of its own corpus",
+    STORIES: "held-out TinyStories",
+}
+COLUMNS = {**{m: m for m in PLAIN}, "bitdistiller": "BitDistiller", "ours": "ours"}
+MODELS = (SMOLLM2, SCRATCH, STORIES)
+
+
 def table() -> str:
-    """Perplexity by format and method, seeds as lowest-highest; then accuracies."""
-    lines = newest(BENCH)
-    there = {n["config"]["method"] for n in lines}
-    methods = (*PLAIN, *sorted(m for m in there if m.startswith(("bitdistiller", "ours"))))
-    tasks = sorted({k for n in lines for k in n["quality"] if k.startswith("accuracy_")})
+    """One table a model: perplexity by format and method, the best setting of each."""
+    best = best_settings()
+    return "\n\n".join(_table(best, model) for model in MODELS if (model, "dense", "dense") in best)
+
+
+def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
+    here = {(method, label): f for (name, method, label), f in best.items() if name == model}
+    columns = [m for m in COLUMNS if any(method == m for method, _ in here)]
     rows = []
-    for model in (SMOLLM2, SCRATCH, STORIES):
-        ofs = [n for n in lines if n["config"]["model"] == model]
-        for label in sorted({n["config"]["format"] for n in ofs}, key=_order):
-            for method in ("dense", *methods):
-                here = [n for n in ofs if n["config"]["format"] == label and n["config"]["method"] == method]
-                if not here:
-                    continue
-                values = sorted(n["quality"]["perplexity"] for n in here)
-                shown = f"{values[0]:.2f}" + (f" to {values[-1]:.2f}" if len(values) > 1 else "")
-                accuracies = [
-                    f"{100 * sum(got) / len(got):.1f}"
-                    if (got := [n["quality"][t] for n in here if t in n["quality"]])
-                    else ""
-                    for t in tasks
-                ]
-                tokens = here[0]["config"].get("training_tokens", 0)
-                trained = f"{tokens:,}" if tokens else ""
-                rows.append(
-                    [model, label, f"{here[0]['config']['bits']:.2f}", method, trained, shown, *accuracies]
-                )
-    header = ["model", "format", "bits/weight", "method", "training tokens", "perplexity"]
-    header += [t.removeprefix("accuracy_").replace("_openai", "") + ", %" for t in tasks]
-    if not lines:
-        return "Not measured yet."
-    configs = {n["config"]["model"]: n["config"] for n in reversed(lines)}
-    texts = {
-        SMOLLM2: "the WikiText-2 test text (tokenised edition)",
-        SCRATCH: "held-out text of its own corpus",
-        STORIES: "held-out TinyStories",
-    }
-    said = "".join(
-        f" {model}: the first {c['tokens']:,} tokens of {texts[model]}, context {c['context']:,}."
-        for model, c in configs.items()
+    for label in sorted({label for _, label in here if label != "dense"}, key=_order):
+        cells = [here.get((m, label)) for m in columns]
+        bits = next(f.lines[0]["config"]["bits"] for f in cells if f)
+        rows.append([label, f"{bits:.2f}", *(_shown(f) if f else "" for f in cells)])
+    lines = [n for f in here.values() for n in f.lines]
+    dense, config = here["dense", "dense"].perplexities[0], lines[0]["config"]
+    trained = sorted({n["config"]["training_tokens"] for n in lines} - {0})
+    said = (
+        f"\n\nPerplexity on {config['tokens']:,} tokens of {TEXTS[model]}, context {config['context']:,}; full "
+        f"precision {dense:.2f}."
     )
-    said = f"\n\nPerplexity on:{said} @: BitDistiller's learning rate, or the part of ours' rates."
-    if len({n["config"]["seed"] for n in lines}) > 1:
+    if "scratch_tokens" in config:
+        said += f" The model had seen {config['scratch_tokens']:,} tokens of Python sources."
+    if trained:
+        said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."
+    if any(len(f.lines) > 1 for f in here.values()):
         said += " Several seeds: lowest to highest."
-    if tasks:
-        said += f" Accuracies on the first {max(c['items'] for c in configs.values())} questions."
+    header = [model, "bits/weight", *(COLUMNS[m] for m in columns)]
     return markdown(header, rows) + said + provenance(lines)
+
+
+def _shown(found: Found) -> str:
+    values = found.perplexities
+    digits = 1 if values[0] >= 100 else 2
+    return f"{values[0]:,.{digits}f}" + (f" to {values[-1]:,.{digits}f}" if len(values) > 1 else "")
+
+
+def accuracies() -> str:
+    """Of the formats that were trained for."""
+    best = {key: f for key, f in best_settings().items() if key[0] == SMOLLM2}
+    tasks = sorted(
+        {k for f in best.values() for n in f.lines for k in n["quality"] if k.startswith("accuracy_")}
+    )
+    labels = {"dense"} | {label for _, method, label in best if method in ("bitdistiller", "ours")}
+    rows = [
+        [
+            label,
+            COLUMNS.get(m, m),
+            _shown(best[SMOLLM2, m, label]),
+            *(best[SMOLLM2, m, label].accuracy(t) for t in tasks),
+        ]
+        for label in sorted(labels, key=_order)
+        for m in ("dense", *COLUMNS)
+        if (SMOLLM2, m, label) in best
+    ]
+    if not tasks:
+        return "Not measured yet."
+    header = ["format", "method", "perplexity", *(t[9:].replace("_openai", "") + ", %" for t in tasks)]
+    items = max(n["config"]["items"] for f in best.values() for n in f.lines)
+    return markdown(header, rows) + f"\n\n{SMOLLM2}; the first {items} questions of each set."
+
+
+def settings() -> str:
+    """Every trained run: what the choice between settings was made from."""
+    rows = []
+    for n in sorted(
+        newest(BENCH), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
+    ):
+        c, q = n["config"], n["quality"]
+        if c.get("training_tokens"):
+            judged = f"{q['valid']:.2f}" if "valid" in q else ""
+            told = [c["model"], c["format"], c["method"], str(c["seed"]), f"{c['training_tokens']:,}"]
+            rows.append([*told, judged, f"{q['perplexity']:.2f}"])
+    header = ["model", "format", "method", "seed", "training tokens", "validation", "test"]
+    return markdown(header, rows) + "\n\n@: BitDistiller's learning rate, or the part of ours' rates."
 
 
 def _order(label: str) -> tuple[int, int, str]:

@@ -226,7 +226,8 @@ def main() -> None:
     bench = Bench(args, Path(source), tokenizer, test[: args.tokens or None], valid, device)
     common = {"model": MODEL, "context": args.context, "tokens": len(bench.test), "items": args.items}
     known = known_cases(common) if args.missing else set()
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as temp:
+        work = args.folder or Path(temp)
         for case in (c for c in args.cases if c not in known):
             began = time.perf_counter()
             config: dict[str, Any] = {}
@@ -234,9 +235,9 @@ def main() -> None:
             if case == "dense":
                 model = bench.load()
             elif case in ("ast", "ast+slorb", "cast"):
-                model, config, seen = trained(bench, case, Path(work))
+                model, config, seen = trained(bench, case, work)
             elif case.startswith("sparsegpt"):
-                model = from_start(bench, case.endswith("+slorb"), Path(work), torch.float32)
+                model = from_start(bench, case.endswith("+slorb"), work, torch.float32)
             else:
                 model = one_shot(bench, case, PLAIN)
             if case not in ("dense", "magnitude", "cast"):
@@ -356,6 +357,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--assets", type=Path, required=True, help="holds text/wikitext-2 and eval/")
     parser.add_argument("--model", type=Path, help="a folder that holds the model, instead of the package")
     parser.add_argument("--cases", nargs="*", default=["dense", *ONE_SHOT, "sparsegpt+slorb"], choices=CASES)
+    parser.add_argument("--folder", type=Path, help="keeps the SparseGPT weights, for another call")
     parser.add_argument("--missing", action="store_true", help="leave out what the results have")
     parser.add_argument(
         "--tokens", type=int, default=0 if on_gpu else 4096, help="of the test text; 0: all of it"

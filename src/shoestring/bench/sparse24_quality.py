@@ -1,29 +1,41 @@
 """Quality of 2:4 pre-training at equal steps: dense, half-width dense, SR-STE, FST, S-STE.
 
     python -m shoestring.bench.sparse24_quality                     about 5 minutes of one CPU core
-    python -m shoestring.bench.sparse24_quality --size gpt2-124m    100M tokens a row, for a GPU
+    python -m shoestring.bench.sparse24_quality --size gpt2-124m --missing --folder F --seconds 520
+                                                                    100M tokens a row, for a GPU; call it until done
+    python -m shoestring.bench.sparse24_quality --size gpt2-124m --pace 30      tokens/s of each row, records nothing
 
 Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
 dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
 FST and S-STE have the MVUE weight gradient. SR-STE's published form has the exact one ("SR-STE exact"); with MVUE
 it differs from the others in the weights alone. Its decay is the published 2e-4; FST's is found by its controller.
+
+A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
+next call at the step where it was, bit for bit. Finished rows are recorded one by one; --missing leaves them out. One
+seed for every row, three for dense and FST.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from shoestring.bench.results import newest, record
+from shoestring.bench.results import device_name, newest, record
+from shoestring.errors import Interrupted
 from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy
@@ -42,6 +54,7 @@ from shoestring.train.trainer import Run, train
 
 BENCH = "sparse24_quality"
 CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "S-STE")
+THRICE = ("dense", "FST")  # rows with three seeds
 EVAL_BATCHES = 16
 
 
@@ -84,7 +97,19 @@ FORMATS = {
 }
 
 
-def measure(case: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
+class Deadline(Hook):
+    """Asks the trainer to stop, as Ctrl-C would, when the time is over: it saves and raises Interrupted."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def after_step(self, run: Run) -> None:
+        if time.perf_counter() > self.at:
+            self.at = float("inf")
+            signal.raise_signal(signal.SIGINT)
+
+
+def build(case: str, size: Size, corpus: Corpus, seed: int, folder: Path | None) -> tuple[Run, TokenData]:
     mesh = open_mesh(MeshConfig())
     shape = {**size.shape, "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1)}
     spec = ModelSpec(vocab_size=corpus.tokenizer.vocab_size, max_positions=size.context, **shape)
@@ -97,29 +122,54 @@ def measure(case: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
     init_weights(model, seed)
     init_state(model)
     data = TokenData(corpus.train, context=size.context, batch=size.batch, micro=size.micro, seed=seed)
-    run = Run(model, adamw(model, lr=size.lr), mesh, RunLog(None, quiet=True))
+    return Run(model, adamw(model, lr=size.lr), mesh, RunLog(folder, quiet=True)), data
+
+
+def measure(
+    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: float
+) -> dict[str, Any]:
+    """Train from where the folder has it; Interrupted when the time is over."""
+    run, data = build(case, size, corpus, seed, folder)
+    checkpointer = Checkpointer(folder / "checkpoints", every=0, keep=1)
+    spent = sum(row["slice_seconds"] for row in run.log.history if "slice_seconds" in row)
     began = time.perf_counter()
-    train(run, data, CrossEntropy(), steps=size.steps, hooks=make_hooks(case, size, model, seed),
-          schedule=warmup_cosine(size.lr, warmup=size.warmup, steps=size.steps))  # fmt: skip
-    seconds = round(time.perf_counter() - began, 1)
+    try:
+        train(run, data, CrossEntropy(), steps=size.steps, checkpointer=checkpointer,
+              hooks=[*make_hooks(case, size, run.model, seed), Deadline(deadline)],
+              schedule=warmup_cosine(size.lr, warmup=size.warmup, steps=size.steps))  # fmt: skip
+    finally:
+        run.log.log(run.step, slice_seconds=time.perf_counter() - began)
+    seconds = round(spent + time.perf_counter() - began, 1)
     rows = run.log.history
 
     def last(name: str, until: int = size.steps) -> float | None:
         values = [row[name] for row in rows if name in row and row["step"] <= until]
         return round(values[-1], 7) if values else None
 
+    rates = [(row["step"], row["flip_rate"]) for row in rows if "flip_rate" in row]
     return {
         "loss": validation_loss(run, corpus, size),
-        "flip_rate_peak": round(max(row["flip_rate"] for row in rows if "flip_rate" in row), 6),
+        "flip_rate_peak": round(max(rate for _, rate in rates), 6),
         "flip_rate_at_5/6": last("flip_rate", size.steps - round(size.steps / 6)),
+        "flip_curve": [[step, float(f"{rate:.3g}")] for step, rate in rates[:: max(1, len(rates) // 20)]],
         "mu": last("mu"),
         "masked_decay": last("masked_decay"),
         "seconds": seconds,
-        "d_ff": spec.d_ff,
     }
 
 
-def make_hooks(case: str, size: Size, model: Decoder, seed: int) -> list[Hook]:
+def pace(case: str, size: Size, corpus: Corpus, steps: int) -> float:
+    """Tokens a second over the last half of some steps with everything on: masks, decay, measuring."""
+    size = replace(size, steps=steps, warmup=max(4, steps // 3))
+    run, data = build(case, size, corpus, 0, None)
+    hooks, half = make_hooks(case, size, run.model, 0), steps // 2
+    train(run, data, CrossEntropy(), steps=half, hooks=hooks, log_every=half)
+    began = time.perf_counter()
+    train(run, data, CrossEntropy(), steps=steps, hooks=hooks, log_every=steps)
+    return (steps - half) * data.tokens_per_step / (time.perf_counter() - began)
+
+
+def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]:
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
     if case == "FST":
@@ -141,11 +191,13 @@ def validation_loss(run: Run, corpus: Corpus, size: Size) -> float:
     held_out = TokenData(corpus.val, context=size.context, batch=size.batch, micro=size.micro)
     objective, loss, count = CrossEntropy(), 0.0, 0
     run.model.eval()
-    for step in range(EVAL_BATCHES):
-        for micro in held_out.step(step):
-            micro = micro.to(run.mesh.device)
-            loss += float(objective(run.model, micro))
-            count += objective.count(micro)
+    # Compiled blocks would be compiled again without gradients, for a second of work.
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(EVAL_BATCHES):
+            for micro in held_out.step(step):
+                micro = micro.to(run.mesh.device)
+                loss += float(objective(run.model, micro))
+                count += objective.count(micro)
     return loss / count
 
 
@@ -164,36 +216,77 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=tuple(SIZES), default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
+    parser.add_argument("--folder", type=Path, help="keeps rows that are not finished, for the next call")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop (and save) before this time is over")
+    parser.add_argument("--missing", action="store_true", help="leave out what the results have")
+    parser.add_argument("--pace", type=int, metavar="STEPS", help="only tokens/s of each row")
+    parser.add_argument("--max-bytes", type=int, help="of the corpus")
+    parser.add_argument("--steps", type=int, help="other than the size's own")
     args = parser.parse_args()
+    deadline = time.perf_counter() + args.seconds
     size = SIZES[args.size]
-    corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=size.max_bytes)
-    for case in args.cases:
-        found = measure(case, size, corpus, args.seed)
-        loss = found.pop("loss")
-        config = {
-            "model": args.size, "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
-            "d_ff": found.pop("d_ff"), "batch": size.batch, "context": size.context, "steps": size.steps,
-            "seed": args.seed, "tokens": size.steps * size.batch * size.context, "lr": size.lr,
-            "vocab_size": corpus.tokenizer.vocab_size,
-        }  # fmt: skip
-        baseline = loss if case == "dense" else dense_loss(config)
-        record(
-            bench=BENCH,
-            case=case,
-            metric="validation loss",
-            unit="nats per token",
-            samples=[loss],
-            baseline="dense" if baseline else "",
-            baseline_value=baseline,
-            ratio=baseline / loss if baseline else None,
-            quality={k: v for k, v in found.items() if k != "seconds"},
-            config=config,
-            note=f"data=python, {EVAL_BATCHES * size.batch * size.context} validation tokens, "
-            f"{found['seconds']} s beside other work; no sparse kernels",
-        )
-        print(f"{case:14} validation loss {loss:.4f}  {found}", flush=True)
+    if args.steps:
+        size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
+    limit = args.max_bytes or size.max_bytes
+    corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
+    print(f"{len(corpus.train):,} training tokens", flush=True)
+    with tempfile.TemporaryDirectory() as temp:
+        for seed in args.seeds:
+            for case in (c for c in args.cases if seed == 0 or c in THRICE or args.cases is not CASES):
+                if args.pace:
+                    rate = pace(case, size, corpus, args.pace)
+                    print(f"{case:14} {rate:,.0f} tokens/s", flush=True)
+                    continue
+                config = config_of(case, args.size, size, corpus, seed)
+                if args.missing and is_known(case, config):
+                    continue
+                if time.perf_counter() > deadline:
+                    print(f"left for the next call: {case}, seed {seed}", flush=True)
+                    continue
+                place = (args.folder or Path(temp)) / f"{args.size}-{case.replace(' ', '-')}-{seed}"
+                try:
+                    found = measure(case, size, corpus, seed, place, deadline)
+                except Interrupted as told:
+                    print(f"{case}, seed {seed}: {told}", flush=True)
+                    continue
+                save(case, config, found, size)
+
+
+def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
+    return {
+        "model": name, "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
+        "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch,
+        "context": size.context, "steps": size.steps, "seed": seed,
+        "tokens": size.steps * size.batch * size.context, "lr": size.lr,
+        "vocab_size": corpus.tokenizer.vocab_size,
+    }  # fmt: skip
+
+
+def is_known(case: str, config: dict[str, Any]) -> bool:
+    lines = (n for n in newest(BENCH) if n["device"] == device_name())
+    return any(n["case"] == case and n["config"] == config for n in lines)
+
+
+def save(case: str, config: dict[str, Any], found: dict[str, Any], size: Size) -> None:
+    loss = found.pop("loss")
+    baseline = loss if case == "dense" else dense_loss(config)
+    record(
+        bench=BENCH,
+        case=case,
+        metric="validation loss",
+        unit="nats per token",
+        samples=[loss],
+        baseline="dense" if baseline else "",
+        baseline_value=baseline,
+        ratio=baseline / loss if baseline else None,
+        quality={k: v for k, v in found.items() if k != "seconds"},
+        config=config,
+        note=f"data=python, {EVAL_BATCHES * size.batch * size.context} validation tokens, "
+        f"{found['seconds']} s; small shapes gain no speed from sparse kernels",
+    )
+    print(f"{case:14} seed {config['seed']} validation loss {loss:.4f}  {found}", flush=True)
 
 
 if __name__ == "__main__":
