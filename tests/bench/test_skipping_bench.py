@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.bench import results, skipping
+from shoestring.bench import results, skipping, skipping_sets
 from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
 from shoestring.model.parallel import init_weights
 
@@ -39,7 +39,7 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
     skipping.main()
     lines = [n for n in results.newest("skipping") if n["metric"] == "decode_speedup"]
     assert len(lines) == 2 * (1 + 4 * 2)
-    assert {n["case"] for n in lines} == {"whole model", *skipping.METHODS}
+    assert {n["case"] for n in lines} == {"whole model", *skipping_sets.METHODS}
     assert all(n["quality"]["perplexity"] > 1 for n in lines)
     assert skipping.table().count("\n| CPU |") == 18
     assert "| lossless |" in skipping.drafts() and "4 of 4" in skipping.drafts()
@@ -51,3 +51,16 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[5:]])
     skipping.main()  # goes on where it was stopped: nothing is left
     assert len((tmp_path / "results/skipping.jsonl").read_text().splitlines()) == before
+    # The same apart: sets by given costs, quality without a clock, decode steps later.
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "apart")
+    given = ["--window", "0", "--costs", "32:1000:50:40", "64:1000:60:40", "--no-speed", "--items", "0"]
+    paths[-1] = str(tmp_path / "sets2")
+    monkeypatch.setattr(sys, "argv", ["x", "sets", "quality", *paths, *options.split(), *given])
+    skipping.main()
+    assert {n["metric"] for n in results.newest("skipping")} == {"perplexity"}
+    assert skipping_sets.read_costs(6, "64:1000:60:40").speedup(
+        skipping_sets.early_exit(6, 2)
+    ) == pytest.approx(1 / 0.9)
+    monkeypatch.setattr(sys, "argv", ["x", "times", *paths, "--repeats", "3", "--context-sets", "32", "64"])
+    skipping.main()
+    assert skipping.table().count("\n| CPU |") == 18

@@ -1,20 +1,21 @@
 """Drafters for one model: DistillSpec, AdaSPEC, LK losses, n-gram lookup, at equal steps and at equal compute.
 
-    python -m shoestring.bench.drafter                  on a GPU: trains its target first; about 4 minutes on an H200
+    python -m shoestring.bench.drafter                  on a GPU: trains its target first; about 3 minutes on an H200
     python -m shoestring.bench.drafter --size cpu       a small one; about 10 minutes of a CPU core
-    python -m shoestring.bench.drafter --model DIR --data FOLDER     a model of yours (or $SMOLLM2) and texts for it
+    python -m shoestring.bench.drafter --size given --model DIR --data FOLDER     a model of yours and texts for it
 
 Every drafter starts as the target's first layers, sees the same rows of the corpus in the same order and is measured
 on prompts from documents that neither it nor the target was trained on, with 4 guesses a pass: greedy, and drawn at
-temperature 1 under the token rule, whose acceptance is sum min(p, q). Tokens per second are of one greedy request
-at a time.
+temperature 1 under the token rule, whose acceptance is sum min(p, q). Tokens per second are of one request
+at a time, greedy and drawn (there under the coupled rule, so that the text is that of plain decoding).
 
 Compute is counted in floating-point operations of the drafter's training: 3 forwards a token; AdaSPEC's reference
 (its training and its pass over the text) counts, and so do the drafter's own writing and the target's reading of it
 in on-policy training. The target's one pass over the text, which all share, does not. "Equal compute" gives a method
 as many steps as cost what DistillSpec costs at the full number.
 
-The best drafter then serves 1 to 64 requests at once against plain decoding, both measured in turn; there the
+One drafter (--serve: the first of these cases that is trained) and one that is hardly ever right (the target's first
+layers, untrained) then serve 1 to 64 requests at once against plain decoding, both measured in turn; there the
 goodput controller chooses the number of guesses, 0 included.
 """
 
@@ -26,21 +27,19 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoestring.bench.drafter_target import SIZES, Size, clock, inference, train_target
 from shoestring.bench.results import markdown, newest, provenance, record, significant
 from shoestring.measure import need_tokenizer, pick_device, pick_dtype
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, ModelSpec, load_model
-from shoestring.model.parallel import init_weights, materialize
+from shoestring.model import Decoder, load_model
 from shoestring.runlog import RunLog
-from shoestring.serve.drafters import Drafter, DraftModel, Ngram
+from shoestring.serve.drafters import Drafter, DraftModel, Ngram, trim_head
 from shoestring.shrink.drafter import (
     Schedule,
     distil,
@@ -50,14 +49,11 @@ from shoestring.shrink.drafter import (
     score_text,
 )
 from shoestring.shrink.drafter_acceptance import measure_acceptance, measure_rate
-from shoestring.shrink.drafter_model import first_layers
+from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.train.data import TokenData
-from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, constant, warmup_cosine
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
-from shoestring.train.trainer import Run, train
 
 BENCH = "drafter"
 K = 64
@@ -65,38 +61,8 @@ NUM_DRAFTS = 4
 NUM_PROMPTS = 4  # of a measurement of speed, one after the other
 SHARE = 0.25  # of the micro-batches that an on-policy drafter writes itself
 BATCHES = (1, 4, 16, 64)
-
-
-@dataclass(frozen=True)
-class Size:
-    shape: dict[str, Any]  # of the target
-    vocab_size: int
-    max_mb: float
-    context: int
-    batch: int
-    seconds: float  # of the target's training; how many steps that makes is measured first
-    lr: float
-    layers: int  # of the drafter
-    draft_batch: int
-    draft_steps: int
-    draft_lr: float
-    num_new: int  # tokens that an on-policy drafter writes per row
-    num_prompts: int
-    prompt_tokens: int
-    new_tokens: int
-    repeats: int
-
-
-# Wide layers: a pass over 5 rows then costs about what a pass over one does, which is what speculation lives on.
-GPU = {
-    "d_model": 3072, "num_layers": 24, "num_heads": 48, "num_kv_heads": 12, "head_dim": 64, "d_ff": 8192,
-}  # fmt: skip
-CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
-SIZES = {
-    "gpu": Size(GPU, 4096, 12.0, 512, 16, 55.0, 5e-4, 1, 16, 160, 6e-4, 48, 16, 64, 96, 2),
-    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 8, 60, 1e-3, 32, 8, 32, 40, 2),
-    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 8, 6, 1e-3, 16, 4, 16, 16, 1),
-}
+BUDGETS = ("equal steps", "equal compute")
+KINDS = (("", 0.0), ("sampled_", 1.0))  # how tokens are chosen: what its numbers are called, temperature
 
 
 @dataclass(frozen=True)
@@ -136,9 +102,16 @@ class Bench:
         tokenizer = corpus.tokenizer
         texts = piece_prompts(corpus.val, tokenizer, size.num_prompts, size.prompt_tokens)
         self.prompts = [tokenizer.encode(t) for t in texts]
+        self.vocab_ids: list[int] | None = None
+        if size.vocab:
+            ids = frequent_tokens(
+                corpus.train.tokens, size.vocab, target.spec.vocab_size, [tokenizer.eos_id or 0]
+            )
+            print(f"the drafter's {size.vocab} tokens are {coverage(corpus.val.tokens, ids):.1%} of the text")
+            self.vocab_ids = ids
         self.speed = True  # False: acceptance only
         self.references: dict[int, ScalarCache] = {}
-        self.plain: list[float] = []
+        self.plain: dict[float, list[float]] = {}
 
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
@@ -171,7 +144,7 @@ class Bench:
     def reference(self, steps: int) -> ScalarCache:
         """A drafter of the same start, trained as long as the one it is for; shared by cases of equal steps."""
         if steps not in self.references:
-            objective = make_objective(self.cache)
+            objective = make_objective(self.cache, vocab_ids=self.vocab_ids)
             assert isinstance(objective, DraftDistill)
             model = distil(
                 self.fresh_drafter(), self.data, objective, self.schedule(steps), self.mesh, self.log
@@ -187,6 +160,7 @@ class Bench:
         objective = make_objective(
             self.cache,
             loss=case.loss,
+            vocab_ids=self.vocab_ids,
             reference=self.reference(steps) if case.reference else None,
             on_policy=SHARE if case.on_policy else 0.0,
             target=self.target,
@@ -195,152 +169,124 @@ class Bench:
         return distil(drafter, self.data, objective, self.schedule(steps), self.mesh, self.log)
 
     # -- measuring ------------------------------------------------------------------------------------------
+    def drafter(self, model: Decoder) -> DraftModel:
+        """For serving: in the target's dtype, with the head that was trained."""
+        model = inference(model, self.target.compute_dtype)
+        if self.vocab_ids is not None:
+            trim_head(model, self.vocab_ids)
+        return DraftModel(model, vocab_ids=self.vocab_ids)
+
     def measure(self, name: str, drafter: Drafter, budget: str, **config: Any) -> dict[str, Any]:
         size = self.size
         found: dict[str, float] = {}
-        for kind, temperature in (("", 0.0), ("sampled_", 1.0)):
+        rates: dict[str, list[float]] = {}
+        for kind, temperature in KINDS:
             a = measure_acceptance(
                 self.target,
                 drafter,
                 self.prompts,
                 num_drafts=NUM_DRAFTS,
-                max_tokens=size.new_tokens // 2,
+                max_tokens=size.new_tokens,
                 temperature=temperature,
-                max_requests=16,
+                max_requests=size.at_once,
             )
             found |= {
                 f"{kind}acceptance": round(a.acceptance, 4),
                 f"{kind}accepted_length": round(a.accepted_length, 3),
+                "tokens": a.num_tokens,
             }
-        rates = self.rate(drafter, num_drafts=NUM_DRAFTS) if self.speed else []
-        if self.speed and not self.plain:
-            self.plain = self.rate(None)
-        plain = statistics.median(self.plain) if self.speed else None
+            if self.speed:
+                rates[kind] = self.rate(drafter, temperature, num_drafts=NUM_DRAFTS)
+                if temperature not in self.plain:
+                    self.plain[temperature] = self.rate(None, temperature)
+        if self.speed:
+            plain = {k: statistics.median(self.plain[t]) for k, t in KINDS}
+            found["sampled_tokens_per_s"] = round(statistics.median(rates["sampled_"]), 1)
+            found["sampled_ratio"] = round(found["sampled_tokens_per_s"] / plain["sampled_"], 3)
         line = record(
             bench=BENCH,
             case=name,
             metric="tokens_per_s" if self.speed else "accepted_length",
             unit="tokens/s" if self.speed else "tokens/pass",
-            samples=rates or [found["accepted_length"]],
+            samples=rates[""] if self.speed else [found["accepted_length"]],
             baseline="the same engine without a drafter" if self.speed else "",
-            baseline_value=plain,
-            ratio=statistics.median(rates) / plain if plain else None,
+            baseline_value=plain[""] if self.speed else None,
+            ratio=statistics.median(rates[""]) / plain[""] if self.speed else None,
             quality=found,
             config={
                 "target": self.name,
                 "budget": budget,
                 "layers": self.layers,
                 "drafts": NUM_DRAFTS,
+                **({"vocab": size.vocab} if size.vocab else {}),
                 **config,
             },
-            note=f"acceptance on {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens // 2} new"
-            + (
-                f"; tokens/s: {NUM_PROMPTS} of them, one at a time, {size.new_tokens} new"
-                if self.speed
-                else ""
-            ),
+            note=f"acceptance on {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
+            + (f"; tokens/s: {NUM_PROMPTS} of them, one at a time" if self.speed else ""),
         )
         print(
             f"{name:24} {budget:13} acceptance {found['acceptance']:.3f} length {found['accepted_length']:.2f}  "
             f"sampled {found['sampled_acceptance']:.3f} {found['sampled_accepted_length']:.2f}  "
-            f"{line['value']:.2f} {line['unit']} {line['ratio']}x",
+            f"{line['value']:.2f} {line['unit']} {line['ratio']}x, sampled {found.get('sampled_ratio')}x",
             flush=True,
         )
         return line
 
     def rate(
-        self, drafter: Drafter | None, batch: int = 1, num: int = NUM_PROMPTS, num_drafts: int | None = None
+        self,
+        drafter: Drafter | None,
+        temperature: float,
+        batch: int = 1,
+        num: int = NUM_PROMPTS,
+        num_drafts: int | None = None,
     ) -> list[float]:
         asked = [self.prompts[i % len(self.prompts)] for i in range(num)]
         return measure_rate(
             self.target,
             drafter,
             asked,
-            max_tokens=self.size.new_tokens,
+            max_tokens=2 * self.size.new_tokens,
             max_requests=batch,
             num_drafts=num_drafts,
+            temperature=temperature,
             repeats=self.size.repeats,
         )
 
-    def batches(self, name: str, model: Decoder) -> None:
-        for batch in BATCHES:
-            num = max(batch, NUM_PROMPTS)
-            plain = self.rate(None, batch, num)
-            rates = self.rate(DraftModel(model), batch, num)
-            plain += self.rate(None, batch, num)  # before and after: clocks and heat are shared
-            ratio = statistics.median(rates) / statistics.median(plain)
-            record(
-                bench=BENCH,
-                case=f"batch {batch}",
-                metric="tokens_per_s",
-                unit="tokens/s",
-                samples=rates,
-                baseline="the same engine without a drafter",
-                baseline_value=statistics.median(plain),
-                ratio=ratio,
-                config={"target": self.name, "budget": "batches", "layers": self.layers, "batch": batch},
-                note=f"{name}; greedy, number of guesses chosen by the goodput controller",
-            )
-            print(
-                f"batch {batch:3}: {statistics.median(rates):8.0f} against {statistics.median(plain):8.0f} tokens/s "
-                f"{ratio:.2f}x",
-                flush=True,
-            )
-
-
-def inference(drafter: Decoder, dtype: torch.dtype) -> Decoder:
-    return drafter.eval().requires_grad_(False).to(dtype)
-
-
-# -- the target ---------------------------------------------------------------------------------------------
-
-
-def train_target(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Corpus, int]:
-    with clock("corpus"):
-        corpus = prepare("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
-    spec = ModelSpec(
-        vocab_size=corpus.tokenizer.vocab_size,
-        max_positions=size.context,
-        eos_id=corpus.tokenizer.eos_id,
-        **size.shape,
-    )
-    with torch.device("meta"):
-        target = Decoder(spec)
-    target.compute_dtype = dtype
-    materialize(target, device)
-    init_weights(target, 0)
-    data = TokenData(corpus.train, context=size.context, batch=size.batch)
-    log = RunLog(None, quiet=True)
-    run = Run(target, adamw(target, lr=size.lr), Mesh(0, 1, device), log)
-    steps = affordable_steps(run, data, size.seconds)
-    with clock(f"target of {spec.num_params() / 1e6:.0f}M parameters, {steps} steps"):
-        schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
-        train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
-    losses = [row["loss"] for row in log.history if "loss" in row]
-    print(
-        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} on {steps * data.tokens_per_step / 1e6:.1f}M tokens",
-        flush=True,
-    )
-    return inference(target, dtype), corpus, steps
-
-
-def affordable_steps(run: Run, data: TokenData, seconds: float) -> int:
-    """Steps that fit into so many seconds, by the time of the third and fourth, which run at a small rate."""
-    train(run, data, CrossEntropy(), steps=2, schedule=constant(1e-5))
-    began = time.perf_counter()
-    train(
-        run, data, CrossEntropy(), steps=4, schedule=constant(1e-5)
-    )  # logs at its end, which waits for the device
-    return max(10, int(seconds / ((time.perf_counter() - began) / 2)))
-
-
-@contextmanager
-def clock(what: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    print(f"[{time.perf_counter() - began:.1f} s: {what}]", flush=True)
+    def batches(self, name: str, drafter: Drafter, wanted: list[int], kinds: Any = KINDS) -> None:
+        """Under the controller; plain decoding before and after, so that clocks and heat are shared."""
+        for batch in wanted:
+            for kind, temperature in kinds:
+                num = max(batch, NUM_PROMPTS)
+                plain = self.rate(None, temperature, batch, num)
+                rates = self.rate(drafter, temperature, batch, num)
+                plain += self.rate(None, temperature, batch, num)
+                ratio = statistics.median(rates) / statistics.median(plain)
+                text = "sampled" if kind else "greedy"
+                record(
+                    bench=BENCH,
+                    case=f"batch {batch}",
+                    metric="tokens_per_s",
+                    unit="tokens/s",
+                    samples=rates,
+                    baseline="the same engine without a drafter",
+                    baseline_value=statistics.median(plain),
+                    ratio=ratio,
+                    quality={"plain": [significant(min(plain), 4), significant(max(plain), 4)]},
+                    config={
+                        "target": self.name,
+                        "budget": "batches",
+                        "layers": self.layers,
+                        "batch": batch,
+                        "drafter": name,
+                        "text": text,
+                    },
+                    note="number of guesses chosen by the goodput controller",
+                )
+                print(
+                    f"{name}, {text}, batch {batch:3}: {statistics.median(rates):8.0f} against "
+                    f"{statistics.median(plain):8.0f} tokens/s {ratio:.2f}x  {rates} {plain}",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -352,18 +298,30 @@ def main() -> None:
         "--model", default=os.environ.get("SMOLLM2"), help="a target instead of a trained one"
     )
     parser.add_argument("--data", default="python", help="with --model: texts to distil and to measure on")
+    parser.add_argument("--name", help="with --model: what to call it in the results")
     parser.add_argument(
         "--no-speed", action="store_true", help="acceptance only, for a machine that others use"
     )
-    parser.add_argument("--name", help="with --model: what to call it in the results")
+    names = [c.name for c in CASES]
+    parser.add_argument("--cases", nargs="*", default=names, choices=names)
+    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS), choices=BUDGETS)
+    parser.add_argument("--serve", nargs="*", default=["LK", "DistillSpec"], choices=names)
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
+    parser.add_argument("--seconds", type=float, help="of the target's training")
+    parser.add_argument("--steps", type=int, help="of a drafter's training")
+    parser.add_argument("--layers", type=int, help="of the drafter")
     parser.add_argument(
-        "--cases", nargs="*", default=[c.name for c in CASES], choices=[c.name for c in CASES]
-    )
-    parser.add_argument(
-        "--deadline", type=float, default=1e9, help="start no further case after so many seconds"
+        "--deadline", type=float, default=1e9, help="start nothing more after so many seconds"
     )
     args = parser.parse_args()
-    size, began = SIZES[args.size], time.perf_counter()
+    began = time.perf_counter()
+    size = SIZES[args.size]
+    size = replace(
+        size,
+        seconds=args.seconds or size.seconds,
+        draft_steps=args.steps or size.draft_steps,
+        layers=args.layers or size.layers,
+    )
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)
     if args.model:
@@ -371,10 +329,7 @@ def main() -> None:
         target, name = loaded.model, args.name or Path(args.model).stem
         corpus = prepare(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
     else:
-        target, corpus, steps = train_target(size, device, dtype)
-        spec, num_tokens = target.spec, steps * size.batch * size.context
-        name = f"Llama shape {spec.num_layers}x{spec.d_model}, {spec.num_params() / 1e6:,.0f}M parameters"
-        name += f", trained on {num_tokens / 1e6:.1f}M tokens of Python"
+        target, corpus, name = train_target(size, device, dtype)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -385,29 +340,34 @@ def main() -> None:
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
-    dtype = bench.target.compute_dtype
-    untrained = inference(bench.fresh_drafter(), dtype)
-    bench.measure("n-gram lookup", Ngram(), "no training")
-    bench.measure("first layers, untrained", DraftModel(untrained), "no training")
-    best: tuple[float, str, Decoder] | None = None
+    """The served drafter first, and its batches: they matter most where time runs out."""
+    untrained = bench.drafter(bench.fresh_drafter())
     plan = [(case, "equal steps", bench.size.draft_steps) for case in CASES]
     plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]
+    plan = [p for p in plan if p[0].name in args.cases and p[1] in args.budgets]
+    plan.sort(key=lambda p: (p[0].name not in args.serve[:1], p[1] != "equal steps"))
+
+    def late() -> bool:
+        return time.perf_counter() - began > args.deadline
+
+    served = False
     for case, budget, steps in plan:
-        if case.name not in args.cases or time.perf_counter() - began > args.deadline:
+        if late():
+            print(f"no time for {case.name}, {budget}", flush=True)
             continue
         started = time.perf_counter()
-        drafter = inference(bench.train(case, steps), dtype)
+        drafter = bench.drafter(bench.train(case, steps))
         seconds = time.perf_counter() - started
         flops = steps * bench.step_flops(case)
-        line = bench.measure(
-            case.name, DraftModel(drafter), budget, steps=steps, teraflops=significant(flops / 1e12, 3)
-        )
+        bench.measure(case.name, drafter, budget, steps=steps, teraflops=significant(flops / 1e12, 3))
         print(f"    {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
-        score = line["quality"]["sampled_accepted_length"]
-        if best is None or score > best[0]:
-            best = (score, case.name, drafter)
-    if best is not None and bench.speed:
-        bench.batches(best[1], best[2])
+        if not served and case.name in args.serve and bench.speed:
+            served = True
+            bench.batches(case.name, drafter, args.batches)
+            bench.batches("untrained", untrained, args.batches, KINDS[:1])
+    if not late():
+        bench.measure("n-gram lookup", Ngram(), "no training")
+        bench.measure("first layers, untrained", untrained, "no training")
 
 
 # -- tables -------------------------------------------------------------------------------------------------
@@ -416,52 +376,76 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
 def table() -> str:
     lines = [n for n in newest(BENCH) if n["config"]["budget"] != "batches"]
     order = {"no training": 0, "equal steps": 1, "equal compute": 2}
-    rows = []
-    for n in sorted(lines, key=lambda n: (n["config"]["target"], order[n["config"]["budget"]])):
-        q, c = n["quality"], n["config"]
-        rows.append(
-            [
-                n["case"],
-                c["budget"],
-                f"{c['steps']}" if "steps" in c else "",
-                f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
-                f"{q['acceptance']:.3f}",
-                f"{q['accepted_length']:.2f}",
-                f"{q['sampled_acceptance']:.3f}",
-                f"{q['sampled_accepted_length']:.2f}",
-                f"{n['value']:,.0f}" if n["ratio"] else "",
-                f"{n['ratio']:.2f}" if n["ratio"] else "",
-            ]
-        )
-    header = [
-        "drafter",
-        "budget",
-        "steps",
-        "TFLOP",
-        "acceptance",
-        "tokens/pass",
-        "sampled: acceptance",
-        "tokens/pass",
-    ]
-    header += ["tokens/s", "times plain"]
-    targets = sorted({n["config"]["target"] for n in lines})
-    said = f"\n\nTarget: {'; '.join(targets)}." if targets else ""
-    return markdown(header, rows) + said + (provenance(lines) if lines else "")
+    parts = []
+    for target in sorted({n["config"]["target"] for n in lines}, key=_largest):
+        rows = []
+        own = [n for n in lines if n["config"]["target"] == target]
+        for n in sorted(own, key=lambda n: (order[n["config"]["budget"]], _steps(n))):
+            q, c = n["quality"], n["config"]
+            rows.append(
+                [
+                    n["case"],
+                    c["budget"],
+                    f"{c['steps']}" if "steps" in c else "",
+                    f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
+                    f"{q['acceptance']:.3f}",
+                    f"{q['accepted_length']:.2f}",
+                    f"{n['value']:,.0f}" if n["ratio"] else "",
+                    f"{n['ratio']:.2f}" if n["ratio"] else "",
+                    f"{q['sampled_acceptance']:.3f}",
+                    f"{q['sampled_accepted_length']:.2f}",
+                    f"{q['sampled_tokens_per_s']:,.0f}" if "sampled_ratio" in q else "",
+                    f"{q['sampled_ratio']:.2f}" if "sampled_ratio" in q else "",
+                ]
+            )
+        measured = {n["quality"]["tokens"] for n in own if "tokens" in n["quality"]}
+        over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
+        parts.append(f"**{target}.**{over}\n\n" + markdown(HEADER, rows) + provenance(own))
+    return "\n\n".join(parts)
+
+
+HEADER = [
+    "drafter",
+    "budget",
+    "steps",
+    "TFLOP",
+    "greedy: acceptance",
+    "tokens/pass",
+    "tokens/s",
+    "times plain",
+]
+HEADER += ["drawn: acceptance", "tokens/pass", "tokens/s", "times plain"]
+
+
+def _steps(line: dict[str, Any]) -> int:
+    return -line["config"].get("steps", 0)
+
+
+def _largest(target: str) -> tuple[bool, str]:
+    """Targets that were timed first."""
+    return "trained on 0" in target, target
 
 
 def batches() -> str:
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches"]
-    rows = [
-        [
-            str(n["config"]["batch"]),
-            f"{n['baseline_value']:,.0f}",
-            f"{n['value']:,.0f}",
-            f"{n['ratio']:.2f}",
+    if not lines:
+        return "Not measured yet."
+    cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for n in lines:
+        c = n["config"]
+        cells.setdefault((c["target"], c["drafter"], c["text"]), {})[c["batch"]] = n
+    sizes = sorted({n["config"]["batch"] for n in lines})
+    rows = []
+    for (target, drafter, text), found in cells.items():
+        shown = [
+            f"{found[b]['baseline_value']:,.0f} -> {found[b]['value']:,.0f} ({found[b]['ratio']:.2f}x)"
+            if b in found
+            else ""
+            for b in sizes
         ]
-        for n in sorted(lines, key=lambda n: n["config"]["batch"])
-    ]
-    header = ["requests at once", "plain, tokens/s", "with the drafter", "times plain"]
-    return markdown(header, rows) + (provenance(lines) if lines else "")
+        rows.append([target.split(",")[0], drafter, text, *shown])
+    header = ["target", "drafter", "text", *(f"{b} at once" for b in sizes)]
+    return markdown(header, rows) + provenance(lines)
 
 
 if __name__ == "__main__":

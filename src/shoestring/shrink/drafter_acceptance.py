@@ -101,20 +101,21 @@ def measure_rate(
     max_tokens: int = 64,
     max_requests: int = 1,
     num_drafts: int | None = None,
+    temperature: float = 0.0,
     repeats: int = 1,
     warm: bool = True,
 ) -> list[float]:
-    """Tokens per second of greedy decoding, per repeat; `num_drafts` None: chosen by the engine as it goes.
+    """Tokens per second, per repeat, under the coupled rule; `num_drafts` None: chosen by the engine as it goes.
 
     One engine for all: what it learns (step costs, acceptance) stays, as in a server. `warm` runs once unmeasured.
     """
     engine = _engine(target, prompts, max_tokens, max_requests, drafter, num_drafts, "coupled")
     if warm:
-        _run(engine, prompts, max_tokens, 0.0)
+        _run(engine, prompts, max_tokens, temperature)
     rates = []
     for _ in range(repeats):
         before = engine.stats.num_new_tokens
-        seconds = _run(engine, prompts, max_tokens, 0.0)
+        seconds = _run(engine, prompts, max_tokens, temperature)
         rates.append((engine.stats.num_new_tokens - before) / seconds)
     return rates
 

