@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
     const u32 level = narrow(table[lane & ((1 << BITS) - 1)]);
     for (int e = warp; e < 1 << (2 * BITS); e += WARPS)
         *(u32*)(smem + e * 128 + lane * 4) = lane_value(level, e & ((1 << BITS) - 1)) | lane_value(level, e >> BITS) << 16;
-    const char* lane_lut = smem + lane * 4;
+    const u32 lane_lut = lane * 4;
 #else
     const u32 magic = magic_register();
 #endif
