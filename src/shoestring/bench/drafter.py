@@ -116,7 +116,8 @@ class Bench:
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
         """Of one step of a case, the reference's share included."""
-        size, drafter = self.size, replace(self.target.spec, num_layers=self.layers)
+        size, vocab = self.size, self.size.vocab or self.target.spec.vocab_size
+        drafter = replace(self.target.spec, num_layers=self.layers, vocab_size=vocab)
         forward = drafter.flops_per_token(size.context) / 3
         tokens = self.data.tokens_per_step
         total = 3 * forward * tokens
@@ -308,6 +309,7 @@ def main() -> None:
     parser.add_argument("--serve", nargs="*", default=["LK", "DistillSpec"], choices=names)
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--seconds", type=float, help="of the target's training")
+    parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
     parser.add_argument("--steps", type=int, help="of a drafter's training")
     parser.add_argument("--layers", type=int, help="of the drafter")
     parser.add_argument(
@@ -329,7 +331,7 @@ def main() -> None:
         target, name = loaded.model, args.name or Path(args.model).stem
         corpus = prepare(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
     else:
-        target, corpus, name = train_target(size, device, dtype)
+        target, corpus, name = train_target(size, device, dtype, args.target_steps)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

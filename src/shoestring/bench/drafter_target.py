@@ -57,14 +57,16 @@ CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head
 SIZES = {
     "gpu": Size(GPU, 4096, 12.0, 512, 8, 45.0, 5e-4, 1, 0, 16, 100, 6e-4, 48, 64, 64, 96, 32, 3),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
-    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0.0, 2, 8192, 16, 400, 1e-3, 48, 96, 64, 96, 32, 3),
+    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0.0, 2, 8192, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
     "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 0, 8, 60, 1e-3, 32, 8, 32, 40, 8, 2),
     "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 0, 8, 6, 1e-3, 16, 4, 16, 16, 4, 1),
 }
 
 
-def train_target(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Corpus, str]:
-    """A model, its corpus and what to call it in the results."""
+def train_target(
+    size: Size, device: torch.device, dtype: torch.dtype, steps: int | None = None
+) -> tuple[Decoder, Corpus, str]:
+    """A model, its corpus and what to call it in the results. `steps` None: as many as the size's seconds allow."""
     with clock("corpus"):
         corpus = prepare("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
     spec = ModelSpec(
@@ -81,7 +83,7 @@ def train_target(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[
     data = TokenData(corpus.train, context=size.context, batch=size.batch)
     log = RunLog(None, quiet=True)
     run = Run(target, adamw(target, lr=size.lr), Mesh(0, 1, device), log)
-    steps = affordable_steps(run, data, size.seconds)
+    steps = steps or affordable_steps(run, data, size.seconds)
     with clock(f"target of {spec.num_params() / 1e6:.0f}M parameters, {steps} steps"):
         schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
         train(run, data, CrossEntropy(), steps=steps, schedule=schedule)

@@ -58,7 +58,7 @@ def find_sets(args: argparse.Namespace) -> None:
             "unified": partial(unified, num_layers),
             "adaskip": partial(_offline, idle),
         }
-        costs = known.get(context) or measure_costs(model, context, repeats=9)
+        costs = known.get(context) or measure_costs(model, context, repeats=args.repeats)
         if context not in known:
             record_costs(MODEL, costs)
         for method, make in simple.items():

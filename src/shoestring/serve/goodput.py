@@ -8,7 +8,8 @@ For B requests that each get g drafts the model is
     c_j       chance that the drafter offers a j-th draft when asked for it (a lookup often has none)
     T_verify  seconds of a target pass by rows: measured at powers of two when first needed, corrected by
               every real step, interpolated between
-    T_draft   seconds per drafted position: median of the last calls
+    T_draft   seconds per drafted position: lower quartile of the last calls, since some of the first capture
+              graphs, which takes a hundred times as long
 
 `choose` returns the best g. Acceptance alone would be a bad signal: whether a draft pays depends on what a row
 costs at this batch size, which is why costs are measured.
@@ -24,14 +25,13 @@ Left out: classes of requests with different acceptance, lengths that differ bet
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
 SMOOTHING = 0.1  # weight of the newest observation, after the first few
-DRAFT_CALLS = 9  # calls the draft cost is the median of
+DRAFT_CALLS = 9  # calls that the draft cost is taken from
 MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
 PROBED = 4  # requests that get drafts in a probe of a pause
 DEAREST_PROBE = 20.0  # times its expected loss: beyond this something was captured or compiled, once
@@ -151,7 +151,8 @@ class Goodput:
         if not known:
             return 0.0
         nearest = min(known, key=lambda b: abs(b - num_requests))
-        return statistics.median(known[nearest])
+        calls = sorted(known[nearest])
+        return calls[len(calls) // 4]
 
     # -- what happened --------------------------------------------------------------------------------------
     def drafted(self, num_requests: int, g: int, seconds: float) -> None:

@@ -200,7 +200,7 @@ class Runner:
         return prompt_logprobs(self.model, tokens, num_top)
 
     def seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
-        """Seconds of a forward over this many rows, the better of two; on a cache of its own. More rows than one
+        """Seconds of a forward over this many rows, the best of a few; on a cache of its own. More rows than one
         request's drafts have belong to several requests."""
         size, positions = self.cache.pool.block_size, self.model.spec.max_positions
         each = min(num_rows if num_rows <= ROWS_EACH[-1] else ROWS_EACH[-1] // 2, positions)
@@ -217,7 +217,7 @@ class Runner:
             apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
         batch = Batch(spans, [0] * num_rows, range(num_rows))
         seconds = []
-        for _ in range(3 if apart.fast else 2):  # the first fused one compiles and captures
+        for _ in range(6 if apart.fast else 2):  # the first fused one compiles and captures
             began = time.perf_counter()
             apart.forward(batch, skip).argmax(-1).tolist()  # waits for the device
             seconds.append(time.perf_counter() - began)
