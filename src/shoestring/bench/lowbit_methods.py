@@ -129,7 +129,7 @@ def bitdistiller(
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     steps = steps or subject.steps
     objective, often = Cakld(teacher, gamma), max(1, steps // 10)  # looking at the loss waits for the GPU
-    train(run, data, objective, steps=steps, schedule=constant(lr), log_every=often)
+    train(run, data, objective, steps=steps, schedule=constant(lr), log_every=often, graph=True)
     tell(run)
     return model, run.log.history[-1]["loss"]
 
@@ -157,9 +157,8 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
         RunLog(None, quiet=True),
     )
     hooks = [FallingRates(steps, warmup=max(1, steps // 20))]
-    train(
-        run, subject.data(seed), CachedCakld(cache), steps=steps, hooks=hooks, log_every=max(1, steps // 10)
-    )
+    objective, often = CachedCakld(cache), max(1, steps // 10)
+    train(run, subject.data(seed), objective, steps=steps, hooks=hooks, log_every=often, graph=True)
     tell(run)
     return model
 

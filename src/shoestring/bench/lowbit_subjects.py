@@ -17,7 +17,7 @@ from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec, load_model
 from shoestring.model.gguf import find_smollm2
-from shoestring.model.parallel import ParallelConfig, init_weights, parallelize
+from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.serve.sampling import Sampling
 from shoestring.shrink.blockwise import Blockwise
@@ -38,7 +38,7 @@ NOTES = {
     STORIES: "linear layers but the down projections (172 wide); trained on other stories than those measured",
 }
 SMALL_RATES = Rates(weight=2e-2, scale=5e-3, zero=1e-2, norm=1e-2, rest=1e-2)
-RATES = Rates(weight=5e-3, scale=2e-3, zero=5e-3, norm=2e-3, rest=2e-3)  # ours, end to end, at 2 bits
+RATES = Rates(weight=5e-3, scale=3e-4, zero=5e-3, norm=2e-3, rest=5e-3)  # ours, end to end, at 2 bits
 
 
 def on_gpu() -> bool:
@@ -83,7 +83,7 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         512,
         [p for t in TASKS if args.items and (p := args.assets / f"eval/{t}.jsonl").is_file()],
         args.items,
-        blockwise_part=0.125,
+        blockwise_part=0.2,
         blockwise=Blockwise(batch=8),
         rates=RATES,
         cache_folder=folder / "cache-smollm2",
@@ -110,21 +110,26 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
         **shape,
     )
     compute = torch.bfloat16 if on_gpu() else torch.float32
-    trained, mesh = Decoder(spec).to(device), open_mesh(MeshConfig(), device=str(device))
-    init_weights(trained, seed=0)
-    parallelize(trained, mesh, ParallelConfig(compile="blocks" if on_gpu() else "off", compute_dtype=compute))
-    data = TokenData(corpus.train, context=512, batch=64 if on_gpu() else 2)
-    run = Run(trained, adamw(trained, lr=1e-3), mesh, RunLog(None, quiet=True))
-    train(run, data, CrossEntropy(), steps=5, schedule=constant(1e-4))
-    began = time.perf_counter()
-    train(run, data, CrossEntropy(), steps=10, schedule=constant(2e-4))
-    steps = 10 + max(5, int(args.scratch_seconds / (time.perf_counter() - began) * 5))
-    train(run, data, CrossEntropy(), steps=steps, schedule=warmup_cosine(1e-3, warmup=20, steps=steps))
+    model, mesh = Decoder(spec).to(device), open_mesh(MeshConfig(), device=str(device))
+    init_weights(model, seed=0)
+    model.compute_dtype = compute
+    data = TokenData(corpus.train, context=512, batch=64 if on_gpu() else 2, micro=32 if on_gpu() else 2)
+    run = Run(model, adamw(model, lr=1e-3), mesh, RunLog(None, quiet=True))
+    times: list[float] = []
+
+    def clock(run: Run) -> dict[str, float]:
+        if on_gpu():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        return {}
+
+    rising, timed = constant(1e-4), 8
+    train(run, data, CrossEntropy(), steps=timed, schedule=rising, evaluate=clock, eval_every=1, graph=True)
+    steps = timed + max(5, int(args.scratch_seconds / (times[-1] - times[-5]) * 4))
+    schedule = warmup_cosine(1e-3, warmup=20, steps=steps)
+    train(run, data, CrossEntropy(), steps=steps, schedule=schedule, graph=True, log_every=50)
     tokens = steps * data.tokens_per_step
     print(f"{SCRATCH}: {tokens:,} tokens, {spec.num_params() / 1e6:.0f}M parameters", flush=True)
-    model = Decoder(spec).to(device)  # without the compiled blocks: every format would compile them again
-    model.load_state_dict(trained.state_dict())
-    model.compute_dtype = compute
     return Subject(
         SCRATCH,
         model,
@@ -136,7 +141,7 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
         args.steps,
         args.batch,
         512,
-        blockwise_part=0.125,
+        blockwise_part=0.2,
         blockwise=Blockwise(batch=8),
         rates=RATES,
         cache_folder=folder / "cache-scratch",

@@ -148,7 +148,9 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
 
     steps = args.steps
     if args.seconds:
-        steps = fitting_steps(args.seconds, student, settings_of(TIMED + WARM), teacher, data, mesh)
+        steps = fitting_steps(
+            args.seconds, student, settings_of(TIMED + WARM), teacher, data, mesh, args.graph
+        )
         student = new_student()
     settings = settings_of(steps)
     curve: list[list[float]] = []
@@ -169,7 +171,8 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     began = time.perf_counter()
     run = Run(student, settings.optimizer(student), mesh, log)
     evaluate(run)
-    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=max(1, steps // 6), log_every=10)
+    often = max(1, steps // 6)
+    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=often, log_every=10, graph=args.graph)
     seconds = time.perf_counter() - began
     rate = next(row["tokens_per_s"] for row in reversed(log.history) if "tokens_per_s" in row)
     print(f"  {case}: {rate:,.0f} tokens/s, {seconds:.0f} s", flush=True)
@@ -193,7 +196,13 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
 
 
 def fitting_steps(
-    seconds: float, student: Decoder, settings: Retrain, teacher: Decoder, data: TokenData, mesh: Mesh
+    seconds: float,
+    student: Decoder,
+    settings: Retrain,
+    teacher: Decoder,
+    data: TokenData,
+    mesh: Mesh,
+    graph: bool,
 ) -> int:
     """How many steps go into `seconds`; spoils the student."""
     run = Run(student, settings.optimizer(student), mesh, RunLog(None, quiet=True))
@@ -205,7 +214,7 @@ def fitting_steps(
         times.append(time.perf_counter())
         return {}
 
-    retrain(run, teacher, data, settings, evaluate=clock, eval_every=1)
+    retrain(run, teacher, data, settings, evaluate=clock, eval_every=1, graph=graph)
     return max(10, int(seconds / ((times[-1] - times[WARM - 1]) / TIMED)))
 
 
@@ -380,6 +389,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cast-lr", type=float, default=5e-4, help="masked weights move at most this far a step"
     )
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs")
     parser.add_argument("--compile", choices=("off", "blocks"), default="blocks" if on_gpu else "off")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

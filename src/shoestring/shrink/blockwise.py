@@ -73,6 +73,7 @@ from shoestring.shrink.quantize import (
     quantize_block,
 )
 from shoestring.shrink.resume import BlockFiles
+from shoestring.train.step_graph import Replay
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -339,6 +340,7 @@ def fit(
     fused = True if task.device.type == "cuda" else None
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
     state = snapshot(groups)
+    passes = Passes(block, task, groups, settings)
     gen = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
     steps_per_epoch = math.ceil(len(rest) / settings.batch)
     num_steps, step = settings.epochs * steps_per_epoch, 0
@@ -347,19 +349,47 @@ def fit(
             for group in optimizer.param_groups:
                 fall = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps - 1)))
                 group["lr"] = group["full_lr"] * (settings.floor + (1 - settings.floor) * fall)
-            with torch.enable_grad():
-                x, y = task.batch(rows)
-                loss = block_loss(block(x, task.rope, None), y, settings.loss)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            passes(*task.batch(rows))
             optimizer.step()
             step += 1
         error = measure(block, task, judge, settings)
         # NaN is never less: a run that diverges keeps the best state it had.
         if error < best:
             best, state = error, snapshot(groups)
+    passes.replay = None  # it and what it replays hold each other
     restore(groups, state)
     return before, best
+
+
+class Passes:
+    """Forward and backward of a batch, gradients in the parameters: full batches as a CUDA graph on a GPU, whose
+    launches would otherwise take most of the time."""
+
+    def __init__(
+        self, block: Block, task: Task, groups: list[dict[str, object]], settings: Blockwise
+    ) -> None:
+        self.block, self.task, self.settings = block, task, settings
+        self.params = [p for g in groups for p in g["params"]]  # type: ignore[attr-defined]
+        self.replay: Replay | None = None
+        self.held: tuple[Tensor, ...] = ()
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        if not x.is_cuda or len(x) != self.settings.batch:
+            self._run(x, y)
+            return
+        if self.replay is None:
+            self.held = (x.clone(), y.clone())
+            self.replay = Replay(lambda: self._run(*self.held), self.params)
+        for held, new in zip(self.held, (x, y), strict=True):
+            held.copy_(new)
+        self.replay()
+
+    def _run(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = block_loss(self.block(x, self.task.rope, None), y, self.settings.loss)
+        loss.backward()
+        return loss.detach()
 
 
 def block_loss(out: Tensor, target: Tensor, kind: str) -> Tensor:

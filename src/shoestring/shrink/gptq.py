@@ -33,6 +33,7 @@ from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.clip import Clip, clip_ranges, search_ranges
 from shoestring.shrink.grid import Choice
+from shoestring.shrink.sweep import sweep
 
 BLOCK = 128
 
@@ -85,11 +86,37 @@ def gptq(
     if settings.act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], settings.damping)
-    rest = w[:, order].clone()  # columns still to come, compensated
+    if grid is None:
+        names = tuple(format.find_grid(*extremes(w[:1, :width])))
+
+        def run(w: Tensor, factor: Tensor, hessian: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+            held = dict(zip(state, tables, strict=True))
+            done, found = columns(w, factor, hessian, format, held, settings)
+            return done, *(found[name] for name in names)
+
+        done, *parts = sweep((format, settings, tuple(state)), run, w, factor, hessian, *state.values())
+        return Choice(done, dict(zip(names, parts, strict=True)))
+    groups = (order // width).tolist()
+    done, _ = columns(w[:, order], factor, hessian, format, state, settings, grid, groups)
+    return Choice(done[:, order.argsort()], grid)
+
+
+def columns(
+    w: Tensor,
+    factor: Tensor,
+    hessian: Tensor,
+    format: GridFormat,
+    state: Parts,
+    settings: Gptq,
+    grid: Parts | None = None,
+    groups: list[int] | None = None,
+) -> tuple[Tensor, Parts]:
+    """The sweep: weights on their grids, and the grids; given ones, column j with that of groups[j], or those that it
+    finds when it reaches a group."""
+    width, step = group_width(w.shape[1], format.group), block_width(group_width(w.shape[1], format.group))
+    rest = w.clone()  # columns still to come, compensated
     done = torch.empty_like(rest)
     found: list[Parts] = []
-    groups = (order // width).tolist()
-    step = block_width(width)
     for start in range(0, w.shape[1], step):
         stop = min(start + step, w.shape[1])
         part = rest[:, start:stop]
@@ -102,7 +129,10 @@ def gptq(
                     _find_grid(ahead, hessian[at : at + width, at : at + width], format, state, settings)
                 )
             column = part[:, j : j + 1]
-            own = found[-1] if grid is None else {n: t[:, groups[at]] for n, t in grid.items()}
+            if grid is None or groups is None:
+                own = found[-1]
+            else:
+                own = {n: t[:, groups[at]] for n, t in grid.items()}
             q = format.snap(column, own, state)
             done[:, at : at + 1] = q
             errors[:, j : j + 1] = error = (column - q) / factor[at, at]
@@ -110,7 +140,7 @@ def gptq(
         rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
     if grid is None:
         grid = {n: torch.stack([g[n] for g in found], dim=1) for n in found[0]}
-    return Choice(done[:, order.argsort()], grid)
+    return done, grid
 
 
 def block_width(group: int) -> int:

@@ -129,6 +129,7 @@ def retrain(
     log_every: int = 10,
     evaluate: Callable[[Run], dict[str, float]] | None = None,
     eval_every: int = 0,
+    graph: bool = False,
 ) -> Run:
     """Train run.model, whose optimizer is settings.optimizer(model); without a teacher on the text alone."""
     if settings.rule == "cast":
@@ -150,6 +151,7 @@ def retrain(
         log_every=log_every,
         evaluate=evaluate,
         eval_every=eval_every,
+        graph=graph,
     )
     # What is delivered has the masks of its last weights, and multiplies with them.
     wake(run.model)

@@ -24,17 +24,21 @@ from torch import Tensor
 
 from shoestring.kernels.sparse24 import GROUP, mask24
 from shoestring.shrink.gptq import BLOCK, inverse_factor
+from shoestring.shrink.sweep import sweep
 
 
 @torch.no_grad()
 def sparsegpt(w: Tensor, hessian: Tensor, damping: float = 0.01) -> Tensor:
     """fp32 2:4 weight; w [out, in], hessian [in, in] the mean (or sum) of x x^T."""
-    rest = w.float().clone()  # columns still to come, compensated
     factor = inverse_factor(hessian, damping)
-    scale = factor.diagonal()
     # Below the score of any input that is used, in the order of their size.
-    reach = torch.where(hessian.diagonal() > 0, 1.0, 1e-20).to(scale) / scale
-    width = w.shape[1]
+    reach = torch.where(hessian.diagonal() > 0, 1.0, 1e-20).to(factor) / factor.diagonal()
+    return sweep("sparsegpt", _columns, w.float(), factor, reach)[0]
+
+
+def _columns(w: Tensor, factor: Tensor, reach: Tensor) -> tuple[Tensor]:
+    rest = w.clone()  # columns still to come, compensated
+    scale, width = factor.diagonal(), w.shape[1]
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
         part = rest[:, start:stop]
@@ -51,4 +55,4 @@ def sparsegpt(w: Tensor, hessian: Tensor, damping: float = 0.01) -> Tensor:
                 ahead = factor[at + i, at + i + 1 : stop]
                 part[:, j + i + 1 :].addmm_(error[:, None], ahead[None], alpha=-1)
         rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
-    return rest
+    return (rest,)

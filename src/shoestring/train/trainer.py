@@ -34,6 +34,7 @@ from shoestring.train.hooks import Hook
 from shoestring.train.micro import Micro
 from shoestring.train.optim import Schedule, clip_gradients, set_lr
 from shoestring.train.reducers import SumReducer
+from shoestring.train.step_graph import StepGraph
 
 
 @dataclass
@@ -88,8 +89,12 @@ def train(
     log_every: int = 10,
     evaluate: Callable[[Run], dict[str, float]] | None = None,
     eval_every: int = 0,
+    graph: bool = False,
 ) -> Run:
     """Run from run.step (or from the checkpointer's latest) to `steps`.
+
+    `graph`: the passes of a step as one CUDA graph, where that is possible (step_graph.py); formats and objective must
+    then stay as they are until the end.
 
     Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
     or infinite stops the run with its layer's name (gradient_watch.py).
@@ -104,10 +109,12 @@ def train(
     meter = _Meter(run)
     watch = GradientWatch(run.model, world_size=run.mesh.world_size)
     run.model.train()
+    fits = graph and StepGraph.fits(run.model, run.mesh.world_size, run.mesh.device)
+    passes = StepGraph(run.model, objective) if fits else None
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
         while run.step < steps:
-            loss, count, norm = _gradients(run, data.step(run.step), objective, reducer, clip, watch)
+            loss, count, norm = _gradients(run, data.step(run.step), objective, reducer, clip, watch, passes)
             if norm.device.type == "cpu":
                 watch.check(partial(_newest, checkpointer))
             if schedule is not None:
@@ -137,11 +144,19 @@ def train(
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
                 watch.check(partial(_newest, checkpointer))
                 _stop(run, parts, checkpointer, steps)
+    if passes is not None:
+        passes.close()
     return run
 
 
 def _gradients(
-    run: Run, micros: list[Micro], objective: Objective, reducer: Reducer, clip: float, watch: GradientWatch
+    run: Run,
+    micros: list[Micro],
+    objective: Objective,
+    reducer: Reducer,
+    clip: float,
+    watch: GradientWatch,
+    passes: StepGraph | None = None,
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """Backward over all micro-batches; returns this rank's summed loss, the step's global count and the
     gradient norm."""
@@ -152,12 +167,15 @@ def _gradients(
         total = run.mesh.sum(torch.tensor(total, device=run.mesh.device, dtype=torch.float32)).clamp(min=1.0)
     else:
         total = max(total, 1.0)  # a step whose every target is masked moves nothing
-    loss = torch.zeros((), device=run.mesh.device)
-    for i, micro in enumerate(micros):
-        _sync_gradients(run.model, last=i == len(micros) - 1)
-        summed = objective(run.model, micro)
-        (summed / total).backward()
-        loss += summed.detach()
+    if passes is not None and isinstance(total, float):
+        loss = passes(micros, total)
+    else:
+        loss = torch.zeros((), device=run.mesh.device)
+        for i, micro in enumerate(micros):
+            _sync_gradients(run.model, last=i == len(micros) - 1)
+            summed = objective(run.model, micro)
+            (summed / total).backward()
+            loss += summed.detach()
     reducer(run.model)
     norm = clip_gradients(run.model.parameters(), clip, partial(watch.see, run.step + 1))
     return loss, total, norm

@@ -1,0 +1,88 @@
+"""A step's passes as a CUDA graph: the same training; without a GPU the switch changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoestring.formats import convert, parse_format
+from shoestring.mesh import open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import init_weights
+from shoestring.runlog import RunLog
+from shoestring.shrink.blockwise import Blockwise, train_blocks
+from shoestring.shrink.gptq import gptq
+from shoestring.shrink.sparsegpt import sparsegpt
+from shoestring.train.data import TokenData
+from shoestring.train.objectives import Distill
+from shoestring.train.optim import adamw
+from shoestring.train.shards import TokenShards
+from shoestring.train.step_graph import StepGraph
+from shoestring.train.trainer import Run, train
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def losses(device: str, graph: bool, *, micro: int = 2) -> list[float]:
+    model = Decoder(ModelSpec(96, 64, 2, 4, 2, 16, 128, 64)).to(device)
+    teacher = Decoder(model.spec).to(device)
+    init_weights(model, 0)
+    init_weights(teacher, 1)
+    convert(model, [("*", parse_format("int4:g32:learned"))])
+    tokens = np.random.default_rng(0).integers(0, 96, 3000).astype("<u2")
+    mask = (np.random.default_rng(1).random(3000) < 0.8).astype(np.uint8)  # another count at every step
+    data = TokenData(TokenShards(tokens, mask, "noise"), context=32, batch=4, micro=micro)
+    run = Run(model, adamw(model, lr=3e-3), open_mesh(device=device), RunLog(None, quiet=True))
+    train(run, data, Distill(teacher, kl=0.5, ce=0.5), steps=6, log_every=1, graph=graph)
+    return [row["loss"] for row in run.log.history]
+
+
+def test_on_a_cpu_nothing_is_captured() -> None:
+    assert not StepGraph.fits(torch.nn.Linear(2, 2), 1, torch.device("cpu"))
+    assert losses("cpu", True) == losses("cpu", False)
+
+
+def test_models_with_forward_hooks_are_left_alone() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert StepGraph.fits(model, 1, torch.device("cuda"))
+    assert not StepGraph.fits(model, 2, torch.device("cuda"))
+    model.register_forward_pre_hook(lambda module, args: None)
+    assert not StepGraph.fits(model, 1, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("micro", [2, 4])
+@pytest.mark.filterwarnings("error:steps run without")
+def test_a_captured_step_trains_as_a_plain_one(micro: int) -> None:
+    assert losses("cuda", True, micro=micro) == pytest.approx(losses("cuda", False, micro=micro), rel=1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.filterwarnings("error:steps run without")
+def test_block_wise_training_is_captured() -> None:
+    model = Decoder(ModelSpec(96, 64, 2, 4, 2, 16, 128, 64)).cuda()
+    init_weights(model, 0)
+    tokens = torch.randint(0, 96, (16, 32))
+    report = train_blocks(model, [("*", parse_format("int2:g32"))], tokens, Blockwise(batch=4, epochs=2))
+    assert all(note["after"] <= note["before"] for note in report.blocks)
+    assert sum(note["after"] for note in report.blocks) < 0.95 * sum(note["before"] for note in report.blocks)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.filterwarnings("error:column sweeps run without")
+@pytest.mark.parametrize("label", ["int3:g32", "nf3:s2:g32"])
+def test_captured_sweeps_are_those_of_every_layer(label: str) -> None:
+    format = parse_format(label)
+    for seed in range(3):
+        gen = torch.Generator().manual_seed(seed)
+        w, x = torch.randn(48, 64, generator=gen), torch.randn(200, 64, generator=gen)
+        h = (x.T @ x / 200).cuda()
+        state = {n: aux.tensor.cuda() for n, aux in format.state(w).items()}
+        found = gptq(w.cuda(), h, format, state).weight.cpu()  # type: ignore[arg-type]
+        wanted = gptq(w, h.cpu(), format, {n: t.cpu() for n, t in state.items()}).weight  # type: ignore[arg-type]
+        assert (found - wanted).square().mean() < 0.02 * (wanted - w).square().mean()
+        torch.testing.assert_close(sparsegpt(w.cuda(), h).cpu(), sparsegpt(w, h.cpu()), rtol=1e-3, atol=1e-3)
