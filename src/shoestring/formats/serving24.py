@@ -15,10 +15,11 @@ from shoestring.formats.base import Format, Parts
 from shoestring.formats.groups import SCALE_DTYPES, group_width
 from shoestring.formats.int_asym import IntAsym
 from shoestring.kernels.lowbit import chunks_usable
-from shoestring.kernels.lowbit_layout import CHUNK_ROWS, chunk_group
+from shoestring.kernels.lowbit_layout import CHUNK_ROWS
 from shoestring.kernels.packing import pack_bits, unpack_bits
 from shoestring.kernels.sparse24_layout import (
     SparseLayout,
+    chunk_group,
     pack_codes,
     pack_values,
     unpack_codes,

@@ -12,7 +12,8 @@ is S with every column repeated k times: the branch is a constant per row and bl
 
 Training multiplies with the sum W~ (one product for both terms; the gradient of S is the block sum of dW~), so the
 branch is free there. Packed it stays apart, as the part `low`: the first Format's parts are those of a 2:4 weight.
-Merged into one dense matrix (`decode`, `unpack`, an export) the weight is no longer 2:4 and has lost its savings.
+Merged into one dense matrix (`decode`, `unpack`, an export) the weight is no longer 2:4 and has lost its savings;
+served on a GPU the product with the 2:4 weight and the branch are computed apart, and added.
 
     Slorb(Sparse24(hold_mask=True))                          spelled "sparse24:held+slorb16"
     Slorb(Stacked(Sparse24(), IntAsym(4)), block=32)         spelled "sparse24+int4:g64+slorb32"
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError, suggest
@@ -168,6 +170,29 @@ class Slorb(Format):
         assert isinstance(first, Sparse24 | Stacked)
         return Slorb(first, self.block_inputs, self.projection)
 
+    # -- use ----------------------------------------------------------------------------------------------
+    def serving_parts(self, parts: Parts) -> Parts:
+        inner, own = _split(parts)
+        served = self.first.serving_parts(inner)
+        return parts if served is inner else {**served, **own}
+
+    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        inner, own = _split(parts)
+        return {**self.first.stored_parts(inner, shape), **own}
+
+    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+        inner, own = _split(parts)
+        if "chunks" not in inner:
+            return super().linear(x, parts, bias)
+        y = self.first.linear(x, inner, bias)
+        return y + F.linear(self.project(x, own), own["low"].to(x.dtype))
+
+    def project(self, x: Tensor, own: Parts) -> Tensor:
+        """P x."""
+        if self.projection == "trained":
+            return F.linear(x, own["proj"].to(x.dtype))
+        return x.unflatten(-1, (-1, self.block_inputs)).sum(-1)
+
     # -- config -------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         return {
@@ -176,6 +201,12 @@ class Slorb(Format):
             "block_inputs": self.block_inputs,
             "projection": self.projection,
         }
+
+
+def _split(parts: Parts) -> tuple[Parts, Parts]:
+    """(the first Format's parts, those of the branch)."""
+    own = {n: t for n, t in parts.items() if n in OWN_NAMES}
+    return {n: t for n, t in parts.items() if n not in OWN_NAMES}, own
 
 
 def block_means(t: Tensor, block: int) -> Tensor:

@@ -51,8 +51,8 @@ def ceil_div(a: int, b: int) -> int:
 @dataclass(frozen=True)
 class Plan:
     """How the few-row kernel runs: `row_warps` x `k_warps` warps a block, each with `tiles` row tiles; K also split
-    over a cluster of `split` blocks; `depth` stages in the ring; `blocks` blocks on a multiprocessor at once; `ahead`
-    stages asked into L2 while x may not be read yet."""
+    over a cluster of `split` blocks; `depth` stages in the ring, each with `wide` chunks for every warp and tile;
+    `blocks` blocks on a multiprocessor at once; `ahead` stages asked into L2 while x may not be read yet."""
 
     row_warps: int
     k_warps: int
@@ -61,6 +61,7 @@ class Plan:
     depth: int = 3
     blocks: int = 1
     ahead: int = 0
+    wide: int = 1
 
     @property
     def warps(self) -> int:
@@ -75,7 +76,8 @@ class Plan:
 
     def memory(self, layout: SparseLayout, rows: int) -> int:
         """Bytes of shared memory: the ring, and later the partial sums in its place."""
-        stage = self.warps * self.tiles * layout.chunk_bytes + rows * (self.k_warps * 2 * CHUNK_WIDTH + 16)
+        weights = self.warps * self.tiles * self.wide * layout.chunk_bytes
+        stage = weights + rows * (self.k_warps * self.wide * 2 * CHUNK_WIDTH + 16)
         part = self.k_warps * rows * (self.block_tiles * CHUNK_ROWS + 4) * 4
         return max(self.depth * stage, part)
 
@@ -101,18 +103,9 @@ def row_class(rows: int) -> int:
 
 
 def registers_of(layout: SparseLayout, rows: int, tiles: int) -> int:
-    """Registers of a thread that the compiler needs without spilling, about."""
-    used = {
-        (1, 1): 64,
-        (1, 2): 64,
-        (2, 1): 64,
-        (2, 2): 104,
-        (4, 1): 80,
-        (4, 2): 128,
-        (8, 1): 128,
-        (8, 2): 192,
-    }
-    return used.get((row_tiles(rows), tiles), 255) + (32 if layout.bits == 4 else 0)
+    """Registers of a thread with which the compiler need not spill."""
+    used = {(1, 1): 56, (1, 2): 72, (2, 1): 72, (2, 2): 96, (4, 1): 96, (4, 2): 120, (8, 1): 128}
+    return used.get((row_tiles(rows), tiles), 128 if layout.bits == 16 else 232)
 
 
 def plans(layout: SparseLayout, rows: int, out: int, width: int, sms: int = 132) -> list[Plan]:
@@ -125,7 +118,7 @@ def plans(layout: SparseLayout, rows: int, out: int, width: int, sms: int = 132)
         plan = Plan(row_warps, k_warps, each, split, blocks=blocks)
         if not 4 <= plan.warps <= 16 or plan.block_tiles > tiles or split * k_warps > chunks:
             continue
-        depths = [d for d in (6, 4, 3, 2) if dataclasses.replace(plan, depth=d).fits(layout, rows)]
+        depths = [d for d in (8, 6, 4, 3, 2) if dataclasses.replace(plan, depth=d).fits(layout, rows)]
         if not depths:
             continue
         plan = dataclasses.replace(plan, depth=depths[0])
@@ -188,6 +181,7 @@ def macros(layout: SparseLayout, dtype: torch.dtype, rows: int, plan: Plan) -> d
         "K_WARPS": plan.k_warps,
         "R": plan.tiles,
         "SPLIT": plan.split,
+        "WIDE": plan.wide,
         "DEPTH": plan.depth,
         "BLOCKS": plan.blocks,
         "AHEAD": plan.ahead,
@@ -235,7 +229,7 @@ def decode_cuda(chunks: Tensor, layout: SparseLayout, width: int, dtype: torch.d
     total = tiles * per_row
     sms = torch.cuda.get_device_properties(chunks.device).multi_processor_count
     args = (*map(_pointer, (chunks, dense)), *map(ctypes.c_int, (width, per_row, total)))
-    kernel.launch((min(ceil_div(total, 4), 6 * sms), 1, 1), 128, 0, args, dependent=False)
+    kernel.launch((min(ceil_div(total, 8), 6 * sms), 1, 1), 256, 0, args, dependent=False)
     return dense
 
 

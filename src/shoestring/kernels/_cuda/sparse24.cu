@@ -1,12 +1,12 @@
 // y[M, N] = x[M, K] @ w[N, K]^T for few rows M and packed 2:4 weights, on sm_90 and later.
 //
 // Weights are the sparse A operand of mma.sp.m16n8k32 (16 output rows x 32 k, 16 of them kept), activations the B
-// operand, so 8 activation rows cost one instruction. The weights lie in memory as "chunks" of 16 rows x 256 k
+// operand, so 8 activation rows cost one instruction. The weights lie in memory as "chunks" of 16 rows x 128 k
 // (kernels/sparse24_layout.py): a lane finds its fragments and its metadata in its own 16-byte words.
 //
-//  - a stage is K_WARPS chunks of each of the block's row tiles, and the x that belongs to them. DEPTH stages are a ring in
-//    shared memory, filled by cp.async; each warp copies the weights that it multiplies itself, all copy x. x comes stage
-//    by stage and not at the beginning, because at 16 rows it is as large as a multiprocessor's share of the weights.
+//  - a stage is WIDE chunks for each warp and row tile, and the x that belongs to them. DEPTH stages are a ring in shared
+//    memory, filled by cp.async; each warp copies the weights that it multiplies itself, all copy x. x comes stage by
+//    stage and not at the beginning, because at 16 rows it is as large as a multiprocessor's share of the weights.
 //  - kept values of 4 bits become floats with one LOP3 per pair (a mask and a magic exponent), and one subtraction
 //    takes this offset and the zero point off. The scale multiplies the sum of a group, or each weight (EACH).
 //  - the inputs are split over the K_WARPS warps and over the SPLIT blocks of a cluster; partial sums meet in (distributed)
@@ -18,21 +18,23 @@
 //
 // Macros given by the caller:
 //   BITS 16: values of the activations' dtype; 4: codes with scale and zero   HALF 0 bf16, 1 fp16
-//   GROUP 32,64,128 kept values that share a scale   SBF16 1: scales are bf16, 0: fp16   EACH 1: scale each weight
+//   GROUP 32,64 kept values that share a scale   SBF16 1: scales are bf16, 0: fp16   EACH 1: scale each weight
 //   MT tiles of 8 rows of x   ROW_WARPS x K_WARPS warps a block   R row tiles a warp   SPLIT blocks a cluster
-//   DEPTH stages in the ring   BLOCKS blocks an SM, at least   AHEAD stages asked into L2 before x may be read
+//   WIDE chunks of a warp and tile in a stage   DEPTH stages in the ring   BLOCKS blocks an SM, at least
+//   AHEAD stages asked into L2 before x may be read
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #define WARPS (ROW_WARPS * K_WARPS)
 #define THREADS (WARPS * 32)
-#define NG (128 / GROUP)  // scale sets of a chunk
-#define SPG (8 / NG)      // steps of 32 k in a group
-#define VALUES (BITS == 16 ? 4096 : 1024 + 64 * NG)  // bytes before the metadata
-#define CHUNK (VALUES + 512)
-#define STAGE (WARPS * R * CHUNK)     // bytes of weights in a stage
-#define X_PITCH (K_WARPS * 512 + 16)  // bytes of a row of x in a stage; the 16 keep ldmatrix free of bank conflicts
+#define NG (64 / GROUP)  // scale sets of a chunk
+#define SPG (4 / NG)     // steps of 32 k in a group
+#define VALUES (BITS == 16 ? 2048 : 512 + 64 * NG)  // bytes before the metadata
+#define CHUNK (VALUES + 256)
+#define STAGE (WARPS * R * WIDE * CHUNK)       // bytes of weights in a stage
+#define PIECES (K_WARPS * WIDE * 16)           // 16-byte pieces of a row of x in a stage
+#define X_PITCH (PIECES * 16 + 16)             // the 16 keep ldmatrix free of bank conflicts
 #define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
 #define MAGIC (MAGIC16 | MAGIC16 << 16)
 #define INLINE __device__ __forceinline__
@@ -50,8 +52,8 @@ INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
 }
 INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-INLINE void ask_for(const void* from) {  // a chunk, into L2
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(CHUNK) : "memory");
+INLINE void ask_for(const void* from) {  // the chunks of a stage, into L2
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(WIDE * CHUNK) : "memory");
 }
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
@@ -116,40 +118,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
     const int rank = SPLIT > 1 ? blockIdx.x : 0;             // in the cluster, which is one row of the grid
     const int share = (chunks + SPLIT - 1) / SPLIT;          // chunks of this block
     const int begin = min(chunks, rank * share), count = min(chunks - begin, share);
-    const int stages = (count + K_WARPS - 1) / K_WARPS;
+    const int stages = (count + K_WARPS * WIDE - 1) / (K_WARPS * WIDE);
 
     // ---- the ring ------------------------------------------------------------------------------------------------
-    const u32 mine = warp * R * CHUNK;  // of a stage
+    const u32 mine = warp * (R * WIDE * CHUNK);  // of a stage
     const u32 x_ring = DEPTH * STAGE, x_stage = M * X_PITCH;
     const char* from[R];
     #pragma unroll
     for (int r = 0; r < R; r++)  // a tile past the end reads the last one and writes nothing
-        from[r] = W + ((u64)min(tile0 + row_warp * R + r, tiles - 1) * chunks + begin + k_warp) * CHUNK;
+        from[r] = W + ((u64)min(tile0 + row_warp * R + r, tiles - 1) * chunks + begin + k_warp * WIDE) * CHUNK;
+    // Chunks of this warp in stage n: WIDE, less or none at the end.
+    auto present = [&](const int n) { return count - (n * K_WARPS + k_warp) * WIDE; };
     auto fetch_weights = [&](const int slot, const int n) {
-        if (n * K_WARPS + k_warp >= count) return;
+        const int bytes = min(present(n), WIDE) * CHUNK - lane * 16;
         #pragma unroll
         for (int r = 0; r < R; r++) {
-            const u32 to = shared_address(smem) + slot * STAGE + mine + r * CHUNK + lane * 16;
-            const char* chunk = from[r] + (u64)n * K_WARPS * CHUNK + lane * 16;
+            const u32 to = shared_address(smem) + slot * STAGE + mine + r * (WIDE * CHUNK) + lane * 16;
+            const char* chunk = from[r] + (u64)n * (K_WARPS * WIDE * CHUNK) + lane * 16;
             #pragma unroll
-            for (int p = 0; p < CHUNK; p += 512)
-                if (CHUNK - p >= 512 || p + lane * 16 < CHUNK) copy_async(to + p, chunk + p);
+            for (int p = 0; p < WIDE * CHUNK; p += 512)
+                if (p < bytes) copy_async(to + p, chunk + p);
         }
     };
+    const int piece = threadIdx.x % PIECES, x_step = THREADS / PIECES;  // every thread copies the same piece of each x_step-th row
+    const u32 x_to = shared_address(smem) + x_ring + threadIdx.x / PIECES * X_PITCH + piece * 16;
+    const u16* const x_from = X + (u64)(threadIdx.x / PIECES) * pitch_x + (begin * 16 + piece) * 8;
     auto fetch_x = [&](const int slot, const int n) {
-        const int piece0 = (begin + n * K_WARPS) * 32;  // of 8 k each
-        const int pieces = min(K / 8 - piece0, (count - n * K_WARPS) * 32);
-        if (pieces <= 0) return;
-        const u32 to = shared_address(smem) + x_ring + slot * x_stage;
-        for (int e = threadIdx.x; e < M * (K_WARPS * 32); e += THREADS) {
-            const int m = e / (K_WARPS * 32), p = e % (K_WARPS * 32);
-            copy_or_zero(to + m * X_PITCH + p * 16, X + (u64)m * pitch_x + (p < pieces ? piece0 + p : 0) * 8, p < pieces);
+        const int k = (begin * 16 + n * PIECES + piece) * 8;
+        const bool inside = k < K && n * PIECES + piece < count * 16;
+        const u16* row = inside ? x_from + (u64)n * (PIECES * 8) : X;
+        u32 to = x_to + slot * x_stage;
+        if (n * PIECES >= count * 16) return;
+        for (int m = threadIdx.x / PIECES; m < M; m += x_step, to += x_step * X_PITCH) {
+            copy_or_zero(to, row, inside);
+            if (inside) row += (u64)x_step * pitch_x;
         }
     };
 #if AHEAD
     fetch_weights(0, 0);
-    if (lane < AHEAD && (lane + 1) * K_WARPS + k_warp < count)
-        for (int r = 0; r < R; r++) ask_for(from[r] + (u64)(lane + 1) * K_WARPS * CHUNK);
+    if (lane < AHEAD && present(lane + 1) >= WIDE)
+        for (int r = 0; r < R; r++) ask_for(from[r] + (u64)(lane + 1) * (K_WARPS * WIDE * CHUNK));
 #else
     for (int p = 0; p < DEPTH - 1; p++) fetch_weights(p, p);
 #endif
@@ -174,17 +182,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
     u32 x_row[MT];  // this lane's address for ldmatrix; rows past M repeat the last
     #pragma unroll
     for (int m = 0; m < MT; m++)
-        x_row[m] = shared_address(smem) + x_ring + min(m * 8 + (lane & 7), M - 1) * X_PITCH + (lane >> 3) * 16 + k_warp * 512;
+        x_row[m] = shared_address(smem) + x_ring + min(m * 8 + (lane & 7), M - 1) * X_PITCH + (lane >> 3) * 16 + k_warp * (WIDE * 256);
 
-    auto consume = [&](const int slot) {
+    auto consume = [&](const int slot, const int wide) {
         const char* chunk[R];
-        u32 meta[R][4];
+        u32 meta[R][2];
         #pragma unroll
         for (int r = 0; r < R; r++) {
-            chunk[r] = smem + slot * STAGE + mine + r * CHUNK;
-            words(meta[r], chunk[r] + VALUES + lane * 16);
+            chunk[r] = smem + slot * STAGE + mine + (r * WIDE + wide) * CHUNK;
+            const uint2 pair = *(const uint2*)(chunk[r] + VALUES + lane * 8);
+            meta[r][0] = pair.x, meta[r][1] = pair.y;
         }
-        const u32 x_at = slot * x_stage;
+        const u32 x_at = slot * x_stage + wide * 256;
         auto step = [&](auto number, float (*c)[MT][4], auto fragment) {
             constexpr int j = decltype(number)::value;
             u32 x[MT][4];
@@ -200,11 +209,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
         };
 #if BITS == 16
         auto fragment = [&](u32* a, const int r, const int j) { words(a, chunk[r] + j * 512 + lane * 16); };
-        steps<0, 8>(step, acc, fragment);
+        steps<0, 4>(step, acc, fragment);
 #else
-        u32 w[R][8];
+        u32 w[R][4];
         #pragma unroll
-        for (int r = 0; r < R; r++) words(w[r], chunk[r] + lane * 16), words(w[r] + 4, chunk[r] + 512 + lane * 16);
+        for (int r = 0; r < R; r++) words(w[r], chunk[r] + lane * 16);
         auto group = [&](auto number, auto, auto) {
             constexpr int q = decltype(number)::value;
             u32 zero[R][2], each[R][2];
@@ -213,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
             for (int r = 0; r < R; r++)
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const u32 grid = *(const u32*)(chunk[r] + 1024 + q * 64 + g * 4 + h * 32);
+                    const u32 grid = *(const u32*)(chunk[r] + 512 + q * 64 + g * 4 + h * 32);
                     zero[r][h] = both((grid >> 16) + MAGIC16);
                     scale[r][h] = scale_float(grid);
                     each[r][h] = both(narrow(scale[r][h]));
@@ -256,7 +265,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
         fetch_weights(last, i + DEPTH - 1);
         fetch_x(last, i + DEPTH - 1);
         commit();
-        if (i * K_WARPS + k_warp < count) consume(slot);
+        #pragma unroll
+        for (int wide = 0; wide < WIDE; wide++)
+            if (wide < present(i)) consume(slot, wide);
         if (++slot == DEPTH) slot = 0;
     }
 
@@ -309,33 +320,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
 }
 
 // ---- the whole weight, decoded ---------------------------------------------------------------------------------
-// A warp takes one chunk at a time; its 16 x 256 values meet in shared memory and leave as rows of 512 bytes.
-#define DENSE_WARPS 4
+// A warp takes one chunk at a time; its 16 x 128 values meet in shared memory and leave as rows of 256 bytes.
+#define DENSE_WARPS 8
 extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) sparse24_dense(
     const char* __restrict__ W, u16* __restrict__ D, int K, int chunks, int total) {
-    __shared__ __align__(16) u64 tile[DENSE_WARPS][16][68];  // groups of four values; rows eight banks apart
+    __shared__ __align__(16) u64 tile[DENSE_WARPS][16][36];  // groups of four values; rows eight banks apart
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     for (int n = blockIdx.x * DENSE_WARPS + warp; n < total; n += gridDim.x * DENSE_WARPS) {
         const int row_tile = n / chunks, c = n % chunks;
         const char* chunk = W + (u64)n * CHUNK;
+        u32 w[4];
+        if (BITS == 4) words(w, chunk + lane * 16);
         #pragma unroll
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < 4; j++) {
             u32 a[4];
-#if BITS == 16
-            words(a, chunk + j * 512 + lane * 16);
-#else
-            const u32 word = *(const u32*)(chunk + j / 4 * 512 + lane * 16 + j % 4 * 4);
-#endif
+            if (BITS == 16) words(a, chunk + j * 512 + lane * 16);
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int h = i & 1;
 #if BITS == 4
-                const u32 grid = *(const u32*)(chunk + 1024 + j / SPG * 64 + g * 4 + h * 32), pair = word >> 4 * i;
+                const u32 grid = *(const u32*)(chunk + 512 + j / SPG * 64 + g * 4 + h * 32), pair = w[j] >> 4 * i;
                 const float scale = scale_float(grid), zero = (float)(grid >> 16);
                 a[i] = narrow(((float)(pair & 15) - zero) * scale);
                 a[i] |= (u32)narrow(((float)(pair >> 16 & 15) - zero) * scale) << 16;
 #endif
-                const u32 meta = *(const u32*)(chunk + VALUES + (g * 4 + (j & 1) * 2 + i / 2) * 16 + j / 2 * 4);
+                // The lane that gives the instruction this group's metadata.
+                const u32 meta = *(const u32*)(chunk + VALUES + (g * 4 + (j & 1) * 2 + i / 2) * 8 + j / 2 * 4);
                 const u32 nibble = meta >> (16 * h + 4 * t);
                 tile[warp][g + 8 * h][j * 8 + t + (i & 2 ? 4 : 0)] =
                     (u64)(a[i] & 0xffff) << 16 * (nibble & 3) | (u64)(a[i] >> 16) << 16 * (nibble >> 2 & 3);
@@ -343,9 +353,9 @@ extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) sparse24_dense(
         }
         __syncwarp();
         #pragma unroll
-        for (int row = 0; row < 16; row++) {
-            const int k = c * 256 + lane * 8;
-            if (k < K) *(uint4*)(D + (u64)(row_tile * 16 + row) * K + k) = load16(&tile[warp][row][lane * 2]);
+        for (int i = 0; i < 8; i++) {
+            const int row = 2 * i + lane / 16, k = c * 128 + lane % 16 * 8;
+            if (k < K) *(uint4*)(D + (u64)(row_tile * 16 + row) * K + k) = load16(&tile[warp][row][lane % 16 * 2]);
         }
         __syncwarp();
     }

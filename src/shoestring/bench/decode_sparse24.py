@@ -1,0 +1,272 @@
+"""Packed 2:4 weights at few rows, against bf16 `F.linear`, cuSPARSELt and dense int4: correct against fp64, then timed.
+
+    python -m shoestring.bench.decode_sparse24                         # measure and record
+    python -m shoestring.bench.decode_sparse24 --tune PLANS.json       # choose plans first and write them
+
+    2:4                 the kept values in bf16, 9 bits per weight with their metadata
+    2:4 + int4:g64      the kept values in 4 bits; 64 of them, from 128 weights, share a scale: 3.25 bits per weight
+    int4:g128           our kernel for dense 4-bit weights, 4.25 bits per weight
+    cuSPARSELt          the library's product with a 2:4 weight, the fastest of all its algorithms; 8 and more rows
+
+Time is that of one product in a CUDA graph over several weights, more than the L2 cache holds, so every weight comes
+from memory; the median over replays, with the 20th and 80th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.bench.lowbit_gemm import copies, graph_times, relative_error, say
+from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.formats import Format, Sparse24, Stacked, parse_format
+from shoestring.formats.base import Parts
+from shoestring.formats.serving24 import VALUES, codes_layout
+from shoestring.kernels import cslt, nvrtc, sparse24_rows
+from shoestring.kernels.sparse24_layout import SparseLayout
+from shoestring.kernels.sparse24_rows import Plan
+
+SHAPES = [(14336, 4096), (4096, 14336), (6144, 4096), (4096, 4096)]
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CASES = {"2:4": "sparse24", "2:4 + int4:g64": "sparse24+int4:g64", "int4:g128": "int4:g128"}
+LIBRARY, BASELINE = "2:4, cuSPARSELt", "bf16 F.linear"
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+# -- weights -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Weight:
+    format: Format
+    operands: list[Parts]  # copies, so that each comes from memory
+    dense: Tensor  # fp32, the meaning
+
+    def call(self, i: int, x: Tensor) -> Tensor:
+        return self.format.linear(x, self.operands[i], None)
+
+
+def make_weight(label: str, out: int, width: int) -> Weight:
+    format = parse_format(label)
+    w = torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02
+    parts = format.encode(w, {n: a.tensor for n, a in format.state(w).items()})
+    operands = format.serving_parts(parts)
+    assert operands is not parts, f"{label} has no kernel here"
+    size = sum(t.nbytes for t in operands.values())
+    held = [{n: t.clone() for n, t in operands.items()} for _ in range(copies(size))]
+    return Weight(format, held, format.decode(parts, torch.float32))
+
+
+def layout_of(label: str, width: int) -> SparseLayout:
+    format = parse_format(label)
+    if isinstance(format, Sparse24):
+        return VALUES
+    layout = codes_layout(format.second, width) if isinstance(format, Stacked) else None
+    assert layout is not None
+    return layout
+
+
+def check(weight: Weight, case: str, x: Tensor, call: Callable[[Tensor], Tensor]) -> float:
+    """Relative error against fp64; at most twice that of bf16 F.linear on the decoded weight."""
+    want = x.double() @ weight.dense.double().t()
+    error = relative_error(call(x), want)
+    allowed = relative_error(F.linear(x, weight.dense.to(DTYPE)), want)
+    assert error <= 2 * allowed, f"{case} with {x.shape[0]} rows: error {error:.5f}, bf16 {allowed:.5f}"
+    return error
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+def measure(shapes: Sequence[tuple[int, int]], rows_list: Sequence[int], until: float) -> None:
+    for out, width in shapes:
+        dense = [torch.randn(out, width, device=DEVICE, dtype=DTYPE) for _ in range(copies(out * width * 2))]
+        xs = {rows: torch.randn(rows, width, device=DEVICE, dtype=DTYPE) for rows in rows_list}
+        base = {rows: graph_times([partial(F.linear, x, w) for w in dense]) for rows, x in xs.items()}
+        del dense
+        say(f"{BASELINE} {out}x{width}  " + "  ".join(f"{r}: {_us(t)}" for r, t in base.items()))
+        for case, label in CASES.items():
+            weight = make_weight(label, out, width)
+            told = []
+            for rows, x in xs.items():
+                if time.monotonic() > until:
+                    say("out of time")
+                    return
+                error = check(weight, case, x, partial(weight.call, 0))
+                samples = graph_times([partial(weight.call, i, x) for i in range(len(weight.operands))])
+                note = "" if case == "int4:g128" else short(chosen(label, rows, out, width))
+                told.append(note_time(case, samples, base[rows], (out, width, rows), error, note))
+            say(f"{case} {out}x{width}  " + "  ".join(told))
+            if case == "2:4":
+                measure_library(weight, xs, base, out, width)
+
+
+def chosen(label: str, rows: int, out: int, width: int) -> Plan:
+    return sparse24_rows.choose_plan(layout_of(label, width), rows, out, width)
+
+
+def measure_library(
+    weight: Weight, xs: dict[int, Tensor], base: dict[int, list[float]], out: int, width: int
+) -> None:
+    """cuSPARSELt with the algorithm that is fastest for these rows; it takes multiples of 8 of them."""
+    told = []
+    packed = [cslt.pack(weight.dense.to(DTYPE)) for _ in range(copies(out * width * 9 // 8))]
+    for rows, x in xs.items():
+        if not cslt.fits(out, width, rows):
+            continue
+        try:
+            found = cslt.tune(out, width, rows, DTYPE)
+            assert found is not None
+            algorithms = list(found.algorithms)
+            calls = [partial(cslt.product, p, x.t(), algorithms) for p in packed]
+            error = check(weight, LIBRARY, x, lambda x, call=calls[0]: call().t())  # type: ignore[misc]
+            samples = graph_times(calls)
+        except (RuntimeError, AssertionError) as failed:
+            say(f"{LIBRARY} {out}x{width} rows {rows}: not measured ({str(failed)[:120]})")
+            continue
+        told.append(
+            note_time(LIBRARY, samples, base[rows], (out, width, rows), error, f"algorithm {algorithms[0]}")
+        )
+    say(f"{LIBRARY} {out}x{width}  " + "  ".join(told))
+
+
+def note_time(
+    case: str, samples: list[float], base: list[float], at: tuple[int, int, int], error: float, note: str
+) -> str:
+    out, width, rows = at
+    baseline = statistics.median(base)
+    ratio = baseline / statistics.median(samples)
+    record(
+        bench="decode_sparse24",
+        case=case,
+        metric="time",
+        unit="us",
+        samples=samples,
+        baseline=BASELINE,
+        baseline_value=baseline,
+        ratio=ratio,
+        quality={"relative_error": round(error, 6)},
+        config={"n": out, "k": width, "rows": rows},
+        note=note,
+    )
+    return f"{rows}: {_us(samples)} x{ratio:.2f}"
+
+
+def _us(samples: list[float]) -> str:
+    return f"{statistics.median(samples):.1f}us"
+
+
+# -- tuning --------------------------------------------------------------------------------------------------
+def short(p: Plan) -> str:
+    return f"{p.row_warps}x{p.k_warps}r{p.tiles}s{p.split}b{p.blocks}d{p.depth}a{p.ahead}"
+
+
+def candidates(layout: SparseLayout, rows: int, out: int, width: int, count: int) -> list[Plan]:
+    """The plans that look best, each also with a shorter ring."""
+    found: dict[Plan, None] = {}
+    for plan in sparse24_rows.plans(layout, rows, out, width)[:count]:
+        for depth in (plan.depth, max(2, plan.depth - 1)):
+            found[dataclasses.replace(plan, depth=depth)] = None
+    return list(found)
+
+
+def tune(shapes: Sequence[tuple[int, int]], path: Path, until: float, count: int = 10) -> None:
+    """Time the most promising plans for every shape and class of rows, and write the best to `path`."""
+    labels = [label for label in CASES.values() if label != "int4:g128"]
+    jobs = [
+        (label, shape, rows) for label in labels for shape in shapes for rows in sparse24_rows.ROW_CLASSES
+    ]
+    lists = {job: candidates(layout_of(job[0], job[1][1]), job[2], *job[1], count) for job in jobs}
+    compile_all([(layout_of(job[0], job[1][1]), job[2], plan) for job in jobs for plan in lists[job]])
+    best: dict[str, dict[str, int]] = {}
+    weight, held = None, None
+    for job in jobs:
+        label, (out, width), rows = job
+        if time.monotonic() > until:
+            say("out of time for tuning")
+            break
+        if held != (label, out, width):
+            weight, held = make_weight(label, out, width), (label, out, width)
+        assert weight is not None
+        layout = layout_of(label, width)
+        x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+        timed = []
+        for plan in lists[job]:
+            run = partial(sparse24_rows.few_rows_cuda, bias=None, layout=layout, plan=plan)
+            check(weight, f"{label} {short(plan)}", x, partial(run, chunks=weight.operands[0]["chunks"]))
+            samples = graph_times([partial(run, x, p["chunks"]) for p in weight.operands], 5)
+            timed.append((statistics.median(samples), plan))
+        timed.sort(key=lambda t: t[0])
+        best[sparse24_rows.plan_key(layout, rows, out, width)] = dataclasses.asdict(timed[0][1])
+        say(f"{label} {out}x{width} rows<={rows}: " + "  ".join(f"{t:.1f} {short(p)}" for t, p in timed[:6]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in best.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
+    sparse24_rows.PLANS = path
+    sparse24_rows.known_plans.cache_clear()
+    sparse24_rows.choose_plan.cache_clear()
+
+
+def compile_all(jobs: Sequence[tuple[SparseLayout, int, Plan]]) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
+    wanted = {
+        tuple(nvrtc.options_for(arch, sparse24_rows.macros(layout, DTYPE, rows, plan)))
+        for layout, rows, plan in jobs
+    }
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda options: nvrtc.cached_cubin(sparse24_rows.source(), options), wanted))
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+def _cells() -> tuple[list[dict[str, Any]], dict[tuple[str, str], dict[int, dict[str, Any]]]]:
+    """The counting lines, and those of one case and shape by rows."""
+    lines = [n for n in newest("decode_sparse24") if n["metric"] == "time"]
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for n in lines:
+        shape = f"{n['config']['n']}x{n['config']['k']}"
+        found.setdefault((n["case"], shape), {})[n["config"]["rows"]] = n
+    return lines, found
+
+
+def table() -> str:
+    """Times faster than bf16 F.linear: one row a kernel and shape, one column a number of rows."""
+    lines, found = _cells()
+    if not lines:
+        return "Not measured yet."
+    columns = sorted({n["config"]["rows"] for n in lines})
+    order = [*CASES, LIBRARY]
+    rows = [
+        [case, shape, *(f"{cells[c]['ratio']:.2f}" if c in cells else "" for c in columns)]
+        for (case, shape), cells in sorted(found.items(), key=lambda f: order.index(f[0][0]))
+    ]
+    return markdown(["weight", "shape", *map(str, columns)], rows) + provenance(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", type=Path, help="choose plans first and write them here")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
+    parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    begin, shapes = time.monotonic(), SHAPES[: args.shapes]
+    if args.tune:
+        tune(shapes, args.tune, begin + args.seconds * 0.5)
+    measure(shapes, args.rows, begin + args.seconds)
+
+
+if __name__ == "__main__":
+    main()
