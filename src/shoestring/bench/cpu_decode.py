@@ -1,7 +1,7 @@
 """Tokens per second of one request on a CPU, beside perplexity, for SmolLM2-135M-Instruct; llama.cpp in the same run.
 
     python -m shoestring.bench.cpu_decode quality --assets FOLDER         about 4 minutes on one core
-    python -m shoestring.bench.cpu_decode speed --llama-python PYTHON     about 3 minutes
+    python -m shoestring.bench.cpu_decode speed --llama-python PYTHON     3 minutes, on an idle machine
 
 Rows: fp32; 4-bit weights decoded to fp32 once (what every packed model does on a CPU); the same codes multiplied
 with activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding);
@@ -10,11 +10,11 @@ interpreter that has it. 4-bit weights are rounded to nearest: the table is abou
 activations cost, and better weights (bench/ptq.py) have the same speed.
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row
-runs in a process of its own, and the rows take turns, `--rounds` times, so that a busy moment hits all of
-them. Both clocks are recorded: of the wall, and of the processor (one thread only; what a machine that is busy
-with other work still tells). Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition).
-The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row has no further loss, ours are quantized a
-second time, on groups of 64.
+has a process of its own, and the rows take turns, `--rounds` times, so that a busy moment hits all of them; who
+is not in turn waits and takes no time. Both clocks are recorded: of the wall, and of the processor (one thread
+only; what a machine that is busy with other work still tells). Perplexity: first 6 windows of 512 tokens of the
+test text (the tokenised edition). The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row has no
+further loss, ours are quantized a second time, on groups of 64.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def measure_quality(args: argparse.Namespace) -> None:
         if case in known and args.missing:
             continue
         if case == LLAMA:
-            value = llama(args.llama_python, {"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
+            row = Row(llama(args.llama_python))
+            value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
+            row.close()
         else:
             value = perplexity(build(case), tokens)
         known[case] = value
@@ -167,10 +169,9 @@ def measure_quality(args: argparse.Namespace) -> None:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def time_steps(case: str, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
+def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
     """Seconds of each step that writes a token, but the first, by both clocks."""
     torch.set_num_threads(threads)
-    model = build(case)
     seconds: dict[str, list[float]] = {"wall": [], "processor": []}
     for counted in (False, True):
         engine = Engine(model, max_requests=1, max_context=len(prompt) + new, chunk=len(prompt))
@@ -185,20 +186,61 @@ def time_steps(case: str, prompt: list[int], new: int, threads: int) -> dict[str
     return seconds
 
 
+def answer(case: str) -> None:
+    """What `speed` starts for each row of ours: a question a line, an answer a line."""
+    model = build(case)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(time_steps(model, **json.loads(line))), flush=True)
+
+
+class Row:
+    """A process that answers; it waits where it is not asked."""
+
+    def __init__(self, command: list[str]) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._read()  # it is ready; the next one starts only now
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a row's process ended early; what it said stands above")
+        return json.loads(line)
+
+
 def measure_speed(args: argparse.Namespace) -> None:
     cases = [c for c in args.cases if c != LLAMA or args.llama_python]
     prompt = torch.randint(1000, 40000, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
-    for threads in args.threads:
-        found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": []} for c in cases}
-        for _ in range(args.rounds):
-            for case in cases:
-                ask = {"case": case, "prompt": prompt, "new": args.new, "threads": threads}
-                made = llama(args.llama_python, ask) if case == LLAMA else ours(ask)
-                for clock, seconds in found[case].items():
-                    seconds += made[clock]
-        # With several threads the processor's clock adds them up, which is no speed.
-        for clock in [c for c in args.clocks if c == "wall" or threads == 1]:
-            save_speed({c: f[clock] for c, f in found.items()}, clock, threads, args)
+    rows: dict[str, Row] = {}
+    try:
+        for case in cases:
+            rows[case] = Row(llama(args.llama_python) if case == LLAMA else ours(case))
+        for threads in args.threads:
+            found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": []} for c in cases}
+            for _ in range(args.rounds):
+                for case, row in rows.items():
+                    made = row.ask({"prompt": prompt, "new": args.new, "threads": threads})
+                    for clock, seconds in found[case].items():
+                        seconds += made[clock]
+            # With several threads the processor's clock adds them up, which is no speed.
+            for clock in [c for c in args.clocks if c == "wall" or threads == 1]:
+                save_speed({c: f[clock] for c, f in found.items()}, clock, threads, args)
+    finally:
+        for row in rows.values():
+            row.close()
 
 
 def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: argparse.Namespace) -> None:
@@ -226,16 +268,8 @@ def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: 
         )
 
 
-def ours(ask: dict[str, Any]) -> dict[str, Any]:
-    return ask_process([sys.executable, "-m", "shoestring.bench.cpu_decode", "one"], ask)
-
-
-def ask_process(command: list[str], ask: dict[str, Any]) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        command, input=json.dumps(ask), capture_output=True, text=True, check=True, env=environment
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+def ours(case: str) -> list[str]:
+    return [sys.executable, "-m", "shoestring.bench.cpu_decode", "one", "--cases", case]
 
 
 # -- llama.cpp -----------------------------------------------------------------------------------------------
@@ -245,12 +279,10 @@ import json, math, sys, time
 import numpy as np
 from llama_cpp import Llama
 
-ask = json.load(sys.stdin)
 window = 512
-model = Llama(ask["model"], n_ctx=window, n_batch=window, n_threads=ask["threads"],
-              n_threads_batch=ask["threads"], verbose=False, logits_all="perplexity" in ask)
-if "perplexity" in ask:
-    tokens, total, count = ask["perplexity"], 0.0, 0
+
+def score(model, tokens):
+    total, count = 0.0, 0
     for start in range(0, len(tokens), window):
         part = tokens[start:start + window]
         model.reset()
@@ -260,26 +292,37 @@ if "perplexity" in ask:
         norm = top + np.log(np.exp(logits - top[:, None]).sum(-1))
         total += float((norm - logits[np.arange(len(part) - 1), part[1:]]).sum())
         count += len(part) - 1
-    print(json.dumps({"perplexity": math.exp(total / count)}))
-else:
+    return {"perplexity": math.exp(total / count)}
+
+def steps(model, prompt, new):
     wall, processor = [], []
-    model.eval(ask["prompt"])
+    model.eval(prompt)
     token = int(np.argmax(model.scores[model.n_tokens - 1]))
-    for _ in range(ask["new"] - 1):
+    for _ in range(new - 1):
         began = time.perf_counter(), time.process_time()
         model.eval([token])
         token = int(np.argmax(model.scores[model.n_tokens - 1]))
         wall.append(time.perf_counter() - began[0])
         processor.append(time.process_time() - began[1])
-    print(json.dumps({"wall": wall, "processor": processor}))
+    return {"wall": wall, "processor": processor}
+
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    ask = json.loads(line)
+    scores = "perplexity" in ask
+    model = Llama(sys.argv[1], n_ctx=window, n_batch=window, n_threads=ask["threads"],
+                  n_threads_batch=ask["threads"], verbose=False, logits_all=scores)
+    made = score(model, ask["perplexity"]) if scores else steps(model, ask["prompt"], ask["new"])
+    model.close()
+    print(json.dumps(made), flush=True)
 """
 
 
-def llama(python: str, ask: dict[str, Any]) -> dict[str, Any]:
-    """Run llama.cpp in the interpreter that has llama-cpp-python."""
+def llama(python: str) -> list[str]:
+    """llama.cpp in the interpreter that has llama-cpp-python."""
     if not python:
         raise SystemExit("llama.cpp needs --llama-python, an interpreter with llama-cpp-python installed")
-    return ask_process([python, "-c", LLAMA_SCRIPT], {"model": str(gguf()), **ask})
+    return [python, "-c", LLAMA_SCRIPT, str(gguf())]
 
 
 def main() -> None:
@@ -304,7 +347,7 @@ def main() -> None:
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     if args.part == "one":
-        print(json.dumps(time_steps(**json.load(sys.stdin))))
+        answer(args.cases[0])
     elif args.part == "quality":
         if args.assets is None:
             parser.error("quality needs --assets")
