@@ -67,9 +67,9 @@ class Plan:
     row_warps: int
     k_warps: int
     tiles: int = 1
-    depth: int = 4
+    depth: int = 3
     split: int = 1
-    blocks: int = 2
+    blocks: int = 1
     panel: int = 0
     bulk: int = 0
     ahead: int = 0
@@ -124,21 +124,19 @@ def row_class(rows: int) -> int:
 def rule(
     layout: Layout, rows: int, out: int, width: int, norm: bool, swiglu: bool, multiprocessors: int = 132
 ) -> Plan:
-    """A plan for a shape that was not measured: one block a multiprocessor where the rows allow it, about 16 warps, and
-    rings as long as two such blocks have room for."""
+    """A plan for a shape that was not measured: one block a multiprocessor where the rows allow it, two row tiles a
+    warp where they divide, and short rings."""
     tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
     wanted = max(1, min(14, ceil_div(tiles, multiprocessors)))
-    pair = 2 if swiglu or wanted > 8 or (rows > 8 and wanted > 1) else 1
+    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 8) else 1
     row_warps = ceil_div(wanted, pair)
-    most = 8 if rows > 8 or pair == 2 else 16
-    k_warps = max(1, min(most // row_warps, ceil_div(chunks, 2)))
-    panels = [ceil_div(n, k_warps) * k_warps for n in (8, 4, 1)]
-    for blocks in (2, 1):
-        for panel in (0, *panels) if rows <= 8 or norm or width % CHUNK_WIDTH else panels:
-            for depth in (8, 6, 5, 4, 3):
-                plan = Plan(row_warps, k_warps, pair, depth, 1, blocks, panel)
-                if not (panel and norm) and plan.fits(layout, rows, width, norm):
-                    return plan
+    most = 16 if rows > 8 or (pair == 2 and row_warps < 7) else 28
+    k_warps = max(1, min(most // row_warps, 16, ceil_div(chunks, 2)))
+    panels = [ceil_div(n, k_warps) * k_warps for n in (16, 8, 4, 1)]
+    for panel in (0, *panels) if norm or (rows <= 8 and rows * width <= 64 * 1024) else panels:
+        plan = Plan(row_warps, k_warps, pair, 3, 1, 1, panel)
+        if not (panel and norm) and plan.fits(layout, rows, width, norm):
+            return plan
     return Plan(1, 1, 2 if swiglu else 1, 3, 1, 1, 0 if norm else 1)
 
 
@@ -242,10 +240,13 @@ def few_rows_cuda(
     panel = plan.panel_chunks(width)
     numbers = (width, rows, x_MK.stride(0), tiles, per_row, panel)
     pointers = (chunks, x_MK, y, table, bias, norm_K, residual_1N)
+    shared = plan.shared_bytes(layout, rows, width, norm_K is not None)
+    if plan.blocks == 1:  # not even two of the same kernel: blocks must not gather on one multiprocessor
+        shared = max(shared, SHARED_SM // 2)
     kernel.launch(
         plan.grid(tiles * CHUNK_ROWS),
         plan.warps * 32,
-        plan.shared_bytes(layout, rows, width, norm_K is not None),
+        shared,
         (
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers),
             ctypes.c_float(eps),
