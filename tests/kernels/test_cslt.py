@@ -141,7 +141,7 @@ def test_our_operand_is_the_librarys(m: int, k: int) -> None:
     x = torch.randn(256, k, device="cuda", dtype=torch.bfloat16)
     want = w.double() @ x.double().t()
     for b in (x.t(), x.t().contiguous()):
-        got = cslt.product(cslt.pack(w), b, [0, 0])
+        got = cslt.product(cslt.pack(w), b, [0] * 4)
         assert float((got.double() - want).abs().max() / want.abs().max()) < 1e-2
 
 
@@ -171,7 +171,7 @@ def test_sparse_products_give_what_dense_ones_give(select: str, weight_grad: str
     rows, clocks = None, None
     if weight_grad == "mvue":
         rows, clocks = state["row"].flatten(), CLOCKS.cuda()
-    first = (0, 0)
+    first = (0, 0, 0, 0)
     sparse = Plan(first, first if select == "tile" else None, first if weight_grad == "mvue" else None)
     results = []
     for plan in (DENSE, sparse):

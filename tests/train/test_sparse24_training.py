@@ -13,8 +13,9 @@ from sparse24_runs import METHODS, Rows, fit, masks_of, new_run
 from torch import nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Dense, FormatLinear, Sparse24, parse_format
+from shoestring.formats import Dense, FormatLinear, Sparse24, convert, parse_format
 from shoestring.kernels.sparse24 import mask24
+from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.hooks import Hook
@@ -28,6 +29,7 @@ from shoestring.train.sparse24 import (
     sparse_layers,
 )
 from shoestring.train.sparse24_optim import SparseAdam
+from shoestring.train.sparse24_tune import multiplied
 from shoestring.train.trainer import Run
 
 
@@ -275,3 +277,24 @@ def test_ranks_equal_one_process(run_ranks: Callable[..., str], tp: str, methods
             for key, value in mine.items():
                 slack = 3e-4 if key in ("flip_rate", "mask_change") else 2e-6  # one such group
                 assert theirs[key] == pytest.approx(value, rel=2e-5, abs=slack), (method, key, mine, theirs)
+
+
+def test_gate_and_up_are_measured_as_one_weight() -> None:
+    spec = ModelSpec(
+        vocab_size=32,
+        d_model=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=32,
+        d_ff=128,
+        max_positions=16,
+    )
+    model = Decoder(spec)
+    convert(model, [("*.mlp.*", Sparse24("tile", weight_grad="mvue"))])
+    shapes = [shape for _, shape in multiplied(model)]
+    assert shapes == [(256, 64), (256, 64), (64, 128)]
+    model.blocks[0].mlp.down.rest()  # type: ignore[union-attr,operator]
+    assert [shape for _, shape in multiplied(model)] == shapes, "a layer at rest will wake up"
+    convert(model, [("*.mlp.down", Sparse24())])
+    assert [shape for _, shape in multiplied(model)] == [(128, 64), (128, 64), (64, 128)]

@@ -30,13 +30,14 @@ SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
     "soft": {"select": "soft"},
     "held": {"hold_mask": True},
     "mvue": {"weight_grad": "mvue"},
+    "fp8": {"precision": "fp8"},
 }
 
 
 def parse_format(text: str) -> Format:
     """`<kind>[:sym][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym for int only, g0 or
     per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is kept as
-    state. `sparse24[:tile|:soft][:held][:mvue]` stands alone, or before a `+` and the kind of the kept values;
+    state. `sparse24[:tile|:soft][:held][:mvue][:fp8]` stands alone, or before a `+` and the kind of the kept values;
     `+slorb<inputs>[:trained]` after either adds a branch.
     """
     pruned, plus, branch = text.strip().lower().rpartition("+slorb")

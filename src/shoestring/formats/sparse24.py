@@ -12,12 +12,12 @@ What the three products of a linear layer see is decided by the fields, never by
     select="soft"     W~ = beta * S(W), S the soft threshold of S-STE, beta = <W, S(W)> / |S(W)|^2 fixed when
                       the state is made (re-estimating it while training makes the masks oscillate)
 
+precision="fp8" rounds the operands of all three to FP8 (sparse24_fp8.py); the stored weight is W~ as ever.
 dW goes to the dense weight as it is (straight-through; for "soft" without the factor beta). With hold_mask=True
 M is state that somebody refreshes (train.sparse24.MaskRefresh); otherwise every forward chooses it anew.
 
 The products are dense ones over operands that hold zeros, or, on a GPU and for shapes where it was measured to
-be faster (`tune`), sparse ones that give the same result. A sparse product leaves its output feature-major in
-memory; what follows it element by element keeps that order, and the next sparse product wants it so.
+be faster (`tune`), sparse ones that give the same result.
 Stored parts: values and meta in the layout of kernels/sparse24.py, 9/16 of the bytes at 16 bits.
 
 Left out on purpose: pruning the activations, and a second mask for the input gradient of select="row".
@@ -37,7 +37,8 @@ from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
 from shoestring.formats.rounding import to_dtype
 from shoestring.formats.serving24 import VALUES, values_from_chunks, values_to_chunks
-from shoestring.kernels import cslt
+from shoestring.formats.sparse24_fp8 import Fp8Products
+from shoestring.kernels import cslt, cslt8
 from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.mvue24 import mvue24
 from shoestring.kernels.mvue24_noise import WORDS, uniform_rows
@@ -55,6 +56,7 @@ from shoestring.kernels.transposable24 import TILE, transposable_mask
 
 SELECT = ("row", "tile", "soft")
 WEIGHT_GRAD = ("exact", "mvue")
+PRECISION = ("full", "fp8")
 # What a draw of MVUE is keyed by, besides the row of the weight; see kernels/mvue24_noise.py.
 CLOCKS = ("seed", "layer", "step", "token")
 # Every part and state of this Format.
@@ -67,9 +69,9 @@ PRODUCTS = ("forward", "input_grad", "weight_grad")
 class Plan(NamedTuple):
     """For each product the algorithms of cuSPARSELt (`cslt.choice`), or None: dense."""
 
-    forward: tuple[int, int] | None = None
-    input_grad: tuple[int, int] | None = None
-    weight_grad: tuple[int, int] | None = None
+    forward: cslt.Algorithms | None = None
+    input_grad: cslt.Algorithms | None = None
+    weight_grad: cslt.Algorithms | None = None
 
 
 DENSE = Plan()
@@ -77,16 +79,19 @@ DENSE = Plan()
 
 @dataclass(frozen=True)
 class Sparse24(Format):
-    """`select` row, tile or soft; `hold_mask`: the mask is state; `weight_grad` exact or mvue."""
+    """`select` row, tile or soft; `hold_mask`: the mask is state; `weight_grad` exact or mvue; `precision` full (the
+    dtype of the activations) or fp8."""
 
     select: str = "row"
     hold_mask: bool = False
     weight_grad: str = "exact"
+    precision: str = "full"
 
     name: ClassVar[str] = "sparse24"
 
     def __post_init__(self) -> None:
-        for field, allowed in (("select", SELECT), ("weight_grad", WEIGHT_GRAD)):
+        fields = (("select", SELECT), ("weight_grad", WEIGHT_GRAD), ("precision", PRECISION))
+        for field, allowed in fields:
             given = getattr(self, field)
             if given not in allowed:
                 raise UserError(
@@ -105,6 +110,7 @@ class Sparse24(Format):
             *([self.select] if self.select != "row" else []),
             *(["held"] if self.hold_mask else []),
             *(["mvue"] if self.weight_grad == "mvue" else []),
+            *(["fp8"] if self.precision == "fp8" else []),
         ]
         return ":".join([self.name, *options])
 
@@ -113,7 +119,8 @@ class Sparse24(Format):
         """Which of the three products have a 2:4 operand along their contraction."""
         return (
             "forward",
-            *(["input_grad"] if self.select == "tile" else []),
+            # FP8: the gradient of that product is E5M2, which the sparse ones do not take.
+            *(["input_grad"] if self.select == "tile" and self.precision == "full" else []),
             *(["weight_grad"] if self.weight_grad == "mvue" else []),
         )
 
@@ -220,13 +227,15 @@ class Sparse24(Format):
     def train_with(self, used: Tensor, x: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         """The three products with `used` (its gradient is dW), as the fields say."""
         plan = self.plan(x.numel() // x.shape[-1], used)
-        if plan == DENSE and (self.weight_grad == "exact" or not torch.is_grad_enabled()):
+        eight_bits = self.precision == "fp8"
+        if plan == DENSE and not eight_bits and (self.weight_grad == "exact" or not torch.is_grad_enabled()):
             return F.linear(x, used, bias)
         rows, clocks = None, None
         if self.weight_grad == "mvue":
             # Copied: the clocks may move on before the backward pass of this forward.
             rows, clocks = state["row"].flatten(), torch.stack([state[name] for name in CLOCKS])
-        return _Products.apply(x, used, bias, rows, clocks, plan)
+        products = Fp8Products if eight_bits else _Products
+        return products.apply(x, used, bias, rows, clocks, plan)
 
     def plan(self, num_tokens: int, w: Tensor) -> Plan:
         """Which products run on the sparse tensor cores, by the table of this GPU."""
@@ -235,8 +244,12 @@ class Sparse24(Format):
         return self.plan_of(num_tokens, (w.shape[0], w.shape[1]), w.dtype)
 
     def plan_of(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> Plan:
-        shapes = self.product_shapes(num_tokens, shape)
+        shapes, dtype = self.product_shapes(num_tokens, shape), self.operand_dtype(dtype)
         return Plan(*(cslt.choice(*shapes[p], dtype) if p in shapes else None for p in PRODUCTS))
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the products, when the activations have `dtype`."""
+        return cslt8.E4M3 if self.precision == "fp8" else dtype
 
     def product_shapes(self, num_tokens: int, shape: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """(m, k, n) of every product with a 2:4 operand [m, k]."""
@@ -246,10 +259,12 @@ class Sparse24(Format):
             "input_grad": (width, out, num_tokens),
             "weight_grad": (out, num_tokens, width),
         }
-        return {p: shapes[p] for p in self.sparse_products if cslt.fits(*shapes[p])}
+        fits = cslt8.fits8 if self.precision == "fp8" else cslt.fits
+        return {p: shapes[p] for p in self.sparse_products if fits(*shapes[p])}
 
     def tune(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> list[cslt.Measured]:
         """Measure, once for each GPU, which of the products gain from the sparse tensor cores."""
+        dtype = self.operand_dtype(dtype)
         found = [cslt.tune(*s, dtype) for s in self.product_shapes(num_tokens, shape).values()]
         return [m for m in found if m is not None]
 
@@ -318,7 +333,7 @@ class _Products(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _sparse_product(packed_OI: Tensor, x: Tensor, algorithms: tuple[int, int]) -> Tensor:
-    """x W^T with a packed W: [..., out], feature-major in memory."""
+def _sparse_product(packed_OI: Tensor, x: Tensor, algorithms: cslt.Algorithms) -> Tensor:
+    """x W^T with a packed W: [..., out], contiguous."""
     x_NI = x.flatten(0, -2)
-    return cslt.product(packed_OI, x_NI.t(), list(algorithms)).t().unflatten(0, x.shape[:-1])
+    return cslt.product(packed_OI, x_NI.t(), list(algorithms), True).unflatten(0, x.shape[:-1])

@@ -8,7 +8,7 @@ torch._sparse_semi_structured_tile writes is an older order that this version mi
 
     pack          a matrix that is 2:4 along its rows, of any strides (so also W^T from W), in one pass
     pack_mvue     a gradient -> the operand of MVUE(dZ^T), drawn and packed in one pass (mvue24_pack.py)
-    product       C = A B by a given algorithm of the library
+    product       C = A B, or its transpose, by a given algorithm of the library
 
 The library has some thirty algorithms and its own choice is often a third slower than the best. `tune` measures
 all of them against the dense product for one (m, k, n) and keeps the answer in a file per GPU; `choice` reads it:
@@ -24,9 +24,12 @@ import functools
 import itertools
 import json
 import os
+import statistics
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +38,26 @@ from shoestring.kernels.mvue24_pack import in_words, launch_mvue
 
 ROWS, COLS = 64, 64  # blocks of the metadata
 MAX_ALGORITHMS = 64
+TURNS = 9  # of the best algorithms and the dense product, when a shape is measured
 
 
 def usable(t: Tensor) -> bool:
-    return t.is_cuda and t.dtype in (torch.bfloat16, torch.float16) and _has_library()
+    return usable_as(t, t.dtype)
+
+
+def usable_as(t: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of `t` cast to `dtype` can be sparse."""
+    return t.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_library()
+
+
+# What depends on the machine alone is a constant to a compiler, not something to trace or to break a graph for.
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _has_library() -> bool:
+    return _looked_up()
 
 
 @functools.cache
-def _has_library() -> bool:
+def _looked_up() -> bool:
     return torch.backends.cusparselt.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
@@ -120,21 +135,30 @@ def _(dz_NO: Tensor, row_numbers: Tensor, clocks: Tensor) -> Tensor:
 # -- products ----------------------------------------------------------------------------------------
 
 
+# Algorithms for B by columns and by rows, then the same for a transposed result.
+Algorithms = tuple[int, int, int, int]
+
+
 @torch.library.custom_op("shoestring::product24", mutates_args=())
-def product(packed: Tensor, b_KN: Tensor, algorithms: list[int]) -> Tensor:
-    """A B in the dtype of B, fp32 sums; [m, n] contiguous. `algorithms`: for B by columns, for B by rows."""
+def product(packed: Tensor, b_KN: Tensor, algorithms: list[int], transpose: bool = False) -> Tensor:
+    """A B in the dtype of B, fp32 sums; [m, n] contiguous, or its transpose [n, m], which costs nothing."""
     by_columns = b_KN.stride(0) == 1
     if not by_columns and b_KN.stride(1) != 1:
         b_KN = b_KN.contiguous()
-    return torch._cslt_sparse_mm(packed, b_KN, alg_id=algorithms[0 if by_columns else 1])
+    algorithm = algorithms[(0 if by_columns else 1) + (2 if transpose else 0)]
+    return torch._cslt_sparse_mm(packed, b_KN, alg_id=algorithm, transpose_result=transpose)
 
 
 @product.register_fake
-def _(packed: Tensor, b_KN: Tensor, algorithms: list[int]) -> Tensor:
-    return b_KN.new_empty(packed.shape[0], b_KN.shape[1])
+def _(packed: Tensor, b_KN: Tensor, algorithms: list[int], transpose: bool = False) -> Tensor:
+    m, n = packed.shape[0], b_KN.shape[1]
+    return b_KN.new_empty((n, m) if transpose else (m, n))
 
 
 # -- which product to take ---------------------------------------------------------------------------
+
+# A sparse product must be this much faster than the dense one: packing its operand takes a few percent of it.
+WORTH = 1.05
 
 
 @dataclass(frozen=True)
@@ -143,8 +167,8 @@ class Measured:
     k: int
     n: int
     dtype: str
-    algorithms: tuple[int, int]  # for B by columns (a transposed view), for B by rows
-    sparse_ms: float  # the mean of both
+    algorithms: Algorithms
+    sparse_ms: float  # the mean of the four
     dense_ms: float
 
     @property
@@ -152,19 +176,31 @@ class Measured:
         return self.dense_ms / self.sparse_ms
 
 
-def choice(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[int, int] | None:
+def choice(m: int, k: int, n: int, dtype: torch.dtype) -> Algorithms | None:
     """The best algorithms for this shape, or None: dense is as fast, or nobody has tuned it (`tune`)."""
-    found = _table().get((m, k, n, str(dtype)))
-    return None if found is None or found.gain <= 1 else found.algorithms
+    for shape, algorithms in _worth_it(dtype):
+        if shape == (m, k, n):
+            return algorithms
+    return None
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _worth_it(dtype: torch.dtype) -> tuple[tuple[tuple[int, int, int], Algorithms], ...]:
+    """Shapes and their algorithms. Not a dictionary: sizes may be symbols to a compiler, which can be compared only."""
+    good = [f for f in _table().values() if f.dtype == str(dtype) and f.gain > WORTH]
+    return tuple(((f.m, f.k, f.n), f.algorithms) for f in good)
 
 
 def tune(m: int, k: int, n: int, dtype: torch.dtype) -> Measured | None:
     """Measure this shape on this GPU, once: later calls and later processes read the file."""
-    if not fits(m, k, n):
+    from shoestring.kernels import cslt8
+
+    eight_bits = dtype == cslt8.E4M3
+    if not (cslt8.fits8(m, k, n) if eight_bits else fits(m, k, n)):
         return None
     key = (m, k, n, str(dtype))
     if key not in _table():
-        _table()[key] = _measure(m, k, n, dtype)
+        _table()[key] = cslt8.measure8(m, k, n) if eight_bits else _measure(m, k, n, dtype)
         _save()
     return _table()[key]
 
@@ -175,42 +211,73 @@ def _measure(m: int, k: int, n: int, dtype: torch.dtype) -> Measured:
     keep = torch.tensor([True, False, False, True], device="cuda").repeat(k // 4)
     a = torch.where(keep, a, torch.zeros((), device="cuda", dtype=dtype))
     b = torch.randn(n, k, generator=gen, device="cuda", dtype=torch.float32).to(dtype).t()
-    packed = pack(a)
-    dense_ms = _median_ms(lambda: a @ b)
-    by_columns, by_rows = _best(packed, a, b), _best(packed, a, b.contiguous())
-    algorithms = (by_columns[1], by_rows[1])
-    sparse_ms = (by_columns[0] + by_rows[0]) / 2
+    packed, rows = pack(a), b.contiguous()
+    want = (a[:256] @ b).float()
+
+    def timed(view: Tensor, transpose: bool) -> Timed:
+        def sparse(algorithm: int, transpose: bool) -> Tensor:
+            return product(packed, view, [algorithm] * 4, transpose)
+
+        return best_algorithm(sparse, want, lambda: a @ b, transpose)
+
+    found = [timed(view, transpose) for transpose in (False, True) for view in (b, rows)]
+    one, two, three, four = (t.algorithm for t in found)
+    return measured(m, k, n, dtype, (one, two, three, four), found)
+
+
+class Timed(NamedTuple):
+    ms: float
+    algorithm: int
+    dense_ms: float
+
+
+def measured(
+    m: int, k: int, n: int, dtype: torch.dtype, algorithms: Algorithms, found: list[Timed]
+) -> Measured:
+    sparse_ms = statistics.mean(t.ms for t in found)
+    dense_ms = statistics.median(t.dense_ms for t in found)
     return Measured(m, k, n, str(dtype), algorithms, round(sparse_ms, 5), round(dense_ms, 5))
 
 
-def _best(packed: Tensor, a: Tensor, b: Tensor) -> tuple[float, int]:
-    """(milliseconds, algorithm) of the fastest one that computes A B."""
-    want = (a[:256] @ b).float()
+def best_algorithm(
+    sparse: Callable[[int, bool], Tensor], want: Tensor, dense: Callable[[], Tensor], transpose: bool
+) -> Timed:
+    """The fastest algorithm that computes `want` (the first rows of A B).
+
+    A first look at each, then the best few in turns with the dense product on a GPU that is warm by then: which
+    one wins, and by how much, changes with the clock that its power leaves.
+    """
     scale = float(want.abs().max())
-    best = (float("inf"), 0)
+    first: list[tuple[float, int]] = []
     for algorithm in range(MAX_ALGORITHMS):
-        both = [algorithm, algorithm]
         try:
-            got = product(packed, b, both)
+            got = sparse(algorithm, transpose)
         except RuntimeError:  # there are no more
             break
         # Some algorithms of some versions compute something else (pytorch issue 155333).
-        if float((got[:256].float() - want).abs().max()) <= 0.02 * scale:
-            best = min(best, (_median_ms(lambda both=both: product(packed, b, both), 5), algorithm))  # type: ignore[misc]
-    return best
+        got = got[:, : want.shape[0]].t() if transpose else got[: want.shape[0]]
+        if float((got.float() - want).abs().max()) <= 0.02 * scale:
+            again = functools.partial(sparse, algorithm, transpose)
+            first.append((_in_turns([again], 2)[0], algorithm))
+    best = [algorithm for _, algorithm in sorted(first)[:3]]
+    if not best:
+        return Timed(float("inf"), 0, 0.0)
+    calls = [functools.partial(sparse, algorithm, transpose) for algorithm in best]
+    dense_ms, *times = _in_turns((dense, *calls), TURNS)
+    ms, algorithm = min(zip(times, best, strict=True))
+    return Timed(ms, algorithm, dense_ms)
 
 
-def _median_ms(call: object, repeats: int = 9) -> float:
-    assert callable(call)
-    call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+def _in_turns(calls: Sequence[Callable[[], Tensor]], turns: int) -> list[float]:
+    """The median milliseconds of each call."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(calls) + 1)]
     marks[0].record()
-    for mark in marks[1:]:
-        call()
+    for i, mark in enumerate(marks[1:]):
+        calls[i % len(calls)]()
         mark.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-    return times[repeats // 2]
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    return [statistics.median(times[i :: len(calls)]) for i in range(len(calls))]
 
 
 def table_file() -> Path:
@@ -225,6 +292,7 @@ def _table() -> dict[tuple[int, int, int, str], Measured]:
     try:
         lines = json.loads(table_file().read_text())
         found = [Measured(**{**line, "algorithms": tuple(line["algorithms"])}) for line in lines]
+        found = [f for f in found if len(f.algorithms) == 4]
     except (OSError, ValueError, TypeError, KeyError):  # none yet, or of an older version: measured anew
         return {}
     return {(f.m, f.k, f.n, f.dtype): f for f in found}

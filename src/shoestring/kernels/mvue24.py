@@ -9,12 +9,13 @@ capped at one:
                                        p_i = a_i / rest           kept value  sign(x_i) * rest
                                        rest = sum(a) - a_m
 
-The two places are drawn by systematic sampling: with c_i = p_1 + ... + p_i and one uniform u, i is kept when
-an integer + u lies in [c_{i-1}, c_i). That needs no sort and no table of pair probabilities, and it gives the
-same p as the published construction, hence the same variance. Which *pairs* come out together differs.
+The two places are drawn by systematic sampling: with s_i = a_1 + ... + a_i (the largest left out where it is kept
+anyway) and w the value that is given, i is kept when u w, or (1 + u) w in the first case, lies in [s_{i-1}, s_i).
+That needs no sort, no division and no table of pair probabilities, and it gives the same p as the published
+construction, hence the same variance. Which *pairs* come out together differs.
 
-Everything is fp32: in fp16 a group of one large and three zero gradients divides by zero. Zeros are never
-kept, a group of zeros gives zeros, and NaN or infinity stays visible.
+Everything is fp32, in one fixed order and without a product that is added to something, so that every compiler and
+every device draws the same. Zeros are never kept, a group of zeros gives zeros, and NaN or infinity stays visible.
 """
 
 from __future__ import annotations
@@ -27,44 +28,26 @@ GROUP = 4
 
 def mvue24_ref(x: Tensor, u: Tensor) -> Tensor:
     """fp32: x pruned along the last dim [..., 4k] with uniform numbers u [..., k]."""
-    x_g = x.float().unflatten(-1, (-1, GROUP))
+    x_g, low, high = x.float().unflatten(-1, (-1, GROUP)), torch.minimum, torch.maximum
     a = x_g.abs()
-    top = a.argmax(-1, keepdim=True)
-    is_top = torch.arange(GROUP, device=x.device) == top
-    others = a.masked_fill(is_top, 0.0)
-    # Added up without the largest, not total - largest: that would leave rounding noise of the largest.
-    rest = _sum_of_four(others)
-    heavy = a.amax(-1, keepdim=True) > rest
-    places = torch.where(heavy, 1.0, 2.0)
-    total = torch.where(heavy, rest, _sum_of_four(a))
-    # One division for the group, and only products after it: a compiler that fuses multiply and add has nothing
-    # to fuse, so a kernel draws exactly this.
-    inverse = places / total.clamp(min=torch.finfo(torch.float32).tiny)
-    c = torch.where(heavy, others, a).cumsum(-1) * inverse
-    # The last one is exact, so that the number of kept values never depends on rounding.
-    c = torch.cat([torch.zeros_like(places), c[..., :-1].minimum(places), places], dim=-1)
-    steps = torch.ceil(c - u.unsqueeze(-1))
-    drawn = steps[..., 1:] > steps[..., :-1]
-    own = heavy & is_top
-    value = torch.where(own, x_g, x_g.sign() * (total / places))
-    return torch.where(drawn | own | ~total.isfinite(), value, 0.0).flatten(-2)
-
-
-def _sum_of_four(a: Tensor) -> Tensor:
-    """In one fixed order, so that the kernel and every device draw the same."""
     a0, a1, a2, a3 = a.unbind(-1)
-    return ((a0 + a1) + (a2 + a3)).unsqueeze(-1)
+    top = high(high(a0, a1), high(a2, a3))
+    # Added up without the largest, not total - largest: that would leave rounding noise of the largest.
+    rest = (low(a0, a1) + low(a2, a3)) + low(high(a0, a1), high(a2, a3))
+    heavy = top > rest
+    w = torch.where(heavy, rest, 0.5 * (rest + top))
+    above = a > rest.unsqueeze(-1)  # the largest of a heavy group, and nothing else
+    s = torch.where(above, 0.0, a)[..., :-1].cumsum(-1)
+    one = (s <= (u * w).unsqueeze(-1)).sum(-1, keepdim=True)
+    two = (s <= ((1 + u) * w).unsqueeze(-1)).sum(-1, keepdim=True)
+    two = torch.where(heavy.unsqueeze(-1), above.byte().argmax(-1, keepdim=True), two)
+    # A last value of zero is met only by rounding.
+    drawn = torch.copysign(w.unsqueeze(-1), x_g)
+    drawn[..., -1] = torch.where((a3 == 0) & w.isfinite(), 0.0, drawn[..., -1])
+    out = torch.zeros_like(x_g).scatter(-1, one, drawn.gather(-1, one))
+    second = torch.where(heavy.unsqueeze(-1), x_g, drawn).gather(-1, two)
+    return out.scatter(-1, two, second).flatten(-2)
 
 
 def mvue24(x: Tensor, u: Tensor) -> Tensor:
     return mvue24_ref(x, u)
-
-
-def keep_probability(x: Tensor) -> Tensor:
-    """The p_i above, fp32 [..., 4k]; zero values have none. For tests and for predicting the variance."""
-    a = x.float().abs().unflatten(-1, (-1, GROUP))
-    rest = a.sum(-1, keepdim=True) - a.amax(-1, keepdim=True)
-    heavy = a.amax(-1, keepdim=True) > rest
-    capped = torch.where(a == a.amax(-1, keepdim=True), 1.0, a / rest.clamp(min=1e-38))
-    p = torch.where(heavy, capped, 2 * a / a.sum(-1, keepdim=True).clamp(min=1e-38))
-    return torch.where(a > 0, p, 0.0).flatten(-2)

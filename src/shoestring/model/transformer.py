@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shoestring.formats import Dense, FormatLinear
+from shoestring.formats import Dense, FormatLinear, sparse24_ffn
 from shoestring.formats.linear import local
 from shoestring.model import collectives
 from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
@@ -125,7 +125,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.act == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            fused = sparse24_ffn.ffn(x, self.gate, self.up, self.down)
+            return self.down(F.silu(self.gate(x)) * self.up(x)) if fused is None else fused
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
 
 

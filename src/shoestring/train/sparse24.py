@@ -31,6 +31,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Format, FormatLinear, Slorb, Sparse24, Stacked
 from shoestring.formats.linear import full, like_weight, local
 from shoestring.formats.rounding import cast_weight
+from shoestring.kernels.masked_decay import pull_masked_
 from shoestring.kernels.sparse24 import is_24
 from shoestring.mesh import Mesh
 from shoestring.train.hooks import Hook
@@ -194,8 +195,7 @@ class MaskedDecay(Hook):
         for layer in sparse_layers(run.model):
             weight = layer.linear.weight
             if weight.grad is not None:
-                pulled = local(weight).masked_fill(layer.mask(), 0.0)
-                local(weight.grad).add_(pulled.to(weight.grad.dtype), alpha=strength)
+                pull_masked_(local(weight.grad), local(weight), layer.mask(), strength)
 
 
 class DenseFinish(Hook):

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoestring.kernels.cslt import Measured
+from shoestring.formats import Sparse24, sparse24_ffn
+from shoestring.kernels.cslt import WORTH, Measured
+from shoestring.model.transformer import Mlp
 from shoestring.train.sparse24 import sparse_layers
 
 
@@ -24,13 +26,26 @@ def tune_products(
     if not torch.cuda.is_available() or not torch.backends.cusparselt.is_available():
         return []
     found: dict[tuple[int, int, int], Measured] = {}
-    for layer in sparse_layers(model, resting=True):
-        for m in layer.pruning.tune(num_tokens, multiplied_shape(layer.linear.weight), dtype):
+    for pruning, shape in multiplied(model):
+        for m in pruning.tune(num_tokens, shape, dtype):
             found[m.m, m.k, m.n] = m
     for m in found.values():
-        verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.gain > 1 else "dense is faster"
+        verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.gain > WORTH else "stays dense"
         say(f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}")
     return list(found.values())
+
+
+def multiplied(model: nn.Module) -> list[tuple[Sparse24, tuple[int, int]]]:
+    """The weights of the products: of every 2:4 layer, or of gate and up as one where they are fused."""
+    fused: dict[int, tuple[int, int]] = {}
+    for mlp in model.modules():
+        if not isinstance(mlp, Mlp) or mlp.act != "swiglu":
+            continue
+        if sparse24_ffn.fusable(mlp.gate, mlp.up, mlp.down, resting=True):
+            wide, narrow = sparse24_ffn.ffn_shapes(multiplied_shape(mlp.gate.weight))
+            fused |= {id(mlp.gate): wide, id(mlp.up): wide, id(mlp.down): narrow}
+    layers = sparse_layers(model, resting=True)
+    return [(x.pruning, fused.get(id(x.linear)) or multiplied_shape(x.linear.weight)) for x in layers]
 
 
 def multiplied_shape(weight: Tensor) -> tuple[int, int]:

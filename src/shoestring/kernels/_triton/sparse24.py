@@ -57,17 +57,19 @@ def _two_of_four(k0, k1, k2, k3):
 
 @triton.jit
 def _store_packed(
-    first, second, v0, v1, values, meta, num_rows, width, ROWS: tl.constexpr, GROUPS: tl.constexpr
-):
+    first, second, v0, v1, values, meta, num_rows, width, pitch, row_at, group_at,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Groups of [ROWS, GROUPS] with values v0, v1 at places first < second, as an operand of cuSPARSELt: the order
     of its metadata is `nibble_order` in kernels/cslt.py. values: the pairs as 32-bit words; meta: 64-bit words.
+    The operand's rows are `pitch` long; `width` of that are ours. row_at, group_at: where this block begins.
     """
     low = v0.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     high = v1.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    row = row_at + tl.arange(0, ROWS)
+    group = group_at + tl.arange(0, GROUPS)
     inside = (row < num_rows)[:, None] & (group * 4 < width)[None, :]
-    tl.store(values + row.to(tl.int64)[:, None] * (width // 4) + group[None, :], low | high, mask=inside)
+    tl.store(values + row.to(tl.int64)[:, None] * (pitch // 4) + group[None, :], low | high, mask=inside)
 
     # A word holds eight groups of rows r and r + 8.
     nibble = tl.reshape((first | (second << 2)).to(tl.int64), (ROWS // 16, 2, 8, GROUPS // 8, 8))
@@ -75,13 +77,9 @@ def _store_packed(
     shift = 4 * (2 * (g >> 2) + 4 * (g & 1) + 8 * ((g >> 1) & 1))[None, None, None, None, :]
     shift += 4 * tl.arange(0, 2)[None, :, None, None, None]
     word = tl.sum(tl.sum(nibble << shift.to(tl.int64), axis=4), axis=1)  # [ROWS / 16, 8, GROUPS / 8]
-    row = (
-        tl.program_id(0) * ROWS
-        + 16 * tl.arange(0, ROWS // 16)[:, None, None]
-        + tl.arange(0, 8)[None, :, None]
-    )
-    eight = tl.program_id(1) * (GROUPS // 8) + tl.arange(0, GROUPS // 8)[None, None, :]
-    block = (row // 64) * (width // 64) + eight // 2
+    row = row_at + 16 * tl.arange(0, ROWS // 16)[:, None, None] + tl.arange(0, 8)[None, :, None]
+    eight = group_at // 8 + tl.arange(0, GROUPS // 8)[None, None, :]
+    block = (row // 64) * (pitch // 64) + eight // 2
     at = block.to(tl.int64) * 64 + (eight % 2) * 32 + (row // 16 % 4) * 8 + row % 8
     tl.store(meta + at, word, mask=(row < num_rows) & (eight * 32 < width))
 
@@ -127,47 +125,48 @@ def _pack_kernel(
     first, second = _two_of_four(y0 != 0, y1 != 0, y2 != 0, y3 != 0)
     v0 = tl.where(first == 0, y0, tl.where(first == 1, y1, y2))
     v1 = tl.where(second == 1, y1, tl.where(second == 2, y2, y3))
-    _store_packed(first, second, v0, v1, values, meta, num_rows, width, ROWS, GROUPS)
+    at, begin = tl.program_id(0) * ROWS, tl.program_id(1) * GROUPS
+    _store_packed(first, second, v0, v1, values, meta, num_rows, width, width, at, begin, ROWS, GROUPS)
+
+
+@triton.jit
+def _below(s1, s2, s3, t):
+    return (s1 <= t).to(tl.int32) + (s2 <= t).to(tl.int32) + (s3 <= t).to(tl.int32)
 
 
 @triton.jit
 def _mvue_draw(x0, x1, x2, x3, u):
-    """kernels/mvue24.py for groups x0..x3 with uniform numbers u: which are kept (at most two), the magnitude they
-    get, and the magnitude from which on a value keeps its own.
+    """kernels/mvue24.py for groups x0..x3 with uniform numbers u: two places, the first before the second, and the
+    values they get.
     """
+    ALL: tl.constexpr = tl.PropagateNan.ALL
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
-    top = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
-    is0 = a0 == top
-    is1 = (a1 == top) & ~is0
-    is2 = (a2 == top) & ~is0 & ~is1
-    is3 = ~is0 & ~is1 & ~is2
-    o0, o1 = tl.where(is0, 0.0, a0), tl.where(is1, 0.0, a1)
-    o2, o3 = tl.where(is2, 0.0, a2), tl.where(is3, 0.0, a3)
-    rest = (o0 + o1) + (o2 + o3)
+    h0, h2 = tl.maximum(a0, a1, propagate_nan=ALL), tl.maximum(a2, a3, propagate_nan=ALL)
+    l0, l2 = tl.minimum(a0, a1, propagate_nan=ALL), tl.minimum(a2, a3, propagate_nan=ALL)
+    top = tl.maximum(h0, h2, propagate_nan=ALL)
+    rest = (l0 + l2) + tl.minimum(h0, h2, propagate_nan=ALL)
     heavy = top > rest
-    places = tl.where(heavy, 1.0, 2.0)
-    total = tl.where(heavy, rest, (a0 + a1) + (a2 + a3))
-    inverse = tl.div_rn(places, tl.maximum(total, 1.1754943508222875e-38))
-    s1 = tl.where(heavy, o0, a0)
-    s2 = s1 + tl.where(heavy, o1, a1)
-    s3 = s2 + tl.where(heavy, o2, a2)
-    # How many of u, 1 + u lie below each running sum; below the first none, below the last as many as places.
-    n1 = tl.ceil(tl.minimum(s1 * inverse, places) - u)
-    n2 = tl.ceil(tl.minimum(s2 * inverse, places) - u)
-    n3 = tl.ceil(tl.minimum(s3 * inverse, places) - u)
-    broken = (total - total) != 0  # NaN or infinity: everything stays, so that it is seen
-    k0 = (n1 > 0) | (heavy & is0) | broken
-    k1 = (n2 > n1) | (heavy & is1) | broken
-    k2 = (n3 > n2) | (heavy & is2) | broken
-    k3 = (places > n3) | (heavy & is3) | broken
-    own = tl.where(heavy, top, float("inf"))
-    return k0 & (x0 != 0), k1 & (x1 != 0), k2 & (x2 != 0), k3 & (x3 != 0), total / places, own
-
-
-@triton.jit
-def _mvue_value(x, kept, magnitude, own):
-    drawn = tl.where(x > 0, magnitude, -magnitude)
-    return tl.where(kept, tl.where(tl.abs(x) >= own, x, drawn), 0.0)
+    w = tl.where(heavy, rest, 0.5 * (rest + top))
+    s1 = tl.where(a0 > rest, 0.0, a0)
+    s2 = s1 + tl.where(a1 > rest, 0.0, a1)
+    s3 = s2 + tl.where(a2 > rest, 0.0, a2)
+    one = _below(s1, s2, s3, u * w)
+    largest = tl.where(a0 > rest, 0, tl.where(a1 > rest, 1, tl.where(a2 > rest, 2, 3)))
+    two = tl.where(heavy, largest, _below(s1, s2, s3, (1 + u) * w))
+    # A last value of zero is met only by rounding.
+    empty = (a3 == 0) & (w < float("inf"))
+    xa = tl.where(one == 0, x0, tl.where(one == 1, x1, tl.where(one == 2, x2, x3)))
+    xb = tl.where(two == 0, x0, tl.where(two == 1, x1, tl.where(two == 2, x2, x3)))
+    va = tl.where((one == 3) & empty, 0.0, tl.where(xa < 0, -w, w))
+    vb = tl.where((two == 3) & empty, 0.0, tl.where(xb < 0, -w, w))
+    vb = tl.where(heavy, xb, vb)
+    # The same place twice: the other one is any, with nothing in it.
+    same, last = one == two, two == 3
+    first = tl.where(same, tl.minimum(two, 2), tl.minimum(one, two))
+    second = tl.where(same, 3, tl.maximum(one, two))
+    v0 = tl.where(same, tl.where(last, 0.0, vb), tl.where(one < two, va, vb))
+    v1 = tl.where(same, tl.where(last, vb, 0.0), tl.where(one < two, vb, va))
+    return first, second, v0, v1
 
 
 @triton.jit
@@ -186,7 +185,7 @@ def _uniform(clocks, row_numbers, row, num_rows, group, ROWS: tl.constexpr, GROU
         tl.join(w0, w2), tl.join(w1, w3)
     )  # [ROWS / 4, GROUPS, 2, 2], last two read as a binary number
     bits = tl.reshape(tl.permute(tl.reshape(words, (ROWS // 4, GROUPS, 4)), (0, 2, 1)), (ROWS, GROUPS))
-    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
+    return (bits >> 9).to(tl.float32) * 1.1920928955078125e-07  # 2**-23
 
 
 @triton.jit
@@ -202,20 +201,16 @@ def _mvue_kernel(
     u = _uniform(clocks, row_numbers, row, num_rows, group, ROWS, GROUPS)
     y0, y1, y2, y3 = _load_groups(dz, num_rows, num_tokens, row_stride, token_stride, WORDS, ROWS, GROUPS)
     x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
-    k0, k1, k2, k3, magnitude, own = _mvue_draw(x0, x1, x2, x3, u)
+    first, second, v0, v1 = _mvue_draw(x0, x1, x2, x3, u)
     dtype: tl.constexpr = dz.dtype.element_ty
+    v0, v1 = v0.to(dtype), v1.to(dtype)
     if PACK:
-        first, second = _two_of_four(k0, k1, k2, k3)
-        a = tl.where(first == 0, x0, tl.where(first == 1, x1, x2))
-        b = tl.where(second == 1, x1, tl.where(second == 2, x2, x3))
-        v0 = _mvue_value(a, k0 | k1 | k2, magnitude, own).to(dtype)
-        v1 = _mvue_value(b, (second < 3) | k3, magnitude, own).to(dtype)
-        _store_packed(first, second, v0, v1, out, meta, num_rows, width, ROWS, GROUPS)
+        begin = tl.program_id(1) * GROUPS
+        _store_packed(first, second, v0, v1, out, meta, num_rows, width, width, row, begin, ROWS, GROUPS)
     else:
         rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (rows < num_rows) & (group * 4 < width)[None, :]
         there = out + rows * width + (group * 4)[None, :]
-        tl.store(there, _mvue_value(x0, k0, magnitude, own).to(dtype), mask=inside)
-        tl.store(there + 1, _mvue_value(x1, k1, magnitude, own).to(dtype), mask=inside)
-        tl.store(there + 2, _mvue_value(x2, k2, magnitude, own).to(dtype), mask=inside)
-        tl.store(there + 3, _mvue_value(x3, k3, magnitude, own).to(dtype), mask=inside)
+        zero = tl.zeros_like(v0)
+        for i in tl.static_range(4):
+            tl.store(there + i, tl.where(first == i, v0, tl.where(second == i, v1, zero)), mask=inside)

@@ -1,0 +1,178 @@
+"""A SwiGLU layer of three Sparse24 linears as one function, feature-major inside.
+
+    Z = W~gu X^T    H = silu(Zg) * Zu    Y^T = W~d H             gate and up are one product
+    dH = W~d^T dY^T    dZ from Z, dH    dX^T = W~gu^T dZ         and the input gradient needs no sum of two
+    dWd = MVUE(dY^T) H^T    dWgu = MVUE(dZ) X
+
+The same numbers as the three layers one by one, but for roundings: which operands are pruned and what is drawn are
+the Format's. It exists for speed: between sparse products nothing is transposed or copied, weights are pruned and
+packed in one pass from the master, and the gradient of SwiGLU is drawn and packed where it is made.
+
+`ffn` returns None where it does not apply (other formats, biases, hooks around a layer, no GPU, nothing to gain by
+the table of this GPU) and the caller goes on layer by layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoestring.formats.linear import FormatLinear, compute_dtype, local
+from shoestring.formats.sparse24 import CLOCKS, DENSE, Plan, Sparse24, prune_tokens
+from shoestring.kernels import cslt, ffn24
+
+
+class FfnPlan(NamedTuple):
+    """Of gate and up as one weight [2F, D], and of down [D, F]."""
+
+    up: Plan
+    down: Plan
+
+
+def ffn(x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear) -> Tensor | None:
+    """down(silu(gate(x)) * up(x)), or None."""
+    if not torch.is_grad_enabled() or not x.is_cuda or not fusable(gate, up, down):
+        return None
+    dtype = compute_dtype(x)
+    plan = ffn_plan(gate.format, x.numel() // x.shape[-1], local(gate.weight), dtype)  # type: ignore[arg-type]
+    if plan is None:
+        return None
+    return run(x.to(dtype), [gate, up, down], plan)
+
+
+def fusable(*linears: FormatLinear, resting: bool = False) -> bool:
+    """Whether these layers may be taken as one: equal 2:4 formats, and nothing attached to a single one. With
+    `resting`: or could be, were they awake.
+    """
+    formats = [(resting and linear.resting) or linear.format for linear in linears]
+    first = formats[0]
+    return (
+        isinstance(first, Sparse24)
+        and first.precision == "full"
+        and all(
+            format == first
+            and not linear.packed
+            and linear.bias is None
+            and linear.decoded is None
+            and not linear._forward_hooks
+            and not linear._forward_pre_hooks
+            for linear, format in zip(linears, formats, strict=True)
+        )
+    )
+
+
+def ffn_shapes(gate_shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """[out, in] of the two weights of the products, given that of the gate."""
+    inner, outer = gate_shape
+    return (2 * inner, outer), (outer, inner)
+
+
+def ffn_plan(format: Sparse24, num_tokens: int, gate: Tensor, dtype: torch.dtype) -> FfnPlan | None:
+    if not cslt.usable_as(gate, dtype) or num_tokens % 64:
+        return None
+    if gate.shape[0] % ffn24.TILE or gate.shape[1] % ffn24.TILE or not gate.is_contiguous():
+        return None
+    wide, narrow = ffn_shapes((gate.shape[0], gate.shape[1]))
+    plan = FfnPlan(
+        format.plan_of(num_tokens, wide, dtype),
+        format.plan_of(num_tokens, narrow, dtype),
+    )
+    return None if plan == (DENSE, DENSE) else plan
+
+
+def run(x: Tensor, linears: list[FormatLinear], plan: FfnPlan) -> Tensor:
+    """`linears`: gate, up, down; see fusable."""
+    format = linears[0].format
+    assert isinstance(format, Sparse24)
+    weights = [local(linear.weight) for linear in linears]
+    states = [linear.format_state() for linear in linears]
+    soft = format.select == "soft"
+    if soft:
+        pruning = [state["beta"] for state in states]
+    elif format.hold_mask:
+        pruning = [state["mask"] for state in states]
+    else:
+        pruning = [format.choose(w.detach().to(x.dtype)) for w in weights]
+    drawing = []
+    if format.weight_grad == "mvue":
+        drawing = [state["row"].flatten() for state in states]
+        # Copied: the clocks may move on before the backward pass of this forward.
+        drawing += [torch.stack([state[name] for name in CLOCKS]) for state in states]
+    return _Ffn.apply(x, *weights, plan, soft, *pruning, *drawing)
+
+
+class _Ffn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, plan: FfnPlan, soft: bool, *state: Tensor
+    ) -> Tensor:
+        """`state`: a beta (soft) or mask for each weight, then row numbers and clocks, where dW is drawn."""
+        pruning, drawing = list(state[:3]), state[3:]
+        masks, betas = ([], pruning) if soft else (pruning, [])
+        dtype = x.dtype
+        x_ND = x.flatten(0, -2)
+        wide = _prepare([gate, up], masks[:2], betas[:2], dtype, plan.up)
+        narrow = _prepare([down], masks[2:], betas[2:], dtype, plan.down)
+        if plan.up.forward is None:
+            z_2FN = wide[2] @ x_ND.t()
+        else:
+            z_2FN = cslt.product(wide[0], x_ND.t(), list(plan.up.forward))
+        h_FN = ffn24.swiglu(z_2FN)
+        if plan.down.forward is None:
+            y_ND = h_FN.t() @ narrow[2].t()
+        else:
+            y_ND = cslt.product(narrow[0], h_FN, list(plan.down.forward), True)
+        ctx.plan, ctx.dtypes = plan, (gate.dtype, up.dtype, down.dtype)
+        back = [w[2] if p.input_grad is None else w[1] for w, p in ((wide, plan.up), (narrow, plan.down))]
+        ctx.save_for_backward(x_ND, z_2FN, h_FN, *back, *drawing)
+        return y_ND.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, z_2FN, h_FN, wide, narrow, *drawing = ctx.saved_tensors
+        rows, clocks = drawing[:3], drawing[3:]
+        plan: FfnPlan = ctx.plan
+        dy_ND = grads[0].flatten(0, -2).contiguous()
+        if plan.down.input_grad is None:
+            dh_FN = narrow.t() @ dy_ND.t()
+        else:
+            dh_FN = cslt.product(narrow, dy_ND.t(), list(plan.down.input_grad))
+        sparse_up = plan.up.weight_grad is not None
+        dz_2FN, packed = ffn24.swiglu_grad(z_2FN, dh_FN, *((rows[:2], clocks[:2]) if sparse_up else ([], [])))
+        if plan.up.input_grad is None:
+            dx_ND = dz_2FN.t() @ wide
+        else:
+            dx_ND = cslt.product(wide, dz_2FN, list(plan.up.input_grad), True)
+        if plan.up.weight_grad is not None:
+            dw_2FD = cslt.product(packed, x_ND, list(plan.up.weight_grad))
+        else:
+            dw_2FD = _dense_weight_grad(dz_2FN, x_ND, rows[:2], clocks[:2])
+        if plan.down.weight_grad is not None:
+            drawn_dy = cslt.pack_mvue(dy_ND, rows[2], clocks[2])
+            dw_DF = cslt.product(drawn_dy, h_FN.t(), list(plan.down.weight_grad))
+        else:
+            dw_DF = _dense_weight_grad(dy_ND.t(), h_FN.t(), rows[2:], clocks[2:])
+        gate_type, up_type, down_type = ctx.dtypes
+        dgate, dup = dw_2FD.chunk(2)
+        dx = dx_ND.unflatten(0, grads[0].shape[:-1])
+        none = [None] * (5 + len(drawing))
+        return dx, dgate.to(gate_type), dup.to(up_type), dw_DF.to(down_type), *none
+
+
+def _prepare(
+    weights: list[Tensor], masks: list[Tensor], betas: list[Tensor], dtype: torch.dtype, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    dense = plan.forward is None or plan.input_grad is None
+    return ffn24.prepare(
+        weights, masks, betas, dtype, plan.forward is not None, plan.input_grad is not None, dense
+    )
+
+
+def _dense_weight_grad(dz_ON: Tensor, x_NI: Tensor, rows: list[Tensor], clocks: list[Tensor]) -> Tensor:
+    """dZ^T X, drawn where there are rows to draw for (one tensor for each part of dz's rows)."""
+    if not rows:
+        return dz_ON @ x_NI
+    parts = zip(dz_ON.chunk(len(rows)), rows, clocks, strict=True)
+    return torch.cat([prune_tokens(dz.t(), r, c) for dz, r, c in parts]) @ x_NI

@@ -1,0 +1,164 @@
+"""What lies between the products of a 2:4 SwiGLU layer: weights made ready, SwiGLU and its gradient, feature-major.
+
+Sparse products write their result feature-major, [features, tokens]. Everything here stays in that order, reads
+each tensor once and writes what the next product wants:
+
+    prepare       master weights -> rounded to 16 bits, pruned, packed as W~ and as W~^T, or dense, in one pass; the
+                  weights of gate and up become one operand [2F, D], so that one product serves both
+    swiglu        Z [2F, N] -> H [F, N]
+    swiglu_grad   Z, dH -> dZ [2F, N] and, with row numbers, the operand of MVUE(dZ) along the tokens
+
+Shapes: N tokens, F inner width, D outer width. The kernels need a GPU (or Triton's interpreter); kernels/cslt.py
+says what an operand is. Draws are those of kernels/mvue24_noise.py, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoestring.kernels.nvrtc import compile_kernel
+
+TILE = 64  # rows and columns of all weights are multiples of it
+ROWS, COLS, WARPS = 32, 64, 4  # of one program of `prepare`
+GRAD_ROWS, GRAD_GROUPS, GRAD_WARPS = 16, 32, 4  # of Triton's `swiglu_grad`
+
+
+def _empty_operand(like: Tensor, dtype: torch.dtype, m: int, k: int, wanted: bool) -> Tensor:
+    return torch.empty(m if wanted else 0, k * 9 // 16, dtype=dtype, device=like.device)
+
+
+def _words(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
+    flat = packed.view(-1)
+    return flat[: m * k // 2].view(torch.int32), flat[m * k // 2 :].view(torch.int64)
+
+
+@torch.library.custom_op("shoestring::prepare24", mutates_args=())
+def prepare(
+    weights: list[Tensor],
+    masks: list[Tensor],
+    betas: list[Tensor],
+    dtype: torch.dtype,
+    pack: bool,
+    pack_t: bool,
+    dense: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(operand of W~, operand of W~^T, W~) of the weights laid one above the other; what is not asked for has no
+    rows. Pruned by `masks`, or, where `betas` are given, by the soft threshold times beta.
+    """
+    from shoestring.kernels._triton.ffn24 import _prepare_kernel
+
+    rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    packed = _empty_operand(weights[0], dtype, rows, cols, pack)
+    packed_t = _empty_operand(weights[0], dtype, cols, rows, pack_t)
+    whole = torch.empty(rows if dense else 0, cols, dtype=dtype, device=weights[0].device)
+    values, meta = _words(packed, rows if pack else 0, cols)
+    values_t, meta_t = _words(packed_t, cols if pack_t else 0, rows)
+    at = 0
+    for number, w in enumerate(weights):
+        assert w.is_contiguous() and w.shape[0] % TILE == 0 and cols % TILE == 0
+        _prepare_kernel[(w.shape[0] // ROWS, cols // COLS)](
+            w,
+            w if betas else masks[number].view(torch.uint8),
+            betas[number] if betas else w,
+            values[at * cols // 4 :],
+            meta[at * cols // 64 :],
+            values_t[at // 4 :],
+            meta_t[at:],
+            whole[at:],
+            w.shape[0], cols, rows,
+            SOFT=bool(betas), PACK=pack, PACK_T=pack_t, DENSE=dense, ROWS=ROWS, COLS=COLS, num_warps=WARPS,
+        )  # fmt: skip
+        at += w.shape[0]
+    return packed, packed_t, whole
+
+
+@prepare.register_fake
+def _(
+    weights: list[Tensor],
+    masks: list[Tensor],
+    betas: list[Tensor],
+    dtype: torch.dtype,
+    pack: bool,
+    pack_t: bool,
+    dense: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    packed = _empty_operand(weights[0], dtype, rows, cols, pack)
+    packed_t = _empty_operand(weights[0], dtype, cols, rows, pack_t)
+    return packed, packed_t, weights[0].new_empty(rows if dense else 0, cols, dtype=dtype)
+
+
+@torch.library.custom_op("shoestring::swiglu_rows", mutates_args=())
+def swiglu(z_2FN: Tensor) -> Tensor:
+    """silu(gate) * up, [F, N]; the gate is the upper half of the rows."""
+    from shoestring.kernels._triton.ffn24 import _swiglu_kernel
+
+    assert z_2FN.is_contiguous()
+    width, block = z_2FN.shape[0] // 2, 4096
+    out_FN = z_2FN.new_empty(width, z_2FN.shape[1])
+    _swiglu_kernel[(-(-out_FN.numel() // block),)](
+        z_2FN, z_2FN[width:], out_FN, out_FN.numel(), BLOCK=block, num_warps=8
+    )
+    return out_FN
+
+
+@swiglu.register_fake
+def _(z_2FN: Tensor) -> Tensor:
+    return z_2FN.new_empty(z_2FN.shape[0] // 2, z_2FN.shape[1])
+
+
+@torch.library.custom_op("shoestring::swiglu_rows_grad", mutates_args=())
+def swiglu_grad(
+    z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(dZ, operand of MVUE(dZ)); row numbers and clocks are those of gate and up. Without them the second has no
+    rows.
+    """
+    assert z_2FN.is_contiguous() and dh_FN.is_contiguous()
+    width, tokens = dh_FN.shape
+    pack = bool(row_numbers)
+    dz_2FN = torch.empty_like(z_2FN)
+    packed = _empty_operand(z_2FN, z_2FN.dtype, 2 * width, tokens, pack)
+    values, meta = _words(packed, 2 * width if pack else 0, tokens)
+    if pack and z_2FN.is_cuda:
+        _launch_grad(z_2FN, dh_FN, dz_2FN, values, meta, row_numbers, clocks)
+        return dz_2FN, packed
+    from shoestring.kernels._triton.ffn24 import _swiglu_grad_kernel
+
+    numbers, times = (row_numbers, clocks) if pack else ([z_2FN, z_2FN], [z_2FN, z_2FN])
+    grid = (-(-width // GRAD_ROWS), -(-tokens // (4 * GRAD_GROUPS)))
+    _swiglu_grad_kernel[grid](
+        z_2FN, z_2FN[width:], dh_FN, dz_2FN, dz_2FN[width:],
+        values, meta, values[width * tokens // 4 :], meta[width * tokens // 64 :],
+        *numbers, *times, width, tokens,
+        PACK=pack, ROWS=GRAD_ROWS, GROUPS=GRAD_GROUPS, num_warps=GRAD_WARPS,
+    )  # fmt: skip
+    return dz_2FN, packed
+
+
+def _launch_grad(
+    z: Tensor, dh: Tensor, dz: Tensor, values: Tensor, meta: Tensor, rows: list[Tensor], clocks: list[Tensor]
+) -> None:
+    width, tokens = dh.shape
+    kernel = compile_kernel(
+        _source(), "swiglu24_grad", {"HALF": int(z.dtype == torch.float16)}, z.device.index
+    )
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (z, dh, dz, values, meta, *rows, *clocks)]
+    sizes = [ctypes.c_int(width), ctypes.c_int(tokens)]
+    kernel.launch((-(-tokens // 256), width // 64, 1), 128, 0, [*pointers, *sizes], dependent=False)
+
+
+@functools.cache
+def _source() -> str:
+    return (Path(__file__).parent / "_cuda" / "swiglu24.cu").read_text()
+
+
+@swiglu_grad.register_fake
+def _(z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    rows = z_2FN.shape[0] if row_numbers else 0
+    return torch.empty_like(z_2FN), z_2FN.new_empty(rows, z_2FN.shape[1] * 9 // 16)
