@@ -377,6 +377,8 @@ def _lowbit_linear_op(
     x_MK = x.reshape(-1, x.shape[-1])
     shape = (*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
     kernel = chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
+    if kernel and 0 < x_MK.shape[0] <= lowbit_few.MOST_ROWS:
+        return lowbit_few.few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
         return few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
