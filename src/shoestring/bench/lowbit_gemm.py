@@ -11,12 +11,15 @@ says so and records nothing. Peers that are not installed are looked for in ./pe
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import sys
 import time
+from ast import literal_eval
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -301,93 +304,118 @@ def table() -> str:
 
 
 # -- peers ---------------------------------------------------------------------------------------------------
-# Each makes a list of functions of x, one per copy of a random weight; group 128, 4 bits unless named otherwise.
+# Each makes a list of functions of x, one per copy of a weight, and the dense weight that they stand for; group 128.
 Functions = list[Callable[[Tensor], Tensor]]
+Peer = Callable[[int, int, int], tuple[Functions, Tensor]]
 
 
-def tinygemm(out: int, width: int, count: int) -> Functions:
-    def one() -> Callable[[Tensor], Tensor]:
-        pairs = torch.randint(0, 255, (out, width // 2), device=DEVICE, dtype=torch.uint8)
-        packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-        grid = torch.rand(width // 128, out, 2, device=DEVICE, dtype=DTYPE)
-        return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, 128, grid)
-
-    return [one() for _ in range(count)]
+def random_codes(out: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """4-bit codes, scales and zero points [out, width / 128] of a random weight."""
+    codes = torch.randint(0, 16, (out, width), device=DEVICE, dtype=torch.uint8)
+    scale = torch.rand(out, width // 128, device=DEVICE, dtype=DTYPE) * 0.004 + 0.002
+    return codes, scale, torch.randint(5, 11, scale.shape, device=DEVICE).to(DTYPE)
 
 
-def torchao_int4(out: int, width: int, count: int) -> Functions:
+def decode_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    groups = codes.unflatten(1, (-1, 128)).float() - zero.float().unsqueeze(-1)
+    return (groups * scale.float().unsqueeze(-1)).flatten(1)
+
+
+def seen_weight(function: Callable[[Tensor], Tensor], width: int) -> Tensor:
+    """The weight that a function multiplies with, column by column."""
+    hot = torch.eye(width, device=DEVICE, dtype=DTYPE)
+    return torch.cat([function(part) for part in hot.split(2048)]).t().float()
+
+
+def tinygemm(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
+    codes, scale, zero = random_codes(out, width)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+    shift = (8 - zero.float()) * scale.float()  # it decodes as (code - 8) * scale + shift
+    grid = torch.stack([scale.t(), shift.to(DTYPE).t()], -1).contiguous()
+    dense = decode_codes(codes, scale, 8 - grid[..., 1].t().float() / scale.float())
+
+    def one(w: Tensor, g: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.ops.aten._weight_int4pack_mm(x, w, 128, g)
+
+    return [one(packed.clone(), grid.clone()) for _ in range(count)], dense
+
+
+def torchao_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
-    def one() -> Callable[[Tensor], Tensor]:
-        layer = torch.nn.Sequential(torch.nn.Linear(width, out, bias=False, device=DEVICE, dtype=DTYPE))
-        quantize_(layer, Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
-        return layer
-
-    return [one() for _ in range(count)]
+    layer = torch.nn.Sequential(torch.nn.Linear(width, out, bias=False, device=DEVICE, dtype=DTYPE))
+    quantize_(layer, Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
+    return [copy.deepcopy(layer) for _ in range(count)], seen_weight(layer, width)
 
 
-def gemlite_int4(out: int, width: int, count: int) -> Functions:
+def gemlite_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
+    """With the settings its authors tuned on an H100, and the nearest of them where one is missing: no search here."""
+    import gemlite
+    from gemlite.core import GEMLITE_TRITON_CONFIG_CACHE as KNOWN
     from gemlite.helper import A16W4_HQQ_INT
 
-    def one() -> Callable[[Tensor], Tensor]:
-        codes = torch.randint(0, 15, (out, width), device=DEVICE, dtype=torch.uint8)
-        scale = torch.rand(out, width // 128, device=DEVICE, dtype=DTYPE) * 0.01
-        zero = torch.full_like(scale, 7.0)
-        return A16W4_HQQ_INT(device=f"{DEVICE}:0", dtype=DTYPE).from_weights(
-            codes, scale.view(-1, 1), zero.view(-1, 1)
-        )
+    if "GEMM" not in KNOWN:
+        gemlite.GemLiteLinearTriton.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
+    tuned = (14336, 4096) if (out, width) == (8192, 8192) else (out, width)
+    for known in KNOWN.values():
+        near = [k for k in map(literal_eval, known) if k[1:5] == (*tuned, 128, 8)]
+        for rows in ROWS if near else ():
+            best = min(near, key=lambda k: abs(math.log(k[0] / rows)))
+            known.setdefault(str((rows, out, width, *best[3:])), known[str(best)])
 
-    return [one() for _ in range(count)]
+    codes, scale, zero = random_codes(out, width)
+    dense = decode_codes(codes, scale, zero)
+    pack = A16W4_HQQ_INT(device=f"{DEVICE}:0", dtype=DTYPE).from_weights
+    return [pack(codes, scale.view(-1, 1), zero.view(-1, 1)) for _ in range(count)], dense
 
 
-def humming(kind: str, zero_point: bool) -> Callable[[int, int, int], Functions]:
-    def make(out: int, width: int, count: int) -> Functions:
+def humming(kind: str, zero_point: bool) -> Peer:
+    def make(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
         from humming.layer import HummingLayer
 
-        def one() -> Callable[[Tensor], Tensor]:
-            config = {"dtype": kind, "group_size": 128, "has_zero_point": zero_point}
-            layer = HummingLayer(out, width, config, torch_dtype=DTYPE).cuda()
-            layer.load_from_unquantized(torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02)
-            layer.transform()
-            return layer
-
-        return [one() for _ in range(count)]
+        config = {"dtype": kind, "group_size": 128, "has_zero_point": zero_point}
+        layer = HummingLayer(out, width, config, torch_dtype=DTYPE).cuda()
+        layer.load_from_unquantized(torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02)
+        layer.transform()
+        return [copy.deepcopy(layer) for _ in range(count)], seen_weight(layer, width)
 
     return make
 
 
-PEERS: dict[str, list[tuple[str, int, Callable[[int, int, int], Functions], tuple[int, ...]]]] = {
+PEERS: dict[str, list[tuple[str, int, Peer, tuple[int, ...]]]] = {
     "tinygemm": [("torch tinygemm int4", 4, tinygemm, ROWS[:7])],
     "torchao": [("torchao int4", 4, torchao_int4, (1, 16, 64))],
-    "gemlite": [("gemlite int4", 4, gemlite_int4, (1, 16, 64))],
+    "gemlite": [("gemlite int4", 4, gemlite_int4, ROWS)],
     "humming": [
-        ("humming int4, zero points", 4, humming("uint4", True), (1, 4, 16, 64, 2048)),
-        ("humming int4, symmetric", 4, humming("uint4", False), (1, 4, 16, 64, 256, 2048)),
-        ("humming int3, symmetric", 3, humming("uint3", False), (1, 16)),
-        ("humming int2, symmetric", 2, humming("uint2", False), (1, 16)),
+        ("humming int4, zero points", 4, humming("uint4", True), ROWS),
+        ("humming int4, symmetric", 4, humming("uint4", False), ROWS),
+        ("humming int3, symmetric", 3, humming("uint3", False), (1, 16, 64)),
+        ("humming int2, symmetric", 2, humming("uint2", False), (1, 16, 64)),
     ],
 }
 
 
-def measure_peer(name: str, until: float, shapes: Sequence[tuple[int, int]]) -> None:
+def measure_peer(
+    name: str, until: float, shapes: Sequence[tuple[int, int]], only: Sequence[int] = ROWS
+) -> None:
     for case, bits, make, rows_list in PEERS[name]:
         for out, width in shapes:
-            told = []
+            told, began = [], time.monotonic()
             try:
-                functions = make(out, width, copies(out * width * bits // 8))
-                for rows in rows_list:
+                functions, dense = make(out, width, copies(out * width * bits // 8))
+                for rows in (r for r in rows_list if r in only):
                     if time.monotonic() > until:
                         say(f"{case}: out of time")
                         return
                     x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
-                    functions[0](x)  # compiles and tunes
+                    error = relative_error(functions[0](x), x.double() @ dense.double().t())  # compiles, too
                     samples = graph_times([partial(f, x) for f in functions])
-                    ratio = record_time(case, samples, out, width, rows, error=None, bits=bits, group=128)
-                    told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f}")
+                    ratio = record_time(case, samples, out, width, rows, error=error, bits=bits, group=128)
+                    told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f} e{error:.4f}")
             except Exception as error:
-                say(f"{case} {out}x{width}: not measured ({type(error).__name__}: {str(error)[:160]})")
+                say(f"{case} {out}x{width}: not measured ({type(error).__name__}: {str(error)[:300]})")
             if told:
-                say(f"{case} {out}x{width}  " + "  ".join(told))
+                say(f"{case} {out}x{width} {time.monotonic() - began:.1f}s  " + "  ".join(told))
 
 
 def main() -> None:
@@ -398,13 +426,14 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--peer", choices=list(PEERS), help="measure this library instead of ours")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the last so many")
+    parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
     args = parser.parse_args()
     torch.manual_seed(0)
     until = time.monotonic() + args.seconds
     if args.peer:
         sys.path.append("peers")
-        measure_peer(args.peer, until, SHAPES[: args.shapes])
+        measure_peer(args.peer, until, SHAPES[-args.shapes :], args.rows or ROWS)
         return
     if args.tune:
         tune(args.formats, args.tune, time.monotonic() + args.seconds * 0.5)

@@ -1,0 +1,230 @@
+"""The wgmma kernel for many rows: its source on the CPU (fragments, descriptors, rings), its plans, and on a GPU every
+format against fp64. The rule for kernels: RMS error at most twice that of F.linear on the decoded weight."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoestring.formats import FormatLinear, parse_format
+from shoestring.formats.serving import lay_out
+from shoestring.kernels import lowbit_wgmma
+from shoestring.kernels.lowbit import decode_chunks_ref
+from shoestring.kernels.lowbit_layout import Layout
+from shoestring.kernels.lowbit_wgmma import (
+    WidePlan,
+    choose_plan,
+    many_rows_cuda,
+    plans,
+    tile_rows,
+    wgmma_function,
+    wide_macros,
+)
+
+HERE = Path(__file__).parent
+SHARED = (
+    "shared_address", "copy_async", "copy_or_zero", "commit", "wait_all_but", "mma", "load_x", "sub2", "mul2",
+    "mul_relu2", "half_float", "narrow", "magic_register", "field",
+)  # fmt: skip
+WIDE = (
+    "bar_init", "bar_init_done", "bar_expect", "bar_arrive", "bar_passed", "load_box", "sums_sync", "wgmma_fence",
+    "wgmma_commit", "transpose8", "from_neighbour",
+)  # fmt: skip
+DECLARED = """
+static void bar_init(u32, u32); static void bar_init_done(); static void bar_expect(u32, u32);
+static void bar_arrive(u32); static bool bar_passed(u32, u32); static void sums_sync(); static void wgmma_fence();
+static void wgmma_commit(); static u32 transpose8(u32); static u32 from_neighbour(u32);
+static void wgmma(float*, const u32*, u64);
+static void load_box(u32, const TensorMap*, int, int, u32, u32);
+"""
+
+
+# -- the source on the CPU -----------------------------------------------------------------------------------
+def cpu_source() -> str:
+    """The kernel as C++: functions of inline assembly give way to those of wgmma_on_cpu.h."""
+    shared, wide = (path.read_text() for path in lowbit_wgmma.SOURCES)
+    for name in SHARED:
+        shared = cuda_on_cpu.without_function(shared, name)
+    for name in WIDE:
+        wide = cuda_on_cpu.without_function(wide, name)
+    shared = shared.replace("extern __shared__ __align__(1024) char smem[];", "")
+    shared = re.sub(r"^typedef .*\n", "", shared, flags=re.MULTILINE)
+    # TensorMap is the kernel's, and what works on it the emulation's: declared between them
+    at = wide.index("// ---- barriers and clusters")
+    wide = re.sub(r"asm volatile\((\"[^\"]*\"\s*)+[^;]*\);", "", wide[:at] + DECLARED + wide[at:])
+    assert not re.search(r"\basm\b", re.sub(r"//.*", "", shared + wide)), (
+        "assembly that the emulation does not know"
+    )
+    return shared + wide
+
+
+CASES = [
+    # format, rows, out, in, plan
+    ("int4:g128", 19, 80, 768, WidePlan(24, 1, stages=2, depth=3)),
+    ("int4:g64", 29, 272, 704, WidePlan(16, 2, stages=3, depth=4, steps=2)),
+    ("int3:g128", 40, 64, 640, WidePlan(40, 1, stages=4, depth=2)),
+    ("int2:g32", 9, 64, 352, WidePlan(16, 1, stages=2, depth=3)),
+    ("nf4:s2:g64", 17, 64, 448, WidePlan(24, 1, stages=3, depth=3)),
+    ("nf3:s1:g32", 8, 64, 288, WidePlan(8, 1, stages=5, depth=5, steps=2)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}rows")
+def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> None:
+    label, rows, out, width, plan = case
+    torch.manual_seed(0)
+    layer = FormatLinear(width, out, bias=False, format=parse_format(label))
+    layer.pack()
+    layout, parts = layer.format.layout(width), layer.parts()
+    chunks, table = lay_out(parts, layout), parts.get("table")
+    (tmp_path / "kernel.inc").write_text(cpu_source())
+    macros = [f"-D{k}={v}" for k, v in wide_macros(layout, torch.bfloat16, plan).items()]
+    library = tmp_path / "kernel.so"
+    command = [
+        "g++",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-std=c++17",
+        "-x",
+        "c++",
+        *macros,
+        f"-I{tmp_path}",
+        f"-I{HERE}",
+    ]
+    subprocess.run([*command, str(HERE / "wgmma_on_cpu.h"), "-o", str(library)], check=True)
+
+    x = torch.randn(rows, width).bfloat16()
+    y = torch.full((rows, out), torch.nan, dtype=torch.bfloat16)
+    pointer = ctypes.c_void_p
+    _, blocks, _ = plan.grid(rows, out, sms=3)
+    ctypes.CDLL(str(library)).run_wide(
+        pointer(chunks.data_ptr()), ctypes.c_long(chunks.numel()), pointer(x.data_ptr()), pointer(y.data_ptr()),
+        pointer(0 if table is None else table.data_ptr()), out, width, rows, *chunks.shape[:2], blocks,
+        plan.memory(layout),
+    )  # fmt: skip
+    weight = decode_chunks_ref(chunks, table, layout, width)
+    want = x.double() @ weight.double().t()
+    eager = (x.float() @ weight.bfloat16().float().t()).bfloat16()
+    error, allowed = ((t.double() - want).square().mean().sqrt().item() for t in (y, eager))
+    assert error <= 2 * allowed
+
+
+# -- plans ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("columns", [8, 64, 256])
+def test_the_instruction_names_every_sum_once(columns: int) -> None:
+    text = wgmma_function(columns, half=False)
+    assert f"m64n{columns}k16.f32.bf16.bf16" in text
+    assert re.findall(r"c\[(\d+)\]", text) == [str(i) for i in range(columns // 2)]
+    listed = text[text.index("{", text.index("asm")) : text.index(" :")]
+    assert re.findall(r"%(\d+)", listed) == [str(i) for i in range(columns // 2 + 5)]
+
+
+def test_plans_fit_the_machine() -> None:
+    for bits, table in ((2, False), (3, False), (4, False), (3, True), (4, True)):
+        layout = Layout(bits, 32 if table else 128, table, 1 + table, False)
+        for rows in (17, 32, 40, 64, 100, 128, 200, 256, 257, 512, 2048):
+            for out, width in ((4096, 4096), (14336, 4096), (4096, 14336), (64, 128), (16, 1600)):
+                found = plans(layout, rows, out, width)
+                assert found and found[0] == choose_plan(layout, rows, out, width)
+                for plan in found:
+                    assert plan.fits(layout) and plan.threads <= 1024 and plan.split * plan.cast <= 8
+                    assert plan.tile % (8 * plan.cast) == 0 and plan.tile <= 256
+                    # registers: sums, two sets of operands, and what goes around them
+                    assert plan.tile // 2 + 8 * plan.steps + 20 <= (plan.more_registers or 255)
+                    _, blocks, _ = plan.grid(rows, out)
+                    assert 0 < blocks <= plan.items(rows, out) and (
+                        plan.split == 1 or blocks == plan.items(rows, out)
+                    )
+
+
+def test_rows_go_into_equal_tiles() -> None:
+    assert [tile_rows(n) for n in (1, 17, 33, 64, 65, 256, 257, 300, 512, 520, 2048)] == [
+        16, 24, 48, 64, 96, 256, 192, 192, 256, 192, 256,
+    ]  # fmt: skip
+
+
+# -- CUDA ----------------------------------------------------------------------------------------------------
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of sm_90")
+LABELS = [
+    "int4:g128", "int4:g64", "int3:g128", "int3:g192", "int2:g32", "int4:g0", "int4:g64:sym", "int3:g64:bfloat16",
+    "nf4:s2:g64", "nf4:s1:g128", "nf3:s2:g128", "nf2:s2:g32", "fp4:s1:g64", "fp3:s2:g192",
+]  # fmt: skip
+
+
+def served(
+    label: str, out: int, width: int
+) -> tuple[Layout, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    torch.manual_seed(out + width)
+    layer = FormatLinear(width, out, bias=False, format=parse_format(label)).cuda()
+    layer.pack()
+    layout, parts = layer.format.layout(width), layer.parts()
+    chunks, table = lay_out(parts, layout), parts.get("table")
+    return layout, chunks, table, decode_chunks_ref(chunks, table, layout, width)
+
+
+def check(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    eager = F.linear(x, weight.to(x.dtype), bias)
+    error, allowed = ((t.double() - want).square().mean().sqrt().item() for t in (got, eager))
+    assert error <= 2 * allowed
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("label", LABELS)
+def test_wgmma_matches_fp64(label: str, dtype: torch.dtype) -> None:
+    layout, chunks, table, weight = served(label, 272, 768)
+    bias = torch.randn(272, device="cuda").to(dtype)
+    for rows in (17, 64, 200):
+        x = torch.randn(rows, 776, device="cuda").to(dtype)[:, :768]
+        got = many_rows_cuda(x, chunks, table, bias, layout)
+        check(got, x, weight, bias)
+        assert torch.equal(got, many_rows_cuda(x, chunks, table, bias, layout)), (
+            "the order of summation is fixed"
+        )
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    "plan",
+    [
+        WidePlan(16, 4, 8), WidePlan(32, 2, 2, 2, blocks=2), WidePlan(64, 4, 2, 4), WidePlan(64, 3, 1, 2, steps=2),
+        WidePlan(96, 4, 4, 2, steps=2), WidePlan(128, 4, 1, 4, steps=2), WidePlan(192, 1, 1, 1, stages=2, depth=2),
+        WidePlan(256, 2, 2, 2), WidePlan(256, 2, 1, 2, stages=5, depth=3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_plan_computes_the_same(plan: WidePlan) -> None:
+    layout, chunks, table, weight = served("int4:g64", 1008, 1600)
+    for rows in (1, 61, 300):
+        x = torch.randn(rows, 1600, device="cuda", dtype=torch.bfloat16)
+        check(many_rows_cuda(x, chunks, table, None, layout, plan), x, weight, None)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_blocks_go_on_to_the_next_tile_and_graphs_replay() -> None:
+    layout, chunks, table, weight = served("int3:g128", 4096, 1024)
+    x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
+    check(many_rows_cuda(x, chunks, table, None, layout, WidePlan(64, 2)), x, weight, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = many_rows_cuda(x, chunks, table, None, layout, WidePlan(64, 2))
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    check(y, x, weight, None)
