@@ -99,3 +99,46 @@ def test_kernels_match_the_references() -> None:
     )
     assert out.returncode == 0, out.stderr
     assert "kernels ran" in out.stdout
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gradient_is_drawn_where_it_is_made() -> None:
+    z, dh = torch.randn(256, 576, device="cuda").bfloat16(), torch.randn(128, 576, device="cuda").bfloat16()
+    dh[:8, :40] = 0
+    rows = [torch.arange(128, device="cuda", dtype=torch.int32) + 4 * i for i in range(2)]
+    clocks = [CLOCKS.cuda(), CLOCKS.cuda() + 5]
+    dz, packed = ffn24.swiglu_grad(z, dh, rows, clocks)
+    plain, _ = ffn24.swiglu_grad(z, dh, [], [])
+    torch.testing.assert_close(dz, plain, rtol=1e-2, atol=1e-3)
+    want = torch.cat(
+        [prune_tokens(part.t(), r, c) for part, r, c in zip(dz.chunk(2), rows, clocks, strict=True)]
+    )
+    assert torch.equal(unpacked(packed.cpu(), 256, 576), want.cpu())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("select", ["tile", "soft"])
+def test_sparse_products_give_what_dense_ones_give(select: str) -> None:
+    format = Sparse24(select, hold_mask=select == "tile", weight_grad="mvue")
+    torch.manual_seed(0)
+    shapes = ((256, 512), (256, 512), (512, 256))
+    linears = [FormatLinear(i, o, bias=False, format=format, device="cuda") for i, o in shapes]
+    x = torch.randn(2, 512, 256, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(2, 512, 256, device="cuda").bfloat16()
+    first = (0, 0, 0, 0)
+    sparse = Plan(first, first if select == "tile" else None, first)
+    results = []
+    for plan in (FfnPlan(DENSE, DENSE), FfnPlan(sparse, sparse)):
+        y = run(x, linears, plan)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, *(linear.weight for linear in linears)), dy)))
+    one_by_one = linears[2](F.silu(linears[0](x)) * linears[1](x))
+    assert float((results[1][0] - one_by_one).float().norm() / one_by_one.float().norm()) < 1e-2
+    # A gradient that is rounded differently is now and then drawn differently.
+    for limit, dense, got in zip((0.01, 0.01, 0.1, 0.1, 0.01), *results, strict=True):
+        assert got.dtype == dense.dtype and got.is_contiguous()
+        assert float((got - dense).float().norm() / dense.float().norm()) < limit

@@ -1,19 +1,21 @@
-"""2:4 training against dense training on one GPU, whole steps and feed-forward layers alone.
+"""2:4 training against dense training on one GPU: whole steps, blocks, feed-forward layers, and the parts between.
 
-    python -m shoestring.bench.train_sparse24                    about 4 minutes on an H200
-    python -m shoestring.bench.train_sparse24 --widths 4096
+    python -m shoestring.bench.train_sparse24                    about 6 minutes on an H200
+    python -m shoestring.bench.train_sparse24 --widths 4096 --what ffn parts
 
 The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask search, packing, masked decay and
 noise are all in it; the model is two Llama-like layers with a small vocabulary, so that the layers are what is
-measured. The feed-forward rows are forward and backward of that layer alone. FST refreshes its masks every 40
-steps; the timed stretch is a multiple of that. FP8 is the rival a user would weigh: the same feed-forward layer
-with dense FP8 products and per-tensor scales made on the fly.
+measured. Block and feed-forward rows are forward and backward of that layer alone, compiled. FST refreshes its masks
+every 10 steps here (a usual interval is 40); the timed stretch is a multiple of that. FP8 is the rival a user would
+weigh: the same feed-forward layer with dense FP8 products and per-tensor scales made on the fly. Dense and the case
+take turns, so that both run at the clock that a busy GPU has.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,9 +28,14 @@ from torch import Tensor
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.train_dense import FixedData
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
+from shoestring.kernels import cslt, ffn24
+from shoestring.kernels.masked_decay import pull_masked_
+from shoestring.kernels.transposable24 import transposable_mask
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
+from shoestring.model.attention import rope_frequencies, rope_tables
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.transformer import Mlp
 from shoestring.runlog import RunLog
 from shoestring.train.hooks import Hook
 from shoestring.train.micro import Micro
@@ -39,7 +46,7 @@ from shoestring.train.sparse24_tune import tune_products
 from shoestring.train.trainer import Run, train
 
 BENCH = "train_sparse24"
-REFRESH = 40
+REFRESH = 10
 # d_model -> (d_ff, heads, layers)
 WIDTHS = {
     768: (2048, 12, 2),
@@ -54,7 +61,10 @@ FORMATS: dict[str, Format] = {
     "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
     "FST, exact weight gradient": Sparse24("tile", hold_mask=True),
     "S-STE": Sparse24("soft", weight_grad="mvue"),
+    "S-STE, exact weight gradient": Sparse24("soft"),
+    "S-STE in FP8": Sparse24("soft", weight_grad="mvue", precision="fp8"),
 }
+WHAT = {"ffn": "FFN", "block": "block", "step": "whole step"}
 
 
 def spec_of(width: int) -> ModelSpec:
@@ -106,11 +116,29 @@ def ffn_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
     if case == "FP8":
         layer: torch.nn.Module = Fp8Mlp(width, WIDTHS[width][0])
     else:
-        model = build(width, case, mesh)
-        if case != "dense":
-            NoiseClock(model, seed=0, tokens_per_step=ROWS * CONTEXT, mesh=mesh)
-        layer = model.blocks[0].mlp  # type: ignore[assignment,union-attr]
-    mlp = torch.compile(layer)
+        layer = clocked(width, case, mesh).blocks[0].mlp  # type: ignore[assignment,union-attr]
+    return there_and_back(layer, torch.compile(layer), width)
+
+
+def block_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
+    """Forward and backward of one whole block, compiled."""
+    model = clocked(width, case, mesh)
+    block = model.blocks[0]
+    positions = torch.arange(CONTEXT, device="cuda")[None]
+    rope = rope_tables(rope_frequencies(model.spec, positions.device), positions, torch.bfloat16)
+    return there_and_back(block, lambda x: block(x, rope, None), width)
+
+
+def clocked(width: int, case: str, mesh: Mesh) -> Decoder:
+    model = build(width, case, mesh)
+    if case != "dense":
+        NoiseClock(model, seed=0, tokens_per_step=ROWS * CONTEXT, mesh=mesh)
+    return model
+
+
+def there_and_back(
+    layer: torch.nn.Module, call: Callable[[Tensor], Tensor], width: int
+) -> Callable[[int], None]:
     gen = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(
         ROWS, CONTEXT, width, generator=gen, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -119,7 +147,7 @@ def ffn_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
 
     def steps(count: int) -> None:
         for _ in range(count):
-            mlp(x).backward(dy)
+            call(x).backward(dy)
             layer.zero_grad()  # to None, as in training: nothing is added up
             x.grad = None
 
@@ -177,14 +205,15 @@ def milliseconds(loop: Callable[[int], None], count: int) -> float:
     return 1000 * (time.perf_counter() - began) / count
 
 
+LOOPS = {"ffn": ffn_loop, "block": block_loop, "step": step_loop}
+
+
 def compare(width: int, what: str, cases: list[str], repeats: int, seconds: float, mesh: Mesh) -> None:
     """Every case against dense, in turns; one case at a time beside dense, so that memory suffices."""
-    make = step_loop if what == "step" else ffn_loop
-    dense = make(width, "dense", mesh)
+    dense = LOOPS[what](width, "dense", mesh)
     dense(3)
     for case in cases:
-        torch._dynamo.reset()
-        loop = make(width, case, mesh)
+        loop = LOOPS[what](width, case, mesh)
         loop(3)
         count = max(3, round(1000 * seconds / (2 * repeats) / milliseconds(dense, 3)))
         if what == "step" and case.startswith("FST"):
@@ -213,13 +242,92 @@ def compare(width: int, what: str, cases: list[str], repeats: int, seconds: floa
         torch.cuda.empty_cache()
 
 
-def table() -> str:
+# -- what surrounds the products -------------------------------------------------------------------------------
+def parts(width: int, mesh: Mesh) -> None:
+    """What FST adds to one feed-forward layer and step, beside its products."""
+    mlp = clocked(width, "FST", mesh).blocks[0].mlp
+    assert isinstance(mlp, Mlp)
+    d_ff, tokens = WIDTHS[width][0], ROWS * CONTEXT
+    weights = [linear.weight.detach() for linear in (mlp.gate, mlp.up, mlp.down)]
+    masks = [transposable_mask(w) for w in weights]
+    numbers = [torch.arange(w.shape[0], device="cuda", dtype=torch.int32) for w in weights]
+    clocks = [torch.arange(4, device="cuda")] * 2
+    z = torch.randn(2 * d_ff, tokens, device="cuda", dtype=torch.bfloat16)
+    dh, dy = torch.randn_like(z[:d_ff]), torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    grads = [torch.zeros_like(w) for w in weights]
+
+    def pack_weights() -> None:
+        for group in ([0, 1], [2]):
+            ws, ms = [weights[i] for i in group], [masks[i] for i in group]
+            ffn24.prepare(ws, ms, [], torch.bfloat16, True, True, False)
+
+    def draw() -> None:
+        ffn24.swiglu_grad(z, dh, numbers[:2], clocks)
+        cslt.pack_mvue(dy, numbers[2], clocks[0])
+
+    def pull() -> None:
+        for grad, w, mask in zip(grads, weights, masks, strict=True):
+            pull_masked_(grad, w, mask, 1e-4)
+
+    def cast() -> None:
+        for w in weights:
+            w.bfloat16()
+
+    found = {
+        "prune and pack the weights": device_ms(pack_weights),
+        "cast the weights, which dense does too": device_ms(cast),
+        f"search the masks, every {REFRESH} steps": device_ms(lambda: [transposable_mask(w) for w in weights])
+        / REFRESH,
+        "masked decay": device_ms(pull),
+        "draw and pack the gradients (MVUE)": device_ms(draw)
+        - device_ms(lambda: ffn24.swiglu_grad(z, dh, [], [])),
+    }
+    for case, ms in found.items():
+        record(bench=BENCH, case=case, metric="ms", unit="ms per layer and step", samples=[ms],
+               config={"what": "parts", "d_model": width, "d_ff": d_ff, "layers": 1, "tokens": tokens},
+               note="kernels alone")  # fmt: skip
+        print(f"parts {width} {case}: {ms:.3f} ms", flush=True)
+
+
+def device_ms(call: Callable[[], object], repeats: int = 9) -> float:
+    call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def parts_table() -> str:
+    """Milliseconds per layer, and the share of FST's step."""
     lines = newest(BENCH)
+    found = {(n["config"]["d_model"], n["config"]["what"], n["case"]): n for n in lines}
+    widths = [w for w in WIDTHS if any(k[:2] == (w, "parts") for k in found)]
+    names = list(dict.fromkeys(k[2] for k in found if k[1] == "parts"))
+    rows = []
+    for name in names:
+        cells = []
+        for width in widths:
+            part, step = found.get((width, "parts", name)), found.get((width, "step", "FST"))
+            share = "" if part is None or step is None else _share(part, step)
+            cells.append("" if part is None else f"{part['value']:.2f}{share}")
+        rows.append([name, *cells])
+    return markdown(["ms per layer and step", *(f"d_model {w}" for w in widths)], rows)
+
+
+def _share(part: dict[str, Any], step: dict[str, Any]) -> str:
+    return f" ({100 * part['value'] * step['config']['layers'] / step['value']:.1f}%)"
+
+
+def table() -> str:
+    lines = [n for n in newest(BENCH) if n["config"]["what"] in WHAT]
     found = {(n["config"]["d_model"], n["config"]["what"], n["case"]): n for n in lines}
     columns = [
         (what, case)
-        for what in ("ffn", "step")
-        for case in ("FST", "FST, exact weight gradient", "S-STE", "FP8")
+        for what in WHAT
+        for case in (*FORMATS, "FP8")
         if any((w, what, case) in found for w in WIDTHS)
     ]
     rows = []
@@ -227,7 +335,7 @@ def table() -> str:
         cells = [found.get((width, what, case)) for what, case in columns]
         if any(cells):
             rows.append([str(width), *(f"{c['ratio']:.2f}" if c else "" for c in cells)])
-    header = ["d_model", *(f"{case}, {'FFN' if what == 'ffn' else 'whole step'}" for what, case in columns)]
+    header = ["d_model", *(f"{WHAT[what]}: {case}" for what, case in columns)]
     return markdown(header, rows) + (provenance(lines) if lines else "")
 
 
@@ -236,19 +344,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
-    parser.add_argument("--what", nargs="*", default=["ffn", "step"], choices=["ffn", "step"])
-    parser.add_argument("--cases", nargs="*", default=["FST", "FST, exact weight gradient", "S-STE", "FP8"])
+    parser.add_argument("--what", nargs="*", default=[*WHAT, "parts"], choices=[*WHAT, "parts"])
+    parser.add_argument("--cases", nargs="*", default=[c for c in (*FORMATS, "FP8") if c != "dense"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="timed seconds for each comparison")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this bench compares GPU training steps and needs a CUDA GPU")
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 256  # every case compiles the same code anew
     mesh = Mesh(0, 1, torch.device("cuda", 0))
     for width in args.widths:
         for what in args.what:
-            cases = [c for c in args.cases if c != "FP8" or what == "ffn"]
-            compare(width, what, cases, args.repeats, args.seconds, mesh)
+            if what == "parts":
+                parts(width, mesh)
+            else:
+                cases = [c for c in args.cases if c != "FP8" or what == "ffn"]
+                compare(width, what, cases, args.repeats, args.seconds, mesh)
 
 
 if __name__ == "__main__":
