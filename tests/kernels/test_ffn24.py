@@ -8,6 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from test_cslt import CLOCKS, needs_gpu, unpacked
+
+from shoestring.formats import FormatLinear, Sparse24
+from shoestring.formats.sparse24 import DENSE, Plan, prune_tokens
+from shoestring.formats.sparse24_ffn import FfnPlan, run
+from shoestring.kernels import ffn24
 
 INTERPRETED = """
 import torch
