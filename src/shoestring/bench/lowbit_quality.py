@@ -98,14 +98,22 @@ PARTS: dict[str, list[Cell]] = {
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
 # On a CPU: a real model of 260k parameters.
 SMALL_CELLS: tuple[Cell, ...] = (
-    *((STORIES, m, "int2:g64", 0) for m in ("rtn", "awq", "gptq", "bitdistiller@1e-3", "ours")),
-    *((STORIES, m, "nf3:s2:g64", 0) for m in ("rtn", "awq", "gptq")),
-    *((STORIES, m, "int4:g64", 0) for m in ("rtn", "awq", "gptq")),
-    *((STORIES, m, "nf3:s2:g64", 0) for m in ("bitdistiller@1e-3", "ours")),
-    *((STORIES, m, "int2:g64", 0) for m in ("bitdistiller@3e-4", "bitdistiller@3e-3")),
+    *(
+        (STORIES, m, label, 0)
+        for label in ("int2:g64", "nf3:s2:g64", "int4:g64")
+        for m in ("rtn", "awq", "gptq")
+    ),
+    *(
+        (STORIES, m, "int2:g64", 0)
+        for m in ("bitdistiller@1e-3", "ours", "bitdistiller@3e-4", "bitdistiller@3e-3")
+    ),
+    *(
+        (STORIES, m, "nf3:s2:g64", 0)
+        for m in ("bitdistiller@3e-4", "ours@0.2", "bitdistiller@1e-4", "bitdistiller@1e-3")
+    ),
+    *((STORIES, m, "int4:g64", 0) for m in ("bitdistiller@1e-4", "ours@0.1")),
     *((STORIES, m, "int2:g64", seed) for seed in (1, 2) for m in ("bitdistiller@1e-3", "ours")),
-    *((STORIES, m, "nf3:s2:g64", seed) for seed in (1, 2) for m in ("bitdistiller@3e-4", "ours@0.1")),
-    (STORIES, "ours", "int4:g64", 0),
+    *((STORIES, m, "nf3:s2:g64", seed) for seed in (1, 2) for m in ("bitdistiller@3e-4", "ours@0.2")),
 )
 # Seconds a cell takes on a GPU, until the first of its kind was measured.
 GUESS = {"bitdistiller": 20.0, "ours": 25.0, "gptq": 15.0, "awq": 6.0, "clip": 6.0, "rtn": 3.0}

@@ -37,7 +37,7 @@ NOTES = {
     SCRATCH: "linear layers only; training text is the model's own corpus",
     STORIES: "linear layers but the down projections (172 wide); trained on other stories than those measured",
 }
-SMALL_RATES = Rates(weight=2e-2, scale=5e-3, zero=1e-2, norm=1e-2, rest=1e-2)
+SMALL_RATES = Rates(weight=1e-2, scale=5e-4, zero=3e-3, norm=5e-3, rest=2e-2)
 RATES = Rates(weight=5e-3, scale=3e-4, zero=5e-3, norm=2e-3, rest=5e-3)  # ours, end to end, at 2 bits
 
 
@@ -176,8 +176,8 @@ def stories(args: argparse.Namespace, folder: Path) -> Subject:
         16,
         128,
         kept_dense=("*.mlp.down",),
-        blockwise_part=0.06,
-        blockwise=Blockwise(batch=16),
+        blockwise_part=0.2,
+        blockwise=Blockwise(batch=4),
         rates=SMALL_RATES,
         cache_folder=folder / "cache-stories",
     )
