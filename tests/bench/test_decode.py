@@ -50,3 +50,15 @@ def test_every_peer_stands_beside_a_case_and_has_an_end() -> None:
     beside = {(shape, num) for shape, blocks, _, num in decode.CASES.values() if blocks == "bf16"}
     assert all((shape, num) in beside for _, shape, num in decode.PEERS)
     assert set(decode.PEER_KINDS) == set(decode_peers.KINDS) == set(decode_peers.LIMIT)
+
+
+def test_the_step_rounds_no_worse_than_the_plain_forward() -> None:
+    error, plain = decode.check_rounding("int4:g128", "cpu", 5)
+    assert error > 0 and 0 < plain < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("blocks", ["bf16", "int4:g128", "int3:g128", "int2:g64", "nf4:s2:g64"])
+def test_the_step_rounds_no_worse_on_the_gpu(blocks: str) -> None:
+    decode.check_rounding(blocks)

@@ -18,6 +18,7 @@ from shoestring.kernels.add_norm import add_norm_, add_norm_ref_
 from shoestring.kernels.paged_attention import paged_attention, paged_attention_ref, prefill_rows, splits_for
 from shoestring.kernels.rotate_store import rotate_store_, rotate_store_ref_
 from shoestring.kernels.row_linear import row_linear, row_linear_ref
+from shoestring.kernels.step_ends import best_token_, embed_rows, embed_rows_ref
 from shoestring.kernels.swiglu import swiglu, swiglu_ref
 
 # (request's first position, rows) per tile; a tile of no rows is padding.
@@ -197,7 +198,27 @@ def check_small(device: str = "cpu") -> None:
         assert rms(got, want) <= 2 * rms(ref, want) + 1e-4
 
 
-@pytest.mark.parametrize("check", ["check_attention", "check_rotate_store", "check_small"])
+def check_ends(device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(3)
+    embed = torch.randn(50, 40, generator=g).to(device)
+    tokens, last = torch.tensor([4, -1, 49, -1], device=device), torch.tensor([7, 0, 9, 31, 2], device=device)
+    got = embed_rows(tokens, last, embed, torch.float16)
+    assert (
+        torch.equal(got, embed_rows_ref(tokens, last[:4], embed, torch.float16))
+        and got.dtype == torch.float16
+    )
+    for dtype, vocab in [(torch.float32, 5001), (torch.float16, 2048), (torch.float16, 37)]:
+        logits = torch.randn(3, vocab, generator=g).to(device, dtype)
+        logits[0, [vocab // 3, vocab - 1]] = 9.0  # of equal ones the first
+        logits[1, vocab - 2] = 11.0
+        logits[2] = -torch.inf
+        logits[2, vocab // 2] = -60000.0
+        out = torch.full((3,), -5, device=device)
+        best_token_(logits, out)
+        assert out.tolist() == [vocab // 3, vocab - 2, vocab // 2]
+
+
+@pytest.mark.parametrize("check", ["check_attention", "check_rotate_store", "check_small", "check_ends"])
 def test_kernels_under_the_interpreter(check: str) -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent
@@ -212,6 +233,6 @@ def test_kernels_under_the_interpreter(check: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("check", [check_attention, check_rotate_store, check_small])
+@pytest.mark.parametrize("check", [check_attention, check_rotate_store, check_small, check_ends])
 def test_kernels_on_the_gpu(check: Callable[[str], None]) -> None:
     check("cuda")

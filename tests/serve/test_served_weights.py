@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from tiny_serve import naive, tiny_decoder
 
 import shoestring.formats.serving as serving
 from shoestring.formats import convert, pack, parse_format, serve
+from shoestring.kernels.lowbit import lowbit_row_linear
 from shoestring.model import load_model, save_model
-from shoestring.serve import Engine, Sampling
+from shoestring.serve import Engine, Sampling, fused
+from shoestring.serve.blocks import BlockPool
 from shoestring.serve.fused import join
+from shoestring.serve.kv_cache import Span
+from shoestring.serve.runner import Batch, Runner
 
 SIZES = {"d_model": 64, "d_ff": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -45,3 +50,37 @@ def test_a_served_folder_writes_the_text_of_the_packed_one(
     again = load_model(tmp_path / "again").model.state_dict()
     for name, t in model.state_dict().items():
         assert torch.equal(again[name], t), name
+
+
+def test_few_rows_of_packed_layers_are_four_products_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, SwiGLU and residual sums go into the products."""
+    model = tiny_decoder(**SIZES, max_positions=64).float()
+    model.compute_dtype = torch.float32
+    convert(model, [("blocks.*", parse_format("int4:g32"))])
+    pack(model)
+    tokens = torch.randint(0, 29, (3, 12), generator=torch.Generator().manual_seed(0))
+    want = model(tokens)
+    monkeypatch.setattr(serving, "chunks_usable", lambda t: True)
+    serve(model)
+    runner = Runner(model, BlockPool(9, 4), graphs=True)
+    spans = [Span([3 * i, 3 * i + 1, 3 * i + 2], 0, 11) for i in range(3)]
+    runner.forward(Batch(spans, tokens[:, :11].flatten().tolist(), range(33)))
+
+    asked: list[set[str]] = []
+
+    def product(*args: Any, **around: Any) -> torch.Tensor:
+        asked.append(set(around))
+        return lowbit_row_linear(*args, **around)
+
+    def never(*args: Any, **more: Any) -> torch.Tensor:
+        raise AssertionError("this belongs into a product")
+
+    monkeypatch.setattr(fused, "lowbit_row_linear", product)
+    monkeypatch.setattr(fused, "swiglu", never)
+    last = [Span(s.blocks, 11, 1) for s in spans]
+    got = runner.forward(Batch(last, tokens[:, 11].tolist(), range(3)))
+    torch.testing.assert_close(got, want[:, 11], rtol=1e-4, atol=1e-4)
+    layer = [{"norm_K", "eps"}, {"residual_1N"}, {"norm_K", "eps", "swiglu"}, {"residual_1N"}]
+    assert asked == layer * model.spec.num_layers
+    linear = join([model.blocks[0].mlp.down], torch.float32)
+    assert linear.takes(16) and not linear.takes(17)

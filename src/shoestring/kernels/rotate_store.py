@@ -42,8 +42,8 @@ def rotate_store_ref_(
     if q_norm_D is not None and k_norm_D is not None:
         q, k = _rms(q, q_norm_D, eps), _rms(k, k_norm_D, eps)
     if freq is not None:
-        angle_TD = (positions_T[:, None].float() * freq).repeat(1, 2)
-        cos, sin = angle_TD.cos().to(wide)[:, None], angle_TD.sin().to(wide)[:, None]
+        turns = turns_at(positions_T, freq) if freq.ndim == 1 else freq[positions_T]
+        cos, sin = turns.to(wide).repeat(1, 1, 2)[:, :, None].unbind(1)
         q, k = (x * cos + _turn(x) * sin for x in (q, k))
     real = slots_T >= 0
     keys_SGD[slots_T[real]] = k[real].to(keys_SGD.dtype)
@@ -97,6 +97,12 @@ def rotate_store_(
         num_warps=1 if heads == 1 else 4,
     )
     return qkv_TE[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+
+
+def turns_at(positions_T: Tensor, freq: Tensor) -> Tensor:
+    """Cosines and sines of the rotations at these positions, [T, 2, D/2]; angles in fp32."""
+    angle = positions_T[:, None].float() * freq
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,6 +24,11 @@ from torch import Tensor
 from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.overlap import overlap_options
 
+# Bytes: inputs at most (they lie in registers), rows of W at a time, programs at most (of an H200: 4 to a
+# multiprocessor), warps.
+MAX_BYTES = 8192
+BYTE_ROWS, BYTE_PROGRAMS, BYTE_WARPS = 4, 528, 4
+
 
 def row_linear_ref(
     x_1K: Tensor,
@@ -88,6 +93,8 @@ def row_linear(
     out_1N = torch.empty(1, num_out, device=x_1K.device, dtype=out_dtype or x_1K.dtype)
     coded = scale_N is not None and zero_N is not None
     assert coded == (weight.dtype == torch.uint8) and not (coded and swiglu)
+    if coded and num_in % 4 == 0 and num_in <= MAX_BYTES:
+        return _byte_rows(x_1K, weight, bias, norm_K, eps, residual_1N, scale_N, zero_N, out_1N)
     rows, columns, warps = tile_for(num_out, num_in, swiglu)
     if coded:
         columns *= 2  # as many bytes to a load
@@ -112,6 +119,44 @@ def row_linear(
         BYTES=coded,
         **overlap_options(x_1K),
         num_warps=warps,
+    )
+    return out_1N
+
+
+def _byte_rows(
+    x_1K: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_K: Tensor | None,
+    eps: float,
+    residual_1N: Tensor | None,
+    scale_N: Tensor | None,
+    zero_N: Tensor | None,
+    out_1N: Tensor,
+) -> Tensor:
+    """Bytes, four at a time: a program reads x once and keeps it in registers for all of its rows."""
+    from shoestring.kernels._triton.row_linear import _byte_rows_kernel
+
+    num_out, num_in = weight.shape
+    _byte_rows_kernel[(min(-(-num_out // BYTE_ROWS), BYTE_PROGRAMS),)](
+        x_1K,
+        weight.view(torch.int32),
+        x_1K if bias is None else bias,
+        x_1K if norm_K is None else norm_K,
+        x_1K if residual_1N is None else residual_1N,
+        scale_N,
+        zero_N,
+        out_1N,
+        eps,
+        num_out,
+        K=num_in,
+        WORDS_P=1 << (num_in // 4 - 1).bit_length(),
+        ROWS=BYTE_ROWS,
+        BIAS=bias is not None,
+        NORM=norm_K is not None,
+        RESIDUAL=residual_1N is not None,
+        **overlap_options(x_1K),
+        num_warps=BYTE_WARPS,
     )
     return out_1N
 

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
+from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
 from shoestring.serve.cuda_graphs import Flight, Kind, StepGraph, StepGraphs, kind_of, to_pinned
 from shoestring.serve.fused import Rows, Tiles
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.sampling import Sampling, best_token, sample_at
+from shoestring.serve.sampling import Sampling, sample_at
 
 
 def launch_chain(
@@ -83,7 +84,8 @@ class ChainGraph(StepGraph):
             hidden_ND = owner.fused.hidden(tokens_N, rows, owner.cache, self.skip)
             logits_NV = owner.spread(owner.fused.logits(hidden_ND))
             if self.kind == "greedy":
-                tokens_N = best_token(logits_NV)
+                tokens_N = torch.empty_like(tokens_N)
+                best_token_(logits_NV, tokens_N)
             else:
                 cuts = self.kind == "cut"
                 tokens_N = sample_at(logits_NV, parameters_4N, seed_N, position_N + 1, cuts=cuts)

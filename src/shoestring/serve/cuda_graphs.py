@@ -14,7 +14,7 @@ One buffer of numbers is copied to the device before a launch:
     token      -1: the token that the previous launch chose in this row, which never left the device
     position, slot (place of the row's keys and values), seed
     where in the block tables to note the row's block: tables stay on the device and grow there
-    a tile per request (kernels/paged_attention.py)
+    a tile per request (kernels/paged_attention.py), its numbers in 32 bits
 
 A block table is copied whole only when another request takes its row. `Flight.tokens` waits for the chosen
 tokens: the one host sync of a step, and it can come after the next step has been launched.
@@ -32,10 +32,11 @@ from torch import Tensor
 
 from shoestring.kernels.backend import fall_back
 from shoestring.kernels.paged_attention import splits_for
+from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles
 from shoestring.serve.kv_cache import KVCache, Span
-from shoestring.serve.sampling import PARAMETERS, Sampling, best_token, parameters, sample_at
+from shoestring.serve.sampling import PARAMETERS, Sampling, parameters, sample_at
 
 Kind = Literal["logits", "greedy", "drawn", "cut"]
 Spread = Callable[[Tensor], Tensor]
@@ -216,7 +217,7 @@ class StepGraph:
         self.num_splits, self.skip = splits_for(num_requests, owner.fused.spec.num_kv_heads), skip
         self.num_rows = num_requests * rows_each
         device = owner.fused.device
-        self._numbers = torch.zeros(6 * self.num_rows + 4 * num_requests, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(6 * self.num_rows + 2 * num_requests, dtype=torch.int64, device=device)
         self.parameters_4R = torch.zeros(len(PARAMETERS), self.num_rows, dtype=torch.float64, device=device)
         self._sent: list[Sampling] | None = None
         self._seeds: list[int] = [0] * self.num_rows
@@ -254,19 +255,16 @@ class StepGraph:
         owner, num = self.owner, self.num_rows
         given, position, slot, at, block, seed = self._numbers[: 6 * num].view(6, num)
         last = owner.last_R[:num]
-        tokens = torch.where(given >= 0, given, last)
-        owner.note_blocks(at, block)
-        tiles = Tiles(
-            self._numbers[6 * num :].view(self.num_requests, 4).to(torch.int32),
-            self.rows_each,
-            self.num_splits,
-        )
+        owner.note_blocks(at, block.view(torch.int32)[::2])  # as they are, without a kernel that converts
+        tiles_N4 = self._numbers[6 * num :].view(torch.int32).view(self.num_requests, 4)
+        tiles = Tiles(tiles_N4, self.rows_each, self.num_splits)
         rows = Rows(position, slot, owner.tables(self.num_requests), (tiles,))
-        logits = owner.spread(owner.fused.logits(owner.fused.hidden(tokens, rows, owner.cache, self.skip)))
+        hidden = owner.fused.hidden(given, rows, owner.cache, self.skip, last)
+        logits = owner.spread(owner.fused.logits(hidden))
         if self.kind == "logits":
             self.logits = logits
         elif self.kind == "greedy":
-            last.copy_(best_token(logits))
+            best_token_(logits, last)
         else:
             cuts = self.kind == "cut"
             last.copy_(sample_at(logits, self.parameters_4R, seed, position + 1, cuts=cuts))
@@ -281,12 +279,12 @@ class StepGraph:
         each, size = self.rows_each, self.owner.cache.pool.block_size
         given, position = [0] * self.num_rows, [0] * self.num_rows
         slot = [-1] * self.num_rows
-        tiles = [0] * (4 * self.num_requests)
+        tiles = [0] * (2 * self.num_requests)  # two numbers of 32 bits in each
         # Where each row's block belongs in the tables, and its number.
         place, block = [self.owner.padding] * self.num_rows, [0] * self.num_rows
         taken = 0
         for n, span in enumerate(spans):
-            tiles[4 * n : 4 * n + 4] = (n, n * each, span.start, span.num)
+            tiles[2 * n : 2 * n + 2] = (n | n * each << 32, span.start | span.num << 32)
             for i in range(span.num):
                 at = span.start + i
                 row = n * each + i

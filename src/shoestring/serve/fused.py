@@ -28,13 +28,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats import Dense, Format, FormatLinear, IntAsym
+from shoestring.formats import Dense, FloatAsym, Format, FormatLinear, IntAsym
 from shoestring.formats.base import Parts
 from shoestring.formats.linear import local
 from shoestring.kernels.add_norm import add_norm_
+from shoestring.kernels.lowbit import lowbit_row_linear
+from shoestring.kernels.lowbit_few import MOST_ROWS as FEW_ROWS
 from shoestring.kernels.paged_attention import paged_attention
-from shoestring.kernels.rotate_store import rotate_store_
+from shoestring.kernels.rotate_store import rotate_store_, turns_at
+from shoestring.kernels.row_attention import row_attention_, row_attention_usable
 from shoestring.kernels.row_linear import row_linear
+from shoestring.kernels.step_ends import embed_rows
 from shoestring.kernels.swiglu import swiglu
 from shoestring.model.attention import causal_attention, rope_frequencies
 from shoestring.model.skip import BlockSkip, SkipSet
@@ -62,6 +66,11 @@ class Rows:
     # (first row, requests, rows of each) of prompts computed whole, which need no table; None: all go by table.
     prompts: tuple[tuple[int, int, int], ...] | None = None
 
+    @property
+    def single(self) -> bool:
+        """Whether every request has one row, and goes by table."""
+        return self.prompts is None and len(self.tiles) == 1 and self.tiles[0].rows_per_tile == 1
+
     def to(self, device: torch.device) -> Rows:
         tiles = tuple(replace(t, tiles_L4=t.tiles_L4.to(device)) for t in self.tiles)
         positions, slots, tables = (t.to(device) for t in (self.positions_T, self.slots_T, self.tables_LW))
@@ -82,7 +91,7 @@ class Linear:
     apart: tuple[FormatLinear, ...] = ()
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        if self.for_a_row and x_TD.shape[0] == 1:
+        if self.takes(x_TD.shape[0]):
             return self.row(x_TD)
         if self.weight is not None:
             return F.linear(x_TD, self.weight, self.bias)
@@ -91,23 +100,41 @@ class Linear:
             return self.format.linear(x_TD, self.parts, self.bias)
         return torch.cat([layer(x_TD) for layer in self.apart], dim=-1)
 
+    def takes(self, num_rows: int) -> bool:
+        """Whether `row` can be asked: for one row of a dense weight or of bytes with one scale a row, for few rows of
+        packed weights that lie as their kernel reads them."""
+        if self.weight is not None or self._bytes:
+            return num_rows == 1
+        return self._chunks and num_rows <= FEW_ROWS
+
     @property
-    def for_a_row(self) -> bool:
-        """Whether `row` can be asked: a dense weight, or bytes with one scale a row."""
-        return self.weight is not None or self._bytes
+    def gates(self) -> bool:
+        """Whether `row` knows SwiGLU."""
+        return not self._bytes
 
     @property
     def _bytes(self) -> bool:
         format, parts = self.format, self.parts
         return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and _one_scale(parts)
 
-    def row(self, x_1D: Tensor, **around: Any) -> Tensor:
-        """kernels/row_linear.py, with what stands `around` the product."""
+    @property
+    def _chunks(self) -> bool:
+        # 2:4 weights have chunks too, of another kernel.
+        low_bits = isinstance(self.format, IntAsym | FloatAsym)
+        return low_bits and self.parts is not None and "chunks" in self.parts
+
+    def row(self, x_TD: Tensor, **around: Any) -> Tensor:
+        """The product with what stands `around` it: kernels/row_linear.py, or the same for packed weights."""
         if self.weight is not None:
-            return row_linear(x_1D, self.weight, self.bias, **around)
+            return row_linear(x_TD, self.weight, self.bias, **around)
         assert self.parts is not None
+        if self._chunks:
+            assert isinstance(self.format, IntAsym | FloatAsym)
+            chunks, table = self.parts["chunks"], self.parts.get("table")
+            layout = self.format.layout(x_TD.shape[1])
+            return lowbit_row_linear(x_TD, chunks, table, self.bias, layout, **around)
         scale, zero = self.parts["scale"].flatten(), self.parts["zero"].flatten()
-        return row_linear(x_1D, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **around)
+        return row_linear(x_TD, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **around)
 
 
 def _one_scale(parts: Parts) -> bool:
@@ -230,9 +257,11 @@ class FusedDecoder:
         self.spec, self.dtype = model.spec, model.compute_dtype
         self.embed = local(model.embed.weight).detach()
         self.positions = local(model.positions.weight).detach() if self.spec.positions == "learned" else None
-        self.freq = None
+        self.freq = self.turns = None
         if self.spec.positions == "rope":
             self.freq = rope_frequencies(self.spec, self.embed.device)
+            every = torch.arange(self.spec.max_positions, device=self.embed.device)
+            self.turns = turns_at(every, self.freq)
         self.layers = [self._layer(block) for block in model.blocks]
         self.norm = model.norm
         if model.head is not None:
@@ -259,9 +288,20 @@ class FusedDecoder:
     def device(self) -> torch.device:
         return self.embed.device
 
-    def hidden(self, tokens_T: Tensor, rows: Rows, cache: KVCache, skip: SkipSet | None = None) -> Tensor:
-        """The residual stream after the last block, [T, D], before the last norm. Writes keys and values."""
-        x_TD = F.embedding(tokens_T, self.embed).to(self.dtype)
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        rows: Rows,
+        cache: KVCache,
+        skip: SkipSet | None = None,
+        last_T: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after the last block, [T, D], before the last norm. Writes keys and values. A token of -1
+        is that of `last_T`."""
+        if last_T is None:
+            x_TD = F.embedding(tokens_T, self.embed).to(self.dtype)
+        else:
+            x_TD = embed_rows(tokens_T, last_T, self.embed, self.dtype)
         if self.positions is not None:
             x_TD = x_TD + F.embedding(rows.positions_T, self.positions).to(self.dtype)
         none = (BlockSkip(),) * len(self.layers)
@@ -283,7 +323,7 @@ class FusedDecoder:
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Logits [T, V] of rows of the residual stream, in compute dtype or fp32."""
-        if x_TD.shape[0] == 1 and self._row_fused(x_TD, self.norm, self.head):
+        if self._row_fused(x_TD, self.norm, self.head):
             wide = torch.promote_types(self.dtype, torch.float32)
             return self.head.row(x_TD, norm_K=self.norm.weight, eps=self.norm.eps, out_dtype=wide)
         return self.head(self._normed(x_TD, None, self.norm))
@@ -291,6 +331,22 @@ class FusedDecoder:
     # -- parts of a layer -----------------------------------------------------------------------------------
     def _attend(self, index: int, layer: _Layer, qkv_TE: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         keys, values = cache.stored(index)
+        window = self.spec.window(index)
+        if rows.single and row_attention_usable(
+            qkv_TE, self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        ):
+            return row_attention_(
+                qkv_TE,
+                keys,
+                values,
+                rows.tables_LW,
+                rows.tiles[0].tiles_L4,
+                self.turns,
+                layer.q_norm,
+                layer.k_norm,
+                self.spec.norm_eps,
+                window=window,
+            ).flatten(1)
         flat = keys.flatten(0, 1), values.flatten(0, 1)
         q_THD = rotate_store_(
             qkv_TE,
@@ -302,7 +358,6 @@ class FusedDecoder:
             layer.k_norm,
             self.spec.norm_eps,
         )
-        window = self.spec.window(index)
         if rows.prompts is None:
             out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
             for part in rows.tiles:
@@ -329,11 +384,7 @@ class FusedDecoder:
 
     def _inner(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer) -> Tensor:
         if self.spec.act == "swiglu":
-            if (
-                delta is None
-                and layer.up.weight is not None
-                and self._row_fused(x_TD, layer.mlp_norm, layer.up)
-            ):
+            if delta is None and layer.up.gates and self._row_fused(x_TD, layer.mlp_norm, layer.up):
                 return layer.up.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
             return swiglu(self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up))
         up = self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up)
@@ -347,7 +398,7 @@ class FusedDecoder:
 
     def _linear_add(self, x_TD: Tensor, y_TE: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
         """(x, what is left to add to it) after x + linear(y)."""
-        if linear.for_a_row and x_TD.shape[0] == 1:
+        if linear.takes(x_TD.shape[0]):
             return linear.row(y_TE, residual_1N=x_TD), None
         return x_TD, linear(y_TE)
 
@@ -359,7 +410,7 @@ class FusedDecoder:
         return norm(x_TD)
 
     def _row_fused(self, x_TD: Tensor, norm: Norm, linear: Linear) -> bool:
-        return x_TD.shape[0] == 1 and norm.kind == "rms" and linear.for_a_row
+        return norm.kind == "rms" and linear.takes(x_TD.shape[0])
 
 
 def _sum(x_TD: Tensor, delta: Tensor | None) -> Tensor:

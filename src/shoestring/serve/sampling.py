@@ -151,18 +151,6 @@ def sample_at(
     return torch.where(greedy_R, best_R, (scaled.double() + noise).argmax(dim=-1))
 
 
-def best_token(logits_RV: Tensor) -> Tensor:
-    """argmax of each row, [R]; of equal ones the first. Few long rows are searched in pieces: a plain argmax gives a
-    row to one multiprocessor of a GPU."""
-    num_rows, vocab = logits_RV.shape
-    piece = 256
-    if not logits_RV.is_cuda or num_rows > 16 or vocab % piece:
-        return logits_RV.argmax(dim=-1)
-    peak_RP, at_RP = logits_RV.unflatten(1, (-1, piece)).max(dim=-1)
-    best_R1 = peak_RP.argmax(dim=-1, keepdim=True)
-    return (best_R1 * piece + at_RP.gather(1, best_R1))[:, 0]
-
-
 def _floors(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, log_min_p_R: Tensor) -> Tensor:
     """_floor of every row, [R, 1]."""
     vocab = scaled_RV.shape[-1]

@@ -1,0 +1,67 @@
+"""The two ends of a decoding step: from the tokens of the rows to the residual stream, and from logits to a token.
+
+    embed_rows    x = embed[token], where -1 stands for the token that the step before chose in this row
+    best_token_   argmax of each row; of equal ones the first. A row is searched in pieces by many programs: a plain
+                  argmax gives it to one multiprocessor, which takes longer than all layers of a small model.
+
+In torch these are a dozen small kernels. `embed_rows` is launched without overlap on purpose: it begins after all of
+the step before is done, which is what later kernels of a step rely on when they read old keys and values early.
+
+Shapes: T rows, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.overlap import overlap_options
+
+PIECE = 2048
+
+
+def embed_rows_ref(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.embedding(torch.where(tokens_T >= 0, tokens_T, last_T), embed_VD).to(dtype)
+
+
+def embed_rows(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """As embed_rows_ref; chooses the kernel."""
+    if not triton_usable(embed_VD):
+        return embed_rows_ref(tokens_T, last_T, embed_VD, dtype)
+    from shoestring.kernels._triton.step_ends import _embed_rows_kernel
+
+    num_rows, width = tokens_T.shape[0], embed_VD.shape[1]
+    assert tokens_T.dtype == last_T.dtype == torch.int64 and embed_VD.is_contiguous()
+    assert tokens_T.is_contiguous() and last_T.is_contiguous() and last_T.shape[0] >= num_rows
+    out_TD = torch.empty(num_rows, width, dtype=dtype, device=embed_VD.device)
+    _embed_rows_kernel[(num_rows, -(-width // 1024))](
+        tokens_T, last_T, embed_VD, out_TD, WIDTH=width, BLOCK=1024, num_warps=4
+    )
+    return out_TD
+
+
+def best_token_ref_(logits_TV: Tensor, out_T: Tensor) -> None:
+    out_T.copy_(logits_TV.argmax(dim=-1))
+
+
+def best_token_(logits_TV: Tensor, out_T: Tensor) -> None:
+    """As best_token_ref_; chooses the kernel. A row of nothing but NaN gives some token."""
+    if not triton_usable(logits_TV) or not logits_TV.is_contiguous() or logits_TV.dtype == torch.float64:
+        best_token_ref_(logits_TV, out_T)
+        return
+    from shoestring.kernels._triton.step_ends import _best_piece_kernel, _piece_peak_kernel
+
+    num_rows, vocab = logits_TV.shape
+    num_pieces = -(-vocab // PIECE)
+    assert out_T.dtype == torch.int64 and out_T.is_contiguous() and vocab < 2**31
+    peaks = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=logits_TV.device)
+    places = torch.empty(num_rows, num_pieces, dtype=torch.int32, device=logits_TV.device)
+    overlap = overlap_options(logits_TV)
+    _piece_peak_kernel[(num_rows, num_pieces)](
+        logits_TV, peaks, places, vocab, num_pieces, BLOCK=PIECE, num_warps=4, **overlap
+    )
+    _best_piece_kernel[(num_rows,)](
+        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), num_warps=1, **overlap
+    )
