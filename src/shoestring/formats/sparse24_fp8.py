@@ -16,7 +16,6 @@ Left out on purpose: finer scales than one per tensor, and scales that remember 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +41,7 @@ def to_fp8(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (t.float() * scale.reciprocal()).to(dtype)
 
 
-@functools.cache
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
 def _has_fp8(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
