@@ -75,11 +75,14 @@ class Plan:
         return (self.split, ceil_div(ceil_div(out, CHUNK_ROWS), self.block_tiles), 1)
 
     def memory(self, layout: SparseLayout, rows: int) -> int:
-        """Bytes of shared memory: the ring, and later the partial sums in its place."""
+        """Bytes of shared memory: the ring, later the partial sums in its place; enough to have `blocks` at once."""
         weights = self.warps * self.tiles * self.wide * layout.chunk_bytes
         stage = weights + rows * (self.k_warps * self.wide * 2 * CHUNK_WIDTH + 16)
         part = self.k_warps * rows * (self.block_tiles * CHUNK_ROWS + 4) * 4
-        return max(self.depth * stage, part)
+        # A kernel may begin while its predecessor runs. Left alone, its first blocks crowd on the few idle
+        # multiprocessors, which then have twice the work of the others.
+        no_more = SHARED_SM // (self.blocks + 1) - 1024 + 16
+        return max(self.depth * stage, part, no_more)
 
     def fits(self, layout: SparseLayout, rows: int) -> bool:
         used = self.memory(layout, rows)
@@ -90,6 +93,7 @@ class Plan:
             and registers <= 65536
             and self.warps <= 32
             and self.depth >= 2
+            and self.wide in (1, 2)
         )
 
 
@@ -104,8 +108,13 @@ def row_class(rows: int) -> int:
 
 def registers_of(layout: SparseLayout, rows: int, tiles: int) -> int:
     """Registers of a thread with which the compiler need not spill."""
-    used = {(1, 1): 56, (1, 2): 72, (2, 1): 72, (2, 2): 96, (4, 1): 96, (4, 2): 120, (8, 1): 128}
-    return used.get((row_tiles(rows), tiles), 128 if layout.bits == 16 else 232)
+    used = {
+        (1, 1): 56, (1, 2): 72, (1, 4): 104, (2, 1): 72, (2, 2): 96, (2, 4): 136, (4, 1): 96, (4, 2): 120, (4, 4): 200,
+        (8, 1): 128,
+    }  # fmt: skip
+    if layout.bits == 16:
+        used |= {(4, 4): 168, (8, 2): 128}
+    return used.get((row_tiles(rows), tiles), 255)
 
 
 def plans(layout: SparseLayout, rows: int, out: int, width: int, sms: int = 132) -> list[Plan]:

@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
     for (int m = 0; m < MT; m++)
         x_row[m] = shared_address(smem) + x_ring + min(m * 8 + (lane & 7), M - 1) * X_PITCH + (lane >> 3) * 16 + k_warp * (WIDE * 256);
 
-    auto consume = [&](const int slot, const int wide) {
+    auto consume = [&](const int slot, const int wide) {  // one chunk of each tile
         const char* chunk[R];
         u32 meta[R][2];
         #pragma unroll
@@ -265,9 +265,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
         fetch_weights(last, i + DEPTH - 1);
         fetch_x(last, i + DEPTH - 1);
         commit();
-        #pragma unroll
-        for (int wide = 0; wide < WIDE; wide++)
-            if (wide < present(i)) consume(slot, wide);
+        if (present(i) >= WIDE) {  // without branches between them, so that one chunk's loads pass the other's products
+            #pragma unroll
+            for (int wide = 0; wide < WIDE; wide++) consume(slot, wide);
+        } else {
+            for (int wide = 0; wide < present(i); wide++) consume(slot, wide);
+        }
         if (++slot == DEPTH) slot = 0;
     }
 
