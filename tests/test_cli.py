@@ -140,6 +140,10 @@ def test_my_own_recipe(cli: Cli, tmp_path: Path) -> None:
     assert "how many" in cli("recipes", recipe).out
     assert_one_line_error(cli("run", recipe, "stops=7"), "Did you mean 'steps'?")
     assert_one_line_error(cli("run", write_recipe(tmp_path / "half.py", "")), "defines no main")
+    (tmp_path / "typo.py").write_text("import json\ndef main(:\n")
+    assert_one_line_error(cli("run", tmp_path / "typo.py"), "typo.py, line 2: invalid syntax")
+    (tmp_path / "plain.py").write_text("class Config: ...\ndef main(config): ...\n")
+    assert_one_line_error(cli("run", tmp_path / "plain.py"), "plain.py is no dataclass")
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -22,12 +22,12 @@ class Inner:
 @dataclass(frozen=True)
 class Config:
     model: str = option(help="what to shrink")
-    steps: int = option(100, "optimizer steps")
+    steps: int = option(100, "optimizer steps", least=1)
     lr: float = option(1e-3, "peak learning rate")
     compile: bool = option(False, "use torch.compile")
     size: Literal["tiny", "small"] = option("tiny", "preset")
     text: str | None = option(None, "a file")
-    limit: int | None = option(5, "at most")
+    limit: int | None = option(5, "at most", least=0)
     widths: tuple[int, ...] = option((1, 2), "several")
     out: Path = option(Path("out"), "where to")
     mesh: Inner = option(Inner(dp=3), "the mesh")
@@ -63,6 +63,10 @@ def test_every_type_is_read_from_its_annotation() -> None:
         ("mesh=3", "'mesh' is a group of settings; set one of mesh.dp, mesh.axis"),
         ("steps=many", "steps='many' is not a value of type int; write for example 2000"),
         ("steps=1.5", "steps='1.5' is not a value of type int"),
+        ("steps=0", "steps=0 is not possible; give 1 or more"),
+        ("limit=-1", "limit=-1 is not possible; give 0 or more"),
+        ("lr=nan", "lr='nan' is not a value of type float"),
+        ("lr=-inf", "lr='-inf' is not a value of type float"),
         ("lr=fast", "lr='fast' is not a value of type float"),
         ("compile=maybe", "compile='maybe' is not a value of type true | false"),
         ("size=smal", "size='smal': allowed are tiny, small. Did you mean 'small'?"),
@@ -83,6 +87,15 @@ def test_required_and_repeated_keys() -> None:
         apply_overrides(Config, ["steps=3"])
     with pytest.raises(UserError, match="'steps' is given twice"):
         apply_overrides(Config, ["model=m", "steps=3", "steps=4"])
+
+
+def test_a_type_that_a_command_cannot_set_is_named() -> None:
+    @dataclass(frozen=True)
+    class Mine:
+        names: list = option((), "several")  # type: ignore[type-arg]
+
+    with pytest.raises(UserError, match=r"names is of a type \(list\)"):
+        apply_overrides(Mine, ["names=a"])
 
 
 def test_json_round_trip() -> None:

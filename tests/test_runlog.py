@@ -8,8 +8,17 @@ from xml.dom import minidom
 
 import pytest
 
+from shoestring.errors import UserError
 from shoestring.report import Scatter, Table, Text, nice_ticks, run_sections, write_report
-from shoestring.runlog import RunLog, new_run_folder, read_jsonl
+from shoestring.runlog import (
+    RunLog,
+    check_free,
+    check_outputs,
+    new_run_folder,
+    open_run_folder,
+    read_config,
+    read_jsonl,
+)
 
 
 def test_metrics_are_one_json_object_per_step(tmp_path: Path) -> None:
@@ -58,8 +67,38 @@ def test_a_half_written_last_line_is_dropped_but_a_broken_one_is_not(tmp_path: P
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     assert read_jsonl(path) == [{"step": 1}]
     path.write_text('{"step"\n{"step": 2}\n')
-    with pytest.raises(json.JSONDecodeError):
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is not JSON"):
         read_jsonl(path)
+
+
+def test_folders_that_cannot_be_a_run_or_are_a_damaged_one(tmp_path: Path) -> None:
+    assert check_free(tmp_path / "a/b") == tmp_path / "a/b"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is a file; give another name"):
+        check_free(tmp_path / "file/deeper/run")
+    assert read_config(tmp_path) == {}
+    for damage in ('{"recipe": ', "[1, 2]"):
+        (tmp_path / "config.json").write_text(damage)
+        with pytest.raises(UserError, match=r"config.json is damaged"):
+            read_config(tmp_path)
+
+
+def test_what_a_resumed_run_may_write_to(tmp_path: Path) -> None:
+    run, own, other = tmp_path / "run", tmp_path / "own", tmp_path / "other"
+    for folder in (run, own, other):
+        folder.mkdir()
+        (folder / "x").touch()
+    settings = {"out": str(own), "steps": 3, "run": None, "resume": None}
+    (run / "config.json").write_text(json.dumps({"config": settings}))
+    with pytest.raises(UserError, match="own exists already"):
+        check_outputs(settings, "out")
+    again = {**settings, "resume": str(run)}
+    check_outputs(again, "out")  # the run that is resumed has written it
+    with pytest.raises(UserError, match="other exists already"):
+        check_outputs({**again, "out": str(other)}, "out")
+    assert open_run_folder("a/b", again, ["steps"]) == run
+    with pytest.raises(UserError, match="was started with steps=3"):
+        open_run_folder("a/b", {**again, "steps": 4}, ["steps"])
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,8 @@
 
 A recipe declares `Config` with `option(default, "what it does")` fields; `apply_overrides(Config,
 ["steps=20", "mesh.dp=2"])` builds it. Types come from the annotations, nested dataclasses are reached with
-dots. An unknown key, a value of the wrong type, a key given twice and a missing required key are each a
-UserError that says what to write.
+dots. An unknown key, a value of the wrong type or below the option's `least`, a key given twice and a missing
+required key are each a UserError that says what to write.
 
 Left out on purpose: config files, interpolation, inheritance. A variant of a recipe is a Python file that
 calls `dataclasses.replace`.
@@ -12,6 +12,7 @@ calls `dataclasses.replace`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from pathlib import Path
@@ -23,11 +24,12 @@ T = TypeVar("T")
 _MISSING: Any = dataclasses.MISSING
 
 
-def option(default: Any = _MISSING, help: str = "") -> Any:
-    """A dataclass field with a help text; without a default the key must be given."""
+def option(default: Any = _MISSING, help: str = "", *, least: float | None = None) -> Any:
+    """A dataclass field with a help text; without a default the key must be given. `least`: of a number."""
+    about = {"help": help, "least": least}
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
-        return dataclasses.field(default_factory=lambda: default, metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(default_factory=lambda: default, metadata=about)
+    return dataclasses.field(default=default, metadata=about)
 
 
 class Option(NamedTuple):
@@ -45,9 +47,8 @@ def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) 
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals:
-            raise UserError(
-                f"{item!r} is not key=value; write for example steps=100{suggest(item, _keys(cls))}"
-            )
+            hint = "" if item in _keys(cls) else suggest(item, _keys(cls))
+            raise UserError(f"{item!r} is not key=value; write for example steps=100.{hint}")
         if key in given:
             raise UserError(f"{key!r} is given twice ({given[key]!r} and {value!r}); give it once")
         given[key] = value
@@ -121,6 +122,11 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return tuple(parse_value(item, part.strip(), key) for part in text.split(",") if part.strip())
+    if hint not in _PARSERS:
+        raise UserError(
+            f"{key} is of a type ({type_name(hint)}) that key=value cannot set; make it int, float, bool, str, Path, a "
+            "Literal, a tuple of one of them, or one of them | None"
+        )
     try:
         return _PARSERS[hint](text)
     except ValueError:
@@ -140,6 +146,13 @@ def _parse_int(text: str) -> int:
         return int(number)
 
 
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):  # no setting means anything with it; what is off has none or 0
+        raise ValueError(text)
+    return number
+
+
 def _parse_bool(text: str) -> bool:
     words = {
         "true": True,
@@ -156,7 +169,7 @@ def _parse_bool(text: str) -> bool:
     return words[text.lower()]
 
 
-_PARSERS: dict[Any, Any] = {int: _parse_int, float: float, bool: _parse_bool, str: str, Path: Path}
+_PARSERS: dict[Any, Any] = {int: _parse_int, float: _parse_float, bool: _parse_bool, str: str, Path: Path}
 
 
 def _example(hint: Any) -> str:
@@ -192,7 +205,10 @@ def _build(cls: Any, given: dict[str, str], prefix: str, start: Any = _MISSING) 
         if dataclasses.is_dataclass(hint):
             values[f.name] = _build(hint, given, key + ".", default)
         elif key in given:
-            values[f.name] = parse_value(hint, given[key], key)
+            value = values[f.name] = parse_value(hint, given[key], key)
+            least = f.metadata.get("least")
+            if least is not None and value is not None and value < least:
+                raise UserError(f"{key}={given[key]} is not possible; give {least:g} or more")
         elif default is _MISSING:
             about = f" ({_help(f)})" if _help(f) else ""
             raise UserError(f"{key}=... is required{about}; add it to the command")

@@ -217,6 +217,9 @@ def check_free(folder: Path) -> Path:
     """The folder, when it is absent or empty; nothing of the user's is ever overwritten."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not an empty folder; give another name or remove it")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise UserError(f"{folder} cannot be made: {above} is a file; give another name")
     return folder
 
 
@@ -262,13 +265,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError as error:
             if number < len(lines):
-                raise
+                raise UserError(
+                    f"{path}, line {number} is not JSON ({error}); repair or delete it"
+                ) from error
     return rows
 
 

@@ -11,15 +11,16 @@ RUN/config.json, and the other key=value pairs of the command change them.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shoestring.config import apply_overrides, from_json
 from shoestring.errors import UserError, suggest
+from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
 HELPERS = ("__init__", "find", "lowbit_run")  # files that are no recipes
@@ -53,12 +54,17 @@ def load_recipe(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"{name}, line {error.lineno}: {error.msg}") from None
     missing = [part for part in ("Config", "main") if not hasattr(module, part)]
     if missing:
         raise UserError(
             f"{name} defines no {' and no '.join(missing)}; a recipe has a dataclass Config and main(config)"
         )
+    if not dataclasses.is_dataclass(module.Config):
+        raise UserError(f"Config of {name} is no dataclass; write @dataclass(frozen=True) above it")
     return module
 
 
@@ -71,14 +77,10 @@ def resolve_config(recipe: ModuleType, overrides: list[str]) -> Any:
 
 
 def _saved_config(recipe: ModuleType, folder: Path) -> Any:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"resume={folder}: no config.json there, so it is no run folder; runs are in runs/")
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        name, values = saved["recipe"], saved["config"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); start a new run instead of resuming") from error
+    saved = read_config(folder)
+    name, values = saved.get("recipe"), saved.get("config")
+    if name is None or not isinstance(values, dict):
+        raise UserError(f"resume={folder} is no run folder: no run's config.json is there; runs are in runs/")
     if name != recipe_name(recipe):
         raise UserError(
             f"resume={folder}: that run was made by {name}; use shoestring run {name} resume={folder}"

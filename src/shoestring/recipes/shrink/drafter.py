@@ -69,19 +69,21 @@ class Config:
     prompts: str | None = option(
         None, "a .jsonl list of prompts, or a corpus to cut them from; a run's own corpus by default"
     )
-    max_mb: float | None = option(20.0, "read at most this many megabytes of the corpus; none reads all")
+    max_mb: float | None = option(
+        20.0, "read at most this many megabytes of the corpus; none reads all", least=0.001
+    )
     text: Literal["self", "corpus"] = option(
         "self", "train on what the model writes after the prompts, or on the corpus as it is"
     )
-    num_prompts: int = option(1000, "prompts to complete")
-    prompt_tokens: int = option(32, "tokens of a prompt that is cut from a corpus")
-    new_tokens: int = option(224, "tokens the model writes after each prompt")
-    temperature: float = option(1.0, "of that text")
-    layers: int = option(2, "blocks of the drafter")
+    num_prompts: int = option(1000, "prompts to complete", least=1)
+    prompt_tokens: int = option(32, "tokens of a prompt that is cut from a corpus", least=1)
+    new_tokens: int = option(224, "tokens the model writes after each prompt", least=1)
+    temperature: float = option(1.0, "of that text", least=0)
+    layers: int = option(2, "blocks of the drafter", least=1)
     d_model: int | None = option(
-        None, "width of a drafter with fresh weights; none takes the model's first layers"
+        None, "width of a drafter with fresh weights; none takes the model's first layers", least=1
     )
-    vocab: int | None = option(None, "tokens its head knows, the most frequent ones; none: all")
+    vocab: int | None = option(None, "tokens its head knows, the most frequent ones; none: all", least=1)
     method: Literal["distill", "adaspec"] = option(
         "distill",
         "all tokens, or those where it is behind a reference drafter trained first (twice the work)",
@@ -91,24 +93,24 @@ class Config:
     )
     fraction: float = option(0.4, "adaspec: share of the tokens that counts")
     on_policy: float = option(0.0, "share of micro-batches whose text the drafter writes itself, 0 to 1")
-    k: int = option(64, "tokens of the model's distribution that are kept")
-    steps: int = option(1000, "optimizer steps")
+    k: int = option(64, "tokens of the model's distribution that are kept", least=1)
+    steps: int = option(1000, "optimizer steps", least=1)
     reference_steps: int | None = option(
-        None, "adaspec: steps of the reference; none: as many as the drafter"
+        None, "adaspec: steps of the reference; none: as many as the drafter", least=1
     )
-    batch: int = option(16, "rows per step")
-    micro: int | None = option(None, "rows per forward pass, to save memory; none: all at once")
-    context: int = option(256, "tokens per row")
-    lr: float = option(1e-3, "peak learning rate; cosine to a tenth")
-    warmup: int = option(50, "steps of linear warm-up")
+    batch: int = option(16, "rows per step", least=1)
+    micro: int | None = option(None, "rows per forward pass, to save memory; none: all at once", least=1)
+    context: int = option(256, "tokens per row", least=1)
+    lr: float = option(1e-3, "peak learning rate; cosine to a tenth", least=0)
+    warmup: int = option(50, "steps of linear warm-up", least=0)
     seed: int = option(0, "of the weights, the order of the rows and the text")
-    held_out: int = option(16, "prompts kept apart, to measure on")
-    num_drafts: int = option(4, "guesses per step when acceptance is measured")
-    eval_tokens: int = option(64, "tokens written after each of them")
+    held_out: int = option(16, "prompts kept apart, to measure on", least=1)
+    num_drafts: int = option(4, "guesses per step when acceptance is measured", least=1)
+    eval_tokens: int = option(64, "tokens written after each of them", least=1)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu or cuda")
-    save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C")
-    eval_every: int = option(100, "steps between looks at the validation split; 0 is off")
+    save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C", least=0)
+    eval_every: int = option(100, "steps between looks at the validation split; 0 is off", least=0)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-drafter-DATE")
     resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
 
@@ -119,13 +121,12 @@ def main(cfg: Config) -> Path:
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
     need_tokenizer(loaded)
     check_shape(cfg, loaded.model)
-    source, max_mb = prompt_source(cfg)
+    prompts, held_out, whole = make_prompts(cfg, loaded, *prompt_source(cfg), RunLog(None))
     settings = to_json(cfg)
     folder = open_run_folder(RECIPE, settings, [key for key in settings if key not in FREE])
     log = RunLog(folder)
     log.save_config({"recipe": RECIPE, "config": {**settings, "resume": None, "run": str(folder)}})
     try:
-        prompts, held_out, whole = make_prompts(cfg, loaded, source, max_mb, log)
         corpus = make_text(cfg, loaded, prompts, whole, folder, log)
         train_stage(cfg, loaded, corpus, folder, log)
         rows = acceptance_stage(cfg, loaded, held_out, folder, log)
@@ -145,22 +146,6 @@ def check(cfg: Config) -> None:
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     pick_loss(cfg.loss)
-    for key in (
-        "num_prompts",
-        "prompt_tokens",
-        "new_tokens",
-        "steps",
-        "k",
-        "held_out",
-        "num_drafts",
-        "eval_tokens",
-    ):
-        if getattr(cfg, key) < 1:
-            raise UserError(f"{key}={getattr(cfg, key)} is not allowed; give 1 or more")
-    if cfg.reference_steps is not None and cfg.reference_steps < 1:
-        raise UserError(
-            f"reference_steps={cfg.reference_steps} is not allowed; give 1 or more, or none for as many as steps"
-        )
     if not 0 <= cfg.on_policy <= 1 or not 0 < cfg.fraction <= 1:
         raise UserError(
             f"on_policy={cfg.on_policy} must be from 0 to 1, fraction={cfg.fraction} more than 0 and at most 1"

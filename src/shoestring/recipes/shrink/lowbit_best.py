@@ -75,17 +75,19 @@ class Config(Settings):
         None, "bits per weight at most, metadata included: each layer gets one of the candidates, by damage"
     )
     candidates: str = option("int2:g64,int3:g64,int4:g64", "bits_budget: the formats to choose from")
-    damage_windows: int = option(4, "bits_budget: rows of the training text that damage is measured on")
-    windows: int = option(512, "rows of the training text for the block-wise stage")
+    damage_windows: int = option(
+        4, "bits_budget: rows of the training text that damage is measured on", least=1
+    )
+    windows: int = option(512, "rows of the training text for the block-wise stage", least=1)
     init: str = option("awq", "the method whose grids it starts from: rtn clip awq gptq gptq+clip")
-    epochs: int = option(4, "passes over those rows")
-    block_batch: int = option(4, "rows in a step of the block-wise stage")
-    memory_gb: float = option(8.0, "activations beyond this go to a file")
-    lr_weight: float = option(1e-3, "of the root mean square of a layer's weights; 0 freezes them")
-    lr_scale: float = option(2e-3, "of the mean of a layer's scales")
-    lr_zero: float = option(1e-2, "codes")
-    lr_norm: float = option(1e-3, "of the root mean square of a norm or bias")
-    lr_rest: float = option(1e-3, "of the root mean square of embeddings and head; 0 freezes them")
+    epochs: int = option(4, "passes over those rows", least=1)
+    block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
+    memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
+    lr_weight: float = option(1e-3, "of the root mean square of a layer's weights; 0 freezes them", least=0)
+    lr_scale: float = option(2e-3, "of the mean of a layer's scales", least=0)
+    lr_zero: float = option(1e-2, "codes", least=0)
+    lr_norm: float = option(1e-3, "of the root mean square of a norm or bias", least=0)
+    lr_rest: float = option(1e-3, "of the root mean square of embeddings and head; 0 freezes them", least=0)
 
 
 def main(cfg: Config) -> Path:

@@ -101,12 +101,12 @@ class Config:
     calib: str | None = option(
         None, "calibration text or corpus; a run is calibrated on its own training text"
     )
-    calib_windows: int = option(32, "windows of calibration text")
-    calib_context: int = option(512, "tokens in a window")
+    calib_windows: int = option(32, "windows of calibration text", least=1)
+    calib_context: int = option(512, "tokens in a window", least=1)
     damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean")
-    memory_gb: float = option(4.0, "activations beyond this go to a file")
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
-    slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none")
+    slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none", least=0)
     projection: Literal["sum", "trained"] = option(
         "sum", "slorb: block sums, or train the projection as well"
     )
@@ -120,29 +120,35 @@ class Config:
         None, "training corpus, not the evaluated text; self: text the dense model writes"
     )
     prompts: str | None = option(None, "data=self: a text, corpus or .jsonl to take prompts from")
-    self_texts: int = option(2000, "data=self: texts to write")
-    self_tokens: int = option(512, "data=self: tokens of a text at most")
-    max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all")
-    steps: int = option(1000, "optimizer steps")
-    batch: int = option(16, "rows per step over all ranks")
-    context: int = option(512, "tokens per row")
-    micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once")
-    lr: float = option(5e-5, "peak learning rate; the paper's 2e-4 is for 131k tokens a step")
-    warmup: int = option(50, "steps of linear warm-up")
+    self_texts: int = option(2000, "data=self: texts to write", least=1)
+    self_tokens: int = option(512, "data=self: tokens of a text at most", least=1)
+    max_mb: float | None = option(
+        100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001
+    )
+    steps: int = option(1000, "optimizer steps", least=1)
+    batch: int = option(16, "rows per step over all ranks", least=1)
+    context: int = option(512, "tokens per row", least=1)
+    micro: int | None = option(
+        None, "rows per forward pass on one rank, to save memory; none: all at once", least=1
+    )
+    lr: float = option(5e-5, "peak learning rate; the paper's 2e-4 is for 131k tokens a step", least=0)
+    warmup: int = option(50, "steps of linear warm-up", least=0)
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
-    weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart")
-    clip: float = option(1.0, "largest gradient norm; 0 is off")
-    pull: float | None = option(None, "on masked weights; none: by the first gradient for ast, 4e-7 for cast")
+    weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart", least=0)
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
+    pull: float | None = option(
+        None, "on masked weights; none: by the first gradient for ast, 4e-7 for cast", least=0
+    )
     anneal: float | None = option(
         None, "share of the steps until the full pull; none: 1/4 for ast, 1 for cast"
     )
-    refresh: int = option(10, "steps between new masks")
+    refresh: int = option(10, "steps between new masks", least=1)
     distill: bool = option(True, "learn from the dense model's predictions too")
-    kl: float | None = option(None, "their weight; none: 0.67 for ast, 1/3 for cast")
-    ce: float | None = option(None, "weight of the text; none: 0.33 for ast, 2/3 for cast")
-    temperature: float | None = option(None, "of the predictions; none: 2 for ast, 1 for cast")
+    kl: float | None = option(None, "their weight; none: 0.67 for ast, 1/3 for cast", least=0)
+    ce: float | None = option(None, "weight of the text; none: 0.33 for ast, 2/3 for cast", least=0)
+    temperature: float | None = option(None, "of the predictions; none: 2 for ast, 1 for cast", least=0)
     text: str | None = option(None, "a text file: perplexity of dense, one-shot and retrained model")
-    max_tokens: int = option(16384, "tokens of that text at most")
+    max_tokens: int = option(16384, "tokens of that text at most", least=2)
     seed: int = option(0, "of the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "compute precision, masters are fp32; auto: bf16 on GPU"
@@ -155,10 +161,10 @@ class Config:
         "off", "torch.compile each block, or all as one graph"
     )
     mesh: MeshConfig = option(MeshConfig(), "how processes share the retraining; pruning runs on the first")
-    log_every: int = option(10, "steps between lines of metrics.jsonl")
-    eval_every: int = option(100, "steps between validation losses; 0 is off")
-    save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C")
-    flip_every: int = option(10, "steps between measurements of the flip rate")
+    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
+    eval_every: int = option(100, "steps between validation losses; 0 is off", least=0)
+    save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
     resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
 

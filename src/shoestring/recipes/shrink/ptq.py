@@ -80,8 +80,8 @@ class Config:
     calib: str | None = option(
         None, "calibration text or corpus; a run is calibrated on its own training text by default"
     )
-    calib_windows: int = option(32, "windows of calibration text")
-    calib_context: int = option(512, "tokens in a window")
+    calib_windows: int = option(32, "windows of calibration text", least=1)
+    calib_context: int = option(512, "tokens in a window", least=1)
     inputs: Literal["auto", "quantized", "full"] = option(
         "auto", "what a block sees: outputs of quantized or of full blocks; auto: as published for the method"
     )
@@ -96,12 +96,14 @@ class Config:
     train: Literal["all", "grid"] = option(
         "all", "blockwise: everything, or scales and zero points only (a learned clip)"
     )
-    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block")
-    train_batch: int = option(2, "blockwise: windows in a step")
-    lr_weight: float = option(Blockwise.lr_weight, "blockwise: in parts of a layer's rounding error")
-    lr_scale: float = option(Blockwise.lr_scale, "blockwise: in parts of a layer's mean scale")
-    lr_zero: float = option(Blockwise.lr_zero, "blockwise: in codes")
-    lr_norm: float = option(Blockwise.lr_norm, "blockwise: in parts of a norm's or bias' size; 0 leaves them")
+    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block", least=1)
+    train_batch: int = option(2, "blockwise: windows in a step", least=1)
+    lr_weight: float = option(Blockwise.lr_weight, "blockwise: in parts of a layer's rounding error", least=0)
+    lr_scale: float = option(Blockwise.lr_scale, "blockwise: in parts of a layer's mean scale", least=0)
+    lr_zero: float = option(Blockwise.lr_zero, "blockwise: in codes", least=0)
+    lr_norm: float = option(
+        Blockwise.lr_norm, "blockwise: in parts of a norm's or bias' size; 0 leaves them", least=0
+    )
     held_out: float = option(Blockwise.held_out, "blockwise: part of the windows that only judges")
     loss: Literal["token", "square"] = option("token", "blockwise: every token alike, or plain squares")
     seed: int = option(0, "blockwise: order of the windows")
@@ -109,9 +111,11 @@ class Config:
         None, "instead of format: bits per weight over all layers, shared out by measured damage"
     )
     candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from")
-    damage_windows: int = option(4, "bits_budget: calibration windows that the damage is measured on")
+    damage_windows: int = option(
+        4, "bits_budget: calibration windows that the damage is measured on", least=1
+    )
     damage_units: Literal["layer", "block"] = option("layer", "bits_budget: what gets a format of its own")
-    memory_gb: float = option(4.0, "activations beyond this go to a file")
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
@@ -119,8 +123,8 @@ class Config:
     data: str | None = option(
         None, "or a corpus: its validation split. A run is evaluated on its own by default"
     )
-    context: int = option(512, "tokens the model sees at once in the evaluation")
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu or cuda")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")

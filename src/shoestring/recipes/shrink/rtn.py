@@ -42,8 +42,8 @@ class Config:
     data: str | None = option(
         None, "or a corpus: its validation split. A run is evaluated on its own by default"
     )
-    context: int = option(512, "tokens the model sees at once in the evaluation")
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     speed: bool = option(False, "measure tokens per second before and after")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu or cuda")

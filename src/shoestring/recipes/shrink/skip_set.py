@@ -43,21 +43,21 @@ class Config:
     method: Literal["measured", "adaskip", "lossless", "early_exit", "unified"] = option(
         "measured", "how sublayers are chosen; lossless: the best set for guessing ahead"
     )
-    context: int = option(2048, "context length at which seconds are measured")
+    context: int = option(2048, "context length at which seconds are measured", least=2)
     speedup: float = option(1.3, "of a decode step; lossless: where the search ends")
     calib: str | None = option(
         None, "calibration text or corpus; none: a run's own training text, else the Python standard library"
     )
-    calib_windows: int = option(2, "windows of calibration text")
-    calib_context: int = option(512, "tokens in a window")
-    rows: int = option(256, "predictions compared per trial")
-    lookahead: int = option(6, "candidates measured again before each choice")
+    calib_windows: int = option(2, "windows of calibration text", least=1)
+    calib_context: int = option(512, "tokens in a window", least=1)
+    rows: int = option(256, "predictions compared per trial", least=1)
+    lookahead: int = option(6, "candidates measured again before each choice", least=1)
     out: str | None = option(None, "file for the set; none puts skip.json into the run folder")
     text: str | None = option(None, "a text file: perplexity before and after")
     data: str | None = option(
         None, "or a corpus: its validation split. A run is evaluated on its own by default"
     )
-    max_tokens: int = option(16384, "tokens of the text to evaluate at most")
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu or cuda")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-skip_set-DATE")
@@ -73,6 +73,10 @@ def main(cfg: Config) -> Path:
         )
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
+    if cfg.context > loaded.spec.max_positions:
+        raise UserError(
+            f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}"
+        )
     source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
     context = min(cfg.calib_context, loaded.spec.max_positions)
     progress = RunLog(None).progress

@@ -67,7 +67,9 @@ class Config:
     data: str = option(
         "python", "file, folder or glob of .txt .md .py .jsonl .parquet; python: the sources here"
     )
-    max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all")
+    max_mb: float | None = option(
+        100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001
+    )
     tokenizer: str | None = option(None, "folder or tokenizer.json to use; none trains a BPE on the corpus")
     vocab_size: int = option(4096, "vocabulary of the tokenizer that is trained")
     init_from: str | None = option(
@@ -76,20 +78,22 @@ class Config:
     size: Literal["tiny", "small", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option(
         "tiny", "shape"
     )
-    d_model: int | None = option(None, "width, instead of the size's")
-    num_layers: int | None = option(None, "blocks, instead of the size's")
-    num_heads: int | None = option(None, "query heads, instead of the size's")
-    num_kv_heads: int | None = option(None, "key/value heads, instead of the size's")
-    d_ff: int | None = option(None, "feed-forward width, instead of the size's")
-    steps: int = option(2000, "optimizer steps")
-    batch: int = option(16, "rows per step over all ranks")
-    context: int = option(256, "tokens per row")
-    micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once")
-    lr: float = option(1e-3, "peak learning rate")
-    warmup: int = option(100, "steps of linear warm-up")
+    d_model: int | None = option(None, "width, instead of the size's", least=1)
+    num_layers: int | None = option(None, "blocks, instead of the size's", least=1)
+    num_heads: int | None = option(None, "query heads, instead of the size's", least=1)
+    num_kv_heads: int | None = option(None, "key/value heads, instead of the size's", least=1)
+    d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1)
+    steps: int = option(2000, "optimizer steps", least=0)
+    batch: int = option(16, "rows per step over all ranks", least=1)
+    context: int = option(256, "tokens per row", least=1)
+    micro: int | None = option(
+        None, "rows per forward pass on one rank, to save memory; none: all at once", least=1
+    )
+    lr: float = option(1e-3, "peak learning rate", least=0)
+    warmup: int = option(100, "steps of linear warm-up", least=0)
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
-    weight_decay: float = option(0.1, "AdamW decay of the matrices")
-    clip: float = option(1.0, "largest gradient norm; 0 is off")
+    weight_decay: float = option(0.1, "AdamW decay of the matrices", least=0)
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
     seed: int = option(0, "of the weights and the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "compute precision, masters are fp32; auto: bf16 on GPU"
@@ -102,9 +106,11 @@ class Config:
         "off", "torch.compile each block, or all as one graph"
     )
     mesh: MeshConfig = option(MeshConfig(), "how processes share the work")
-    log_every: int = option(10, "steps between lines of metrics.jsonl")
-    eval_every: int = option(200, "steps between validation losses; 0 is off")
-    save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C")
+    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
+    eval_every: int = option(200, "steps between validation losses; 0 is off", least=0)
+    save_every: int = option(
+        500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0
+    )
     run: str | None = option(None, "folder for this run; none makes runs/train-dense-DATE")
     resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
 

@@ -46,11 +46,11 @@ from shoestring.train.sparse24_tune import tune_products
 class Config(dense.Config):
     layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense")
     weight_grad: Literal["mvue", "exact"] = option("mvue", "prune the output gradients too, or keep them")
-    refresh: int = option(40, "steps between new masks")
-    decay: float | None = option(None, "masked decay; none: found by the flip-rate controller")
-    probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up")
+    refresh: int = option(40, "steps between new masks", least=1)
+    decay: float | None = option(None, "masked decay; none: found by the flip-rate controller", least=0)
+    probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up", least=0)
     finish: float = option(1 / 6, "share of the steps at the end that are dense")
-    flip_every: int = option(10, "steps between measurements of the flip rate")
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
 
 
 def main(cfg: Config) -> Path:

@@ -3,6 +3,7 @@
 Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste method=srste decay=2e-4      the older baseline
          shoestring run train/sparse24_sste weight_grad=exact            without the random pruning of gradients
+         shoestring run train/sparse24_sste precision=fp8                with products in FP8
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
@@ -44,8 +45,11 @@ class Config(dense.Config):
     method: Literal["sste", "srste"] = option("sste", "soft threshold, or hard masks with decay (SR-STE)")
     layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense")
     weight_grad: Literal["mvue", "exact"] = option("mvue", "prune the output gradients too, or keep them")
-    decay: float = option(2e-4, "masked decay of method=srste")
-    flip_every: int = option(10, "steps between measurements of the flip rate")
+    precision: Literal["full", "fp8"] = option(
+        "full", "operands of the 2:4 layers' products: as they are, or FP8"
+    )
+    decay: float = option(2e-4, "masked decay of method=srste", least=0)
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
 
 
 def main(cfg: Config) -> Path:
@@ -62,7 +66,8 @@ def main(cfg: Config) -> Path:
 
 
 def make_rules(cfg: Config) -> list[Rule]:
-    return [(cfg.layers, Sparse24("soft" if cfg.method == "sste" else "row", weight_grad=cfg.weight_grad))]
+    select = "soft" if cfg.method == "sste" else "row"
+    return [(cfg.layers, Sparse24(select, weight_grad=cfg.weight_grad, precision=cfg.precision))]
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
