@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_cslt import CLOCKS, needs_gpu, unpacked
+from test_cslt8 import INTERPRETED as EIGHT_BITS
 
 from shoestring.formats import FormatLinear, Sparse24
 from shoestring.formats.sparse24 import DENSE, Plan, prune_tokens
@@ -100,7 +101,7 @@ print("kernels ran")
 def test_kernels_match_the_references() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's; install the gpu extra")
     out = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
+        [sys.executable, "-c", EIGHT_BITS + INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,

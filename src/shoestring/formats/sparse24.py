@@ -73,6 +73,9 @@ class Plan(NamedTuple):
     input_grad: cslt.Algorithms | None = None
     weight_grad: cslt.Algorithms | None = None
 
+    def any_sparse(self) -> bool:
+        return self.forward is not None or self.input_grad is not None or self.weight_grad is not None
+
 
 DENSE = Plan()
 
@@ -228,7 +231,8 @@ class Sparse24(Format):
         """The three products with `used` (its gradient is dW), as the fields say."""
         plan = self.plan(x.numel() // x.shape[-1], used)
         eight_bits = self.precision == "fp8"
-        if plan == DENSE and not eight_bits and (self.weight_grad == "exact" or not torch.is_grad_enabled()):
+        exact = self.weight_grad == "exact" or not torch.is_grad_enabled()
+        if exact and not eight_bits and not plan.any_sparse():
             return F.linear(x, used, bias)
         rows, clocks = None, None
         if self.weight_grad == "mvue":

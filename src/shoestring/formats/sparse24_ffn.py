@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoestring.formats.linear import FormatLinear, compute_dtype, local
-from shoestring.formats.sparse24 import CLOCKS, DENSE, Plan, Sparse24, prune_tokens
+from shoestring.formats.sparse24 import CLOCKS, Plan, Sparse24, prune_tokens
 from shoestring.kernels import cslt, ffn24
 
 
@@ -79,7 +79,7 @@ def ffn_plan(format: Sparse24, num_tokens: int, gate: Tensor, dtype: torch.dtype
         format.plan_of(num_tokens, wide, dtype),
         format.plan_of(num_tokens, narrow, dtype),
     )
-    return None if plan == (DENSE, DENSE) else plan
+    return plan if plan.up.any_sparse() or plan.down.any_sparse() else None
 
 
 def run(x: Tensor, linears: list[FormatLinear], plan: FfnPlan) -> Tensor:
