@@ -71,7 +71,7 @@ def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:
     tokens = torch.arange(12)[None]
     a, b = (load_model(tmp_path / "out" / kind).model(tokens) for kind in ("model", "packed"))
     assert torch.equal(a, b)
-    run("train/sparse24_sste", "steps=3", "method=srste", "weight_grad=exact", "run=older")
+    run("train/sparse24_sste", "steps=3", "method=srste", "weight_grad=exact", "precision=fp8", "run=older")
     assert is_24(load_file(tmp_path / "older/model/model.safetensors")["model.layers.1.mlp.down_proj.weight"])
 
 
@@ -85,7 +85,7 @@ def test_a_width_that_does_not_fit_is_said_before_training(capsys: pytest.Captur
 def test_the_snippet_of_the_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs/methods/sparse24.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(snippets) == 1
+    assert snippets  # the others are fragments
     names: dict[str, Any] = {"__name__": "snippet"}
     exec(compile(snippets[0], "sparse24.md", "exec", dont_inherit=True), names)
     assert names["model"][0].packed
