@@ -398,7 +398,7 @@ class Engine:
 
     def _count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
         self.stats.count(num_drafted, num_accepted, num_new)
-        if self.goodput is not None:
+        if self.goodput is not None and num_drafted:
             self.goodput.accept(num_drafted, num_accepted)
 
     def _after_token(self, request: Request, token: int) -> FinishReason | None:

@@ -34,6 +34,7 @@ SMOOTHING = 0.1  # weight of the newest observation, after the first few
 DRAFT_CALLS = 9  # calls that the draft cost is taken from
 MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
 PROBED = 4  # requests that get drafts in a probe of a pause
+RECONSIDER = 8  # steps
 DEAREST_PROBE = 20.0  # times its expected loss: beyond this something was captured or compiled, once
 
 T = TypeVar("T")
@@ -92,6 +93,10 @@ class Goodput:
         self._turn = 0  # whose turn it is in the next of those
         self._best_rate = self._expected_loss = 0.0
         self._dear = 0.0  # what the last probe lost
+        self._paused: tuple[tuple[int, int], float] | None = (
+            None  # of what step, and the loss of a probe then
+        )
+        self._age = 0  # how often that was used
         self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
@@ -117,10 +122,19 @@ class Goodput:
         return (*requests[first:], *requests[:first])[:PROBED]
 
     def abstains(self, num_requests: int, limit: int | None = None) -> bool:
-        """Whether `choose` would say 0 now; changes nothing."""
+        """Whether `choose` would say 0 now; changes nothing. A pause is thought over anew every few steps only: little
+        changes in it, and the host is busy."""
         limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
-        best, _, loss = self._pick(num_requests, limit)
-        return best == 0 and (limit == 0 or self.credit < max(loss, self._dear))
+        asked = num_requests, limit
+        if self._paused is not None and self._paused[0] == asked and self._age < RECONSIDER:
+            self._age += 1
+            loss = self._paused[1]
+        else:
+            best, _, loss = self._pick(num_requests, limit)
+            self._paused, self._age = (None if best else (asked, loss)), 0
+            if best:
+                return False
+        return limit == 0 or self.credit < max(loss, self._dear)
 
     def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
