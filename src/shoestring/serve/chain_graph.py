@@ -1,8 +1,8 @@
 """Several drafts as one program: a draft model's passes follow each other on the device.
 
 The first pass reads what is new since the last proposal, a few rows per request, and chooses a token for each; the
-others read one row per request, the token of the pass before. Positions, slots and tiles of those follow from the
-first ones, so the host sends numbers once, launches once (on a GPU the whole chain is one CUDA graph) and waits
+others read one row per request, the token of the pass before. Positions, slots and tiles of all passes are known
+beforehand, so the host sends numbers once, launches once (on a GPU the whole chain is one CUDA graph) and waits
 once. Passes launched one by one would cost a small drafter more time on the host than on the GPU.
 
 Shapes: N requests, Q rows each in the first pass, R = N Q, G drafts.
@@ -54,53 +54,54 @@ class ChainGraph(StepGraph):
         skip: SkipSet | None,
         num_drafts: int,
     ) -> None:
-        device, more = owner.fused.device, num_requests * (num_drafts - 1)
-        self.num_drafts = num_drafts
+        device, self.num_drafts, self._num_later = owner.fused.device, num_drafts, num_drafts - 1
         self.chosen_NG = torch.zeros(num_requests, num_drafts, dtype=torch.int64, device=device)
-        # Per request: its last row, the position after it, whether it is one. Then where the blocks of the later
-        # rows belong in the tables, and the blocks.
-        self._later = torch.zeros(3 * num_requests + 2 * more, dtype=torch.int64, device=device)
-        self._later[3 * num_requests : 3 * num_requests + more] = owner.padding
+        self._chosen_GN = torch.zeros(num_drafts, num_requests, dtype=torch.int64, device=device)
+        # Each request's last row; for every later pass and request its position, slot, where the number of its block
+        # belongs in the tables, the block, and a tile: four numbers in 32 bits.
+        self._later = torch.zeros(num_requests * (1 + 6 * self._num_later), dtype=torch.int64, device=device)
+        passes = self._later[num_requests:].view(6, self._num_later, num_requests)
+        passes[1], passes[2] = -1, owner.padding
         super().__init__(owner, num_requests, rows_each, kind, skip)
 
     def _program(self) -> None:
         super()._program()
-        owner, num = self.owner, self.num_requests
-        last_row_N, start_N, there_N = self._later[: 3 * num].view(3, num)
-        at, block = self._later[3 * num :].view(2, -1)
-        owner.note_blocks(at, block)
+        owner, num, later = self.owner, self.num_requests, self._num_later
+        last_row_N, passes = self._later[:num], self._later[num:].view(6, later, num)
+        position_LN, slot_LN, at_LN, block_LN = passes[:4]
+        tiles_LN4 = passes[4:].reshape(-1).view(torch.int32).view(later, num, 4)
+        owner.note_blocks(at_LN.reshape(-1), block_LN.reshape(-1).view(torch.int32)[::2])
         tables_NW = owner.tables(num)
-        seed_N = self.seeds_R.index_select(0, last_row_N)
-        parameters_4N = self.parameters_4R.index_select(1, last_row_N)
-        tokens_N = owner.last_R.index_select(0, last_row_N)
-        self.chosen_NG[:, 0] = tokens_N
-        row_N, size = torch.arange(num, device=tokens_N.device), owner.cache.pool.block_size
-        for i in range(1, self.num_drafts):
-            position_N = start_N + (i - 1)
-            page_N = tables_NW.gather(1, (position_N // size)[:, None])[:, 0].long()
-            slot_N = torch.where(there_N > 0, page_N * size + position_N % size, -1)
-            tiles_N4 = torch.stack([row_N, row_N, position_N, there_N], dim=1).to(torch.int32)
-            rows = Rows(position_N, slot_N, tables_NW, (Tiles(tiles_N4, 1, self.num_splits),))
-            hidden_ND = owner.fused.hidden(tokens_N, rows, owner.cache, self.skip)
+        if self.kind != "greedy":
+            seed_N = self.seeds_R.index_select(0, last_row_N)
+            parameters_4N = self.parameters_4R.index_select(1, last_row_N)
+        torch.index_select(owner.last_R, 0, last_row_N, out=self._chosen_GN[0])
+        for i in range(later):
+            tiles = Tiles(tiles_LN4[i], 1, self.num_splits)
+            rows = Rows(position_LN[i], slot_LN[i], tables_NW, (tiles,))
+            hidden_ND = owner.fused.hidden(self._chosen_GN[i], rows, owner.cache, self.skip)
             logits_NV = owner.spread(owner.fused.logits(hidden_ND))
             if self.kind == "greedy":
-                tokens_N = torch.empty_like(tokens_N)
-                best_token_(logits_NV, tokens_N)
+                best_token_(logits_NV, self._chosen_GN[i + 1])
             else:
                 cuts = self.kind == "cut"
-                tokens_N = sample_at(logits_NV, parameters_4N, seed_N, position_N + 1, cuts=cuts)
-            self.chosen_NG[:, i] = tokens_N
+                drawn_N = sample_at(logits_NV, parameters_4N, seed_N, position_LN[i] + 1, cuts=cuts)
+                self._chosen_GN[i + 1] = drawn_N
+        self.chosen_NG.copy_(self._chosen_GN.T)
 
     def fill_later(self, spans: Sequence[Span]) -> None:
         """Send what the passes after the first need; their blocks must be there."""
-        num, more, size = self.num_requests, self.num_drafts - 1, self.owner.cache.pool.block_size
-        last_row, start, there = [0] * num, [0] * num, [0] * num
-        at, block = [self.owner.padding] * (num * more), [0] * (num * more)
+        num, later, size = self.num_requests, self._num_later, self.owner.cache.pool.block_size
+        last_row, none = [0] * num, [0] * (later * num)
+        position, slot, block, tiles = none[:], [-1] * (later * num), none[:], [0] * (2 * later * num)
+        at = [self.owner.padding] * (later * num)
         for n, span in enumerate(spans):
-            last_row[n], start[n], there[n] = n * self.rows_each + span.num - 1, span.stop, 1
-            for i in range(more):
-                page = (span.stop + i) // size
-                at[n * more + i] = self.owner.place(n, page)
-                block[n * more + i] = span.blocks[page]
-        values = [*last_row, *start, *there, *at, *block]
+            last_row[n] = n * self.rows_each + span.num - 1
+            for i in range(later):
+                place, k = span.stop + i, i * num + n
+                page = place // size
+                position[k], block[k], at[k] = place, span.blocks[page], self.owner.place(n, page)
+                slot[k] = span.blocks[page] * size + place % size
+                tiles[2 * k : 2 * k + 2] = (n | n << 32, place | 1 << 32)  # table, row; start, rows
+        values = [*last_row, *position, *slot, *at, *block, *tiles]
         self._later.copy_(to_pinned(values, torch.int64, self._later.device), non_blocking=True)
