@@ -246,48 +246,42 @@ class Bench:
             self.target,
             drafter,
             asked,
-            max_tokens=2 * self.size.new_tokens,
+            max_tokens=self.size.new_tokens,
             max_requests=batch,
             num_drafts=num_drafts,
             temperature=temperature,
             repeats=self.size.repeats,
         )
 
-    def batches(self, name: str, drafter: Drafter, wanted: list[int], kinds: Any = KINDS) -> None:
+    def batches(self, drafters: dict[str, Drafter], batch: int, temperature: float) -> None:
         """Under the controller; plain decoding before and after, so that clocks and heat are shared."""
-        for batch in wanted:
-            for kind, temperature in kinds:
-                num = max(batch, NUM_PROMPTS)
-                plain = self.rate(None, temperature, batch, num)
-                rates = self.rate(drafter, temperature, batch, num)
-                plain += self.rate(None, temperature, batch, num)
-                ratio = statistics.median(rates) / statistics.median(plain)
-                text = "sampled" if kind else "greedy"
-                record(
-                    bench=BENCH,
-                    case=f"batch {batch}",
-                    metric="tokens_per_s",
-                    unit="tokens/s",
-                    samples=rates,
-                    baseline="the same engine without a drafter",
-                    baseline_value=statistics.median(plain),
-                    ratio=ratio,
-                    quality={"plain": [significant(min(plain), 4), significant(max(plain), 4)]},
-                    config={
-                        "target": self.name,
-                        "budget": "batches",
-                        "layers": self.layers,
-                        "batch": batch,
-                        "drafter": name,
-                        "text": text,
-                    },
-                    note="number of guesses chosen by the goodput controller",
-                )
-                print(
-                    f"{name}, {text}, batch {batch:3}: {statistics.median(rates):8.0f} against "
-                    f"{statistics.median(plain):8.0f} tokens/s {ratio:.2f}x  {rates} {plain}",
-                    flush=True,
-                )
+        num, text = max(batch, NUM_PROMPTS), "drawn" if temperature else "greedy"
+        plain = self.rate(None, temperature, batch, num)
+        rates = {name: self.rate(drafter, temperature, batch, num) for name, drafter in drafters.items()}
+        plain += self.rate(None, temperature, batch, num)
+        base = statistics.median(plain)
+        for name, found in rates.items():
+            ratio = statistics.median(found) / base
+            config = {"target": self.name, "budget": "batches", "layers": self.layers, "batch": batch}
+            record(
+                bench=BENCH,
+                case=f"batch {batch}",
+                metric="tokens_per_s",
+                unit="tokens/s",
+                samples=found,
+                baseline="the same engine without a drafter",
+                baseline_value=base,
+                ratio=ratio,
+                quality={"plain": [significant(min(plain), 4), significant(max(plain), 4)]},
+                config={**config, "drafter": name, "text": text},
+                note=f"{num} requests of {self.size.new_tokens} new tokens, {len(found)} times; the goodput controller "
+                "chooses the number of guesses",
+            )
+            print(
+                f"{name}, {text}, batch {batch:3}: {statistics.median(found):8.0f} against {base:8.0f} tokens/s "
+                f"{ratio:.2f}x  {[round(r) for r in found]} {[round(r) for r in plain]}",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -365,8 +359,10 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
         print(f"    {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
         if not served and case.name in args.serve and bench.speed:
             served = True
-            bench.batches(case.name, drafter, args.batches)
-            bench.batches("untrained", untrained, args.batches, KINDS[:1])
+            for batch in args.batches:
+                bench.batches({case.name: drafter, "untrained": untrained}, batch, 0.0)
+            for batch in sorted({min(args.batches), max(args.batches)}):
+                bench.batches({case.name: drafter}, batch, 1.0)
     if not late():
         bench.measure("n-gram lookup", Ngram(), "no training")
         bench.measure("first layers, untrained", untrained, "no training")
