@@ -3,13 +3,16 @@
 # make lint   the checks without the tests
 # make setup  only the virtual environment; the other targets do it by themselves, once
 #
-# PYTHON=python3.12 picks an interpreter, VENV=dir another environment, PYTEST_ARGS="-k config" some tests.
+# PYTHON=python3.12 picks an interpreter, VENV=dir another environment, PYTEST_ARGS="-k config" some tests,
+# WORKERS=8 as many test processes.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PYTEST_ARGS ?=
+# Test processes, one thread each; a file's tests stay together and share what they built.
+WORKERS ?= 2
 # Quiet: the numbered lines below say where the set-up is.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
@@ -19,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/python -m shoestring demo
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check
