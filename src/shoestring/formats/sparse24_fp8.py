@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring.kernels.backend import of_the_machine
 from shoestring.kernels.cslt8 import E4M3, pack8, pack8_mvue, product8, transposed8
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def to_fp8(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (t.float() * scale.reciprocal()).to(dtype)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@of_the_machine
 def _has_fp8(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -11,9 +11,22 @@ import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Answer = TypeVar("Answer", bound=Callable[..., Any])
+
+
+def of_the_machine(answer: Answer) -> Answer:
+    """Marks a function whose answer depends on the machine alone: a constant to torch.compile, not something to trace
+    or to break a graph for. What torch.compiler.assume_constant_result does, but for importing the compiler, which
+    takes seconds.
+    """
+    answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return answer
 
 
 def triton_usable(t: Tensor) -> bool:

@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoestring.kernels.backend import of_the_machine
 from shoestring.kernels.mvue24_pack import in_words, launch_mvue
 
 ROWS, COLS = 64, 64  # blocks of the metadata
@@ -50,8 +51,7 @@ def usable_as(t: Tensor, dtype: torch.dtype) -> bool:
     return t.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_library()
 
 
-# What depends on the machine alone is a constant to a compiler, not something to trace or to break a graph for.
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@of_the_machine
 def _has_library() -> bool:
     return _looked_up()
 
@@ -184,7 +184,7 @@ def choice(m: int, k: int, n: int, dtype: torch.dtype) -> Algorithms | None:
     return None
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@of_the_machine
 def _worth_it(dtype: torch.dtype) -> tuple[tuple[tuple[int, int, int], Algorithms], ...]:
     """Shapes and their algorithms. Not a dictionary: sizes may be symbols to a compiler, which can be compared only."""
     good = [f for f in _table().values() if f.dtype == str(dtype) and f.gain > WORTH]
