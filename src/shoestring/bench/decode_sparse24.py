@@ -2,6 +2,7 @@
 
     python -m shoestring.bench.decode_sparse24                         # measure and record
     python -m shoestring.bench.decode_sparse24 --tune PLANS.json       # choose plans first and write them
+    python -m shoestring.bench.decode_sparse24 --models                # whole decoding steps of an 8B shape
 
     2:4                 the kept values in bf16, 9 bits per weight with their metadata
     2:4 + int4:g64      the kept values in 4 bits; 64 of them, from 128 weights, share a scale: 3.25 bits per weight
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.bench.decode import LLAMA_8B, build, decode_ours
 from shoestring.bench.lowbit_gemm import copies, graph_times, relative_error, say
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.formats import Format, Sparse24, Stacked, parse_format
@@ -165,6 +167,34 @@ def _us(samples: list[float]) -> str:
     return f"{statistics.median(samples):.1f}us"
 
 
+def measure_models(batches: Sequence[int], repeats: int, until: float) -> None:
+    """Tokens per second of an 8B shape whose blocks are packed, with the head in bf16, beside the same in bf16."""
+    base: dict[int, float] = {}
+    for case, label in {"bf16": "bf16", **CASES}.items():
+        if time.monotonic() > until:
+            say("out of time")
+            return
+        model = build(LLAMA_8B, label)
+        for batch in batches:
+            rates = decode_ours(model, batch, repeats)
+            base.setdefault(batch, statistics.median(rates))
+            ratio = statistics.median(rates) / base[batch]
+            record(
+                bench="decode_sparse24",
+                case=case,
+                metric="decode_tokens_per_s",
+                unit="tokens/s",
+                samples=rates,
+                baseline="bf16",
+                baseline_value=base[batch],
+                ratio=ratio,
+                config={"model": "Llama 8B shape", "batch": batch, "head": "bf16"},
+            )
+            say(f"8B shape, {case}, batch {batch}: {statistics.median(rates):.1f} tokens/s x{ratio:.2f}")
+        del model
+        torch.cuda.empty_cache()
+
+
 # -- tuning --------------------------------------------------------------------------------------------------
 def short(p: Plan) -> str:
     return f"{p.row_warps}x{p.k_warps}r{p.tiles}s{p.split}b{p.blocks}d{p.depth}a{p.ahead}"
@@ -252,17 +282,35 @@ def table() -> str:
     return markdown(["weight", "shape", *map(str, columns)], rows) + provenance(lines)
 
 
+def models() -> str:
+    """Tokens per second of a whole decoding step, and times faster than bf16."""
+    lines = [n for n in newest("decode_sparse24") if n["metric"] == "decode_tokens_per_s"]
+    if not lines:
+        return "Not measured yet."
+    batches = sorted({n["config"]["batch"] for n in lines})
+    found = {(n["case"], n["config"]["batch"]): n for n in lines}
+    rows = [
+        [case, *(f"{found[case, b]['value']:.0f} ({found[case, b]['ratio']:.2f}x)" for b in batches)]
+        for case in dict.fromkeys(n["case"] for n in lines)
+    ]
+    return markdown(["blocks", *(f"batch {b}" for b in batches)], rows) + provenance(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tune", type=Path, help="choose plans first and write them here")
+    parser.add_argument("--models", action="store_true", help="an 8B shape instead of single products")
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
     args = parser.parse_args()
     torch.manual_seed(0)
     begin, shapes = time.monotonic(), SHAPES[: args.shapes]
+    if args.models:
+        measure_models((1, 16), 3, begin + args.seconds)
+        return
     if args.tune:
         tune(shapes, args.tune, begin + args.seconds * 0.5)
     measure(shapes, args.rows, begin + args.seconds)
