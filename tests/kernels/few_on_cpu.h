@@ -4,6 +4,9 @@
 #include "cuda_on_cpu.h"
 
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Barrier { int phase : 1, arrived : 1, waiting : 30; u32 unused; };  // mbarrier for one arrival
 struct Bulk { u32 to, bytes; const char* from; u64* barrier; };
@@ -63,6 +66,29 @@ static float __shfl_xor_sync(u32, float f, int by) {
 }
 static float __expf(float f) { return __builtin_expf(f); }
 static float rsqrtf(float f) { return 1 / __builtin_sqrtf(f); }
+
+static u32 __float_as_uint(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+static float __int_as_float(int i) { return __uint_as_float(i); }
+static float max_abs(float a, float b) { return a != a || b != b ? a + b : max(a, b < 0 ? -b : b); }
+static int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 32; i += 8) c += (signed char)(a >> i) * (signed char)(b >> i);
+    return c;
+}
+static void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
+    const int warp = current->x / 32, lane = current->x % 32;
+    memcpy(given_a[warp][lane], a, 16);
+    given_b[warp][lane][0] = b0, given_b[warp][lane][1] = b1;
+    __syncwarp();
+    for (int e = 0; e < 4; e++) {
+        const int row = lane / 4 + (e / 2) * 8, col = lane % 4 * 2 + e % 2;
+        for (int k = 0; k < 32; k++) {
+            const u32 av = given_a[warp][row % 8 * 4 + k % 16 / 4][row / 8 + k / 16 * 2] >> k % 4 * 8;
+            const u32 bv = given_b[warp][col * 4 + k % 16 / 4][k / 16] >> k % 4 * 8;
+            c[e] += (int)(av & 255) * (signed char)bv;
+        }
+    }
+    __syncwarp();
+}
 
 #include "kernel.inc"
 extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, void* Y, const float* table, const u16* bias,

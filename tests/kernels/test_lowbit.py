@@ -94,20 +94,11 @@ def field_pairs(w: list[int], j: int, bits: int) -> list[tuple[int, int]]:
         ]
     else:
         masked = []
-        for s in (2 * j, 2 * j + 1):
-            if s < 9:
-                low = w[s // 3] >> s % 3 * 6 & 0x00070007
-            elif s == 9:
-                low = w[0] >> 15 & 0x00010001 | w[1] >> 14 & 0x00020002 | w[2] >> 13 & 0x00040004
-            else:
-                low = w[3 + (s - 10) // 2] >> (s - 10) % 2 * 6 & 0x00070007
-            if s < 6:
-                high = w[s // 2] >> s % 2 * 6 & 0x00380038
-            elif s == 15:
-                high = w[3] >> 12 & 0x00080008 | w[4] >> 11 & 0x00100010 | w[5] >> 10 & 0x00200020
-            else:
-                high = w[3 + (s - 6) // 3] >> (0, 6, 9)[(s - 6) % 3] & 0x00380038
-            masked += [(low, 1), (high, 8)]
+        for i in range(4):
+            turn = j % 2 * 8 + j // 2 % 2 * 4 + i // 2
+            top = (w[4 + j // 4] >> turn | w[4 + j // 4] << 32 - turn) & (0x00100010 if i % 2 else 0x00040004)
+            low = w[j // 2] >> j % 2 * 8 + i // 2 * 4 & (0x000C000C if i % 2 else 0x00030003)
+            masked.append((low | top, 4 if i % 2 else 1))
     return [((v & 0xFFFF) // size, (v >> 16) // size) for v, size in masked]
 
 

@@ -62,7 +62,7 @@ def around_ref(
 class Plan:
     """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
     over a cluster of `split` blocks; `blocks` blocks shall fit on a multiprocessor; x in panels of `panel` chunks, or
-    whole (0), through registers."""
+    whole (0), through registers; `digits`: the product is one of integers (x whole; no tables)."""
 
     row_warps: int
     k_warps: int
@@ -73,6 +73,8 @@ class Plan:
     panel: int = 0
     bulk: int = 0
     ahead: int = 0
+    unroll: int = 0
+    digits: int = 0
 
     @property
     def warps(self) -> int:
@@ -93,7 +95,8 @@ class Plan:
         if self.panel:
             x_bytes *= 1 if panel >= share else 2
         elif not layout.table:
-            x_bytes += share * (CHUNK_WIDTH // layout.group) * row_tiles(rows) * 32
+            columns = 8 * (row_tiles(2 * rows) * 2 if self.digits else row_tiles(rows))
+            x_bytes += share * (CHUNK_WIDTH // layout.group) * columns * 4
         if norm:
             x_bytes += rows * share * 4
         lut = 128 << (2 * layout.bits) if layout.table else 0
@@ -134,7 +137,8 @@ def rule(
     k_warps = max(1, min(most // row_warps, 16, ceil_div(chunks, 2)))
     panels = [ceil_div(n, k_warps) * k_warps for n in (16, 8, 4, 1)]
     for panel in (0, *panels) if norm or (rows <= 8 and rows * width <= 64 * 1024) else panels:
-        plan = Plan(row_warps, k_warps, pair, 3, 1, 1, panel)
+        digits = int(not layout.table and not panel and rows * width <= 32 * 1024)
+        plan = Plan(row_warps, k_warps, pair, 3, 1, 1, panel, unroll=int(not panel), digits=digits)
         if not (panel and norm) and plan.fits(layout, rows, width, norm):
             return plan
     return Plan(1, 1, 2 if swiglu else 1, 3, 1, 1, 0 if norm else 1)
@@ -188,7 +192,7 @@ def few_macros(
         "HALF": int(dtype == torch.float16),
         "SBF16": int(layout.bf16_scale),
         "GROUP": layout.group,
-        "MT": row_tiles(rows),
+        "MT": row_tiles(2 * rows if plan.digits else rows),
         "R": plan.tiles,
         "WARPS": plan.warps,
         "KW": plan.k_warps,
@@ -196,6 +200,8 @@ def few_macros(
         "BLOCKS": plan.blocks,
         "BULK": plan.bulk,
         "AHEAD": plan.ahead,
+        "UNROLL": plan.unroll,
+        "DIGITS": plan.digits,
         "XREG": int(plan.panel == 0),
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
         "SWIGLU": int(swiglu),

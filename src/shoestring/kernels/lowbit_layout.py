@@ -65,7 +65,7 @@ def bit_map(bits: int, table: bool) -> tuple[tuple[tuple[int, int], ...], ...]:
                 places = [(word, (7 + n + 2 * bits * place) % 32) for n in range(2 * bits)]
         else:
             low = _field(bits, j, i)
-            places = [(w, b + half) for half in (0, 16) for w, b in low]
+            places = [(w, (b + half) % 32) for half in (0, 16) for w, b in low]
         pairs.append(tuple(places))
     return tuple(pairs)
 
@@ -76,19 +76,11 @@ def _field(bits: int, j: int, i: int) -> list[tuple[int, int]]:
         return [(j, 4 * i + n) for n in range(4)]
     if bits == 2:
         return [(j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)]
-    s = 2 * j + i // 2
-    if i % 2 == 0:
-        if s == 9:
-            return [(n, 15) for n in range(3)]
-        word, bit = (s // 3, s % 3 * 6) if s < 9 else (3 + (s - 10) // 2, (s - 10) % 2 * 6)
-    else:
-        if s == 15:
-            return [(3 + n, 15) for n in range(3)]
-        if s < 6:
-            word, bit = s // 2, s % 2 * 6 + 3
-        else:
-            word, bit = 3 + (s - 6) // 3, (3, 9, 12)[(s - 6) % 3]
-    return [(word, bit + n) for n in range(3)]
+    two = [
+        (j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)
+    ]  # the lower bits as with 2 bits, the third apart
+    shift = (2, 4, 3, 5)[i] if j // 2 % 2 == 0 else (6, 8, 7, 9)[i]
+    return [*two, (4 + j // 4, j % 2 * 8 + shift)]
 
 
 def _runs(places: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int, int]]:

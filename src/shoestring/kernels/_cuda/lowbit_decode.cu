@@ -17,7 +17,7 @@ typedef unsigned long long u64;
 #define MAGIC (MAGIC16 | MAGIC16 << 16)
 #define BASE (HALF ? 1024.f : 128.f)
 // Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
-#define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : BITS == 3 ? 8 : 4)
+#define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
 #define LUT_BYTES (TABLE ? (128 << (2 * BITS)) : 0)
 #define INLINE __device__ __forceinline__
 
@@ -100,6 +100,7 @@ INLINE void load_words(u32* w, const char* chunk, const int lane) {
     w[4] = u.x, w[5] = u.y;
 #endif
 }
+INLINE u32 rotate(u32 w, const int right) { return __funnelshift_r(w, w, right & 31); }
 #if !TABLE
 INLINE void decode(u32* a, const u32* w, const int j, const u32 magic) {
 #if BITS == 4
@@ -116,26 +117,17 @@ INLINE void decode(u32* a, const u32* w, const int j, const u32 magic) {
     a[0] = field(v >> s, 0x00030003, magic), a[1] = field(v >> s, 0x000c000c, magic);
     a[2] = field(v >> (s + 4), 0x00030003, magic), a[3] = field(v >> (s + 4), 0x000c000c, magic);
 #else
-    // Five fields of 3 bits fill 15 bits of a half word: at 0, 3, 6, 9 and 12. Rows 0..7 take fields read at bit 0,
-    // rows 8..15 fields read at bit 3; the two that are left over are spread over the top bits.
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int s = 2 * j + i;
-        u32 lo, hi;
-        if (s < 9) lo = field(w[s / 3] >> (s % 3 * 6), 0x00070007, magic);
-        else if (s == 9) lo = (w[0] >> 15 & 0x00010001) | (w[1] >> 14 & 0x00020002) | (w[2] >> 13 & 0x00040004) | magic;
-        else lo = field(w[3 + (s - 10) / 2] >> ((s - 10) % 2 * 6), 0x00070007, magic);
-        if (s < 6) hi = field(w[s / 2] >> (s % 2 * 6), 0x00380038, magic);
-        else if (s == 15) hi = (w[3] >> 12 & 0x00080008) | (w[4] >> 11 & 0x00100010) | (w[5] >> 10 & 0x00200020) | magic;
-        else hi = field(w[3 + (s - 6) / 3] >> ((s - 6) % 3 == 2 ? 9 : (s - 6) % 3 * 6), 0x00380038, magic);
-        a[2 * i] = lo, a[2 * i + 1] = hi;
-    }
+    // Two bits as above; the third is where a turn of the last words brings it above them.
+    const u32 v = w[j / 2] >> (j % 2 * 8), u = w[j / 2] >> (j % 2 * 8 + 4);
+    const int turn = j % 2 * 8 + (j / 2 % 2 ? 4 : 0);
+    const u32 top = rotate(w[4 + j / 4], turn), next = rotate(w[4 + j / 4], turn + 1);
+    a[0] = field(top, 0x00040004, field(v, 0x00030003, magic)), a[1] = field(top, 0x00100010, field(v, 0x000c000c, magic));
+    a[2] = field(next, 0x00040004, field(u, 0x00030003, magic)), a[3] = field(next, 0x00100010, field(u, 0x000c000c, magic));
 #endif
 }
 #else
 // A pair of codes is an index of 2*BITS bits, read at bit 7: times 128 bytes, the distance of entries.
 #define INDEX_MASK (((1u << (2 * BITS)) - 1) << 7)
-INLINE u32 rotate(u32 w, const int right) { return __funnelshift_r(w, w, right & 31); }
 INLINE u32 pair_word(const u32* w, const int p) {
     u32 v;
 #if BITS == 4

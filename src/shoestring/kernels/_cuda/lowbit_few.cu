@@ -24,8 +24,11 @@
 #define TILES (RW * R)                   // row tiles of a block; even under SWIGLU
 #define RING (DEPTH * R * CHUNK)         // bytes of a warp's ring
 #define PART 20                          // floats between the columns of partial sums: no bank conflicts
-#define SUMS (!TABLE && XREG)            // sums of x by group are at hand
+#define SUMS (!TABLE && XREG && !DIGITS) // sums of x by group are at hand
 #define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
+#define LOW (4 * MT)                     // DIGITS: the column of a row's low digit, less that of its high one
+#define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
+#define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
 
 INLINE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 INLINE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -58,6 +61,15 @@ INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
     #pragma unroll
     for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
     return v;
+}
+// c[16, 8] += a[16, 32] b[32, 8] in integers: a of unsigned bytes, b of signed ones
+INLINE void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+INLINE float max_abs(float a, float b) {  // not a number where one of them is not
+    float d; asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(fabsf(b))); return d;
 }
 INLINE u32 lane_value(u32 v, u32 lane) { return __shfl_sync(~0u, v, lane); }
 INLINE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
@@ -139,11 +151,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
     char* const x_smem = (char*)(full + 2 + (BULK ? (WARPS * DEPTH + 1) / 2 * 2 : 0));
     const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
 #if XREG
-    float* const sums = (float*)(x_smem + M * x_pitch);  // [chunk][group][8 MT rows]
-    float* const squares = sums + (SUMS ? count * NG * 8 * MT : 0);  // [row][chunk]
+    float* const sums = (float*)(x_smem + M * x_pitch);  // [chunk][group][8 MT columns]
+    float* const squares = sums + (SUMS ? 1 : DIGITS ? 2 : 0) * count * NG * 8 * MT;  // [row][chunk]
     if (NORM)
         for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
     grid_wait();
+#if DIGITS
+    // x by chunk as integers of 16 bits times a scale, in two digits of 8 bits; a thread takes 32 inputs of a row. Byte b of
+    // word j for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
+    for (int e0 = warp * 32; e0 < M * count * 4; e0 += THREADS) {
+        const int e = e0 + lane, row = e / (count * 4), piece = e - row * (count * 4), k = first * 128 + piece * 32;
+        const bool inside = e < M * count * 4;
+        float f[32];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (inside && k < K) v = load_late(X + (u64)row * pitch_x + k + i * 8);
+            const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int n = 0; n < 8; n++) f[i * 8 + n] = widen(pairs[n / 2] >> (n % 2 * 16));
+        }
+#if NORM
+        float square = 0.f;
+        #pragma unroll
+        for (int i = 0; i < 32; i++) square += f[i] * f[i];
+        square = add_lanes(square, 4);
+        if (inside && piece % 4 == 0) squares[row * count + piece / 4] = square;
+        if (inside && k < K)
+            #pragma unroll
+            for (int i = 0; i < 32; i++) f[i] *= NORM == 1 ? widen(((const u16*)norm)[k + i]) : ((const float*)norm)[k + i];
+#endif
+        float most = 0.f;
+        #pragma unroll
+        for (int i = 0; i < 32; i++) most = max_abs(most, f[i]);
+        #pragma unroll
+        for (int i = 1; i < 4; i *= 2) most = max_abs(most, __shfl_xor_sync(~0u, most, i));
+        const float by = most > 0.f ? 32512.f / most : 0.f, scale = most * (1.f / 32512.f);
+        int sum_high = 0, sum_low = 0;
+        char* const to = x_smem + ((u64)(piece / 4 * 2 + piece % 4 / 2) * 2 * M + row) * 64 + piece % 2 * 8;
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            u32 high[2], low[2];
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                u32 v[4];
+                #pragma unroll
+                for (int b = 0; b < 4; b++) {
+                    const int at = BITS == 4 ? 16 * j + 2 * c + (b & 1 ? 8 : 0) + (b & 2 ? 1 : 0)
+                                             : 8 * j + 2 * c + (b & 1 ? 16 : 0) + (b & 2 ? 1 : 0);
+                    v[b] = __float_as_uint(f[at] * by + SHIFTED);
+                }
+                low[j] = __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+                #pragma unroll
+                for (int b = 0; b < 4; b++) v[b] += 128;  // the low digit has a sign
+                high[j] = __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
+                sum_low = __dp4a((int)low[j], 0x01010101, sum_low), sum_high = __dp4a((int)high[j], 0x01010101, sum_high);
+            }
+            if (inside) {
+                *(uint2*)(to + c * 16) = make_uint2(high[0], high[1]);
+                *(uint2*)(to + M * 64 + c * 16) = make_uint2(low[0], low[1]);
+            }
+        }
+        const float total_high = add_lanes((float)sum_high, GROUP / 32), total_low = add_lanes((float)sum_low, GROUP / 32);
+        if (inside && piece % (GROUP / 32) == 0) {  // the sum of a group's digits, and what a digit is worth
+            float2* const line = (float2*)sums + piece / (GROUP / 32) * (8 * MT);
+            line[row] = make_float2(total_high, scale * 256.f), line[LOW + row] = make_float2(total_low, scale);
+        }
+    }
+#else
     const int pieces = count * 16, total = M * pieces;
     for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
         uint4 got[4];
@@ -195,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
             if (inside) *(uint4*)(x_smem + row[u] * x_pitch + piece[u] * 16) = make_uint4(v[0], v[1], v[2], v[3]);
         }
     }
+#endif
 #else
     if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
     __syncthreads();
@@ -240,6 +316,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
     for (int m = 0; m < MT; m++)
         x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
 
+#if DIGITS
+    const char* x_column[MT];  // the digits of this lane's column; columns past the last repeat it
+    #pragma unroll
+    for (int m = 0; m < MT; m++) {
+        const int column = m * 8 + g;
+        x_column[m] = x_smem + (min(column % LOW, M - 1) + (column < LOW ? 0 : M)) * 64 + t * 16;
+    }
+    auto consume = [&](const int slot, const u32 x_at, const int chunk_at) {
+        u32 x[MT][8];
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint4 v = *(const uint4*)(x_column[m] + (chunk_at * 2 + half) * M * 128);
+                x[m][half * 4] = v.x, x[m][half * 4 + 1] = v.y, x[m][half * 4 + 2] = v.z, x[m][half * 4 + 3] = v.w;
+            }
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            const char* chunk = ring + (slot * R + r) * CHUNK;
+            u32 w[NW];
+            load_words(w, chunk, lane);
+            #pragma unroll
+            for (int q = 0; q < NG; q++) {
+                int c[MT][4];
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) c[m][e] = 0x4b400000;
+                #pragma unroll
+                for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
+#if BITS == 4
+                    const u32 a[4] = {w[2 * i] & 0x0f0f0f0f, w[2 * i] & 0xf0f0f0f0, w[2 * i + 1] & 0x0f0f0f0f, w[2 * i + 1] & 0xf0f0f0f0};
+#else
+                    const u32 v = w[i] >> 4;
+                    u32 a[4] = {w[i] & 0x03030303, w[i] & 0x0c0c0c0c, v & 0x03030303, v & 0x0c0c0c0c};
+#if BITS == 3
+                    const u32 top = rotate(w[4 + i / 2], i % 2 * 4), next = rotate(w[4 + i / 2], i % 2 * 4 + 1);
+                    a[0] = field(top, 0x04040404, a[0]), a[1] = field(top, 0x10101010, a[1]);
+                    a[2] = field(next, 0x04040404, a[2]), a[3] = field(next, 0x10101010, a[3]);
+#endif
+#endif
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++) mma_bytes(c[m], a, x[m][2 * i], x[m][2 * i + 1]);
+                }
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 bits = *(const u32*)(chunk + CODES + q * 64 + g * 4 + h * 32);
+                    const float up = scale_float(bits), zero = (float)((bits >> 16) * (h ? BYTE_RS : 1));
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        const float4 of = *(const float4*)(sums + ((chunk_at * NG + q) * MT + m) * 16 + 4 * t);
+                        acc[r][m][2 * h] += up * of.y * (__int_as_float(c[m][2 * h]) - (zero * of.x + SHIFTED));
+                        acc[r][m][2 * h + 1] += up * of.w * (__int_as_float(c[m][2 * h + 1]) - (zero * of.z + SHIFTED));
+                    }
+                }
+            }
+        }
+    };
+#else
     auto consume = [&](const int slot, const u32 x_at, const int chunk_at) {
         u32 w[R][NW];
         const char* chunk[R];
@@ -332,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
                 }
         }
     };
+#endif
 
     // ---- the main loop ---------------------------------------------------------------------------------------------
     int i = 0, slot = 0, phase = 0;
@@ -347,7 +483,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
     };
 #if XREG
     __syncthreads();
+#if UNROLL
+    u32 x_at = 0;
+    for (; i < mine; i += DEPTH, phase ^= 1) {
+        #pragma unroll
+        for (int s = 0; s < DEPTH; s++) {
+            if (i + s >= mine) break;
+            if (BULK) barrier_wait(here + s, phase);
+            else wait_all_but<DEPTH - 2>();
+            __syncwarp();  // chunk i + s is here, and the one before has been read by all lanes
+            fetch((s + DEPTH - 1) % DEPTH, i + s + DEPTH - 1);
+            consume(s, x_at, (i + s) * KW + k_warp);
+            x_at += KW * 256;
+        }
+    }
+#else
     advance(mine, 0);
+#endif
 #else
     for (int n = 0; n < panels; n++) {
         if (n) {
@@ -368,7 +520,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
         for (int m = 0; m < MT; m++)
             #pragma unroll
             for (int e = 0; e < 4; e++)
-                part[(r * 8 * MT + m * 8 + t * 2 + (e & 1)) * PART + g + (e & 2 ? 8 : 0)] = acc[r][m][e] * (e & 2 ? 1.f / RS : 1.f);
+                part[(r * 8 * MT + m * 8 + t * 2 + (e & 1)) * PART + g + (e & 2 ? 8 : 0)] = acc[r][m][e] * (e & 2 ? 1.f / (DIGITS ? BYTE_RS : RS) : 1.f);
 #if NORM
     for (int m = warp; m < M; m += WARPS) {  // over the partial sums, in order of lanes
         float square = 0.f;
@@ -387,6 +539,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
             for (int k = 0; k < KW; k++) {
                 const float* here = (const float*)(smem + LUT_BYTES + (k * RW + l / R) * RING) + (l % R * 8 * MT + col) * PART + row;
                 v += ranks == 1 ? *here : load_rank(here, p);
+                if (DIGITS) v += ranks == 1 ? here[LOW * PART] : load_rank(here + LOW * PART, p);
             }
 #if NORM
         v *= squares[col * count];
