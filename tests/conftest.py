@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,8 +54,12 @@ def _free_port() -> int:
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """run_ranks(n, script_path, *args) runs the script on n gloo processes and returns rank 0's output.
 
-    Plain subprocesses with torchrun's environment: a failing rank fails the test with its own output.
+    Processes with torchrun's environment: a failing rank fails the test with its own output.
     """
+    from rank_process import PRELOAD, run_script
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
 
     def start(num_ranks: int, script: Path | str, *args: str, timeout: float = 300) -> str:
         env = {
@@ -71,25 +74,21 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         logs = [tmp_path_factory.mktemp("ranks") / f"rank-{r}.log" for r in range(num_ranks)]
         procs = []
         for r, log in enumerate(logs):
-            with log.open("w") as f:
-                procs.append(
-                    subprocess.Popen(
-                        [sys.executable, str(script), *args],
-                        env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                        stdout=f,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            own = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
+            procs.append(context.Process(target=run_script, args=(str(script), list(args), own, str(log))))
+            procs[-1].start()
+        deadline = time.monotonic() + timeout
         try:
-            deadline = time.monotonic() + timeout
             for p in procs:
-                p.wait(timeout=max(1.0, deadline - time.monotonic()))
+                p.join(max(1.0, deadline - time.monotonic()))
         finally:
+            late = [r for r, p in enumerate(procs) if p.is_alive()]
             for p in procs:
                 p.kill()
-        outputs = [log.read_text() for log in logs]
+        outputs = [log.read_text() if log.exists() else "" for log in logs]
+        assert not late, f"ranks {late} of {num_ranks} were not done in {timeout:.0f} s:\n{outputs[late[0]]}"
         for rank, (p, out) in enumerate(zip(procs, outputs, strict=True)):
-            assert p.returncode == 0, f"rank {rank} of {num_ranks} failed:\n{out}"
+            assert p.exitcode == 0, f"rank {rank} of {num_ranks} failed:\n{out}"
         return outputs[0]
 
     return start
