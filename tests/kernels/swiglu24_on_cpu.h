@@ -1,0 +1,29 @@
+// kernels/_cuda/swiglu24.cu on a CPU (see cuda_on_cpu.h), bf16.
+#define OTHER_KERNEL
+#include <cmath>
+
+#include "cuda_on_cpu.h"
+
+static u32 narrow2(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
+static float low_of(float a, float b) { return a != a || b != b ? NAN : min(a, b); }
+static float high_of(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+static float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+static u32 given_word[64][32];
+static u32 other_half(u32 x) {
+    const int warp = current->x / 32, lane = current->x % 32;
+    given_word[warp][lane] = x;
+    __syncwarp();
+    const u32 other = given_word[warp][lane ^ 2];
+    __syncwarp();
+    return other;
+}
+
+#include "kernel.inc"
+extern "C" void run(const uint4* z, const uint4* dh, uint4* dz, uint2* values, u32* meta, const int* rows,
+                    const long long* clocks, int F, int N) {
+    for (int column = 0; column < (N + 255) / 256; column++)
+        launch(z, 0, dh, 0, 4, F / 64, 0, [=] {
+            blockIdx.x = column;
+            swiglu24_grad(z, dh, dz, values, meta, rows, rows + F, clocks, clocks + 4, F, N);
+        });
+}
