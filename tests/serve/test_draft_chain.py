@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from tiny_serve import near_copy, tiny_decoder
 
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.blocks import BlockPool
-from shoestring.serve.drafters import DraftModel, trim_head
+from shoestring.serve.drafters import DraftModel, Ngram, Stacked, trim_head
 from shoestring.serve.goodput import StepCosts
 from shoestring.serve.request import Draft, Output, Request
 from shoestring.serve.runner import Batch, Runner
+from shoestring.serve.verify import Rule
 
 PROMPTS = [
     [1, 2, 3, 4],
@@ -162,3 +164,30 @@ def test_a_profile_of_many_rows_is_of_several_requests(
     assert len(spans) == (1 if num_rows <= 16 else -(-num_rows // 8))
     used = [b for s in spans for b in s.blocks]
     assert len(set(used)) == len(used)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+@pytest.mark.parametrize("max_requests", [1, 4])
+def test_guesses_go_from_drafter_to_target_on_the_device(
+    max_requests: int, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's step is launched with tokens that the host does not know, and the text stays the same; under another
+    rule, or for a text that ends soon, the host reads them first."""
+    target = tiny_decoder()
+    samplings = [s if rule == "coupled" else Sampling(max_tokens=s.max_tokens) for s in SAMPLINGS]
+    plain = Engine(target, graphs=True, max_requests=max_requests).generate(PROMPTS, samplings)
+    unknown: list[int] = []
+    choose = Runner.choose
+
+    def spy(self: Runner, batch: Batch, *args: Any) -> Any:
+        assert all(t >= 0 for t in batch.tokens) or batch.guesses
+        unknown.append(len(batch.guesses))
+        return choose(self, batch, *args)
+
+    monkeypatch.setattr(Runner, "choose", spy)
+    drafter = Stacked([Ngram(longest=3, shortest=3), DraftModel(near_copy(target, 0.05), graphs=True)])
+    engine = Engine(target, graphs=True, max_requests=max_requests, drafter=drafter, num_drafts=4, rule=rule)
+    drafted = engine.generate(PROMPTS, samplings)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert engine.stats.num_accepted > 10
+    assert (max(unknown, default=0) >= min(3, max_requests)) == (rule == "coupled")

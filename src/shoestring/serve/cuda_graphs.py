@@ -41,6 +41,8 @@ from shoestring.serve.sampling import PARAMETERS, Sampling, parameters, sample_a
 Kind = Literal["logits", "greedy", "drawn", "cut"]
 Spread = Callable[[Tensor], Tensor]
 
+Guess = tuple[int, Tensor, int, int]  # whose (index of a span), tokens [N, G], row in them, how many
+
 REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_EACH = (1, 2, 3, 4, 5, 7, 9, 12, 16)
 MAX_ROWS = 256
@@ -55,7 +57,7 @@ class Flight:
     """The tokens of a launched step, request by request."""
 
     def __init__(self, chosen_R: Tensor, nums: Sequence[int], rows_each: int) -> None:
-        self._nums, self._each = nums, rows_each
+        self._nums, self._each, self.chosen_R = nums, rows_each, chosen_R
         self._event: torch.cuda.Event | None = None
         if chosen_R.is_cuda:
             self._host = torch.empty(chosen_R.shape, dtype=chosen_R.dtype, pin_memory=True)
@@ -116,6 +118,23 @@ class StepGraphs:
         whose rows these are one position further on."""
         graph = self._launch(spans, tokens, samplings, skip)
         return Flight(self.last_R[: graph.num_rows], [s.num for s in spans], graph.rows_each)
+
+    def take(self, spans: Sequence[Span], guesses: Sequence[Guess]) -> None:
+        """Lay guesses that are on the device where a launch of these spans finds them: behind the first row of each
+        request, whose tokens there are given as -1."""
+        each = self.padded(spans)[1]
+        if len(spans) == 1 == len(guesses):
+            _, tokens_NG, row, num = guesses[0]
+            self.last_R[1 : 1 + num] = tokens_NG[row, :num]
+            return
+        by_source: dict[int, tuple[Tensor, list[int], list[int]]] = {}
+        for n, tokens_NG, row, num in guesses:
+            _, to, of = by_source.setdefault(id(tokens_NG), (tokens_NG, [], []))
+            to += range(n * each + 1, n * each + 1 + num)
+            of += range(row * tokens_NG.shape[1], row * tokens_NG.shape[1] + num)
+        for tokens_NG, to, of in by_source.values():
+            both = _to_device([*to, *of], torch.int64, self.fused.device)
+            self.last_R[both[: len(to)]] = tokens_NG.flatten()[both[len(to) :]]
 
     # -- one launch -----------------------------------------------------------------------------------------
     def _launch(

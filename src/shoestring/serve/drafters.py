@@ -28,6 +28,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -40,7 +41,7 @@ from shoestring.formats import FormatLinear
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, Table
 from shoestring.serve.kv_cache import Span, cache_root
-from shoestring.serve.request import NO_DRAFT, Draft, Request
+from shoestring.serve.request import NO_DRAFT, Awaited, Draft, Request
 from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import sample
 from shoestring.serve.verify import draft_sampling, probabilities
@@ -191,8 +192,13 @@ class DraftModel:
         if drafts is None:
             drafts = write_drafts(able, n, self._catch_up(able), advance)
         found: dict[int, Draft] = {}
+        awaited = drafts[0].awaited
+        if awaited is not None:
+            kept = [self._kept[r.id] for r in able]
+            awaited.then.append(partial(_write, kept))
         for request, draft in zip(able, drafts, strict=True):
-            self._kept[request.id].written.extend(draft.tokens[:-1])
+            if awaited is None:
+                self._kept[request.id].written.extend(draft.tokens[:-1])
             found[request.id] = draft
         return [found.get(r.id, NO_DRAFT) for r in requests]
 
@@ -212,8 +218,9 @@ class DraftModel:
         return self.pool.grow(kept.table, num)
 
     def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
-        """n drafts each, chosen on the device and read from there by the next pass, so that the host waits once, at
-        the end; None where that is not possible (no kernels, a long text to catch up on, drafts that are drawn)."""
+        """n drafts each, chosen on the device and read from there by the next pass and by the target, so that the
+        host waits once, for the target's tokens; None where that is not possible (no kernels, a long text to catch up
+        on, drafts that are drawn)."""
         if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
             return None
         tables = [self._kept[r.id].table for r in requests]
@@ -225,13 +232,16 @@ class DraftModel:
         ]
         samplings = [r.sampling for r in requests]
         batch = Batch(spans, ids, range(len(ids)))
+        awaited = Awaited(len(requests), n, self.runner.device)
         flight = self.runner.choose(batch, samplings) if n == 1 else self.runner.chain(batch, samplings, n)
         if flight is None:
             return None
         for request, start in zip(requests, starts, strict=True):
             self._kept[request.id].written += request.tokens[start:]
         self._note_read(requests)
-        return [Draft(found[-n:]) for found in flight.tokens()]
+        if n == 1:  # chosen behind every row that was read, in the order of the rows
+            return [Draft(found[-1:]) for found in flight.tokens()]
+        return awaited.launched(flight.chosen_R[: len(requests) * n], flight.tokens)
 
     def _forget_wrong(self, requests: list[Request]) -> None:
         """Keep of what was written what the requests' tokens say, without the last: it is computed in any case."""
@@ -289,6 +299,11 @@ class DraftModel:
             return all_RV.index_copy_(1, self.vocab_ids, logits_RV)
         missing = self.vocab_size - logits_RV.shape[-1]
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing else logits_RV
+
+
+def _write(kept: list[_Kept], guesses: list[list[int]]) -> None:
+    for one, tokens in zip(kept, guesses, strict=True):
+        one.written.extend(tokens[:-1])
 
 
 def write_drafts(

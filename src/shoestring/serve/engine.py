@@ -50,7 +50,7 @@ from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.self_skip import stack_self_skip
 from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
-from shoestring.serve.step_work import Launched, batch_of, check_of
+from shoestring.serve.step_work import Launched, Proposal, batch_of, check_of
 from shoestring.serve.tensor_parallel import LeadRunner, Ranks
 from shoestring.serve.text import TextStream
 from shoestring.serve.verify import Rule, Verify, accept, needs_logits, note_gained, verify
@@ -127,6 +127,7 @@ class Engine:
         self.stats = Stats()
         self._ids = itertools.count()
         self._flight: Launched | None = None  # a step that runs ahead of what is known
+        self._proposal = Proposal()  # guesses of the next step
         self._ended: float | None = None  # when the last step did, while steps of the same requests follow
 
     # -- requests in and out --------------------------------------------------------------------------------
@@ -197,6 +198,7 @@ class Engine:
             began = time.perf_counter()
             flight = self._launch(plan.work, began)
             if flight is None:
+                self._proposal.settle(self.goodput)
                 return outputs + self._compute(plan.work, began)
         self._flight = self._run_ahead(flight)
         return outputs + self._land(flight)
@@ -268,12 +270,14 @@ class Engine:
     def _land(self, flight: Launched) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
         targets = flight.handle.tokens()
+        alive, checks = flight.alive, flight.checks
+        if self._proposal.awaited:
+            self._proposal.settle(self.goodput)  # only now are the guesses known
+            checks = [check_of(r) if a else c for r, a, c in zip(flight.requests, alive, checks, strict=True)]
         landed = [
             (request, check, accept(check.drafts, found))
-            for request, check, found, alive in zip(
-                flight.requests, flight.checks, targets, flight.alive, strict=True
-            )
-            if alive
+            for request, check, found, lives in zip(flight.requests, checks, targets, alive, strict=True)
+            if lives
         ]
         if self.goodput is not None and landed:
             num_rows = sum(check.num_rows for check in flight.checks)
@@ -315,13 +319,15 @@ class Engine:
         asked = ready if self.goodput is None else self.goodput.ask(ready)
         began = time.perf_counter()
         drafts = self.drafter.propose(asked, n)
-        if self.goodput is not None:
-            self.goodput.drafted(len(asked), n, time.perf_counter() - began)
+        self._proposal = Proposal(drafts, n, time.perf_counter() - began)
+        if not self._proposal.awaited:
+            self._proposal.settle(self.goodput)
         for request, draft in zip(asked, drafts, strict=True):
             # Of the tokens that still fit, the last is always the target's own.
             request.draft = draft.cut(min(n, self._room(request) - 1))
             vocab = self.model.spec.vocab_size
-            assert all(0 <= t < vocab for t in request.drafts), "draft outside the vocabulary"
+            known = draft.awaited is None  # those of a device come later
+            assert not known or all(0 <= t < vocab for t in request.drafts), "draft outside the vocabulary"
             if self.goodput is not None:
                 self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
 

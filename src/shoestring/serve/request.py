@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from shoestring.model.skip import SkipSet
@@ -16,20 +19,68 @@ from shoestring.serve.verify import Rule
 FinishReason = Literal["stop", "length", "abort", "deadline"]
 
 
+class Awaited:
+    """Guesses that a device is still writing, row by row of tokens_NG. The step that verifies them can be launched
+    behind them and takes them from there, so that the host waits once for both."""
+
+    def __init__(self, num_rows: int, num_each: int, device: torch.device) -> None:
+        self._shape = num_rows, num_each
+        self.tokens_NG = torch.empty(0)
+        self._read: Callable[[], list[list[int]]] | None = None
+        self._drafts: list[tuple[int, list[int]]] = []
+        self.then: list[Callable[[list[list[int]]], None]] = []  # called with all guesses once they are known
+        self._events: tuple[torch.cuda.Event, ...] = ()
+        if device.type == "cuda":
+            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events[0].record()
+        self._began = time.perf_counter()
+        self.seconds = 0.0  # that they took; known with them
+
+    def launched(self, tokens_R: Tensor, read: Callable[[], list[list[int]]]) -> list[Draft]:
+        """The drafts of all rows; `read` waits for them."""
+        self.tokens_NG, self._read = tokens_R.view(self._shape), read
+        self.seconds = time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
+        num_rows, num_each = self._shape
+        return [self.draft(row, num_each) for row in range(num_rows)]
+
+    def draft(self, row: int, num: int) -> Draft:
+        tokens = [-1] * num
+        self._drafts.append((row, tokens))
+        return Draft(tokens, awaited=self, row=row)
+
+    def resolve(self) -> None:
+        """Wait for the guesses and fill them into the drafts."""
+        if self._read is None:
+            return
+        found, self._read = self._read(), None
+        for row, tokens in self._drafts:
+            tokens[:] = found[row][: len(tokens)]
+        for told in self.then:
+            told(found)
+        if self._events:
+            self.seconds = 1e-3 * self._events[0].elapsed_time(self._events[1])
+
+
 @dataclass(frozen=True)
 class Draft:
     """Guesses about the tokens that follow a request's `tokens`.
 
     probs_GV[i] is the distribution that guess i was *drawn* from; None when the guesses were not drawn (a
-    lookup, an argmax, or noise shared with the target).
+    lookup, an argmax, or noise shared with the target). `awaited`: the tokens are -1 until it is resolved.
     """
 
     tokens: list[int]
     probs_GV: Tensor | None = None
+    awaited: Awaited | None = None
+    row: int = 0  # of `awaited`
 
     def cut(self, num: int) -> Draft:
         if num >= len(self.tokens):
             return self
+        if self.awaited is not None:
+            return self.awaited.draft(self.row, max(0, num))
         return Draft(self.tokens[:num], None if self.probs_GV is None else self.probs_GV[:num])
 
 

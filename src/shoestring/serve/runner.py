@@ -36,7 +36,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.chain_graph import launch_chain
 from shoestring.serve.cpu_step import CpuStep, steppable
-from shoestring.serve.cuda_graphs import ROWS_EACH, Flight, Spread, StepGraphs, as_it_is
+from shoestring.serve.cuda_graphs import ROWS_EACH, Flight, Guess, Spread, StepGraphs, as_it_is
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
 from shoestring.serve.kv_cache import KVCache, Span, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
@@ -50,6 +50,7 @@ class Batch:
     spans: Sequence[Span]  # whose rows, in order
     tokens: Sequence[int] | Tensor  # [T], one per row; a tensor where they are on the device already
     rows: Sequence[int]  # the rows whose logits are wanted
+    guesses: Sequence[Guess] = ()  # tokens that are -1 above because they are still on the device
 
 
 class Runner:
@@ -133,6 +134,8 @@ class Runner:
         assert self._graphs is not None
         if not self._graphs.fits(batch.spans):
             return None
+        if batch.guesses:
+            self._graphs.take(batch.spans, batch.guesses)
         return self._graphs.choose(batch.spans, batch.tokens, samplings, skip)
 
     @torch.no_grad()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoestring.model.skip import SkipSet
 from shoestring.serve.blocks import Table
-from shoestring.serve.cuda_graphs import Flight
+from shoestring.serve.cuda_graphs import Flight, Guess
+from shoestring.serve.goodput import Goodput
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.request import Request
+from shoestring.serve.request import Awaited, Draft, Request
 from shoestring.serve.runner import Batch
 from shoestring.serve.skipping import Work
 from shoestring.serve.verify import Check
@@ -20,6 +22,7 @@ def batch_of(work: Work) -> tuple[Batch, list[Request]]:
     rows: list[int] = []
     spans: list[Span] = []
     checked: list[Request] = []
+    guesses: list[Guess] = []
     for request, num in work:
         assert request.table is not None
         span = Span(request.table.blocks, request.num_computed, num)
@@ -29,13 +32,36 @@ def batch_of(work: Work) -> tuple[Batch, list[Request]]:
             first_row = len(tokens) + last - span.start
             rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
         tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
+        awaited = request.draft.awaited
+        if awaited is not None and request.drafts and request.drafts[0] < 0:
+            guesses.append((len(spans), awaited.tokens_NG, request.draft.row, len(request.drafts)))
         spans.append(span)
-    return Batch(spans, tokens, rows), checked
+    return Batch(spans, tokens, rows, guesses), checked
 
 
 def check_of(request: Request) -> Check:
     draft = request.draft
     return Check(tuple(draft.tokens), len(request.tokens), request.sampling, draft.probs_GV, request.rule)
+
+
+class Proposal:
+    """A drafter's answer, and those of its guesses that are still on the device."""
+
+    def __init__(self, drafts: Sequence[Draft] = (), num_each: int = 0, seconds: float = 0.0) -> None:
+        """`seconds` until it answered."""
+        self._num, self._each, self._seconds = len(drafts), num_each, seconds
+        found = {id(d.awaited): d.awaited for d in drafts if d.awaited is not None}
+        self.awaited: list[Awaited] = list(found.values())
+
+    def settle(self, goodput: Goodput | None) -> None:
+        """Wait for the guesses, and tell the controller, once, what they took."""
+        awaited, self.awaited = self.awaited, []
+        for guesses in awaited:
+            guesses.resolve()
+        if goodput is not None and self._each:
+            took = max(self._seconds, sum(g.seconds for g in awaited))
+            goodput.drafted(self._num, self._each, took)
+        self._each = 0
 
 
 @dataclass(frozen=True)
