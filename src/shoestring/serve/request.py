@@ -60,6 +60,7 @@ class Awaited:
         for told in self.then:
             told(found)
         if self._events:
+            self._events[1].synchronize()
             self.seconds = 1e-3 * self._events[0].elapsed_time(self._events[1])
 
 
