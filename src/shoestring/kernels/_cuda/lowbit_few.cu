@@ -267,7 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
             sum = add_lanes(sum, GROUP / 8);
             if (inside && piece[u] % (GROUP / 8) == 0) sums[piece[u] / (GROUP / 8) * (8 * MT) + row[u]] = sum;
 #endif
-            if (inside) *(uint4*)(x_smem + row[u] * x_pitch + piece[u] * 16) = make_uint4(v[0], v[1], v[2], v[3]);
+            if (inside)  // in the order of fragments: a lane finds those of four instructions side by side
+                #pragma unroll
+                for (int i = 0; i < 4; i++) *(u32*)(x_smem + (piece[u] / 4 * M + row[u]) * 64 + i * 16 + piece[u] % 4 * 4) = v[i];
         }
     }
 #endif
@@ -311,11 +313,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
         for (int m = 0; m < MT; m++)
             #pragma unroll
             for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
-    u32 x_row[MT];  // this lane's address for ldmatrix; rows past M repeat the last
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
-        x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
-
 #if DIGITS
     const char* x_column[MT];  // the digits of this lane's column; columns past the last repeat it
     #pragma unroll
@@ -375,6 +372,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
         }
     };
 #else
+    u32 x_row[MT];  // this lane's address for ldmatrix; rows past M repeat the last
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
+
     auto consume = [&](const int slot, const u32 x_at, const int chunk_at) {
         u32 w[R][NW];
         const char* chunk[R];
@@ -414,7 +416,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
                 const int j2 = q * (SPG / 2) + jj;
                 u32 x[MT][4];
                 #pragma unroll
-                for (int m = 0; m < MT; m++) load_x(x[m], x_row[m] + x_at + j2 * 64);
+                for (int m = 0; m < MT; m++) {
+#if XREG
+                    uint4 v = make_uint4(0, 0, 0, 0);
+                    if (m * 8 + g < M) v = *(const uint4*)(x_smem + ((chunk_at * 4 + j2) * M + m * 8 + g) * 64 + t * 16);
+                    x[m][0] = v.x, x[m][1] = v.y, x[m][2] = v.z, x[m][3] = v.w;
+#else
+                    load_x(x[m], x_row[m] + x_at + j2 * 64);
+#endif
+                }
                 #pragma unroll
                 for (int b = 0; b < 2; b++)
                     #pragma unroll
