@@ -37,7 +37,7 @@ from shoestring.bench.drafter_target import SIZES, Size, clock, inference, train
 from shoestring.bench.results import markdown, newest, provenance, record, significant
 from shoestring.measure import need_tokenizer, pick_device, pick_dtype
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, load_model
+from shoestring.model import Decoder, load_model, save_model
 from shoestring.runlog import RunLog
 from shoestring.serve.drafters import Drafter, DraftModel, Ngram, trim_head
 from shoestring.shrink.drafter import (
@@ -306,6 +306,8 @@ def main() -> None:
     parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
     parser.add_argument("--steps", type=int, help="of a drafter's training")
     parser.add_argument("--layers", type=int, help="of the drafter")
+    parser.add_argument("--save-target", type=Path, help="train it, write it there and do no more")
+    parser.add_argument("--folder", type=Path, help="keep the target's scores there, for a further call")
     parser.add_argument(
         "--deadline", type=float, default=1e9, help="start nothing more after so many seconds"
     )
@@ -329,8 +331,12 @@ def main() -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    if args.save_target:
+        save_model(args.save_target, target, corpus.tokenizer)
+        print(f'--name "{name}"')
+        return
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(target, corpus, size, size.layers, name, Path(folder))
+        bench = Bench(target, corpus, size, size.layers, name, args.folder or Path(folder))
         bench.speed = not args.no_speed
         run(bench, args, began)
 

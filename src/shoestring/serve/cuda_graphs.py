@@ -184,6 +184,10 @@ class StepGraphs:
             torch.cuda.synchronize(self.fused.device)  # one of them may be running
         for key in keys:
             del self._graphs[key]
+        if keys and not self._graphs and self._pool is not None:
+            self._pool = (
+                torch.cuda.graph_pool_handle()
+            )  # the allocator takes no new graph into one that was left
 
     def _fit_tables(self, num: int) -> None:
         if len(self._tables) < num * self._width + 1:
