@@ -215,31 +215,42 @@ def compare(width: int, what: str, cases: list[str], repeats: int, seconds: floa
     for case in cases:
         loop = LOOPS[what](width, case, mesh)
         loop(3)
-        count = max(3, round(1000 * seconds / (2 * repeats) / milliseconds(dense, 3)))
-        if what == "step" and case.startswith("FST"):
-            count = max(1, round(count / REFRESH)) * REFRESH  # a whole number of mask refreshes
-        pairs = [(milliseconds(dense, count), milliseconds(loop, count)) for _ in range(repeats)]
-        ratio = statistics.median(a / b for a, b in pairs)
-        d_ff, _, layers = WIDTHS[width]
-        record(
-            bench=BENCH,
-            case=case,
-            metric="ms",
-            unit=f"ms per {'step' if what == 'step' else 'forward and backward'}",
-            samples=[b for _, b in pairs],
-            baseline="dense",
-            baseline_value=statistics.median(a for a, _ in pairs),
-            ratio=ratio,
-            config={"what": what, "d_model": width, "d_ff": d_ff, "layers": layers if what == "step" else 1,
-                    "tokens": ROWS * CONTEXT},
-            note=f"{count} x {repeats} in turns with dense",
-        )  # fmt: skip
-        print(
-            f"{what} {width} {case}: {ratio:.3f}x of dense", [round(a / b, 3) for a, b in pairs], flush=True
-        )
+        in_turns(width, what, case, dense, loop, repeats, seconds)
         del loop
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def in_turns(
+    width: int,
+    what: str,
+    case: str,
+    dense: Callable[[int], None],
+    loop: Callable[[int], None],
+    repeats: int,
+    seconds: float,
+) -> None:
+    """Time two loops that are compiled already, and record the result."""
+    count = max(3, round(1000 * seconds / (2 * repeats) / milliseconds(dense, 3)))
+    if what == "step" and case.startswith("FST"):
+        count = max(1, round(count / REFRESH)) * REFRESH  # a whole number of mask refreshes
+    pairs = [(milliseconds(dense, count), milliseconds(loop, count)) for _ in range(repeats)]
+    ratio = statistics.median(a / b for a, b in pairs)
+    d_ff, _, layers = WIDTHS[width]
+    record(
+        bench=BENCH,
+        case=case,
+        metric="ms",
+        unit=f"ms per {'step' if what == 'step' else 'forward and backward'}",
+        samples=[b for _, b in pairs],
+        baseline="dense",
+        baseline_value=statistics.median(a for a, _ in pairs),
+        ratio=ratio,
+        config={"what": what, "d_model": width, "d_ff": d_ff, "layers": layers if what == "step" else 1,
+                "tokens": ROWS * CONTEXT},
+        note=f"{count} x {repeats} in turns with dense",
+    )  # fmt: skip
+    print(f"{what} {width} {case}: {ratio:.3f}x of dense", [round(a / b, 3) for a, b in pairs], flush=True)
 
 
 # -- what surrounds the products -------------------------------------------------------------------------------

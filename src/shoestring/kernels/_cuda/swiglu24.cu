@@ -87,16 +87,17 @@ INLINE u32 draw(u32 low, u32 high, u32 bits, u32& nibble) {
     int two = (s1 <= t2) + (s2 <= t2) + (s3 <= t2);
     if (heavy) two = big0 ? 0 : big1 ? 1 : big2 ? 2 : 3;
     int first = min(one, two), second = max(one, two);
-    // What a place gets: w with its sign, or its own value (bits of `own`), or nothing (bits not in `some`).
-    u32 own = heavy ? (one < two ? 0xffff0000u : 0x0000ffffu) : 0u, some = 0xffffffffu;
-    if (a3 == 0.f && w < __uint_as_float(0x7f800000u)) {  // a last value of zero is met only by rounding
-        if (second == 3) some = 0x0000ffffu;
-    }
-    if (one == two) {  // only one place: the other is any, and empty
-        const bool last = one == 3;
-        own = heavy ? 0xffffffffu : 0u;
-        some = last ? some & 0xffff0000u : 0x0000ffffu;
-        first = last ? 2 : first, second = 3;
+    u32 own = heavy ? (one < two ? 0xffff0000u : 0x0000ffffu) : 0u;  // the half that keeps its own value
+    u32 some = 0xffffffffu;                                          // what is not empty
+    // Rare, hence a branch: the same place twice (the other is any, and empty), or a last value of zero, which is met
+    // only by rounding.
+    if (one == two || a3 == 0.f) {
+        if (second == 3 && a3 == 0.f && w < __uint_as_float(0x7f800000u)) some = 0x0000ffffu;
+        if (one == two) {
+            own = heavy ? 0xffffffffu : 0u;
+            some = one == 3 ? some & 0xffff0000u : 0x0000ffffu;
+            first = one == 3 ? 2 : one, second = 3;
+        }
     }
     nibble = first | second << 2;
     const u32 pair = __byte_perm(low, high, 0x1010u + first * 0x22u + second * 0x2200u);
@@ -106,7 +107,7 @@ INLINE u32 draw(u32 low, u32 high, u32 bits, u32& nibble) {
 
 // ---- the kernel ----------------------------------------------------------------------------------------------
 // gate is followed by up, dgate by dup, and so are the operand's rows; F % 64 == 0, N % 64 == 0. Grid (N / 256, F / 64).
-extern "C" __global__ void __launch_bounds__(128) swiglu24_grad(
+extern "C" __global__ void __launch_bounds__(128, 4) swiglu24_grad(
     const uint4* __restrict__ z, const uint4* __restrict__ dh, uint4* __restrict__ dz, uint2* __restrict__ values,
     u32* __restrict__ meta, const int* __restrict__ gate_rows, const int* __restrict__ up_rows,
     const long long* __restrict__ gate_clocks, const long long* __restrict__ up_clocks, int F, int N) {
