@@ -4,6 +4,7 @@ ahead. Without a GPU the same program runs uncaptured; `gpu` tests capture it.""
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -298,7 +299,7 @@ def test_graphs_on_the_gpu_write_the_text_of_the_plain_path(shape: str) -> None:
     prompts = [[1, 2, 3], [4] * 300, list(range(29)) * 40, [7]]
     samplings = [Sampling(max_tokens=40), Sampling(max_tokens=40, temperature=0.7, seed=3)] * 2
     want = Engine(model, graphs=False).generate(prompts, samplings)
-    for drafter in (None, LookupDrafter()):
+    for drafter in (None, LookupDrafter(), DraftModel(near_copy(model, 0.02))):
         engine = Engine(model, drafter=drafter, num_drafts=3, chunk=256)
         assert engine.runner.fast
         got = engine.generate(prompts, samplings)
@@ -328,3 +329,16 @@ def test_what_cannot_be_captured_is_launched_one_by_one() -> None:
     fused.logits = logits  # type: ignore[method-assign]
     # The device is as it was: the next graph can be captured.
     assert Engine(model).generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids == want
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_graphs_are_captured_again_after_all_were_dropped() -> None:
+    model = tiny_decoder(d_model=64, head_dim=16).float().cuda()
+    model.compute_dtype = torch.float32
+    engine = Engine(model, max_requests=4)
+    sampling = Sampling(max_tokens=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a step that cannot be captured says so
+        for num in (1, 2, 4):  # each needs larger tables, which ends all graphs that hold the old ones
+            engine.generate([[1, 2, 3 + i] for i in range(num)], sampling)
