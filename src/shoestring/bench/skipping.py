@@ -342,7 +342,7 @@ def measure_online(args: argparse.Namespace) -> None:
     """How many FFNs AdaSkip's online part adds per request, after 20 new tokens."""
     loaded = load(args)
     idle = measure_idleness(
-        loaded.model, windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+        loaded.model, windows(text_of(loaded, args.assets, "valid"), args.windows, args.window or 512)
     )
     rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     for num in (8, 16):

@@ -116,7 +116,7 @@ def draft_set(args: argparse.Namespace, loaded: Loaded, context: int) -> tuple[S
     """The set with the largest expected gain and that gain, or the one given by --draft-set."""
     if args.draft_set is not None:
         return SkipSet.read(args.draft_set), None
-    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window)
+    calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window or 512)
     trials = Trials(loaded.model, calibration, num_rows=args.rows)
     costs = measure_costs(loaded.model, context)
     choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
