@@ -22,6 +22,7 @@ from shoestring.kernels.lowbit_few import (
     few_macros,
     few_rows_cuda,
     few_source,
+    row_class,
 )
 from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.row_linear import row_linear_ref
@@ -151,6 +152,18 @@ def test_every_shape_has_a_plan_that_fits() -> None:
                         assert plan.depth >= 3 and plan.warps <= 32 and plan.panel % plan.k_warps == 0
                         assert not (norm and (plan.panel or plan.split > 1))
                         assert not (swiglu and plan.row_warps * plan.tiles % 2)
+
+
+def test_kernels_of_a_class_of_rows_have_the_shared_memory_they_use() -> None:
+    """A kernel serves a class of rows, which decides what lies behind x; memory is asked for by rows."""
+    layout = Layout(4, 32, False, 1, False)
+    for plan in (Plan(7, 4, 2, digits=1), Plan(7, 4, 2)):
+        for rows in range(1, 9):
+            columns = 8 * few_macros(layout, BF16, row_class(rows), plan)["MT"]
+            sums = 32 * 4 * columns * (8 if plan.digits else 4)
+            assert (
+                plan.shared_bytes(layout, rows, 4096) >= 28 * 3 * 2 * layout.chunk_bytes + rows * 8192 + sums
+            )
 
 
 def test_definition_is_that_of_one_row() -> None:

@@ -88,6 +88,10 @@ class Plan:
         share = ceil_div(ceil_div(width, CHUNK_WIDTH), self.split)
         return min(self.panel, ceil_div(share, self.k_warps) * self.k_warps) if self.panel else share
 
+    def column_tiles(self, rows: int) -> int:
+        """Tiles of 8 columns of the matrix instruction: a row of x is one column, or two where it has two digits."""
+        return 1 if row_class(rows) * (2 if self.digits else 1) <= 8 else 2
+
     def shared_bytes(self, layout: Layout, rows: int, width: int, norm: bool = False) -> int:
         panel = self.panel_chunks(width)
         x_bytes = rows * (panel * 256 + 16)
@@ -95,8 +99,8 @@ class Plan:
         if self.panel:
             x_bytes *= 1 if panel >= share else 2
         elif not layout.table:
-            columns = 8 * (row_tiles(2 * rows) * 2 if self.digits else row_tiles(rows))
-            x_bytes += share * (CHUNK_WIDTH // layout.group) * columns * 4
+            numbers = 8 * self.column_tiles(rows) * (2 if self.digits else 1)
+            x_bytes += share * (CHUNK_WIDTH // layout.group) * numbers * 4
         if norm:
             x_bytes += rows * share * 4
         lut = 128 << (2 * layout.bits) if layout.table else 0
@@ -109,12 +113,10 @@ class Plan:
         )
 
     def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
+        if self.digits and (layout.table or self.panel or rows > 8):
+            return False
         used = self.shared_bytes(layout, rows, width, norm)
         return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
-
-
-def row_tiles(rows: int) -> int:
-    return 1 if rows <= 8 else 2
 
 
 ROW_CLASSES = (1, 2, 4, 8, 16)
@@ -133,7 +135,7 @@ def rule(
     wanted = max(1, min(14, ceil_div(tiles, multiprocessors)))
     pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 8) else 1
     row_warps = ceil_div(wanted, pair)
-    most = 16 if rows > 8 or (pair == 2 and row_warps < 7) else 28
+    most = 16 if rows > 8 or (pair == 2 and (row_warps < 7 or rows > 4)) else 28
     k_warps = max(1, min(most // row_warps, 16, ceil_div(chunks, 2)))
     panels = [ceil_div(n, k_warps) * k_warps for n in (16, 8, 4, 1)]
     for panel in (0, *panels) if norm or (rows <= 8 and rows * width <= 64 * 1024) else panels:
@@ -192,7 +194,7 @@ def few_macros(
         "HALF": int(dtype == torch.float16),
         "SBF16": int(layout.bf16_scale),
         "GROUP": layout.group,
-        "MT": row_tiles(2 * rows if plan.digits else rows),
+        "MT": plan.column_tiles(rows),
         "R": plan.tiles,
         "WARPS": plan.warps,
         "KW": plan.k_warps,
@@ -240,9 +242,7 @@ def few_rows_cuda(
     y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     norm_dtype = None if norm_K is None else norm_K.dtype
     plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, norm_K is not None, swiglu)
-    kernel = _kernel(
-        x_MK.device.index, layout, x_MK.dtype, rows if rows > 8 else 8, plan, norm_dtype, swiglu, out32
-    )
+    kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
     panel = plan.panel_chunks(width)
     numbers = (width, rows, x_MK.stride(0), tiles, per_row, panel)
     pointers = (chunks, x_MK, y, table, bias, norm_K, residual_1N)
