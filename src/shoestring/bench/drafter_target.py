@@ -55,7 +55,7 @@ GPU = {
 }  # fmt: skip
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
-    "gpu": Size(GPU, 4096, 12.0, 512, 8, 45.0, 5e-4, 1, 0, 16, 100, 6e-4, 48, 64, 64, 96, 32, 3),
+    "gpu": Size(GPU, 4096, 12.0, 512, 8, 45.0, 3e-4, 1, 0, 16, 100, 6e-4, 48, 64, 64, 96, 32, 3),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0.0, 2, 8192, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
     "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 0, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
