@@ -249,8 +249,11 @@ def run_case(name: str, bandwidth: float, repeats: int) -> None:
 
 
 def run_prefill(length: int, repeats: int) -> None:
+    note_prefill(length, prefill_ours(built("Llama 8B shape", "bf16", "bf16"), length, repeats))
+
+
+def note_prefill(length: int, seconds: list[float]) -> None:
     spec = LLAMA_8B
-    seconds = prefill_ours(built("Llama 8B shape", "bf16", "bf16"), length, repeats)
     matrix = (
         2.0 * length * (spec.num_params(with_embeddings=False) - spec.d_model * (2 * spec.num_layers + 1))
     )

@@ -57,8 +57,8 @@ def build_peer(spec: ModelSpec, **options: Any) -> Any:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0) if param.ndim == 1 else param.normal_(0, 0.02)
-    fresh = type(model.model.rotary_emb)(config=config, device=torch.device(DEVICE))
-    model.model.rotary_emb = fresh  # buffers that to_empty left undefined
+    # to_empty left the buffers of this one undefined
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(DEVICE)
     return model
 
 
@@ -92,7 +92,7 @@ def batching_rates(model: Any, spec: ModelSpec, num: int, new: int, repeats: int
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    setup = ContinuousBatchingConfig(max_batch_tokens=num * PROMPT, max_memory_percent=0.5)
+    setup = ContinuousBatchingConfig(max_batch_tokens=num * PROMPT, max_memory_percent=0.1)
     rates = []
     for seed in range(repeats + 1):
         out = model.generate_batch(
