@@ -108,7 +108,9 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
 
     text = few_source() + "// ---- the whole weight, decoded"
     (tmp_path / "kernel.inc").write_text(cuda_on_cpu.cpu_source(text, cuda_on_cpu.REPLACED + REPLACED))
-    macros = few_macros(layout, BF16, rows, plan, None if norm_K is None else norm, "swiglu" in names)
+    macros = few_macros(
+        layout, BF16, row_class(rows), plan, None if norm_K is None else norm, "swiglu" in names
+    )
     library = tmp_path / "kernel.so"
     command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", f"-I{tmp_path}"]
     command += [f"-D{k}={v}" for k, v in macros.items()]

@@ -129,21 +129,22 @@ def row_class(rows: int) -> int:
 def rule(
     layout: Layout, rows: int, out: int, width: int, norm: bool, swiglu: bool, multiprocessors: int = 132
 ) -> Plan:
-    """A plan for a shape that was not measured: one block a multiprocessor where the rows allow it, two row tiles a
-    warp where they divide, and short rings."""
+    """One block a multiprocessor where the rows allow it, short rings, two row tiles a warp for few rows, and x whole
+    where that is little. Digits where the shifts they save outweigh taking x apart, which every block does."""
     tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
     wanted = max(1, min(14, ceil_div(tiles, multiprocessors)))
-    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 8) else 1
+    digits = int(not layout.table and rows <= 4 and 8 * rows <= 15 * wanted)
+    whole = norm or rows * width <= 32 * 1024
+    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 4 and whole) else 1
     row_warps = ceil_div(wanted, pair)
-    most = 16 if rows > 8 or (pair == 2 and (row_warps < 7 or rows > 4)) else 28
-    k_warps = max(1, min(most // row_warps, 16, ceil_div(chunks, 2)))
-    panels = [ceil_div(n, k_warps) * k_warps for n in (16, 8, 4, 1)]
-    for panel in (0, *panels) if norm or (rows <= 8 and rows * width <= 64 * 1024) else panels:
-        digits = int(not layout.table and not panel and rows * width <= 32 * 1024)
-        plan = Plan(row_warps, k_warps, pair, 3, 1, 1, panel, unroll=int(not panel), digits=digits)
-        if not (panel and norm) and plan.fits(layout, rows, width, norm):
+    most = 28 if row_warps >= 7 and (pair == 1 or rows <= 4) or (row_warps > 2 and pair == 1 and rows <= 4) else 16
+    most = max(1, min(most // row_warps, ceil_div(chunks, 2)))
+    k_warps = min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)  # columns that come out even
+    for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
+        plan = Plan(row_warps, k_warps, pair, panel=panel, unroll=int(not panel), digits=digits * int(not panel))
+        if plan.fits(layout, rows, width, norm):
             return plan
-    return Plan(1, 1, 2 if swiglu else 1, 3, 1, 1, 0 if norm else 1)
+    return Plan(1, 1, 2 if swiglu else 1, panel=int(not norm))
 
 
 @functools.cache
