@@ -137,11 +137,16 @@ def rule(
     whole = norm or rows * width <= 32 * 1024
     pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 4 and whole) else 1
     row_warps = ceil_div(wanted, pair)
-    most = 28 if row_warps >= 7 and (pair == 1 or rows <= 4) or (row_warps > 2 and pair == 1 and rows <= 4) else 16
+    many = row_warps >= 7 if pair == 1 or rows <= 4 else False
+    most = 28 if many or (pair == 1 and rows <= 4 and row_warps > 2) else 16
     most = max(1, min(most // row_warps, ceil_div(chunks, 2)))
-    k_warps = min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)  # columns that come out even
+    k_warps = min(
+        range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k
+    )  # columns that come out even
     for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
-        plan = Plan(row_warps, k_warps, pair, panel=panel, unroll=int(not panel), digits=digits * int(not panel))
+        plan = Plan(
+            row_warps, k_warps, pair, panel=panel, unroll=int(not panel), digits=digits * int(not panel)
+        )
         if plan.fits(layout, rows, width, norm):
             return plan
     return Plan(1, 1, 2 if swiglu else 1, panel=int(not norm))
@@ -233,16 +238,19 @@ def few_rows_cuda(
 ) -> Tensor:
     """Up to MOST_ROWS rows; x bf16 or fp16, y the same or fp32."""
     if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
-        x_MK = x_MK.contiguous()
-    if norm_K is not None and norm_K.dtype != x_MK.dtype:
-        norm_K = norm_K.float()
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
     bias, residual_1N = (t if t is None else t.to(x_MK.dtype).contiguous() for t in (bias, residual_1N))
     (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
     out = tiles * CHUNK_ROWS // (2 if swiglu else 1)
     out32 = out_dtype == torch.float32
     y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    norm_dtype = None if norm_K is None else norm_K.dtype
     plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, norm_K is not None, swiglu)
+    if norm_K is not None and not plan.fits(layout, rows, width, norm=True):  # many rows of great width
+        x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
+        norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, swiglu)
+    if norm_K is not None and norm_K.dtype != x_MK.dtype:
+        norm_K = norm_K.float()
+    norm_dtype = None if norm_K is None else norm_K.dtype
     kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
     panel = plan.panel_chunks(width)
     numbers = (width, rows, x_MK.stride(0), tiles, per_row, panel)
