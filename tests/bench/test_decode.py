@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoestring.bench import decode, decode_peers
+from shoestring.bench import decode, decode_head, decode_peers
 from shoestring.model import Decoder, ModelSpec
 
 
@@ -53,7 +53,7 @@ def test_every_peer_stands_beside_a_case_and_has_an_end() -> None:
 
 
 def test_the_step_rounds_no_worse_than_the_plain_forward() -> None:
-    error, plain = decode.check_rounding("int4:g128", "cpu", 5)
+    error, plain = decode.check_rounding("int4:g128", "cpu", 4, 2)
     assert error > 0 and 0 < plain < 0.1
 
 
@@ -62,3 +62,18 @@ def test_the_step_rounds_no_worse_than_the_plain_forward() -> None:
 @pytest.mark.parametrize("blocks", ["bf16", "int4:g128", "int3:g128", "int2:g64", "nf4:s2:g64"])
 def test_the_step_rounds_no_worse_on_the_gpu(blocks: str) -> None:
     decode.check_rounding(blocks)
+
+
+def test_heads_are_compared_on_the_same_hidden_states() -> None:
+    gen = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(300, 8, generator=gen), torch.randn(11, 8, generator=gen)
+    target = torch.randint(0, 11, (300,), generator=gen)
+    plain = torch.nn.functional.cross_entropy(hidden @ head.T, target).exp().item()
+    assert decode_head.compare(hidden, target, head, head) == pytest.approx(
+        (plain, plain, 0.0, 1.0), abs=1e-4
+    )
+    other = head + 0.3 * torch.randn(11, 8, generator=gen)
+    p, q = ((hidden @ w.T).log_softmax(-1) for w in (head, other))
+    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean").item()
+    same = (p.argmax(-1) == q.argmax(-1)).float().mean().item()
+    assert decode_head.compare(hidden, target, head, other)[2:] == pytest.approx((kl, same), rel=1e-4)

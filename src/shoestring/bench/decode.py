@@ -157,7 +157,9 @@ def check() -> None:
 
 
 @torch.no_grad()
-def check_rounding(blocks: str, device: str = "cuda", num_steps: int = 40) -> tuple[float, float]:
+def check_rounding(
+    blocks: str, device: str = "cuda", prompt: int = 60, num_steps: int = 40
+) -> tuple[float, float]:
     """Rows one by one behind a prompt, in bf16 as a graph: no further from the logits in fp32 than the plain forward in
     bf16 is, but for half of that. The two errors."""
     spec = ModelSpec(
@@ -166,16 +168,16 @@ def check_rounding(blocks: str, device: str = "cuda", num_steps: int = 40) -> tu
     )  # fmt: skip
     torch.manual_seed(1)
     model = build(spec, blocks, "bf16", device)
-    tokens = torch.tensor(prompts(spec, 1, 60 + num_steps), device=device)
+    tokens = torch.tensor(prompts(spec, 1, prompt + num_steps), device=device)
     model.compute_dtype = torch.float32
-    exact = model(tokens)[0, 60:]
+    exact = model(tokens)[0, prompt:]
     model.compute_dtype = torch.bfloat16
-    plain = model(tokens)[0, 60:].float()
+    plain = model(tokens)[0, prompt:].float()
     runner = Runner(model, BlockPool(8, 16), graphs=True)
-    runner.forward(Batch([Span(list(range(8)), 0, 60)], tokens[0, :60].tolist(), [59]))
+    runner.forward(Batch([Span(list(range(8)), 0, prompt)], tokens[0, :prompt].tolist(), [prompt - 1]))
     steps = [
         runner.forward(Batch([Span(list(range(8)), p, 1)], [int(tokens[0, p])], [0]))
-        for p in range(60, 60 + num_steps)
+        for p in range(prompt, prompt + num_steps)
     ]
     errors = [((x - exact).norm() / exact.norm()).item() for x in (torch.cat(steps).float(), plain)]
     assert errors[0] <= 1.5 * errors[1], f"{blocks}: error {errors[0]:.2e}, plain forward {errors[1]:.2e}"
