@@ -77,7 +77,7 @@ from shoestring.formats import FormatLinear
 from shoestring.formats.sparse24 import DENSE
 from shoestring.formats.sparse24_ffn import FfnPlan, fusable, run
 fst = Sparse24("tile", hold_mask=True, weight_grad="mvue")
-for format in (fst, Sparse24("soft")):
+for format in (fst,):
     torch.manual_seed(0)
     gate, up, down = (FormatLinear(i, o, bias=False, format=format) for i, o in ((64, 128), (64, 128), (128, 64)))
     assert fusable(gate, up, down)
