@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
 from shoestring.kernels.lowbit import decode_chunks_ref, lowbit_row_linear
@@ -166,6 +167,23 @@ def test_kernels_of_a_class_of_rows_have_the_shared_memory_they_use() -> None:
             assert (
                 plan.shared_bytes(layout, rows, 4096) >= 28 * 3 * 2 * layout.chunk_bytes + rows * 8192 + sums
             )
+
+
+def test_plans_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(4, 128, False, 1, False)
+    for given, error in (
+        ('{"k_warps": 2}', None),
+        ('{"warps": 2}', "k_warps"),
+        ('{"panel": 3}', "cannot run"),
+    ):
+        choose_plan.cache_clear()
+        monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", given)
+        if error is None:
+            assert choose_plan(layout, 1, 4096, 4096).k_warps == 2
+            continue
+        with pytest.raises(UserError, match=error):
+            choose_plan(layout, 1, 4096, 4096)
+    choose_plan.cache_clear()
 
 
 def test_definition_is_that_of_one_row() -> None:

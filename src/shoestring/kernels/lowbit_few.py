@@ -9,8 +9,10 @@ than half of a multiprocessor, so that the next kernel is there too and fetches 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout
 from shoestring.kernels.nvrtc import Kernel, compile_kernel
 
 MOST_ROWS = 16
 SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
 HERE = Path(__file__).parent / "_cuda"
-PLANS = HERE / "lowbit_few_plans.json"
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -153,29 +155,28 @@ def rule(
 
 
 @functools.cache
-def known_plans() -> dict[str, dict[str, int]]:
-    """Measured on an H200; other GPUs start from them too."""
-    return json.loads(PLANS.read_text()) if PLANS.exists() else {}
-
-
-def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
-    kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
-    return f"{kind} g{layout.group} rows<={row_class(rows)} {out}x{width}"
-
-
-@functools.cache
 def choose_plan(
     layout: Layout, rows: int, out: int, width: int, norm: bool = False, swiglu: bool = False
 ) -> Plan:
-    """The plan for x [rows, width] and a weight [out, width]: measured for some shapes, else by rule."""
+    """The plan for x [rows, width] and a weight [out, width], with what SHOESTRING_LOWBIT_PLAN says otherwise."""
     rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
-    known = known_plans().get(plan_key(layout, rows, out, width))
-    if known is not None:
-        plan = Plan(**known)
-        usable = not (norm and (plan.panel or plan.split > 1)) and plan.fits(layout, rows, width, norm)
-        if usable and not (swiglu and plan.row_warps * plan.tiles % 2):
-            return plan
-    return rule(layout, rows, out, width, norm, swiglu)
+    plan = rule(layout, rows, out, width, norm, swiglu)
+    given = os.environ.get("SHOESTRING_LOWBIT_PLAN")
+    if not given:
+        return plan
+    try:
+        plan = dataclasses.replace(plan, **json.loads(given))
+        fits = plan.fits(layout, rows, width, norm) and plan.panel % plan.k_warps == 0
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(
+            f"SHOESTRING_LOWBIT_PLAN={given!r} is not a plan ({error}): write some of "
+            f"{', '.join(f.name for f in dataclasses.fields(Plan))} as JSON."
+        ) from error
+    if not fits or (norm and (plan.panel or plan.split > 1)) or (swiglu and plan.row_warps * plan.tiles % 2):
+        raise UserError(
+            f"SHOESTRING_LOWBIT_PLAN={given!r} cannot run with {rows} rows of {out}x{width}: {plan}."
+        )
+    return plan
 
 
 # -- the kernel ----------------------------------------------------------------------------------------------
