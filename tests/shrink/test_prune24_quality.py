@@ -1,4 +1,4 @@
-"""The order of the pruning methods on a toy model that has learned something, in a minute of processor time."""
+"""The order of the pruning methods on a toy model that has learned something, in half a minute of processor time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from shoestring.bench import prune24_toy
 from shoestring.bench.prune24_toy import Toy, loss
 from shoestring.shrink.prune import PRUNERS
 
 
 @pytest.mark.slow
-def test_trained_beats_sparsegpt_beats_the_rest(tmp_path: Path) -> None:
+def test_trained_beats_sparsegpt_beats_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune24_toy, "STEPS", 250)  # of 400 that the table is made with
     toy = Toy(tmp_path)
     losses = {"dense": loss(toy.dense)}
     for method in PRUNERS:
@@ -20,7 +22,7 @@ def test_trained_beats_sparsegpt_beats_the_rest(tmp_path: Path) -> None:
     for case in ("AST", "AST + SLoRB"):
         losses[case], rates = toy.trained(case)
         assert len(rates) == 8 and rates[-1] < max(rates)  # masks move at first and settle
-    assert losses["dense"] < 0.85 and losses["AST"] < losses["dense"] + 0.1, losses
+    assert losses["dense"] < 1.1 and losses["AST"] < losses["dense"] + 0.1, losses
     assert losses["AST"] < losses["sparsegpt"] - 0.1, losses
     assert losses["sparsegpt"] < min(losses["magnitude"], losses["wanda"]) - 0.1, losses
     assert all(losses[f"{method}+slorb"] < losses[method] for method in PRUNERS), losses
