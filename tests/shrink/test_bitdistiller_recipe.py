@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tiny_shrink import dying
 
 from shoestring.cli import run_cli
 from shoestring.model import load_model
@@ -67,18 +67,6 @@ def test_a_stopped_run_goes_on_in_its_stage(
 ) -> None:
     if not (here / "whole").exists():
         cli(*PROMPTS, "run=whole")
-    count = 0
-
-    def dying(limit: int, action: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > limit:
-                raise KeyboardInterrupt
-            return action(*args, **kwargs)
-
-        return call
-
     name = f"cut-{stage}"
     with monkeypatch.context() as patch:
         if stage == "text":
@@ -91,7 +79,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
     assert not (here / f"{name}/model").exists()
     assert "was started with format=int2:g32" in cli(f"resume={name}", "format=int3:g32", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(-1, print))
+        patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(0, print))
         assert run_cli(["run", "shrink/bitdistiller", f"resume={name}"]) != 0
     assert (here / name / "model").exists()
     (here / name / "model/quantization.json").unlink()

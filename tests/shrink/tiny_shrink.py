@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,3 +72,15 @@ def random_weight(rows: int = 48, width: int = 128, skew: bool = False) -> Tenso
     gen = torch.Generator().manual_seed(3)
     w = torch.randn(rows, width, generator=gen) * 0.05
     return torch.where(w > 0, w * 0.35, w) if skew else w
+
+
+def dying(limit: int, action: Callable[..., Any]) -> Callable[..., Any]:
+    """`action` for so many calls; the next one is Ctrl-C."""
+    calls = itertools.count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) > limit:
+            raise KeyboardInterrupt
+        return action(*args, **kwargs)
+
+    return call
