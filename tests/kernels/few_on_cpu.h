@@ -14,9 +14,6 @@ static std::vector<Bulk> bulks;
 static void launch_dependents() {}
 static void grid_wait() {}
 static void prefetch(const void*) {}
-static void prefetch_bulk(const void* p, u32 bytes) {
-    if ((const char*)p < first[0] || (const char*)p + bytes > last[0] || (size_t)p % 16) fail("a prefetch from outside of W");
-}
 static uint4 load_late(const void* p) {
     if ((const char*)p < first[1] || (const char*)p + 16 > last[1] || (size_t)p % 16) fail("a load from outside of x");
     return *(const uint4*)p;

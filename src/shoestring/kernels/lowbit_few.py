@@ -63,19 +63,15 @@ def around_ref(
 @dataclass(frozen=True)
 class Plan:
     """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
-    over a cluster of `split` blocks; `blocks` blocks shall fit on a multiprocessor; x in panels of `panel` chunks, or
-    whole (0), through registers; `digits`: the product is one of integers (x whole; no tables)."""
+    over a cluster of `split` blocks; x in panels of `panel` chunks, or whole (0), through registers; `digits`: the
+    product is one of integers (x whole; no tables)."""
 
     row_warps: int
     k_warps: int
     tiles: int = 1
     depth: int = 3
     split: int = 1
-    blocks: int = 1
     panel: int = 0
-    bulk: int = 0
-    ahead: int = 0
-    unroll: int = 0
     digits: int = 0
 
     @property
@@ -106,19 +102,12 @@ class Plan:
         if norm:
             x_bytes += rows * share * 4
         lut = 128 << (2 * layout.bits) if layout.table else 0
-        return (
-            lut
-            + self.warps * self.depth * self.tiles * layout.chunk_bytes
-            + 16
-            + ceil_div(self.bulk * self.warps * self.depth, 2) * 16
-            + x_bytes
-        )
+        return lut + self.warps * self.depth * self.tiles * layout.chunk_bytes + 16 + x_bytes
 
     def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
         if self.digits and (layout.table or self.panel or rows > 8):
             return False
-        used = self.shared_bytes(layout, rows, width, norm)
-        return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
+        return self.shared_bytes(layout, rows, width, norm) <= SHARED_LIMIT
 
 
 ROW_CLASSES = (1, 2, 4, 8, 16)
@@ -145,12 +134,12 @@ def rule(
     k_warps = min(
         range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k
     )  # columns that come out even
-    for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
-        plan = Plan(
-            row_warps, k_warps, pair, panel=panel, unroll=int(not panel), digits=digits * int(not panel)
-        )
-        if plan.fits(layout, rows, width, norm):
-            return plan
+    while k_warps:
+        for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
+            plan = Plan(row_warps, k_warps, pair, panel=panel, digits=digits * int(not panel))
+            if plan.fits(layout, rows, width, norm):
+                return plan
+        k_warps //= 2
     return Plan(1, 1, 2 if swiglu else 1, panel=int(not norm))
 
 
@@ -206,10 +195,6 @@ def few_macros(
         "WARPS": plan.warps,
         "KW": plan.k_warps,
         "DEPTH": plan.depth,
-        "BLOCKS": plan.blocks,
-        "BULK": plan.bulk,
-        "AHEAD": plan.ahead,
-        "UNROLL": plan.unroll,
         "DIGITS": plan.digits,
         "XREG": int(plan.panel == 0),
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
@@ -257,8 +242,9 @@ def few_rows_cuda(
     numbers = (width, rows, x_MK.stride(0), tiles, per_row, panel)
     pointers = (chunks, x_MK, y, table, bias, norm_K, residual_1N)
     shared = plan.shared_bytes(layout, rows, width, norm_K is not None)
-    if plan.blocks == 1:  # not even two of the same kernel: blocks must not gather on one multiprocessor
-        shared = max(shared, SHARED_SM // 2)
+    shared = max(
+        shared, SHARED_SM // 2
+    )  # blocks must not gather on one multiprocessor, so one fills half of it
     kernel.launch(
         plan.grid(tiles * CHUNK_ROWS),
         plan.warps * 32,

@@ -1,22 +1,26 @@
 // y = [norm] x[M, K] w[N, K]^T [+ bias] [swiglu] [+ residual] for 1 to 16 rows, weights of 2, 3 or 4 bits, sm_90 and later.
 // (lowbit_decode.cu stands in front of this file: the macros of the format, decoding, mma.)
 //
-// Weights are the A operand of mma.m16n8k16 (16 output rows x 16 k), activations the B operand, so 8 activation rows
-// cost one instruction. What the time goes into at this size is not arithmetic but waiting, so all is arranged around
-// two of these kernels being on a multiprocessor at once (BLOCKS: a block takes at most half of its registers and
-// shared memory). The next kernel starts when the blocks of this one have started (programmatic dependent launch),
-// fills its rings with weights and stops at grid_wait(), where it needs this one's results:
+// Weights are the A operand of the tensor cores (16 output rows), activations the B operand, so 8 columns of activations
+// cost one instruction. Weights are read once from memory; what counts is that nothing else takes longer. Measured: the
+// instructions that decode weights do, so there are few of them, and blocks of two kernels on one multiprocessor do,
+// because they gather unevenly, so a block takes one for itself.
 //
 //  - every warp streams its row tiles through a ring of its own in shared memory, DEPTH chunks long, and decodes in
 //    registers; no barrier of the block in the main loop while x is there whole.
-//  - x comes through registers where it is small (XREG: normalised on the way, and summed by group, so that zero points
-//    cost one product a group instead of a subtraction a weight), else in panels of bulk copies, two in turn.
+//  - DIGITS (integers, up to 8 rows): x by chunk is a scale times integers of 16 bits, in two digits of 8 bits, each digit a
+//    column of B; codes are bytes where they lie in a word, so that one AND makes four of them, and sums are exact. Sums of
+//    x's digits by group turn zero points into one product a group.
+//  - else codes become pairs of floats (lowbit_decode.cu). x comes through registers where it is small (XREG: normalised
+//    and summed by group on the way), or in panels of bulk copies, two in turn.
 //  - inputs are split over the KW warps of a block and the blocks of a cluster; sums meet in the rings, which are free
 //    by then, and are added in a fixed order: the result does not depend on timing.
+//  - the grid may start while its predecessor drains (programmatic dependent launch): rings are filled first, x and the
+//    residual are read after grid_wait().
 //
 // Macros given by the caller, beside those of lowbit_decode.cu:
-//   MT 1,2 tiles of 8 activation rows   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
-//   DEPTH chunks in a warp's ring   BLOCKS blocks that shall fit on a multiprocessor   XREG as above
+//   MT 1,2 tiles of 8 columns of activations   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
+//   DEPTH chunks in a warp's ring   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   OUT32 1: y is fp32
 #define THREADS (WARPS * 32)
@@ -33,7 +37,6 @@
 INLINE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 INLINE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-INLINE void prefetch_bulk(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes)); }
 INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there before grid_wait
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
@@ -83,7 +86,7 @@ INLINE float load_rank(const float* here, u32 rank) {  // the same place in anot
 INLINE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 INLINE u32 cluster_ranks() { u32 r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
     const char* __restrict__ W, const u16* X, void* Y, const float* __restrict__ table, const u16* __restrict__ bias,
     const void* __restrict__ norm, const u16* residual, float eps, int K, int M, int pitch_x, int tiles, int chunks,
     int panel) {
@@ -100,25 +103,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
     for (int r = 0; r < R; r++) {  // a tile past the end reads the last one and writes nothing
         int tile = tile0 + row_warp * R + r;
         if (SWIGLU) tile = (tile >> 1) + (tile & 1 ? tiles >> 1 : 0);
-        from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + (BULK ? 0 : lane * 16);
+        from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
     }
     const int mine = count > k_warp ? (count - k_warp + KW - 1) / KW : 0;
-    u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers for panels of x, then those of the rings
-    u64* const here = full + 2 + warp * DEPTH;
-#if BULK
-    if (lane == 0)
-        for (int p = 0; p < DEPTH; p++) barrier_init(here + p);
-    __syncwarp();
-#endif
+    u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers: a panel of x is here
     auto fetch = [&](const int slot, const int n) {  // always commits, so that groups can be counted
-#if BULK
-        if (n < mine && lane == 0) {
-            barrier_expect(here + slot, R * CHUNK);
-            #pragma unroll
-            for (int r = 0; r < R; r++)
-                bulk_copy(shared_address(ring) + (slot * R + r) * CHUNK, from[r] + (u64)n * KW * CHUNK, CHUNK, here + slot);
-        }
-#else
         if (n < mine) {
             #pragma unroll
             for (int r = 0; r < R; r++) {
@@ -130,13 +119,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
             }
         }
         commit();
-#endif
     };
     for (int p = 0; p < DEPTH - 1; p++) fetch(p, p);
     launch_dependents();
-    if (lane < AHEAD && lane + DEPTH - 1 < mine)
-        #pragma unroll
-        for (int r = 0; r < R; r++) prefetch_bulk(from[r] - (BULK ? 0 : lane * 16) + (u64)(lane + DEPTH - 1) * KW * CHUNK, CHUNK);
 
 #if TABLE
     const u32 level = narrow(table[lane & ((1 << BITS) - 1)]);
@@ -148,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
 #endif
 
     // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
-    char* const x_smem = (char*)(full + 2 + (BULK ? (WARPS * DEPTH + 1) / 2 * 2 : 0));
+    char* const x_smem = (char*)(full + 2);
     const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
 #if XREG
     float* const sums = (float*)(x_smem + M * x_pitch);  // [chunk][group][8 MT columns]
@@ -480,27 +465,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
 #endif
 
     // ---- the main loop ---------------------------------------------------------------------------------------------
-    int i = 0, slot = 0, phase = 0;
-    auto advance = [&](const int steps, const u32 x_at) {  // through the next chunks of this warp
-        for (int k = 0; k < steps && i < mine; k++, i++) {
-            if (BULK) barrier_wait(here + slot, phase);
-            else wait_all_but<DEPTH - 2>();
-            __syncwarp();  // chunk i is here, and chunk i - 1 has been read by all lanes
-            fetch(slot ? slot - 1 : DEPTH - 1, i + DEPTH - 1);
-            consume(slot, x_at + k * (KW * 256), i * KW + k_warp);
-            if (++slot == DEPTH) slot = 0, phase ^= 1;
-        }
-    };
 #if XREG
     __syncthreads();
-#if UNROLL
     u32 x_at = 0;
-    for (; i < mine; i += DEPTH, phase ^= 1) {
+    for (int i = 0; i < mine; i += DEPTH) {
         #pragma unroll
         for (int s = 0; s < DEPTH; s++) {
             if (i + s >= mine) break;
-            if (BULK) barrier_wait(here + s, phase);
-            else wait_all_but<DEPTH - 2>();
+            wait_all_but<DEPTH - 2>();
             __syncwarp();  // chunk i + s is here, and the one before has been read by all lanes
             fetch((s + DEPTH - 1) % DEPTH, i + s + DEPTH - 1);
             consume(s, x_at, (i + s) * KW + k_warp);
@@ -508,16 +480,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) lowbit_few(
         }
     }
 #else
-    advance(mine, 0);
-#endif
-#else
-    for (int n = 0; n < panels; n++) {
+    for (int n = 0, i = 0, slot = 0; n < panels; n++) {
         if (n) {
             __syncthreads();  // everyone has left panel n - 1
             if (warp == 0 && n + 1 < panels) fetch_x(n + 1);
         }
         barrier_wait(full + (n & 1), n >> 1 & 1);
-        advance(panel / KW, (n & 1) * M * x_pitch);
+        for (int k = 0; k < panel / KW && i < mine; k++, i++) {
+            wait_all_but<DEPTH - 2>();
+            __syncwarp();
+            fetch(slot ? slot - 1 : DEPTH - 1, i + DEPTH - 1);
+            consume(slot, (n & 1) * M * x_pitch + k * (KW * 256), i * KW + k_warp);
+            if (++slot == DEPTH) slot = 0;
+        }
     }
 #endif
 
