@@ -14,6 +14,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -33,21 +34,19 @@ from torch import Tensor
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
-from shoestring.kernels import lowbit, nvrtc
-from shoestring.kernels.lowbit import Plan
+from shoestring.kernels import lowbit, lowbit_few, nvrtc
+from shoestring.kernels import lowbit_wgmma as wide
 from shoestring.kernels.lowbit_layout import Layout
+from shoestring.kernels.lowbit_wgmma import WidePlan
 
 SHAPES = [(14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048)
-FEW = (1, 4, 16, 64)
+SOME = (1, 4, 16, 32, 64, 256, 2048)
 FORMATS = {
-    "int4:g128": ROWS,
-    "nf4:s2:g128": (*FEW, 2048),
-    "int3:g128": (*FEW, 2048),
-    "nf3:s2:g128": FEW,
-    "int2:g128": (*FEW, 2048),
-    "int4:g64": FEW,
+    "int4:g128": tuple(sorted((*ROWS, 128, 512))),
+    **dict.fromkeys(("nf4:s2:g128", "int3:g128", "nf3:s2:g128", "int2:g128", "int4:g64"), SOME),
 }
+TUNED_ROWS = (32, 64, 128, 256, 2048)
 BASELINE = "bf16 F.linear"
 COLD_BYTES = 250e6  # four times the L2 cache of an H200
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -132,12 +131,12 @@ class Weight:
     table: Tensor | None
     dense: Tensor  # fp32, the meaning
 
-    def call(self, x: Tensor, i: int, plan: Plan | None = None) -> Tensor:
+    def call(self, x: Tensor, i: int, plan: WidePlan | None = None) -> Tensor:
         if plan is None:
             return lowbit.lowbit_linear(x, self.chunks[i], self.table, None, self.layout)
-        return lowbit.few_rows_cuda(x, self.chunks[i], self.table, None, self.layout, plan)
+        return wide.many_rows_cuda(x, self.chunks[i], self.table, None, self.layout, plan)
 
-    def times(self, x: Tensor, plan: Plan | None = None, replays: int = 15) -> list[float]:
+    def times(self, x: Tensor, plan: WidePlan | None = None, replays: int = 15) -> list[float]:
         return graph_times([partial(self.call, x, i, plan) for i in range(len(self.chunks))], replays)
 
 
@@ -161,71 +160,60 @@ def check(weight: Weight, label: str, rows: int) -> float:
     return error
 
 
-def compile_all(jobs: list[tuple[Layout, int, Plan]]) -> None:
-    major, minor = torch.cuda.get_device_capability()
-    arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
-    wanted = {
-        tuple(nvrtc.options_for(arch, lowbit.rows_macros(layout, DTYPE, rows, plan)))
-        for layout, rows, plan in jobs
-    }
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda options: nvrtc.cached_cubin(lowbit.source(), options), wanted))
-
-
-def candidates(layout: Layout, rows: int, out: int, width: int, count: int) -> list[Plan]:
-    found: dict[Plan, None] = {}
-    for plan in lowbit.plans(layout, rows, out, width)[:count]:
-        for depth in (3, 4):
-            variant = dataclasses.replace(plan, depth=depth)
-            if variant.fits(layout, rows, width):
-                found[variant] = None
-    return list(found)
-
-
-def tune(labels: Sequence[str], path: Path, until: float, count: int = 12) -> None:
-    """Time the most promising plans for every shape and class of rows, and write the best to `path`."""
-    best: dict[str, dict[str, int]] = {}
+def tune(labels: Sequence[str], path: Path, until: float, count: int = 16) -> None:
+    """Time the most promising plans of the kernel for many rows, for every shape, and write the best to `path`."""
     layouts = {label: parse_format(label).layout(4096) for label in labels}  # type: ignore[attr-defined]
-    jobs = [
-        (label, out, width, rows)
-        for label in labels
-        for out, width in SHAPES
-        for rows in lowbit.ROW_CLASSES
-        if label == "int4:g128" or rows in (1, 4, 16, 64)
-    ]
-    lists = {job: candidates(layouts[job[0]], job[3], job[1], job[2], count) for job in jobs}
-    compile_all([(layouts[job[0]], job[3], plan) for job in jobs for plan in lists[job]])
-    say(f"compiled for {len(jobs)} cases")
-    weight, held = None, ("", 0, 0)
-    for job in jobs:
-        label, out, width, rows = job
-        if time.monotonic() > until:
-            say("out of time for tuning")
-            break
-        if held != (label, out, width):
-            weight, held = make_weight(label, out, width), (label, out, width)
-        assert weight is not None
-        x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
-        want = x.float() @ weight.dense.t()
-        timed = []
-        for plan in lists[job]:
-            if relative_error(weight.call(x, 0, plan).float(), want.double()) > 0.01:
-                say(f"WRONG {job} {plan}")
+    jobs = list(itertools.product(labels, SHAPES, TUNED_ROWS))
+    lists = {job: wide.plans(layouts[job[0]], job[2], *job[1])[:count] for job in jobs}
+    wanted = {(layouts[job[0]], plan) for job in jobs for plan in lists[job]}
+
+    def build(layout: Layout, plan: WidePlan) -> None:
+        options = nvrtc.options_for("sm_90a", wide.wide_macros(layout, DTYPE, plan))
+        nvrtc.cached_cubin(wide.source(plan.tile, half=False), options)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(build, *zip(*wanted, strict=True)))
+    say(f"compiled {len(wanted)} for {len(jobs)} cases")
+    best: dict[str, dict[str, int]] = {}
+    for (label, (out, width)), some in itertools.groupby(jobs, key=lambda job: job[:2]):
+        weight = make_weight(label, out, width)
+        for job in some:
+            if time.monotonic() > until:
+                say("out of time for tuning")
+                break
+            x = torch.randn(job[2], width, device=DEVICE, dtype=DTYPE)
+            want = x.double() @ weight.dense.double().t()
+            timed = []
+            for plan in lists[job]:
+                if relative_error(weight.call(x, 0, plan), want) > 0.005:
+                    say(f"WRONG {job} {plan}")
+                    continue
+                timed.append((statistics.median(weight.times(x, plan, 5)), plan))
+            if not timed:
                 continue
-            timed.append((statistics.median(weight.times(x, plan, 5)), plan))
-        timed.sort(key=lambda t: t[0])
-        best[lowbit.plan_key(weight.layout, rows, out, width)] = dataclasses.asdict(timed[0][1])
-        say(f"{label} {out}x{width} rows<={rows}: " + "  ".join(f"{t:.1f} {_short(p)}" for t, p in timed[:4]))
+            timed.sort(key=lambda t: t[0])
+            best[wide.plan_key(weight.layout, job[2], out, width)] = dataclasses.asdict(timed[0][1])
+            told = "  ".join(f"{t:.1f} {_short(p)}" for t, p in timed[:4])
+            say(f"{label} {out}x{width} {job[2]} rows: {told}")
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in best.items())
     path.write_text(f"{{\n{lines}\n}}\n")
-    lowbit.PLANS = path
-    lowbit.known_plans.cache_clear()
-    lowbit.choose_plan.cache_clear()
+    wide.PLANS = path
+    wide.known_plans.cache_clear()
+    wide.choose_plan.cache_clear()
 
 
-def _short(p: Plan) -> str:
-    return f"{p.row_warps}x{p.k_warps}r{p.tiles}s{p.split}b{p.blocks}m{p.mode}d{p.depth}"
+def _short(plan: Any) -> str:
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(plan).items())
+
+
+def way(layout: Layout, rows: int, out: int, width: int) -> str:
+    """What runs for so many rows, in words for the results."""
+    if rows <= lowbit_few.MOST_ROWS:
+        return f"few rows: {_short(lowbit_few.choose_plan(layout, rows, out, width))}"
+    if wide.worth_it(torch.empty(rows, 1, device=DEVICE), layout):
+        return f"wgmma: {_short(wide.choose_plan(layout, rows, out, width))}"
+    return "decode, cuBLAS"
 
 
 def measure(labels: Sequence[str], until: float) -> None:
@@ -238,12 +226,12 @@ def measure(labels: Sequence[str], until: float) -> None:
                 if time.monotonic() > until:
                     say("out of time")
                     return
-                error = check(weight, label, rows)
+                try:
+                    error = check(weight, label, rows)
+                except (AssertionError, nvrtc.NvrtcError) as wrong:
+                    say(f"{label} {out}x{width}: not measured ({wrong})")
+                    continue
                 samples = weight.times(torch.randn(rows, width, device=DEVICE, dtype=DTYPE))
-                few = rows <= lowbit.MOST_ROWS
-                plan = (
-                    _short(lowbit.choose_plan(weight.layout, rows, out, width)) if few else "decode, cuBLAS"
-                )
                 ratio = record_time(
                     f"shoestring {label}",
                     samples,
@@ -253,7 +241,7 @@ def measure(labels: Sequence[str], until: float) -> None:
                     error=error,
                     bits=bits,
                     format=label,
-                    note=plan,
+                    note=way(weight.layout, rows, out, width),
                 )
                 told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f}")
             say(f"{label} {out}x{width}  " + "  ".join(told))
@@ -370,14 +358,25 @@ def gemlite_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
 
 
 def humming(kind: str, zero_point: bool) -> Peer:
+    """With the settings that it chooses itself for each number of rows; only those of ROWS are compiled."""
+
     def make(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
         from humming.layer import HummingLayer
+        from humming.tune import get_heuristics_config
 
         config = {"dtype": kind, "group_size": 128, "has_zero_point": zero_point}
         layer = HummingLayer(out, width, config, torch_dtype=DTYPE).cuda()
         layer.load_from_unquantized(torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02)
         layer.transform()
-        return [copy.deepcopy(layer) for _ in range(count)], seen_weight(layer, width)
+        chosen = [
+            [below, rows, get_heuristics_config(layer.humming_config, shape_m=rows)]
+            for below, rows in zip((0, *ROWS), ROWS, strict=False)
+        ]
+        tuning = json.dumps(chosen)
+        functions: Functions = [
+            partial(copy.deepcopy(layer).forward, tuning_config=tuning) for _ in range(count)
+        ]
+        return functions, seen_weight(functions[0], width)
 
     return make
 
@@ -396,26 +395,33 @@ PEERS: dict[str, list[tuple[str, int, Peer, tuple[int, ...]]]] = {
 
 
 def measure_peer(
-    name: str, until: float, shapes: Sequence[tuple[int, int]], only: Sequence[int] = ROWS
+    name: str,
+    until: float,
+    shapes: Sequence[tuple[int, int]],
+    only: Sequence[int] = ROWS,
+    prepare: bool = False,
 ) -> None:
+    """`prepare`: call everything once and time nothing, so that it is compiled when it is timed later."""
     for case, bits, make, rows_list in PEERS[name]:
         for out, width in shapes:
             told, began = [], time.monotonic()
             try:
-                functions, dense = make(out, width, copies(out * width * bits // 8))
+                functions, dense = make(out, width, 1 if prepare else copies(out * width * bits // 8))
                 for rows in (r for r in rows_list if r in only):
                     if time.monotonic() > until:
                         say(f"{case}: out of time")
                         return
                     x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
-                    error = relative_error(functions[0](x), x.double() @ dense.double().t())  # compiles, too
+                    y = functions[0](x)
+                    if prepare:
+                        continue
+                    error = relative_error(y, x.double() @ dense.double().t())
                     samples = graph_times([partial(f, x) for f in functions])
                     ratio = record_time(case, samples, out, width, rows, error=error, bits=bits, group=128)
                     told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f} e{error:.4f}")
             except Exception as error:
                 say(f"{case} {out}x{width}: not measured ({type(error).__name__}: {str(error)[:300]})")
-            if told:
-                say(f"{case} {out}x{width} {time.monotonic() - began:.1f}s  " + "  ".join(told))
+            say(f"{case} {out}x{width} {time.monotonic() - began:.1f}s  " + "  ".join(told))
 
 
 def main() -> None:
@@ -425,6 +431,7 @@ def main() -> None:
     parser.add_argument("--tune", type=Path, help="choose plans first and write them here")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--peer", choices=list(PEERS), help="measure this library instead of ours")
+    parser.add_argument("--prepare", action="store_true", help="only compile what the peer needs")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the last so many")
     parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
@@ -433,7 +440,7 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     if args.peer:
         sys.path.append("peers")
-        measure_peer(args.peer, until, SHAPES[-args.shapes :], args.rows or ROWS)
+        measure_peer(args.peer, until, SHAPES[-args.shapes :], args.rows or ROWS, args.prepare)
         return
     if args.tune:
         tune(args.formats, args.tune, time.monotonic() + args.seconds * 0.5)

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.kernels import lowbit_few
+from shoestring.kernels import lowbit_few, lowbit_wgmma
 from shoestring.kernels.backend import fall_back, interpreting, triton_usable
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, unpack_chunks
 from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library, nvrtc_library
@@ -379,6 +379,8 @@ def _lowbit_linear_op(
     kernel = chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
     if kernel and 0 < x_MK.shape[0] <= lowbit_few.MOST_ROWS:
         return lowbit_few.few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
+    if kernel and lowbit_wgmma.worth_it(x_MK, layout):
+        return lowbit_wgmma.many_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     if kernel and 0 < x_MK.shape[0] <= MOST_ROWS:
         return few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import json
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,12 @@ from shoestring.kernels.lowbit_few import HERE, SHARED_LIMIT, SHARED_SM, ceil_di
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout
 from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library
 
+PLANS = HERE / "lowbit_wgmma_plans.json"
 SOURCES = HERE / "lowbit_decode.cu", HERE / "lowbit_wgmma.cu"
 GROUP_ROWS = 64  # outputs of a warpgroup
 BOX_WIDTH = 64  # inputs of a stage
 MAP_BYTES, MAP_ALIGN = 128, 64
+FEWEST_ROWS = 1 << 30  # off until it is measured
 TILES = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -55,50 +58,57 @@ def source(columns: int, half: bool) -> str:
 # -- plans ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WidePlan:
-    """Blocks of `groups` warpgroups (64 outputs each) x `tile` rows of activations; K over `split` blocks of a
-    cluster; `cast` neighbours share the fetching of activations; rings of `stages` x 64 inputs and `depth` chunks;
-    `steps` of 16 inputs are decoded together; `blocks` on a multiprocessor at once."""
+    """Blocks of `groups` x 64 outputs x `tile` rows of x, each 64 outputs by `k_groups` warpgroups that take
+    turns along K; K also over the `split` blocks of a cluster; a ring of `stages` x 128 inputs; `steps` x 16 inputs are
+    decoded together; `blocks` on a multiprocessor at once."""
 
     tile: int
     groups: int
+    k_groups: int = 1
     split: int = 1
-    cast: int = 1
     stages: int = 4
-    depth: int = 4
     steps: int = 4
     blocks: int = 1
 
     @property
+    def warpgroups(self) -> int:
+        """Those that multiply; one more fetches."""
+        return self.groups * self.k_groups
+
+    @property
     def threads(self) -> int:
-        return self.groups * 128 + 128
+        return self.warpgroups * 128 + 128
 
     @property
     def more_registers(self) -> int:
         """Registers of a thread that multiplies when the warpgroup that fetches keeps only 24; 0: no more."""
         each = min(255, 65536 // (self.threads * self.blocks)) // 8 * 8
-        more = min(240, (each * (self.groups + 1) - 24) // self.groups // 8 * 8)
+        more = min(240, (each * (self.warpgroups + 1) - 24) // self.warpgroups // 8 * 8)
         return more if more > each else 0
 
     def memory(self, layout: Layout) -> int:
         """Bytes of shared memory."""
         lut = 128 << (2 * layout.bits) if layout.table else 0
-        rings = self.stages * self.tile * 2 * BOX_WIDTH + self.groups * 4 * self.depth * layout.chunk_bytes
-        sums = self.tile * (self.groups * GROUP_ROWS + 4) * 4 if self.split > 1 else 0
-        return lut + 1024 + max(rings, sums)
+        stage = self.tile * 256 + ceil_div(self.groups * 4 * layout.chunk_bytes, 1024) * 1024
+        sums = 0 if self.alone else self.k_groups * self.tile * (self.groups * GROUP_ROWS + 4) * 4
+        return lut + 1024 + max(self.stages * stage, sums)
 
     def fits(self, layout: Layout) -> bool:
         used = self.memory(layout)
         return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
 
+    @property
+    def alone(self) -> bool:
+        """Whether a warpgroup has whole sums in its registers; its block then goes on to another tile."""
+        return self.split * self.k_groups == 1
+
     def items(self, rows: int, out: int) -> int:
-        """Tiles in all, those of `cast` neighbours counted as one."""
-        across = ceil_div(out, self.groups * GROUP_ROWS)
-        return ceil_div(across, self.cast) * ceil_div(rows, self.tile)
+        """Tiles in all."""
+        return ceil_div(out, self.groups * GROUP_ROWS) * ceil_div(rows, self.tile)
 
     def grid(self, rows: int, out: int, sms: int = 132) -> tuple[int, int, int]:
-        """Without a split, no more blocks than run at once: each goes on to the next tile."""
-        size, items = self.split * self.cast, self.items(rows, out)
-        return size, items if self.split > 1 else min(items, sms * self.blocks // size), 1
+        items = self.items(rows, out)
+        return self.split, min(items, sms * self.blocks) if self.alone else items, 1
 
 
 def tile_rows(rows: int) -> int:
@@ -107,43 +117,66 @@ def tile_rows(rows: int) -> int:
     return next(tile for tile in TILES if tile * parts >= rows)
 
 
+def most_blocks(split: int, sms: int) -> int:
+    """Blocks in clusters of `split` that run at once, one a multiprocessor. A cluster stays in one of eight parts of
+    the chip, which have 14 to 18 multiprocessors on an H200: of 33 clusters of 4 only 30 were seen to run together."""
+    parts = [sms * n // 132 for n in (18, 18, 18, 18, 16, 16, 14, 14)]
+    return sms if split == 1 else sum(n // split * split for n in parts)
+
+
 def estimate(plan: WidePlan, layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> float:
     """Clocks that a plan takes, as far as rates tell: tensor cores, issue slots, memory, whatever is slowest."""
     chunks = ceil_div(ceil_div(width, CHUNK_WIDTH), plan.split)
-    blocks = plan.items(rows, out) * plan.split * plan.cast
-    together = min(blocks, sms // (plan.split * plan.cast) * plan.split * plan.cast * plan.blocks)
+    blocks = plan.items(rows, out) * plan.split
+    together = min(blocks, most_blocks(plan.split, sms) * plan.blocks)
     here = ceil_div(together, sms)  # blocks on a multiprocessor
     tensor = plan.groups * 8 * max(plan.tile / 2, 16)
-    issue = plan.groups * (210 if layout.table else {4: 140, 3: 160, 2: 130}[layout.bits])
+    issue = plan.groups * (300 if layout.table else {4: 190, 3: 210, 2: 185}[layout.bits])
+    both = max(tensor, issue) + min(tensor, issue) * (0.5 if plan.warpgroups > 2 else 0.7)
     weights = plan.groups * 4 * layout.chunk_bytes / (2400 / together)  # bytes a clock, of all together
-    inputs = plan.tile * 2 * CHUNK_WIDTH / plan.cast / 36
-    each = max(here * tensor, here * issue, weights, here * inputs + weights / 3) * 1.1
-    last = plan.tile * plan.groups * (4 if plan.split > 1 else 1) + 400 * plan.split
-    return ceil_div(blocks, together) * (chunks * each + here * last) + 3000
+    inputs = plan.tile * 2 * CHUNK_WIDTH / 40
+    each = max(here * both, weights, here * inputs + weights / 3)
+    last = 1000 if plan.alone else 1500 + 300 * plan.split + plan.tile * plan.groups * plan.k_groups
+    return ceil_div(blocks, together) * (chunks * each + here * last) + 6000
 
 
 def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> list[WidePlan]:
     """Plans worth trying, the most promising first."""
     tile = tile_rows(rows)
     found = []
-    for groups, split, cast in itertools.product((1, 2, 3, 4), (1, 2, 4, 8), (1, 2)):
-        if split * cast > 8 or split > ceil_div(width, CHUNK_WIDTH) or tile % (8 * cast):
+    for groups, k_groups, split in itertools.product((1, 2, 3, 4), (1, 2, 4), range(1, 9)):
+        most = 4 if tile <= 96 else 3 if tile <= 128 else 2  # warpgroups that have the registers
+        if groups * k_groups > most or split > ceil_div(width, CHUNK_WIDTH) or (split > 1 and rows > tile):
             continue
-        if (tile > 128 and groups > 2) or (split > 1 and rows > tile):
-            continue
-        for blocks in (1, 2) if groups == 2 and tile <= 64 else (1,):
-            steps = 2 if tile > 64 and groups == 4 else 4
-            for stages, depth in ((8, 4), (6, 4), (5, 4), (4, 4), (4, 3), (3, 3)):
-                plan = WidePlan(tile, groups, split, cast, stages, depth, steps, blocks)
-                if plan.fits(layout):
-                    found.append(plan)
-                    break
+        steps = 2 if tile > 64 and groups * k_groups == 4 else 4
+        for stages in range(8, k_groups, -1):
+            plan = WidePlan(tile, groups, k_groups, split, stages, steps)
+            if plan.fits(layout):
+                found.append(plan)
+                break
     found.sort(key=lambda plan: estimate(plan, layout, rows, out, width, sms))
     return found
 
 
+def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
+    kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
+    most = tile_rows(rows) if rows <= TILES[-1] else "any"
+    return f"{kind} g{layout.group} rows<={most} {out}x{width}"
+
+
+@functools.cache
+def known_plans() -> dict[str, dict[str, int]]:
+    """Measured on an H200 (`python -m shoestring.bench.lowbit_gemm --tune`)."""
+    return json.loads(PLANS.read_text()) if PLANS.exists() else {}
+
+
 @functools.cache
 def choose_plan(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> WidePlan:
+    """Measured for this shape, else measured for 4-bit integers of this shape, else the best guess."""
+    for similar in (layout, Layout(4, 128, False, 1, layout.bf16_scale)):
+        found = known_plans().get(plan_key(similar, rows, out, width))
+        if found and (plan := WidePlan(**found)).fits(layout):
+            return plan
     return plans(layout, rows, out, width, sms)[0]
 
 
@@ -156,15 +189,24 @@ def wide_macros(layout: Layout, dtype: torch.dtype, plan: WidePlan) -> dict[str,
         "SBF16": int(layout.bf16_scale),
         "GROUP": layout.group,
         "TN": plan.tile,
-        "WGS": plan.groups,
+        "GR": plan.groups,
+        "KW": plan.k_groups,
         "SPLIT": plan.split,
-        "CAST": plan.cast,
         "STAGES": plan.stages,
-        "DEPTH": plan.depth,
         "STEPS": plan.steps,
         "BLOCKS": plan.blocks,
         "MORE": plan.more_registers,
     }
+
+
+@functools.cache
+def _usable(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)  # later chips have no wgmma
+
+
+def worth_it(x_MK: Tensor, layout: Layout) -> bool:
+    """Whether this kernel is there and the fastest way for so many rows, as far as was measured."""
+    return x_MK.shape[0] >= FEWEST_ROWS and _usable(x_MK.device.index or 0)
 
 
 # -- launching -----------------------------------------------------------------------------------------------
@@ -227,13 +269,13 @@ def many_rows_cuda(
     plan = plan or choose_plan(layout, rows, out, width, sms)
     kernel = _wide_kernel(layout, x_MK.dtype, plan, device)
     half = x_MK.dtype == torch.float16
-    box = _tensor_map(x_MK.data_ptr(), rows, width, x_MK.stride(0), half, plan.tile // plan.cast, device)
+    box = _tensor_map(x_MK.data_ptr(), rows, width, x_MK.stride(0), half, plan.tile, device)
     numbers, pointers = (out, rows, tiles, per_row), (y, table, bias)
     kernel.launch(
         plan.grid(rows, out, sms),
         plan.threads,
         plan.memory(layout),
         (_pointer(chunks), box, *map(_pointer, pointers), *map(ctypes.c_int, numbers)),
-        cluster=plan.split * plan.cast,
+        cluster=plan.split,
     )
     return y
