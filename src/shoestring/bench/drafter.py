@@ -87,13 +87,14 @@ class Bench:
     """What all cases share: target, text, its scores, prompts, and a clock."""
 
     def __init__(
-        self, target: Decoder, corpus: Corpus, size: Size, layers: int, name: str, folder: Path
+        self, target: Decoder, corpus: Corpus, size: Size, name: str, folder: Path, seed: int = 1
     ) -> None:
-        self.target, self.corpus, self.size, self.layers, self.name = target, corpus, size, layers, name
+        self.target, self.corpus, self.size, self.layers, self.name = target, corpus, size, size.layers, name
         self.folder = folder
         self.device = target.embed.weight.device
         self.mesh = Mesh(0, 1, self.device)
-        self.data = TokenData(corpus.train, context=size.context, batch=size.draft_batch, seed=1)
+        self.data = TokenData(corpus.train, context=size.context, batch=size.draft_batch, seed=seed)
+        self.seed = seed
         self.log = RunLog(None, quiet=True)
         with clock(f"the target's top {K} on {size.draft_steps} steps of text"):
             self.cache: TeacherCache = score_text(
@@ -220,6 +221,7 @@ class Bench:
                 "layers": self.layers,
                 "drafts": NUM_DRAFTS,
                 **({"vocab": size.vocab} if size.vocab else {}),
+                **({"seed": self.seed} if self.seed != 1 else {}),
                 **config,
             },
             note=f"acceptance on {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
@@ -307,6 +309,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a drafter's training")
     parser.add_argument("--layers", type=int, help="of the drafter")
     parser.add_argument("--save-target", type=Path, help="train it, write it there and do no more")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the text; the table shows means")
     parser.add_argument("--folder", type=Path, help="keep the target's scores there, for a further call")
     parser.add_argument(
         "--deadline", type=float, default=1e9, help="start nothing more after so many seconds"
@@ -336,7 +339,7 @@ def main() -> None:
         print(f'--name "{name}"')
         return
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(target, corpus, size, size.layers, name, args.folder or Path(folder))
+        bench = Bench(target, corpus, size, name, args.folder or Path(folder), args.seed)
         bench.speed = not args.no_speed
         run(bench, args, began)
 
