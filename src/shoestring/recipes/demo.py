@@ -60,12 +60,12 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 
 @dataclass(frozen=True)
 class Config:
-    steps: int = option(400, "training steps of the small model")
+    steps: int = option(400, "training steps of the small model", least=1)
     data: str = option("python", "what to train it on: the Python sources here, or a file or folder of yours")
-    max_mb: float = option(8.0, "megabytes of it to read")
-    d_model: int = option(192, "width of the small model")
+    max_mb: float = option(8.0, "megabytes of it to read", least=0.001)
+    d_model: int = option(192, "width of the small model", least=1)
     pretrained: bool = option(True, "also quantize and chat with SmolLM2-135M-Instruct")
-    eval_tokens: int = option(4096, "tokens per perplexity")
+    eval_tokens: int = option(4096, "tokens per perplexity", least=1)
     device: str = option("auto", "auto, cpu or cuda")
     run: str | None = option(None, "folder for this run; none makes runs/demo-DATE")
 
