@@ -197,7 +197,7 @@ def measure_models(batches: Sequence[int], repeats: int, until: float) -> None:
 
 # -- tuning --------------------------------------------------------------------------------------------------
 def short(p: Plan) -> str:
-    return f"{p.row_warps}x{p.k_warps}r{p.tiles}s{p.split}b{p.blocks}d{p.depth}a{p.ahead}"
+    return f"{p.row_warps}x{p.k_warps}r{p.tiles}s{p.split}w{p.wide}d{p.depth}b{p.blocks}a{p.ahead}"
 
 
 def candidates(layout: SparseLayout, rows: int, out: int, width: int, count: int) -> list[Plan]:
