@@ -302,11 +302,14 @@ SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the 
 
 
 def grouped() -> list[list[dict[str, Any]]]:
-    """The newest lines, those of one machine and one test together, in the order of the methods."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    """The newest lines, those of one machine and one test together, in the order of the methods: of each machine the
+    test that was measured last."""
+    found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in newest(BENCH):
-        found.setdefault((line["device"], *(line["config"][k] for k in SHARED)), []).append(line)
-    return [sorted(lines, key=lambda n: CASES.index(n["case"])) for lines in found.values()]
+        tests, test = found.setdefault(line["device"], {}), tuple(line["config"][k] for k in SHARED)
+        tests[test] = [*tests.pop(test, []), line]  # the last one measured comes last
+    last = [list(tests.values())[-1] for tests in found.values()]
+    return [sorted(lines, key=lambda n: CASES.index(n["case"])) for lines in last]
 
 
 def table() -> str:
@@ -340,19 +343,16 @@ def calibrated(lines: list[dict[str, Any]]) -> str:
 
 
 def curve() -> str:
-    """Perplexity on the validation text against training tokens, one row a trained case."""
+    """Perplexity on the validation text against training tokens, one row for every training that was recorded."""
     rows = []
-    for lines in grouped():
-        for n in (x for x in lines if x["quality"].get("curve")):
-            points = ", ".join(
-                f"{tokens / 1e3:,.0f}k: {value:.1f}" for tokens, value in n["quality"]["curve"]
-            )
-            seen = n["quality"]
-            first, last = seen["flip_rate_first"], seen["flip_rate_last"]
-            flips = "" if first is None else f"{first:.4f} -> {last:.4f}"
-            rows.append(
-                [NAMES[n["case"]], points, flips, f"{seen['masked_over_kept']}", f"{n['config']['lr']:g}"]
-            )
+    for n in (x for x in newest(BENCH) if x["quality"].get("curve")):
+        seen = n["quality"]
+        points = ", ".join(f"{tokens / 1e3:,.0f}k: {value:.1f}" for tokens, value in seen["curve"])
+        first, last = seen["flip_rate_first"], seen["flip_rate_last"]
+        flips = "" if first is None else f"{first:.4f} -> {last:.4f}"
+        rows.append(
+            [NAMES[n["case"]], points, flips, f"{seen['masked_over_kept']}", f"{n['config']['lr']:g}"]
+        )
     return markdown(
         ["", "perplexity after tokens (validation)", "flip rate", "masked / kept magnitude", "lr"], rows
     )

@@ -13,9 +13,9 @@ Run:     shoestring run shrink/lowbit_best model=DIR format=int2:g64 prompts=som
 Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight), and 261
          bytes of disk a training token. Block-wise training runs on the first process and holds one block at a time
 Time:    stories260K (260k parameters), 81,920 training tokens: 20 to 40 s on one CPU core
-Expect:  stories260K at int2:g64, perplexity 4.97 before: 11.6, where shrink/bitdistiller gets 12.9 from as many tokens
-         and AWQ 65; at 3 bits the two are equal (docs/methods/bitdistiller.md). Larger models are not measured yet.
-         Finer grids want smaller rates: a tenth at 3 and 4 bits
+Expect:  stories260K at int2:g64, perplexity 4.97 before: 11.3, where shrink/bitdistiller gets 12.9 from as many tokens
+         and AWQ 65; at nf3:s2:g64 5.76 against 5.92, with the bench's rates (docs/methods/bitdistiller.md). Larger
+         models are not measured yet. Finer grids want smaller rates: a fifth at 3 bits, a tenth at 4
 Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
          report.html
 """
