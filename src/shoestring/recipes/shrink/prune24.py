@@ -11,7 +11,8 @@ Needs:   one-shot: the model in fp32 or bf16 and one block's activations (or dis
          weight for the student and the model again as its teacher; a GPU beyond toy sizes
 Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512, half a minute on an H200 with 32
 Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.5
-         (sparsegpt), 39.2 (sparsegpt with slorb=16). Retrained rows are in docs/methods/prune24.md: more tokens than a few hundred thousand are needed
+         (sparsegpt), 39.2 (sparsegpt with slorb=16). Retrained rows: docs/methods/prune24.md; a few hundred thousand
+         tokens are not enough
 Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with slorb the branch is added in, which makes
          them dense again), packed/ (9 bits per weight, 10 with slorb=16), pruning.json in both (what was counted:
          every pruned layer is 2:4), oneshot/, checkpoints/, flip rates and magnitudes in metrics.jsonl, report.html
