@@ -159,6 +159,8 @@ def _(packed: Tensor, b_KN: Tensor, algorithms: list[int], transpose: bool = Fal
 
 # A sparse product must be this much faster than the dense one: packing its operand takes a few percent of it.
 WORTH = 1.05
+# Shorter ones stay dense: torch plans a sparse product anew at every call, which takes the host 0.3 to 0.5 ms.
+LEAST_MS = 0.4
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,10 @@ class Measured:
     def gain(self) -> float:
         return self.dense_ms / self.sparse_ms
 
+    @property
+    def worth_it(self) -> bool:
+        return self.gain > WORTH and self.sparse_ms >= LEAST_MS
+
 
 def choice(m: int, k: int, n: int, dtype: torch.dtype) -> Algorithms | None:
     """The best algorithms for this shape, or None: dense is as fast, or nobody has tuned it (`tune`)."""
@@ -187,7 +193,7 @@ def choice(m: int, k: int, n: int, dtype: torch.dtype) -> Algorithms | None:
 @of_the_machine
 def _worth_it(dtype: torch.dtype) -> tuple[tuple[tuple[int, int, int], Algorithms], ...]:
     """Shapes and their algorithms. Not a dictionary: sizes may be symbols to a compiler, which can be compared only."""
-    good = [f for f in _table().values() if f.dtype == str(dtype) and f.gain > WORTH]
+    good = [f for f in _table().values() if f.dtype == str(dtype) and f.worth_it]
     return tuple(((f.m, f.k, f.n), f.algorithms) for f in good)
 
 

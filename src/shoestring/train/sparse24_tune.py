@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring.formats import Sparse24, sparse24_ffn
-from shoestring.kernels.cslt import WORTH, Measured
+from shoestring.kernels.cslt import Measured
 from shoestring.model.transformer import Mlp
 from shoestring.train.sparse24 import sparse_layers
 
@@ -30,7 +30,7 @@ def tune_products(
         for m in pruning.tune(num_tokens, shape, dtype):
             found[m.m, m.k, m.n] = m
     for m in found.values():
-        verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.gain > WORTH else "stays dense"
+        verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.worth_it else "stays dense"
         say(f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}")
     return list(found.values())
 
