@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoestring.bench.lowbit_few import candidates
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
@@ -167,6 +168,15 @@ def test_kernels_of_a_class_of_rows_have_the_shared_memory_they_use() -> None:
             assert (
                 plan.shared_bytes(layout, rows, 4096) >= 28 * 3 * 2 * layout.chunk_bytes + rows * 8192 + sums
             )
+
+
+def test_plans_that_are_timed_fit() -> None:
+    for label in ("int4:g128", "nf4:s2:g128"):
+        for rows in (1, 4, 16):
+            layout = parse_format(label).layout(4096)
+            plans = candidates(layout, rows, 14336, 4096)
+            assert len(plans) > 5 and plans[0] == choose_plan(layout, rows, 14336, 4096)
+            assert all(p.fits(layout, rows, 4096) and p.panel % p.k_warps == 0 for p in plans)
 
 
 def test_plans_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:

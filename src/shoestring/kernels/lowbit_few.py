@@ -27,6 +27,7 @@ from shoestring.kernels.nvrtc import Kernel, compile_kernel
 MOST_ROWS = 16
 SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
 HERE = Path(__file__).parent / "_cuda"
+PLANS = HERE / "lowbit_few_plans.json"
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -143,13 +144,28 @@ def rule(
     return Plan(1, 1, 2 if swiglu else 1, panel=int(not norm))
 
 
+def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
+    kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
+    return f"{kind} g{layout.group} rows<={row_class(rows)} {out}x{width}"
+
+
+@functools.cache
+def known_plans() -> dict[str, dict[str, int]]:
+    """What `python -m shoestring.bench.lowbit_few` found, where it was run."""
+    return json.loads(PLANS.read_text()) if PLANS.exists() else {}
+
+
 @functools.cache
 def choose_plan(
     layout: Layout, rows: int, out: int, width: int, norm: bool = False, swiglu: bool = False
 ) -> Plan:
-    """The plan for x [rows, width] and a weight [out, width], with what SHOESTRING_LOWBIT_PLAN says otherwise."""
+    """The plan for x [rows, width] and a weight [out, width]: measured where there is one, else by rule, with what
+    SHOESTRING_LOWBIT_PLAN says otherwise."""
     rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
     plan = rule(layout, rows, out, width, norm, swiglu)
+    known = known_plans().get(plan_key(layout, rows, out, width))
+    if known is not None and not norm and not swiglu and Plan(**known).fits(layout, rows, width):
+        plan = Plan(**known)
     given = os.environ.get("SHOESTRING_LOWBIT_PLAN")
     if not given:
         return plan
@@ -171,7 +187,7 @@ def choose_plan(
 # -- the kernel ----------------------------------------------------------------------------------------------
 @functools.cache
 def few_source() -> str:
-    return (HERE / "lowbit_decode.cu").read_text() + (HERE / "lowbit_few.cu").read_text()
+    return "".join((HERE / f"lowbit_{part}.cu").read_text() for part in ("decode", "few_ops", "few"))
 
 
 def few_macros(

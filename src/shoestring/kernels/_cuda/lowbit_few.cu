@@ -1,5 +1,5 @@
 // y = [norm] x[M, K] w[N, K]^T [+ bias] [swiglu] [+ residual] for 1 to 16 rows, weights of 2, 3 or 4 bits, sm_90 and later.
-// (lowbit_decode.cu stands in front of this file: the macros of the format, decoding, mma.)
+// (lowbit_decode.cu and lowbit_few_ops.cu stand in front of this file: the macros of the format, decoding, instructions.)
 //
 // Weights are the A operand of the tensor cores (16 output rows), activations the B operand, so 8 columns of activations
 // cost one instruction. Weights are read once from memory; what counts is that nothing else takes longer. Measured: the
@@ -33,58 +33,6 @@
 #define LOW (4 * MT)                     // DIGITS: the column of a row's low digit, less that of its high one
 #define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
 #define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
-
-INLINE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-INLINE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there before grid_wait
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
-INLINE u16 load_late16(const void* p) {
-    u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
-INLINE void barrier_init(u64* b) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(b)) : "memory");
-}
-INLINE void barrier_expect(u64* b, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
-INLINE void barrier_wait(u64* b, u32 parity) {
-    asm volatile("{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra again;}" ::"r"(shared_address(b)), "r"(parity) : "memory");
-}
-INLINE void bulk_copy(u32 to, const void* from, u32 bytes, u64* b) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
-}
-INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
-    #pragma unroll
-    for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
-    return v;
-}
-// c[16, 8] += a[16, 32] b[32, 8] in integers: a of unsigned bytes, b of signed ones
-INLINE void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-INLINE float max_abs(float a, float b) {  // not a number where one of them is not
-    float d; asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(fabsf(b))); return d;
-}
-INLINE u32 lane_value(u32 v, u32 lane) { return __shfl_sync(~0u, v, lane); }
-INLINE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
-INLINE float load_rank(const float* here, u32 rank) {  // the same place in another block of the cluster
-    u32 there;
-    float v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-    return v;
-}
-INLINE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-INLINE u32 cluster_ranks() { u32 r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
     const char* __restrict__ W, const u16* X, void* Y, const float* __restrict__ table, const u16* __restrict__ bias,
