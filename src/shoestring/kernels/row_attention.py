@@ -6,10 +6,10 @@ value into their block, attention over all blocks so far.
     out        = softmax(q keys[0..p]^T / sqrt(D)) values[0..p]     as kernels/paged_attention.py
 
 With one request this step has next to no work, and three launches (rotate_store, paged_attention and the joining of its
-parts) are nothing but waiting: 8 microseconds a layer of an 8B model, where a 2-bit weight matrix takes 5. The kernel
-(_cuda/row_attention.cu, through NVRTC) fetches old keys and values before the projection of q, k and v is done, and
-joins the parts inside a cluster of blocks. (The same in Triton, its parts joined by whichever program comes last, took
-as long as the three launches.)
+parts) are nothing but waiting. The kernel (_cuda/row_attention.cu, through NVRTC) fetches old keys and values before
+the projection of q, k and v is done, and joins the parts inside a cluster of blocks. It stands behind packed
+products; behind dense ones, which hide launches, it was no gain. (The same in Triton, its parts joined by whichever
+program comes last, took as long as the three launches.)
 
 Left out: several rows a request (drafts, prompts), fp32, GPUs before sm_90: those take the three launches.
 

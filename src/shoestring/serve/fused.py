@@ -2,8 +2,9 @@
 
 What `Decoder` computes in separate modules is joined here: q, k, v are one product and so are gate and up; the
 residual sum and the norm after it are one kernel; head norm, rotary positions and the writing of keys and values
-are one kernel; attention reads the blocks in place. With a single row the norm, SwiGLU and residual sum are part
-of the products themselves (kernels/row_linear.py).
+are one kernel; attention reads the blocks in place. With a single row, or few rows of packed weights, the norm, SwiGLU
+and residual sum are part of the products themselves (kernels/row_linear.py, lowbit_row_linear); with packed weights and
+one row per request, rotation and storing are part of attention (kernels/row_attention.py).
 
 A `Linear` is one or several layers side by side. Dense weights of equal input are laid into one tensor of which
 the layers' own weights become views, so nothing is held twice; packed weights of one Format likewise, part by
@@ -332,9 +333,8 @@ class FusedDecoder:
     def _attend(self, index: int, layer: _Layer, qkv_TE: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         keys, values = cache.stored(index)
         window = self.spec.window(index)
-        if rows.single and row_attention_usable(
-            qkv_TE, self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
-        ):
+        # Behind dense products, which run long enough to hide launches, three kernels measured no slower than one.
+        if rows.single and layer.qkv.weight is None and self._one_kernel(qkv_TE):
             return row_attention_(
                 qkv_TE,
                 keys,
@@ -381,6 +381,10 @@ class FusedDecoder:
             )
             outs.append(causal_attention(q, k, v, window=window).flatten(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _one_kernel(self, qkv_TE: Tensor) -> bool:
+        spec = self.spec
+        return row_attention_usable(qkv_TE, spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
     def _inner(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer) -> Tensor:
         if self.spec.act == "swiglu":
