@@ -35,15 +35,15 @@ SHARED = (
     "mul_relu2", "half_float", "narrow", "magic_register", "field",
 )  # fmt: skip
 WIDE = (
-    "bar_init", "bar_init_done", "bar_expect", "bar_arrive", "bar_passed", "load_box", "load_chunk", "sums_sync",
-    "wgmma_fence", "wgmma_commit", "transpose8", "from_neighbour", "uniform",
+    "bar_init", "bar_init_done", "bar_expect", "bar_arrive", "bar_passed", "load_box", "sums_sync",
+    "wgmma_fence", "wgmma_commit", "transpose8", "from_neighbour",
 )  # fmt: skip
 DECLARED = """
 static void bar_init(u32, u32); static void bar_init_done(); static void bar_expect(u32, u32);
 static void bar_arrive(u32); static bool bar_passed(u32, u32); static void sums_sync(); static void wgmma_fence();
-static void wgmma_commit(); static u32 transpose8(u32); static u32 from_neighbour(u32); static int uniform(int);
+static void wgmma_commit(); static u32 transpose8(u32); static u32 from_neighbour(u32);
 static void wgmma(float*, const u32*, u64);
-static void load_box(u32, const TensorMap*, int, int, u32); static void load_chunk(u32, const char*, u32);
+static void load_box(u32, const TensorMap*, int, int, u32);
 """
 
 
@@ -68,12 +68,12 @@ def cpu_source() -> str:
 
 CASES = [
     # format, rows, out, in, plan
-    ("int4:g128", 19, 80, 768, WidePlan(24, 1, stages=2)),
-    ("int4:g64", 29, 272, 704, WidePlan(16, 2, stages=3, steps=2)),  # blocks go on to another tile
-    ("int3:g128", 40, 64, 640, WidePlan(40, 1, 2, stages=4)),
-    ("int2:g32", 9, 64, 352, WidePlan(16, 1, 3, stages=3)),
-    ("nf4:s2:g64", 17, 96, 448, WidePlan(24, 2, 2, stages=3)),
-    ("nf3:s1:g32", 8, 64, 288, WidePlan(8, 1, stages=5, steps=2)),
+    ("int4:g128", 19, 80, 768, WidePlan(24, 1, stages=2, depth=3)),
+    ("int4:g64", 29, 272, 704, WidePlan(16, 2, stages=3, depth=4, steps=2)),  # blocks go on to another tile
+    ("int3:g128", 40, 64, 640, WidePlan(40, 1, stages=4, depth=2)),
+    ("int2:g32", 9, 64, 352, WidePlan(16, 1, stages=2, depth=3)),
+    ("nf4:s2:g64", 17, 64, 448, WidePlan(24, 1, stages=3, depth=3)),
+    ("nf3:s1:g32", 8, 64, 288, WidePlan(8, 1, stages=5, depth=5, steps=2)),
 ]
 
 
@@ -137,10 +137,14 @@ def test_plans_fit_the_machine() -> None:
         for rows in (17, 32, 40, 64, 100, 128, 200, 256, 257, 512, 2048):
             for out, width in ((4096, 4096), (14336, 4096), (4096, 14336), (64, 128), (16, 1600)):
                 found = plans(layout, rows, out, width)
-                assert found and found[0] == choose_plan(layout, rows, out, width)
-                for plan in found:
+                assert found
+                for plan in (choose_plan(layout, rows, out, width), *found):
+                    chunks = -(-width // 128)
+                    assert -(-chunks // plan.split) * (plan.split - 1) < chunks, (
+                        "every block of a cluster has work"
+                    )
                     assert plan.fits(layout) and plan.threads <= 1024 and plan.split <= 8
-                    assert plan.tile % 8 == 0 and plan.tile <= 256 and plan.stages > plan.k_groups
+                    assert plan.tile % 8 == 0 and plan.tile <= 256
                     # registers: sums, two sets of operands, and what goes around them
                     assert plan.tile // 2 + 8 * plan.steps + 20 <= (plan.more_registers or 255)
                     _, blocks, _ = plan.grid(rows, out)
@@ -203,16 +207,16 @@ def test_wgmma_matches_fp64(label: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        WidePlan(16, 4, 1, 8), WidePlan(32, 2, 1, 2, blocks=2), WidePlan(64, 2, 2, 2), WidePlan(64, 3, 1, 7, steps=2),
-        WidePlan(96, 1, 4, 3, steps=2), WidePlan(128, 4, steps=2), WidePlan(192, 1, stages=2),
-        WidePlan(256, 1, 2, 2, 3), WidePlan(256, 2, stages=3),
+        WidePlan(16, 4, 7), WidePlan(32, 2, 2, blocks=2), WidePlan(64, 4, 2), WidePlan(64, 3, 5, steps=2),
+        WidePlan(96, 4, 4, steps=2), WidePlan(128, 4, steps=2), WidePlan(192, 1, stages=2, depth=2),
+        WidePlan(256, 2, 2), WidePlan(256, 2, stages=5, depth=3),
     ],
     ids=str,
 )  # fmt: skip
 def test_every_plan_computes_the_same(plan: WidePlan) -> None:
-    layout, chunks, table, weight = served("int4:g64", 1008, 1600)
+    layout, chunks, table, weight = served("int4:g64", 1008, 1664)
     for rows in (1, 61, 300):
-        x = torch.randn(rows, 1600, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(rows, 1664, device="cuda", dtype=torch.bfloat16)
         check(many_rows_cuda(x, chunks, table, None, layout, plan), x, weight, None)
 
 

@@ -142,13 +142,6 @@ static bool bar_passed(u32 at, u32 parity) {
     swapcontext(&current->context, &scheduler);
     return barrier(at).phase != (int)parity;
 }
-static void load_chunk(u32 to, const char* from, u32 bar) {
-    if (to % 16 || to + CHUNK > smem_bytes) fail("a chunk that is not aligned, or outside of shared memory");
-    if (from < first || from + CHUNK > last || (size_t)from % 16) fail("a copy from outside of the weights, or not aligned");
-    memcpy(smem + to, from, CHUNK);
-    barrier(bar).bytes -= CHUNK;
-    settle(barrier(bar));
-}
 static void load_box(u32 to, const TensorMap* map, int k, int m, u32 bar) {
     const u16* x = (const u16*)map->opaque[0];
     const long rows = map->opaque[1], width = map->opaque[2];
@@ -170,7 +163,6 @@ static u32 transpose8(u32 v) {
     __syncwarp();
     return (low & 0xffff) | high << 16;
 }
-static int uniform(int v) { return v; }
 static u32 from_neighbour(u32 v) {
     const int warp = current->x / 32, lane = current->x % 32;
     given[warp][lane] = v;

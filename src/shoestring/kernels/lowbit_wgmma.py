@@ -25,7 +25,7 @@ SOURCES = HERE / "lowbit_decode.cu", HERE / "lowbit_wgmma.cu"
 GROUP_ROWS = 64  # outputs of a warpgroup
 BOX_WIDTH = 64  # inputs of a stage
 MAP_BYTES, MAP_ALIGN = 128, 64
-FEWEST_ROWS = 1 << 30  # off until it is measured
+FEWEST_ROWS = 17
 TILES = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -58,57 +58,48 @@ def source(columns: int, half: bool) -> str:
 # -- plans ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WidePlan:
-    """Blocks of `groups` x 64 outputs x `tile` rows of x, each 64 outputs by `k_groups` warpgroups that take
-    turns along K; K also over the `split` blocks of a cluster; a ring of `stages` x 128 inputs; `steps` x 16 inputs are
-    decoded together; `blocks` on a multiprocessor at once."""
+    """Blocks of `groups` warpgroups (64 outputs each) x `tile` rows of activations; K over the `split` blocks of a
+    cluster; rings of `stages` x 64 inputs and `depth` chunks; `steps` x 16 inputs are decoded together; `blocks` on a
+    multiprocessor at once."""
 
     tile: int
     groups: int
-    k_groups: int = 1
     split: int = 1
     stages: int = 4
+    depth: int = 4
     steps: int = 4
     blocks: int = 1
 
     @property
-    def warpgroups(self) -> int:
-        """Those that multiply; one more fetches."""
-        return self.groups * self.k_groups
-
-    @property
     def threads(self) -> int:
-        return self.warpgroups * 128 + 128
+        return self.groups * 128 + 128
 
     @property
     def more_registers(self) -> int:
         """Registers of a thread that multiplies when the warpgroup that fetches keeps only 24; 0: no more."""
         each = min(255, 65536 // (self.threads * self.blocks)) // 8 * 8
-        more = min(240, (each * (self.warpgroups + 1) - 24) // self.warpgroups // 8 * 8)
+        more = min(240, (each * (self.groups + 1) - 24) // self.groups // 8 * 8)
         return more if more > each else 0
 
     def memory(self, layout: Layout) -> int:
         """Bytes of shared memory."""
         lut = 128 << (2 * layout.bits) if layout.table else 0
-        stage = self.tile * 256 + ceil_div(self.groups * 4 * layout.chunk_bytes, 1024) * 1024
-        sums = 0 if self.alone else self.k_groups * self.tile * (self.groups * GROUP_ROWS + 4) * 4
-        return lut + 1024 + max(self.stages * stage, sums)
+        rings = self.stages * self.tile * 2 * BOX_WIDTH + self.groups * 4 * self.depth * layout.chunk_bytes
+        sums = self.tile * (self.groups * GROUP_ROWS + 4) * 4 if self.split > 1 else 0
+        return lut + 1024 + max(rings, sums)
 
     def fits(self, layout: Layout) -> bool:
         used = self.memory(layout)
         return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
-
-    @property
-    def alone(self) -> bool:
-        """Whether a warpgroup has whole sums in its registers; its block then goes on to another tile."""
-        return self.split * self.k_groups == 1
 
     def items(self, rows: int, out: int) -> int:
         """Tiles in all."""
         return ceil_div(out, self.groups * GROUP_ROWS) * ceil_div(rows, self.tile)
 
     def grid(self, rows: int, out: int, sms: int = 132) -> tuple[int, int, int]:
+        """Without a split, no more blocks than run at once: each goes on to the next tile."""
         items = self.items(rows, out)
-        return self.split, min(items, sms * self.blocks) if self.alone else items, 1
+        return self.split, items if self.split > 1 else min(items, sms * self.blocks), 1
 
 
 def tile_rows(rows: int) -> int:
@@ -128,29 +119,29 @@ def estimate(plan: WidePlan, layout: Layout, rows: int, out: int, width: int, sm
     """Clocks that a plan takes, as far as rates tell: tensor cores, issue slots, memory, whatever is slowest."""
     chunks = ceil_div(ceil_div(width, CHUNK_WIDTH), plan.split)
     blocks = plan.items(rows, out) * plan.split
-    together = min(blocks, most_blocks(plan.split, sms) * plan.blocks)
-    here = ceil_div(together, sms)  # blocks on a multiprocessor
+    together = min(blocks, most_blocks(plan.split, sms))
     tensor = plan.groups * 8 * max(plan.tile / 2, 16)
-    issue = plan.groups * (300 if layout.table else {4: 190, 3: 210, 2: 185}[layout.bits])
-    both = max(tensor, issue) + min(tensor, issue) * (0.5 if plan.warpgroups > 2 else 0.7)
+    issue = plan.groups * (330 if layout.table else 250)
+    both = max(tensor, issue) + min(tensor, issue) * (0.4 if plan.groups > 2 else 0.6)
     weights = plan.groups * 4 * layout.chunk_bytes / (2400 / together)  # bytes a clock, of all together
     inputs = plan.tile * 2 * CHUNK_WIDTH / 40
-    each = max(here * both, weights, here * inputs + weights / 3)
-    last = 1000 if plan.alone else 1500 + 300 * plan.split + plan.tile * plan.groups * plan.k_groups
-    return ceil_div(blocks, together) * (chunks * each + here * last) + 6000
+    each = max(both, weights, inputs + weights / 3)
+    last = 1000 if plan.split == 1 else 1500 + 300 * plan.split + plan.tile * plan.groups
+    return ceil_div(blocks, together) * (chunks * each + last) + 6000
 
 
 def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> list[WidePlan]:
     """Plans worth trying, the most promising first."""
-    tile = tile_rows(rows)
+    tile, chunks = tile_rows(rows), ceil_div(width, CHUNK_WIDTH)
     found = []
-    for groups, k_groups, split in itertools.product((1, 2, 3, 4), (1, 2, 4), range(1, 9)):
-        most = 4 if tile <= 96 else 3 if tile <= 128 else 2  # warpgroups that have the registers
-        if groups * k_groups > most or split > ceil_div(width, CHUNK_WIDTH) or (split > 1 and rows > tile):
+    for groups, split in itertools.product((1, 2, 3, 4), range(1, 9)):
+        if (tile > 128 and groups > 2) or (split > 1 and rows > tile):
             continue
-        steps = 2 if tile > 64 and groups * k_groups == 4 else 4
-        for stages in range(8, k_groups, -1):
-            plan = WidePlan(tile, groups, k_groups, split, stages, steps)
+        if ceil_div(chunks, split) * (split - 1) >= chunks:  # every block of a cluster has work
+            continue
+        steps = 2 if tile > 64 and groups == 4 else 4
+        for stages, depth in ((8, 4), (6, 4), (5, 4), (4, 4), (4, 3), (3, 3)):
+            plan = WidePlan(tile, groups, split, stages, depth, steps)
             if plan.fits(layout):
                 found.append(plan)
                 break
@@ -189,10 +180,10 @@ def wide_macros(layout: Layout, dtype: torch.dtype, plan: WidePlan) -> dict[str,
         "SBF16": int(layout.bf16_scale),
         "GROUP": layout.group,
         "TN": plan.tile,
-        "GR": plan.groups,
-        "KW": plan.k_groups,
+        "WGS": plan.groups,
         "SPLIT": plan.split,
         "STAGES": plan.stages,
+        "DEPTH": plan.depth,
         "STEPS": plan.steps,
         "BLOCKS": plan.blocks,
         "MORE": plan.more_registers,

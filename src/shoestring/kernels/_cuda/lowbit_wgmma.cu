@@ -4,29 +4,32 @@
 // registers: warp w of a warpgroup holds rows 16w..16w+15 in exactly the fragments of mma.m16n8k16, so the chunks of
 // lowbit_layout.py serve as they are, four of them for 64 outputs. Activations are operand B, in shared memory.
 //
-//  - GR x KW warpgroups: GR of them, 64 outputs each, share the activations of a block; KW of those sets take turns
-//    along K. A stage is 128 k: two boxes of 64 k x TN activations (128-byte swizzle) and the chunks of GR x 64 outputs,
-//    fetched by one warp of an extra warpgroup with the copy engine into a ring of STAGES, guarded by mbarriers.
-//  - a warp decodes the next STEPS x 16 k into a second set of registers while the tensor cores work on the last;
-//    other warpgroups fill the gaps.
+//  - WGS warpgroups, 64 outputs each, share the activations of a block: boxes of 64 k x TN rows that one thread of
+//    an extra warpgroup fetches with the copy engine (128-byte swizzle) into a ring of STAGES, guarded by mbarriers.
+//  - every warp streams its own chunks through a ring of DEPTH, as in lowbit.cu, and decodes the next 16 STEPS k
+//    (a second set of registers) while the tensor cores work on the last; other warpgroups fill the gaps.
 //  - each weight is scaled before the product (one more rounding, as if the weight were stored in x's dtype).
-//  - a cluster of SPLIT blocks shares K; sums meet in (distributed) shared memory and are added in a fixed order.
-//  - with SPLIT 1 and KW 1 a block goes on to the next tile, whose stages are fetched meanwhile; sums leave the
-//    registers straight to memory, transposed in blocks of 8 x 8.
+//  - the SPLIT blocks of a cluster share K; their sums meet in distributed shared memory and are added in order.
+//  - with SPLIT 1 a block goes on to the next tile, whose weights and activations are fetched meanwhile; sums leave
+//    the registers straight to memory, transposed in blocks of 8 x 8.
 //  - the grid may start while its predecessor drains: weights first, x only after griddepcontrol.wait.
-// Blocks that share the fetching of activations (multicast) were slower by a third, at all sizes.
 //
-// More macros: TN rows of x in a block (a multiple of 8, at most 256)   GR   KW   STAGES   SPLIT   STEPS 2 or 4
-//   BLOCKS on a multiprocessor   MORE registers of a thread that multiplies, 0: as many as all others
+// Tried and slower: weights through the copy engine as well (a fifth; one warp then fetches everything, and the loop has a
+// fifth fewer instructions all the same), activations fetched once for two blocks (multicast; a third), K over
+// the warpgroups of a block (no difference).
+//
+// More macros: TN rows of x in a block (a multiple of 8, at most 256)   WGS   STAGES   DEPTH   STEPS 2 or 4
+//   SPLIT (every block of a cluster has at least one chunk)   BLOCKS on a multiprocessor
+//   MORE registers of a thread that multiplies, 0: as many as all others
 struct __align__(64) TensorMap { u64 opaque[16]; };
 
-#define OUTS (GR * 64)
+#define HALF_K 64                        // k of a stage: 128 bytes, one row of the swizzle
+#define STAGE_BYTES (TN * 128)
+#define OUTS (WGS * 64)
 #define PITCH (OUTS + 4)                 // of the partial sums; 4: no bank conflicts
-#define CONSUMERS (GR * KW * 4)          // warps that multiply
-#define BOX (TN * 128)                   // bytes of 64 k: one row of the swizzle for each row of x
-#define STAGE (2 * BOX + (GR * 4 * CHUNK + 1023) / 1024 * 1024)
-#define ALONE (SPLIT * KW == 1)          // sums are whole in the registers
-#define STAGES_AT (LUT_BYTES + 1024)     // the kilobyte before it holds the barriers
+#define CONSUMERS (WGS * 4)              // warps
+#define X_AT (LUT_BYTES + 1024)          // the kilobyte before it holds the barriers
+#define RINGS_AT (X_AT + STAGES * STAGE_BYTES)
 
 // ---- barriers and clusters -----------------------------------------------------------------------------------
 INLINE void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
@@ -55,19 +58,12 @@ INLINE void load_box(u32 to, const TensorMap* map, int k, int m, u32 bar) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(m), "r"(bar) : "memory");
 }
-INLINE void load_chunk(u32 to, const char* from, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "n"(CHUNK), "r"(bar) : "memory");
-}
 INLINE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 INLINE void sums_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * 32) : "memory"); }  // those who multiply
 template <int count> INLINE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> INLINE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 INLINE u32 transpose8(u32 v) {  // pairs of an 8 x 8 matrix over a warp, row lane / 4, columns 2 (lane % 4) and the next
     u32 d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v)); return d;
-}
-INLINE int uniform(int v) {  // the same in all lanes: the compiler then knows it, too
-    int d; asm volatile("shfl.sync.idx.b32 %0, %1, 0, 0x1f, 0xffffffff;" : "=r"(d) : "r"(v)); return d;
 }
 INLINE u32 from_neighbour(u32 v) {
     u32 d; asm volatile("shfl.sync.bfly.b32 %0, %1, 1, 0x1f, 0xffffffff;" : "=r"(d) : "r"(v)); return d;
@@ -88,14 +84,35 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
     const float* __restrict__ table, const u16* __restrict__ bias, int N, int M, int tiles, int chunks) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
-    const int across = (tiles + GR * 4 - 1) / (GR * 4), items = across * ((M + TN - 1) / TN);
+    const int across = (tiles + CONSUMERS - 1) / CONSUMERS, items = across * ((M + TN - 1) / TN);
     const int share = (chunks + SPLIT - 1) / SPLIT, first = min(chunks, rank * share), count = min(chunks - first, share);
     const u32 full = shared_address(smem) + LUT_BYTES, empty = full + 8 * STAGES;  // barriers
-    const u32 stages = shared_address(smem) + STAGES_AT;
+    const u32 x_at = shared_address(smem) + X_AT;
 
+    // ---- weights: DEPTH - 1 chunks ahead, past the end of a tile into the next -------------------------------
+    char* const ring = smem + RINGS_AT + warp * DEPTH * CHUNK;
+    auto chunks_of = [&](const int item) {
+        const int tile = item % across * CONSUMERS + warp;  // past the end: the last, and nothing is written
+        return W + ((u64)min(tile, tiles - 1) * chunks + first) * CHUNK + lane * 16;
+    };
+    int next_item = blockIdx.y, next_chunk = 0;
+    const char* next = chunks_of(next_item);
+    auto fetch = [&](const int slot) {  // always commits, so that groups can be counted
+        if (next_item < items) {
+            const u32 to = shared_address(ring) + slot * CHUNK + lane * 16;
+            #pragma unroll
+            for (int p = 0; p < CHUNK / 16; p += 32)
+                if (p + lane < CHUNK / 16) copy_async(to + p * 16, next + p * 16);
+            next += CHUNK;
+            if (++next_chunk == count) next_chunk = 0, next_item += gridDim.y, next = chunks_of(next_item);
+        }
+        commit();
+    };
+    if (warp < CONSUMERS)
+        for (int p = 0; p < DEPTH - 1; p++) fetch(p);
     let_successor_start();
     if (threadIdx.x == CONSUMERS * 32) {
-        for (int s = 0; s < STAGES; s++) bar_init(full + 8 * s, 1), bar_init(empty + 8 * s, GR * 4);
+        for (int s = 0; s < STAGES; s++) bar_init(full + 8 * s, 1), bar_init(empty + 8 * s, CONSUMERS);
         bar_init_done();
     }
 #if TABLE
@@ -107,31 +124,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
 #endif
     __syncthreads();
 
-    if (warp >= CONSUMERS) {  // ---- fetching ---------------------------------------------------------------------
+    if (warp >= CONSUMERS) {  // ---- x -----------------------------------------------------------------------
         if (MORE) fewer_registers<24>();
-        if (warp == CONSUMERS) {
-            auto weights = [&](const int stage, const int item, const int c) {
-                if (lane == 0) bar_expect(full + 8 * stage, 2 * BOX + GR * 4 * CHUNK);
-                __syncwarp();
-                const int tile = min(item % across * GR * 4 + lane, tiles - 1);  // past the end: the last, nothing is written
-                if (lane < GR * 4)
-                    load_chunk(stages + stage * STAGE + 2 * BOX + lane * CHUNK, W + ((u64)tile * chunks + first + c) * CHUNK,
-                               full + 8 * stage);
-            };
-            const int early = min(STAGES, count);
-            for (int s = 0; s < early; s++) weights(s, blockIdx.y, s);
+        if (warp == CONSUMERS && lane == 0) {
             wait_for_predecessor();
-            int stage = 0, turn = 1, left = early;
+            int stage = 0, turn = 1;
             for (int item = blockIdx.y; item < items; item += gridDim.y)
-                for (int c = 0; c < count; c++) {
-                    if (left > 0) left--;
-                    else {
-                        bar_wait(empty + 8 * stage, turn);
-                        weights(stage, item, c);
-                    }
-                    if (lane < 2)
-                        load_box(stages + stage * STAGE + lane * BOX, &X, (first + c) * 128 + lane * 64, item / across * TN,
-                                 full + 8 * stage);
+                for (int u = 0; u < 2 * count; u++) {
+                    bar_wait(empty + 8 * stage, turn);
+                    bar_expect(full + 8 * stage, STAGE_BYTES);
+                    load_box(x_at + stage * STAGE_BYTES, &X, first * 128 + u * HALF_K, item / across * TN, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, turn ^= 1;
                 }
         }
@@ -139,26 +141,24 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
         if (SPLIT > 1) cluster_sync(), cluster_sync();
     } else {
         if (MORE) more_registers<MORE ? MORE : 24>();
-        const int k_group = KW > 1 ? uniform(warp / (GR * 4)) : 0, row_warp = KW > 1 ? warp % (GR * 4) : warp;
-        int item_stage = 0;  // that of the item's first chunk
-        u32 item_turn = 0;
+        auto release = [&](const int stage) {
+            if (lane == 0) bar_arrive(empty + 8 * stage);
+        };
+        int stage = 0, slot = 0;
+        u32 turn = 0;
         for (int item = blockIdx.y; item < items; item += gridDim.y) {
-            const int tile0 = item % across * GR * 4, m0 = item / across * TN;
+            const int tile0 = item % across * CONSUMERS, m0 = item / across * TN;
             float acc[TN / 2];
             #pragma unroll
             for (int e = 0; e < TN / 2; e++) acc[e] = 0.f;
             u32 a[2][4 * STEPS];
-            int stage = item_stage, before = -1;
-            u32 turn = item_turn;
-            auto advance = [&](const int by) {
-                stage += by;
-                if (stage >= STAGES) stage -= STAGES, turn ^= 1;
-            };
-            if (KW > 1) advance(k_group);
-            for (int c = k_group; c < count; c += KW) {
-                bar_wait(full + 8 * stage, turn);
-                const char* chunk = smem + STAGES_AT + stage * STAGE + 2 * BOX + row_warp * CHUNK;
-                const u64 boxes = descriptor(stages + stage * STAGE);
+            int before = -1;
+            for (int i = 0; i < count; i++) {
+                wait_all_but<DEPTH - 2>();
+                __syncwarp();  // chunk i is here, and chunk i - 1 has been read by all lanes
+                fetch(slot ? slot - 1 : DEPTH - 1);
+                const char* chunk = ring + slot * CHUNK;
+                if (++slot == DEPTH) slot = 0;
                 u32 w[NW], up[2], down[2], zero[2];
                 load_words(w, chunk, lane);
                 #pragma unroll
@@ -188,73 +188,65 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
                             f[e] = TWO ? sub2(mul_relu2(v, up[e & 1]), mul_relu2(v, down[e & 1])) : mul2(v, up[e & 1]);
                         }
                     }
+                    const bool opens = h * STEPS % 4 == 0;
+                    if (opens) bar_wait(full + 8 * stage, turn);
                     wgmma_fence();
+                    const u64 box = descriptor(x_at + stage * STAGE_BYTES) + h * STEPS % 4 * 2;
                     #pragma unroll
-                    for (int s = 0; s < STEPS; s++) {
-                        const int j = STEPS * h + s;
-                        wgmma(acc, a[h & 1] + 4 * s, boxes + (j / 4 * BOX >> 4) + j % 4 * 2);
-                    }
+                    for (int s = 0; s < STEPS; s++) wgmma(acc, a[h & 1] + 4 * s, box + 2 * s);
                     wgmma_commit();
-                    wgmma_wait<1>();  // the products before these are done: their registers are free
-                    if (h == 0) {     // and so is the stage before
-                        if (before >= 0 && lane == 0) bar_arrive(empty + 8 * before);
+                    wgmma_wait<1>();  // the products before these are done: their registers are free, and so may be their box
+                    if (opens) {
+                        if (before >= 0) release(before);
                         before = stage;
                     }
+                    if ((h + 1) * STEPS % 4 == 0 && ++stage == STAGES) stage = 0, turn ^= 1;
                 }
-                advance(KW);
             }
             wgmma_wait<0>();
-            if (before >= 0 && lane == 0) bar_arrive(empty + 8 * before);
-            const int next = item_stage + count;
-            item_stage = next % STAGES, item_turn ^= next / STAGES & 1;
+            release(before);
             wait_for_predecessor();
             const int cols = min(TN, M - m0);
-#if ALONE
-            // ---- sums to memory: 16 outputs of 8 rows at a time, 32 bytes each -----------------------------------
-            const int out = (tile0 + row_warp) * 16;
+#if SPLIT == 1
+            // ---- sums to memory: 16 outputs of 8 rows at a time, 32 bytes each ---------------------------------------
+            const int out = (tile0 + warp) * 16;
             if (out >= N) continue;
             const float b0 = bias ? widen(bias[out + g]) : 0.f, b1 = bias ? widen(bias[out + g + 8]) : 0.f;
             #pragma unroll
             for (int e = 0; e < TN / 2; e += 4) {
                 const u32 low = transpose8(narrow(acc[e] + b0) | (u32)narrow(acc[e + 1] + b0) << 16);
-                const u32 high =
-                    transpose8(narrow(acc[e + 2] * (1.f / RS) + b1) | (u32)narrow(acc[e + 3] * (1.f / RS) + b1) << 16);
+                const u32 high = transpose8(narrow(acc[e + 2] * (1.f / RS) + b1) | (u32)narrow(acc[e + 3] * (1.f / RS) + b1) << 16);
                 const u32 other = from_neighbour(t & 1 ? low : high);  // even lanes store outputs 0..7, odd ones 8..15
                 uint2 four;
                 four.x = t & 1 ? other : low, four.y = t & 1 ? high : other;
                 if (e * 2 + g < cols) *(uint2*)(Y + (u64)(m0 + e * 2 + g) * N + out + (t & 1) * 8 + (t >> 1) * 4) = four;
             }
 #else
-            // ---- sums over warpgroups and cluster, in order -------------------------------------------------------
+            // ---- sums over the cluster, in order -------------------------------------------------------------------
             sums_sync();
-            float* const part = (float*)(smem + STAGES_AT);  // over the stages, which nobody needs any more
-            const int row = row_warp * 16 + g, threads = CONSUMERS * 32;
+            float* const part = (float*)(smem + X_AT);  // over x and the rings, which nobody needs any more
+            const int row = warp * 16 + g, threads = CONSUMERS * 32;
             #pragma unroll
             for (int e = 0; e < TN / 2; e++) {
-                const int col = k_group * TN + e / 4 * 8 + t * 2 + (e & 1);
+                const int col = e / 4 * 8 + t * 2 + (e & 1);
                 part[col * PITCH + row + (e & 2 ? 8 : 0)] = acc[e] * (e & 2 ? 1.f / RS : 1.f);
             }
-            if (SPLIT > 1) cluster_sync();
-            else sums_sync();
+            cluster_sync();
             for (int e = rank * threads + threadIdx.x; e < cols * (OUTS / 4); e += SPLIT * threads) {
                 const int col = e / (OUTS / 4), at = e % (OUTS / 4) * 4, out = tile0 * 16 + at;
                 if (out >= N) continue;
-                float4 v[SPLIT * KW];
+                float4 v[SPLIT];
                 #pragma unroll
-                for (int p = 0; p < SPLIT * KW; p++) {
-                    const float* here = part + (p % KW * TN + col) * PITCH + at;
-                    v[p] = SPLIT > 1 ? load_from(here, p / KW) : *(const float4*)here;
-                }
+                for (int p = 0; p < SPLIT; p++) v[p] = load_from(part + col * PITCH + at, p);
                 #pragma unroll
-                for (int p = 1; p < SPLIT * KW; p++)
-                    v[0].x += v[p].x, v[0].y += v[p].y, v[0].z += v[p].z, v[0].w += v[p].w;
+                for (int p = 1; p < SPLIT; p++) v[0].x += v[p].x, v[0].y += v[p].y, v[0].z += v[p].z, v[0].w += v[p].w;
                 if (bias) {
                     v[0].x += widen(bias[out]), v[0].y += widen(bias[out + 1]);
                     v[0].z += widen(bias[out + 2]), v[0].w += widen(bias[out + 3]);
                 }
-                uint2 four;
-                four.x = narrow(v[0].x) | (u32)narrow(v[0].y) << 16, four.y = narrow(v[0].z) | (u32)narrow(v[0].w) << 16;
-                *(uint2*)(Y + (u64)(m0 + col) * N + out) = four;
+                uint2 packed;
+                packed.x = narrow(v[0].x) | (u32)narrow(v[0].y) << 16, packed.y = narrow(v[0].z) | (u32)narrow(v[0].w) << 16;
+                *(uint2*)(Y + (u64)(m0 + col) * N + out) = packed;
             }
 #endif
         }
