@@ -385,28 +385,16 @@ def table() -> str:
     order = {"no training": 0, "equal steps": 1, "equal compute": 2}
     parts = []
     for target in sorted({n["config"]["target"] for n in lines}, key=_largest):
-        rows = []
         own = [n for n in lines if n["config"]["target"] == target]
-        for n in sorted(own, key=lambda n: (order[n["config"]["budget"]], _steps(n))):
-            q, c = n["quality"], n["config"]
-            rows.append(
-                [
-                    n["case"],
-                    c["budget"],
-                    f"{c['steps']}" if "steps" in c else "",
-                    f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
-                    f"{q['acceptance']:.3f}",
-                    f"{q['accepted_length']:.2f}",
-                    f"{n['value']:,.0f}" if n["ratio"] else "",
-                    f"{n['ratio']:.2f}" if n["ratio"] else "",
-                    f"{q['sampled_acceptance']:.3f}",
-                    f"{q['sampled_accepted_length']:.2f}",
-                    f"{q['sampled_tokens_per_s']:,.0f}" if "sampled_ratio" in q else "",
-                    f"{q['sampled_ratio']:.2f}" if "sampled_ratio" in q else "",
-                ]
-            )
+        alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for n in own:
+            c = n["config"]
+            alike.setdefault((order[c["budget"]], -c.get("steps", 0), n["case"]), []).append(n)
+        rows = [_row(alike[key]) for key in sorted(alike, key=lambda key: key[:2])]
         measured = {n["quality"]["tokens"] for n in own if "tokens" in n["quality"]}
         over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
+        seeds = max(map(len, alike.values()))
+        over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else ""
         parts.append(f"**{target}.**{over}\n\n" + markdown(HEADER, rows) + provenance(own))
     return "\n\n".join(parts)
 
@@ -424,8 +412,30 @@ HEADER = [
 HEADER += ["drawn: acceptance", "tokens/pass", "tokens/s", "times plain"]
 
 
-def _steps(line: dict[str, Any]) -> int:
-    return -line["config"].get("steps", 0)
+def _row(seeds: list[dict[str, Any]]) -> list[str]:
+    """A drafter's row, from the lines of its seeds."""
+    first, c = seeds[0], seeds[0]["config"]
+    timed = first["ratio"] is not None
+
+    def shown(name: str, form: str) -> str:
+        values = [n["quality"][name] for n in seeds]
+        spread = f" ({min(values):{form}}-{max(values):{form}})" if len(values) > 1 else ""
+        return f"{statistics.mean(values):{form}}{spread}"
+
+    return [
+        first["case"],
+        c["budget"],
+        f"{c['steps']}" if "steps" in c else "",
+        f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
+        shown("acceptance", ".3f"),
+        shown("accepted_length", ".2f"),
+        f"{first['value']:,.0f}" if timed else "",
+        f"{first['ratio']:.2f}" if timed else "",
+        shown("sampled_acceptance", ".3f"),
+        shown("sampled_accepted_length", ".2f"),
+        shown("sampled_tokens_per_s", ",.0f") if timed else "",
+        shown("sampled_ratio", ".2f") if timed else "",
+    ]
 
 
 def _largest(target: str) -> tuple[bool, str]:
