@@ -72,7 +72,7 @@ def test_a_distilled_drafter_beats_the_first_layers_it_began_as(cli: Callable[..
     metrics = [m for m in read_jsonl(here / "one/metrics.jsonl") if "val_acceptance" in m]
     assert metrics[-1]["step"] == 120 and metrics[-1]["val_acceptance"] > metrics[0]["val_acceptance"]
     drafter = json.loads((here / "one/model/drafter.json").read_text())
-    assert len(drafter["vocab_ids"]) == 200 and drafter["loss"] == "lk"
+    assert len(drafter["vocab_ids"]) == 200 and drafter["loss"] == "kl"
     assert not (here / "one/targets").exists()
 
     plain = cli("generate", "target", "ab", "--max-tokens", "30", "--device", "cpu")

@@ -89,7 +89,7 @@ class Config:
         "all tokens, or those where it is behind a reference drafter trained first (twice the work)",
     )
     loss: Literal["kl", "reverse_kl", "jsd", "tvd", "lk", "lk_hybrid"] = option(
-        "lk", "distance to the model's distribution; lk and lk_hybrid are about the acceptance itself"
+        "kl", "distance to the model's distribution; lk and lk_hybrid are about the acceptance itself"
     )
     fraction: float = option(0.4, "adaspec: share of the tokens that counts")
     on_policy: float = option(0.0, "share of micro-batches whose text the drafter writes itself, 0 to 1")
