@@ -151,7 +151,7 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
 
 def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
     kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
-    most = tile_rows(rows) if rows <= TILES[-1] else "any"
+    most = tile_rows(rows) if rows <= 256 else 512 if rows <= 512 else "any"
     return f"{kind} g{layout.group} rows<={most} {out}x{width}"
 
 
