@@ -8,8 +8,8 @@ Run:     shoestring run shrink/drafter model=RUN                             pro
          shoestring generate MODEL "def main(" --drafter RUN --stats
 Needs:   memory for the model and its drafter; 261 bytes of disk per token of text for the model's top 64
 Time:    the demo's model (2.3M parameters), 160 prompts, layers=1, 120 steps of 16 x 128 tokens: 2 minutes of a CPU
-Expect:  a model of that size after 60 steps: 0.70 of drawn guesses kept (0.60 before training), 0.56 to 0.78 of greedy ones
-         (0.62 before); docs/methods/drafter.md compares the methods. Speed is not measured on a quiet machine yet
+Expect:  a model of that size after 60 steps: 0.70 of drawn guesses kept (0.60 before training), of greedy ones 0.56 to
+         0.78 (0.62 before); docs/methods/drafter.md compares the methods. Speed is not measured on a quiet machine yet
 Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on prompts
          that it never saw in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
 """
