@@ -185,9 +185,8 @@ class StepGraphs:
         for key in keys:
             del self._graphs[key]
         if keys and not self._graphs and self._pool is not None:
-            self._pool = (
-                torch.cuda.graph_pool_handle()
-            )  # the allocator takes no new graph into one that was left
+            # The allocator takes no new graph into a pool that all others have left.
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _fit_tables(self, num: int) -> None:
         if len(self._tables) < num * self._width + 1:

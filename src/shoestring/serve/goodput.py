@@ -93,10 +93,9 @@ class Goodput:
         self._turn = 0  # whose turn it is in the next of those
         self._best_rate = self._expected_loss = 0.0
         self._dear = 0.0  # what the last probe lost
-        self._paused: tuple[tuple[int, int], float] | None = (
-            None  # of what step, and the loss of a probe then
-        )
-        self._age = 0  # how often that was used
+        # (requests and limit of the step that chose a pause, what a probe would have lost then), and how often used.
+        self._paused: tuple[tuple[int, int], float] | None = None
+        self._age = 0
         self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
