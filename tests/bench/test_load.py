@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -34,6 +35,16 @@ from shoestring.errors import UserError
 from shoestring.model import save_model
 
 
+@pytest.mark.parametrize(
+    "rate, seconds", [(0, 1), (-1, 1), (math.nan, 1), (math.inf, 1), (1, math.inf), (1, 0)]
+)
+def test_rates_and_times_that_make_no_plan(rate: float, seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give a number above 0"):
+        poisson(rate, seconds, num_prompt=1, num_new=1)
+    with pytest.raises(UserError, match="give a number above 0"):
+        from_trace(tmp_path / "not-read.csv", seconds, rate=rate)
+
+
 def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
     plan = poisson(50.0, 200.0, num_prompt=3, num_new=4, seed=1)
     gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
@@ -42,8 +53,6 @@ def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
     assert statistics.stdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.1)
     assert poisson(50.0, 200.0, num_prompt=3, num_new=4, seed=1) == plan
     assert poisson(50.0, 200.0, num_prompt=3, num_new=4, seed=2) != plan
-    with pytest.raises(UserError, match="more than 0"):
-        poisson(0, 1, num_prompt=1, num_new=1)
 
 
 def test_a_trace_keeps_its_rhythm_at_any_speed(tmp_path: Path) -> None:

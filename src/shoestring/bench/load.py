@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import datetime
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +33,7 @@ class Planned:
 
 def poisson(rate: float, seconds: float, *, num_prompt: int, num_new: int, seed: int = 0) -> list[Planned]:
     """Independent arrivals: the gaps between them are exponential with mean 1/rate."""
-    if rate <= 0:
-        raise UserError(f"a rate of {rate:g} requests per second sends nothing; give more than 0")
+    _check(rate, seconds)
     noise = random.Random(seed)
     ats = itertools.accumulate(noise.expovariate(rate) for _ in itertools.count())
     return [Planned(at, num_prompt, num_new) for at in itertools.takewhile(lambda at: at < seconds, ats)]
@@ -41,6 +41,7 @@ def poisson(rate: float, seconds: float, *, num_prompt: int, num_new: int, seed:
 
 def from_trace(path: Path, seconds: float, *, rate: float | None = None) -> list[Planned]:
     """The first arrivals of a trace; `rate` stretches or squeezes its time so that this many come per second."""
+    _check(1.0 if rate is None else rate, seconds)
     arrivals = list(_read_trace(path))
     if not arrivals:
         raise UserError(f"the trace {path} has no request in it; its columns must be {', '.join(COLUMNS)}")
@@ -48,9 +49,14 @@ def from_trace(path: Path, seconds: float, *, rate: float | None = None) -> list
     arrivals = [replace(a, at=a.at - start) for a in arrivals]
     length = arrivals[-1].at
     speed = 1.0 if rate is None or length <= 0 else rate * length / len(arrivals)
-    if speed <= 0:
-        raise UserError(f"a rate of {rate:g} requests per second sends nothing; give more than 0")
     return [replace(a, at=a.at / speed) for a in arrivals if a.at / speed < seconds]
+
+
+def _check(rate: float, seconds: float) -> None:
+    if not 0 < rate < math.inf:
+        raise UserError(f"{rate:g} is no rate of requests per second; give a number above 0")
+    if not 0 < seconds < math.inf:
+        raise UserError(f"requests cannot be sent for {seconds:g} seconds; give a number above 0")
 
 
 def fit(plan: Sequence[Planned], max_context: int) -> tuple[list[Planned], int]:
