@@ -41,6 +41,14 @@ def run(recipe: str, *options: str) -> None:
     assert run_cli(["run", recipe, "data=text.txt", *TINY, *options]) == 0
 
 
+def test_a_probe_too_short_to_measure_ends_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(["run", "train/sparse24_fst", "data=text.txt", *TINY, "probe=3", "run=short"]) == 2
+    assert "use at least 4" in capsys.readouterr().err
+    assert not (tmp_path / "short").exists()
+
+
 def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path) -> None:
     run("train/sparse24_fst", "steps=18", "refresh=4", "save_every=10", "run=whole")
     metrics = read_jsonl(tmp_path / "whole/metrics.jsonl")

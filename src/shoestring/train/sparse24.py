@@ -269,6 +269,14 @@ class FlipMeter(Hook):
         )
 
 
+def check_probe(probe: int, every: int) -> None:
+    if probe < 2 * every:
+        raise UserError(
+            f"a probe of {probe} steps measures the flip rate less than twice: use at least "
+            f"{2 * every}, or measure more often than every {every} steps"
+        )
+
+
 class FlipController(Hook):
     """Finds the strength of a MaskedDecay by the flip rate, so that nobody has to.
 
@@ -298,11 +306,7 @@ class FlipController(Hook):
         memory: float = 3.0,
         start: float = 0.03,
     ) -> None:
-        if probe < 2 * meter.every:
-            raise UserError(
-                f"a probe of {probe} steps measures the flip rate less than twice: use at least "
-                f"{2 * meter.every}, or measure more often than every {meter.every} steps"
-            )
+        check_probe(probe, meter.every)
         self.model, self.meter, self.decay = model, meter, decay
         self.probe, self.band, self.gain, self.memory, self.start = probe, band, gain, memory, start
         self.rates = self.lrs = 0.0

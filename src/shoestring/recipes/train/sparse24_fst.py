@@ -38,6 +38,7 @@ from shoestring.train.sparse24 import (
     MaskedDecay,
     MaskRefresh,
     NoiseClock,
+    check_probe,
 )
 from shoestring.train.sparse24_tune import tune_products
 
@@ -56,6 +57,8 @@ class Config(dense.Config):
 def main(cfg: Config) -> Path:
     if not 0 <= cfg.finish < 1:
         raise UserError(f"finish={cfg.finish} is not a share of the steps; use 0 to 0.99, 1/6 is the paper's")
+    if cfg.decay is None and cfg.probe is not None:
+        check_probe(cfg.probe, cfg.flip_every)
     return dense.pretrain(
         cfg,
         "train/sparse24_fst",
