@@ -114,7 +114,7 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli("generate", model_folder, "th\udce9"), "not text in UTF-8")
     bench = ("bench", "serve", model_folder)
     assert_one_line_error(cli(*bench, "--serve-options", "'x"), "--serve-options")
-    assert_one_line_error(cli(*bench, "--rate", "0"), "sends nothing")
+    assert_one_line_error(cli(*bench, "--rate", "0"), "is no rate")
     assert_one_line_error(cli("generate", model_folder, "the", "--dtype", "int3"), "allowed are auto, fp32")
     assert_one_line_error(cli("generate", model_folder, "the", "--device", "tpu9"), "device")
     assert_one_line_error(cli("chat", model_folder), "has no chat template")
