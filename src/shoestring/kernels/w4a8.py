@@ -104,18 +104,24 @@ def error_bound(x_TK: Tensor, w_NK: Tensor, scale_NG: Tensor) -> Tensor:
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this machine cannot multiply this way, or None: the operator is tried on a small product."""
+    """Why this machine cannot multiply this way, or None: torch's operators are tried on a small product, by
+    themselves, so that a mistake of `prepare` or `w4a8` is not taken for one of the machine.
+    """
     if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
         return f"torch {torch.__version__} has no operator for it; use torch 2.11 or newer"
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (64, 64), generator=generator).to(torch.uint8)
     x = torch.randn(2, 64, generator=generator)
-    for groups in (1, 2):
-        scale, zero = torch.full((64, groups), 0.5), torch.full((64, groups), 8.0)
-        wanted = x @ ((codes.float() - 8) * 0.5).t()
+    pairs = (codes[:, 1::2] << 4 | codes[:, ::2]).contiguous()
+    wanted = x @ ((codes.float() - 8) * 0.5).t()
+    for group in (64, 32):
+        scale = torch.full((64, 64 // group), 0.5)
+        if group < 64 and fast():
+            scale = scale.bfloat16()
         try:
-            got = w4a8(x, prepare(codes, scale, zero, 4))
-        except (RuntimeError, NotImplementedError) as error:
+            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, None, group, 64, 64)
+            got = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group, 64, 64)
+        except RuntimeError as error:
             return f"torch's operator fails here ({str(error).splitlines()[0]})"
         if not float((got - wanted).norm()) <= ROUGH * float(wanted.norm()):
             return "torch's operator gives wrong results on this processor"
