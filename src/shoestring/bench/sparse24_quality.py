@@ -3,6 +3,7 @@
     python -m shoestring.bench.sparse24_quality                     about 5 minutes of one CPU core
     python -m shoestring.bench.sparse24_quality --size gpt2-124m --missing --folder F --seconds 520
                                                                     100M tokens a row, for a GPU; call it until done
+    python -m shoestring.bench.sparse24_quality --size gpt2-124m --rows dense:1 FST:2 --seconds 290 --patience 20
     python -m shoestring.bench.sparse24_quality --size gpt2-124m --pace 30      tokens/s of each row, records nothing
 
 Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
@@ -11,16 +12,22 @@ FST and S-STE have the MVUE weight gradient. SR-STE's published form has the exa
 it differs from the others in the weights alone. Its decay is the published 2e-4; FST's is found by its controller.
 
 A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
-next call at the step where it was, bit for bit. Finished rows are recorded one by one; --missing leaves them out. One
-seed for every row, three for dense and FST.
+next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
+says that it will not be finished in time, so that it does not take the GPU from rows that will. Finished rows are
+recorded one by one; --missing leaves them out. One seed for every row, three for dense and FST.
+
+gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
+parameters. At that width sparse products gain nothing; all of them are dense here.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoestring.bench.results import device_name, newest, record
-from shoestring.errors import Interrupted
+from shoestring.bench.results import device_name, markdown, newest, provenance, record
+from shoestring.errors import Interrupted, UserError
 from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
@@ -40,7 +47,7 @@ from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
-from shoestring.train.shards import Corpus, prepare
+from shoestring.train.shards import Corpus, open_prepared, prepare
 from shoestring.train.sparse24 import (
     DenseFinish,
     FlipController,
@@ -87,7 +94,9 @@ GPT2 = {
 }  # fmt: skip
 SIZES = {
     "cpu": Size(LLAMA_TINY, 1024, 128, 8, 8, 150, 25, 2e-3, refresh=10, max_bytes=4_000_000),
-    "gpt2-124m": Size(GPT2, 32768, 1024, 32, 16, 3052, 200, 6e-4, refresh=40, compile="blocks"),
+    "gpt2-124m": Size(
+        GPT2, 8192, 1024, 32, 32, 3052, 200, 6e-4, refresh=40, max_bytes=64_000_000, compile="blocks"
+    ),
 }
 FORMATS = {
     "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
@@ -98,14 +107,48 @@ FORMATS = {
 
 
 class Deadline(Hook):
-    """Asks the trainer to stop, as Ctrl-C would, when the time is over: it saves and raises Interrupted."""
+    """Asks the trainer to stop, as Ctrl-C would (it saves and raises Interrupted), when the time is over, or when, from
+    `patience` seconds of training on, the pace says that `steps` will not be done by then.
 
-    def __init__(self, at: float) -> None:
-        self.at = at
+    The pace is the median over the last windows, so that a compilation in one of them does not count.
+    """
+
+    WINDOW, WINDOWS, SLACK = 5.0, 5, 1.1
+
+    def __init__(
+        self,
+        at: float,
+        steps: int,
+        patience: float = float("inf"),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.at, self.steps, self.patience, self.clock = at, steps, patience, clock
+        self.began: float | None = None
+        self.mark: tuple[float, int] = (0.0, 0)
+        self.paces: list[float] = []  # steps a second of the last windows
+        self.reason = ""
+
+    @property
+    def pace(self) -> float:
+        return statistics.median(self.paces) if self.paces else 0.0
 
     def after_step(self, run: Run) -> None:
-        if time.perf_counter() > self.at:
-            self.at = float("inf")
+        now = self.clock()
+        if self.began is None:  # the first step compiles
+            self.began, self.mark = now, (now, run.step)
+        elif now - self.mark[0] >= self.WINDOW:
+            self.paces = [*self.paces, (run.step - self.mark[1]) / (now - self.mark[0])][-self.WINDOWS :]
+            self.mark = (now, run.step)
+            if now - self.began >= self.patience and run.step < self.steps:
+                needed = (self.steps - run.step) / self.pace
+                if needed > self.SLACK * (self.at - now):
+                    self._stop(f"{needed:.0f} s more at this pace, {self.at - now:.0f} s left")
+        if now > self.at and run.step < self.steps:
+            self._stop("the time is over")
+
+    def _stop(self, reason: str) -> None:
+        if not self.reason:
+            self.reason = reason
             signal.raise_signal(signal.SIGINT)
 
 
@@ -126,7 +169,7 @@ def build(case: str, size: Size, corpus: Corpus, seed: int, folder: Path | None)
 
 
 def measure(
-    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: float
+    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline
 ) -> dict[str, Any]:
     """Train from where the folder has it; Interrupted when the time is over."""
     run, data = build(case, size, corpus, seed, folder)
@@ -135,7 +178,7 @@ def measure(
     began = time.perf_counter()
     try:
         train(run, data, CrossEntropy(), steps=size.steps, checkpointer=checkpointer,
-              hooks=[*make_hooks(case, size, run.model, seed), Deadline(deadline)],
+              hooks=[*make_hooks(case, size, run.model, seed), deadline], log_every=min(20, size.steps),
               schedule=warmup_cosine(size.lr, warmup=size.warmup, steps=size.steps))  # fmt: skip
     finally:
         run.log.log(run.step, slice_seconds=time.perf_counter() - began)
@@ -151,11 +194,18 @@ def measure(
         "loss": validation_loss(run, corpus, size),
         "flip_rate_peak": round(max(rate for _, rate in rates), 6),
         "flip_rate_at_5/6": last("flip_rate", size.steps - round(size.steps / 6)),
-        "flip_curve": [[step, float(f"{rate:.3g}")] for step, rate in rates[:: max(1, len(rates) // 20)]],
+        "flip_curve": thinned(rates),
+        "train_loss_curve": thinned([(row["step"], row["loss"]) for row in rows if "loss" in row]),
         "mu": last("mu"),
         "masked_decay": last("masked_decay"),
         "seconds": seconds,
     }
+
+
+def thinned(curve: list[tuple[int, float]], points: int = 24) -> list[list[float]]:
+    """About that many points of a curve, the last one among them."""
+    every = max(1, len(curve) // points)
+    return [[step, float(f"{value:.3g}")] for step, value in curve[::-1][::every][::-1]]
 
 
 def pace(case: str, size: Size, corpus: Corpus, steps: int) -> float:
@@ -189,16 +239,22 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
 @torch.no_grad()
 def validation_loss(run: Run, corpus: Corpus, size: Size) -> float:
     held_out = TokenData(corpus.val, context=size.context, batch=size.batch, micro=size.micro)
+    batches = eval_batches(corpus, size)
     objective, loss, count = CrossEntropy(), 0.0, 0
     run.model.eval()
     # Compiled blocks would be compiled again without gradients, for a second of work.
     with torch.compiler.set_stance("force_eager"):
-        for step in range(EVAL_BATCHES):
+        for step in range(batches):
             for micro in held_out.step(step):
                 micro = micro.to(run.mesh.device)
                 loss += float(objective(run.model, micro))
                 count += objective.count(micro)
     return loss / count
+
+
+def eval_batches(corpus: Corpus, size: Size) -> int:
+    """No window of the validation split twice."""
+    return max(1, min(EVAL_BATCHES, (len(corpus.val) - 1) // size.context // size.batch))
 
 
 def dense_loss(config: dict[str, Any]) -> float | None:
@@ -211,47 +267,75 @@ def dense_loss(config: dict[str, Any]) -> float | None:
     return found[-1] if found else None
 
 
+def rows_of(asked: list[str] | None, cases: list[str] | None, seeds: list[int]) -> list[tuple[str, int]]:
+    """(case, seed) of every row to measure, in order; `asked` are rows as CASE:SEED."""
+    if asked is None:
+        return [(c, seed) for seed in seeds for c in cases or CASES if seed == 0 or c in THRICE or cases]
+    rows = []
+    for text in asked:
+        case, _, seed = text.partition(":")
+        if case not in CASES or not (seed or "0").isdigit():
+            raise UserError(
+                f"--rows {text!r} is not possible: use CASE:SEED with a case of {', '.join(CASES)}"
+            )
+        rows.append((case, int(seed or 0)))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
+    parser.add_argument("--cases", nargs="*", choices=CASES)
+    parser.add_argument("--rows", nargs="*", metavar="CASE:SEED", help="instead of --seeds and --cases")
     parser.add_argument("--folder", type=Path, help="keeps rows that are not finished, for the next call")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop (and save) before this time is over")
+    parser.add_argument(
+        "--patience", type=float, default=float("inf"),
+        help="seconds of training after which a row that will not be finished in time stops",
+    )  # fmt: skip
     parser.add_argument("--missing", action="store_true", help="leave out what the results have")
     parser.add_argument("--pace", type=int, metavar="STEPS", help="only tokens/s of each row")
     parser.add_argument("--max-bytes", type=int, help="of the corpus")
+    parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
     parser.add_argument("--steps", type=int, help="other than the size's own")
     args = parser.parse_args()
-    deadline = time.perf_counter() + args.seconds
+    ends = time.perf_counter() + args.seconds
+    rows = rows_of(args.rows, args.cases, args.seeds)
     size = SIZES[args.size]
     if args.steps:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
-    limit = args.max_bytes or size.max_bytes
-    corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
+    if args.corpus:
+        corpus = open_prepared(args.corpus)
+    else:
+        limit = args.max_bytes or size.max_bytes
+        corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
     print(f"{len(corpus.train):,} training tokens", flush=True)
     with tempfile.TemporaryDirectory() as temp:
-        for seed in args.seeds:
-            for case in (c for c in args.cases if seed == 0 or c in THRICE or args.cases is not CASES):
-                if args.pace:
-                    rate = pace(case, size, corpus, args.pace)
-                    print(f"{case:14} {rate:,.0f} tokens/s", flush=True)
-                    continue
-                config = config_of(case, args.size, size, corpus, seed)
-                if args.missing and is_known(case, config):
-                    continue
-                if time.perf_counter() > deadline:
-                    print(f"left for the next call: {case}, seed {seed}", flush=True)
-                    continue
-                place = (args.folder or Path(temp)) / f"{args.size}-{case.replace(' ', '-')}-{seed}"
-                try:
-                    found = measure(case, size, corpus, seed, place, deadline)
-                except Interrupted as told:
-                    print(f"{case}, seed {seed}: {told}", flush=True)
-                    continue
-                save(case, config, found, size)
+        for case, seed in rows:
+            if args.pace:
+                rate = pace(case, size, corpus, args.pace)
+                print(f"{case:14} {rate:,.0f} tokens/s", flush=True)
+                continue
+            config = config_of(case, args.size, size, corpus, seed)
+            if args.missing and is_known(case, config):
+                continue
+            if time.perf_counter() > ends:
+                print(f"left for the next call: {case}, seed {seed}", flush=True)
+                continue
+            place = (args.folder or Path(temp)) / f"{args.size}-{case.replace(' ', '-')}-{seed}"
+            deadline = Deadline(ends, size.steps, args.patience)
+            try:
+                found = measure(case, size, corpus, seed, place, deadline)
+            except Interrupted as told:
+                rate = deadline.pace * size.batch * size.context
+                row = f"{config['tokens'] / rate:.0f} s a row" if rate else "no pace yet"
+                print(f"{case}, seed {seed}: {deadline.reason or 'asked to stop'}; {rate:,.0f} tokens/s, {row}; {told}",
+                      flush=True)  # fmt: skip
+                continue
+            save(case, config, found, eval_batches(corpus, size) * size.batch * size.context)
 
 
 def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
@@ -260,7 +344,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch,
         "context": size.context, "steps": size.steps, "seed": seed,
         "tokens": size.steps * size.batch * size.context, "lr": size.lr,
-        "vocab_size": corpus.tokenizer.vocab_size,
+        "vocab_size": corpus.tokenizer.vocab_size, "corpus": corpus.train.fingerprint[:8],
     }  # fmt: skip
 
 
@@ -269,7 +353,41 @@ def is_known(case: str, config: dict[str, Any]) -> bool:
     return any(n["case"] == case and n["config"] == config for n in lines)
 
 
-def save(case: str, config: dict[str, Any], found: dict[str, Any], size: Size) -> None:
+DELIVERED = {"SR-STE": "2:4", "SR-STE exact": "2:4", "S-STE": "2:4"}  # the others are dense
+
+
+def table() -> str:
+    """Rows of GPT-2's shape: the mean over seeds, and how far it is from dense."""
+    lines = [n for n in newest(BENCH) if n["config"]["model"] == "gpt2-124m"]
+    if not lines:
+        return "No row has been finished yet."
+    found = {case: [n for n in lines if n["case"] == case] for case in CASES}
+    dense = {n["config"]["seed"]: n["value"] for n in found["dense"]}
+    rows = []
+    for case, runs in found.items():
+        if not runs:
+            continue
+        losses = [n["value"] for n in runs]
+        gaps = [n["value"] / dense[n["config"]["seed"]] - 1 for n in runs if n["config"]["seed"] in dense]
+        spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
+        against = f"{100 * statistics.mean(gaps):+.2f}%" if gaps and case != "dense" else ""
+        peak = statistics.mean(n["quality"]["flip_rate_peak"] for n in runs)
+        late = statistics.mean(n["quality"]["flip_rate_at_5/6"] for n in runs)
+        rows.append([case, DELIVERED.get(case, "dense"), str(len(runs)), f"{statistics.mean(losses):.4f}{spread}",
+                     against, f"{peak:.4f}", f"{late:.5f}"])  # fmt: skip
+    header = [
+        "",
+        "delivered as",
+        "seeds",
+        "validation loss",
+        "against dense",
+        "flip rate, highest",
+        "at 5/6 of the steps",
+    ]
+    return markdown(header, rows) + provenance(lines)
+
+
+def save(case: str, config: dict[str, Any], found: dict[str, Any], tokens: int) -> None:
     loss = found.pop("loss")
     baseline = loss if case == "dense" else dense_loss(config)
     record(
@@ -283,7 +401,7 @@ def save(case: str, config: dict[str, Any], found: dict[str, Any], size: Size) -
         ratio=baseline / loss if baseline else None,
         quality={k: v for k, v in found.items() if k != "seconds"},
         config=config,
-        note=f"data=python, {EVAL_BATCHES * size.batch * size.context} validation tokens, "
+        note=f"data=python, {tokens} validation tokens, "
         f"{found['seconds']} s; small shapes gain no speed from sparse kernels",
     )
     print(f"{case:14} seed {config['seed']} validation loss {loss:.4f}  {found}", flush=True)

@@ -116,6 +116,18 @@ def prepare(
         ) from error
 
 
+def open_prepared(folder: str | Path) -> Corpus:
+    """A corpus folder that was carried here from another machine, with its tokenizer.json in it."""
+    folder = Path(folder)
+    if not _is_whole(folder) or not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} is not a whole prepared corpus with its tokenizer.json; prepare it again")
+    tokenizer = Tokenizer.from_file(folder)
+    stated = json.loads((folder / "index.json").read_text(encoding="utf-8"))["tokenizer"]
+    if stated != tokenizer.fingerprint:
+        raise UserError(f"{folder}/tokenizer.json is not the tokenizer that its tokens were made with")
+    return _open(folder, tokenizer)
+
+
 def default_cache() -> Path:
     given = os.environ.get("SHOESTRING_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "shoestring"

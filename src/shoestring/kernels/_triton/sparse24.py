@@ -208,9 +208,11 @@ def _mvue_kernel(
         begin = tl.program_id(1) * GROUPS
         _store_packed(first, second, v0, v1, out, meta, num_rows, width, width, row, begin, ROWS, GROUPS)
     else:
-        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        inside = (rows < num_rows) & (group * 4 < width)[None, :]
-        there = out + rows * width + (group * 4)[None, :]
         zero = tl.zeros_like(v0)
-        for i in tl.static_range(4):
-            tl.store(there + i, tl.where(first == i, v0, tl.where(second == i, v1, zero)), mask=inside)
+        z0, z1 = tl.where(first == 0, v0, zero), tl.where(first == 1, v0, tl.where(second == 1, v1, zero))
+        z2, z3 = tl.where(first == 2, v0, tl.where(second == 2, v1, zero)), tl.where(second == 3, v1, zero)
+        # Side by side, so that a row is written in whole words; the last two dims read as a binary number.
+        four = tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (ROWS, GROUPS * 4))
+        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        col = tl.program_id(1) * GROUPS * 4 + tl.arange(0, GROUPS * 4)
+        tl.store(out + rows * width + col[None, :], four, mask=(rows < num_rows) & (col < width)[None, :])

@@ -1,0 +1,141 @@
+"""The table of 2:4 pre-training: rows stop in time and go on, and what is recorded is what the table shows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoestring.bench import results, sparse24_quality
+from shoestring.bench.sparse24_quality import Deadline, Size, rows_of, table, thinned
+from shoestring.errors import UserError
+from shoestring.model import Tokenizer
+from shoestring.train.shards import open_prepared, prepare
+
+TINY = Size(
+    {"d_model": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "d_ff": 64},
+    vocab_size=300, context=32, batch=4, micro=4, steps=24, warmup=8, lr=2e-3, refresh=4,
+)  # fmt: skip
+
+
+def drive(deadline: Deadline, seconds_per_step: float, steps: int, stopped: list[int]) -> int:
+    """Steps of equal length until the deadline asks to stop."""
+    now = [0.0]
+    deadline.clock = lambda: now[0]
+    for step in range(1, steps + 1):
+        now[0] += seconds_per_step
+        deadline.after_step(SimpleNamespace(step=step))  # type: ignore[arg-type]
+        if stopped:
+            return step
+    return steps
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    asked: list[int] = []
+    monkeypatch.setattr(sparse24_quality.signal, "raise_signal", asked.append)
+    return asked
+
+
+def test_a_row_that_will_be_finished_goes_on(stopped: list[int]) -> None:
+    deadline = Deadline(100.0, 400, patience=20)
+    assert drive(deadline, 0.24, 400, stopped) == 400 and not stopped
+    assert deadline.pace == pytest.approx(1 / 0.24, rel=0.05)
+
+
+def test_a_hopeless_row_stops_after_its_patience_and_says_its_pace(stopped: list[int]) -> None:
+    deadline = Deadline(100.0, 400, patience=20)
+    step = drive(deadline, 0.5, 400, stopped)
+    assert 20 / 0.5 <= step <= 27 / 0.5 and len(stopped) == 1
+    assert deadline.pace == pytest.approx(2.0) and "left" in deadline.reason
+
+
+def test_without_patience_a_row_runs_until_the_time_is_over(stopped: list[int]) -> None:
+    assert drive(Deadline(100.0, 400), 0.5, 400, stopped) == 201 and len(stopped) == 1
+
+
+def test_a_compilation_does_not_count_as_the_pace(stopped: list[int]) -> None:
+    deadline, now = Deadline(100.0, 400, patience=20), [0.0]
+    deadline.clock = lambda: now[0]
+    for step in range(1, 401):
+        now[0] += 12.0 if step == 60 else 0.2
+        deadline.after_step(SimpleNamespace(step=step))  # type: ignore[arg-type]
+    assert not stopped
+
+
+def test_rows_are_asked_for_one_by_one() -> None:
+    assert rows_of(["dense:1", "SR-STE exact", "FST:2"], None, [0]) == [
+        ("dense", 1), ("SR-STE exact", 0), ("FST", 2),
+    ]  # fmt: skip
+    seeds = rows_of(None, None, [0, 1, 2])
+    assert len(seeds) == 10 and seeds.count(("FST", 2)) == 1 and ("S-STE", 1) not in seeds
+    with pytest.raises(UserError, match="fst"):
+        rows_of(["fst:1"], None, [0])
+
+
+def test_a_thinned_curve_keeps_its_end() -> None:
+    curve = [(step, 1.0 / step) for step in range(1, 152)]
+    thin = thinned(curve)
+    assert 24 <= len(thin) <= 30 and thin[-1] == [151, 0.00662] and thin == sorted(thin)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus with its tokenizer in it, as it is carried to another machine."""
+    place = tmp_path_factory.mktemp("corpus")
+    (place / "text").mkdir()
+    for number in range(120):
+        lines = "\n".join(f"def f{i}(a, b):\n    return a * {i} + b - {number}" for i in range(12))
+        (place / "text" / f"{number}.py").write_text(lines)
+    made = prepare(str(place / "text"), place / "cache", vocab_size=300, val_fraction=0.3)
+    made.tokenizer.save(made.folder)
+    return made.folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparse24_quality", *map(str, arguments)])
+    sparse24_quality.main()
+
+
+def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
+    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    common = ("--size", "gpt2-124m", "--corpus", corpus, "--folder", tmp_path / "rows", "--missing")
+    assert table() == "No row has been finished yet."
+
+    with monkeypatch.context() as hopeless:
+        hopeless.setattr(Deadline, "WINDOW", 0.0)
+        hopeless.setattr(Deadline, "SLACK", -1.0)
+        call(hopeless, *common, "--patience", 0, "--rows", "FST:0")
+    assert "step 2 of 24" in (told := capsys.readouterr().out) and "s a row" in told
+    assert not (tmp_path / "sparse24_quality.jsonl").exists()
+    assert list((tmp_path / "rows").glob("*/checkpoints/*"))
+    call(monkeypatch, *common, "--rows", "dense:0", "FST:0")
+    lines = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()]
+    assert [n["case"] for n in lines] == ["dense", "FST"]
+    assert lines[1]["baseline_value"] == lines[0]["value"]
+    assert lines[1]["quality"]["mu"] is not None and lines[1]["quality"]["flip_curve"][-1][0] == 24
+    assert lines[0]["config"]["corpus"] == open_prepared(corpus).train.fingerprint[:8]
+    capsys.readouterr()
+    call(monkeypatch, *common, "--rows", "dense:0", "FST:0")  # both are known now
+    assert "validation loss" not in capsys.readouterr().out
+    shown = table()
+    assert shown.count("\n| ") == 3 and f"{lines[1]['value']:.4f}" in shown and "%" in shown
+
+
+def test_a_corpus_without_its_own_tokenizer_is_refused(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(UserError, match="not a whole prepared corpus"):
+        open_prepared(tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    Tokenizer.train(iter(["another text", "of other words"]), 280).save(other)
+    with pytest.raises(UserError, match="not the tokenizer"):
+        open_prepared(other)
