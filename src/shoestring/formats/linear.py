@@ -48,6 +48,7 @@ class FormatLinear(nn.Linear):
     state_names: tuple[str, ...]
     defer_bias: bool
     decoded: Tensor | None
+    made: Tensor | None  # the weight of this pass, made with other layers' (train/together.py)
     resting: Format | None
     serving_names: tuple[str, ...]
     cuts: dict[str, Cut]
@@ -76,6 +77,7 @@ class FormatLinear(nn.Linear):
         # Set by the row-parallel style: the bias is added once, after the partial products are summed.
         self.defer_bias = False
         self.decoded = None  # see keep_decoded
+        self.made = None
         self.resting = None
         self.serving_names = ()  # see serve
         self.cuts = {}
@@ -118,6 +120,8 @@ class FormatLinear(nn.Linear):
             return F.linear(x, self.decoded, bias)
         if self.packed:
             return self.format.linear(x, self.operands(), bias)
+        if self.made is not None and self.made.dtype == dtype:
+            return F.linear(x, self.made, bias)
         return self.format.train_linear(x, cast_weight(local(self.weight), dtype), self.format_state(), bias)
 
     # -- changing the Format ---------------------------------------------------------------------------------
@@ -174,8 +178,10 @@ class FormatLinear(nn.Linear):
         """The parts that `pack` would store; those of a sharded weight are sharded like it."""
         w = cast_weight(local(self.weight), dtype)
         state = self.format_state()
-        for what, t in (("weight", w), *((f"weight's {n}", t) for n, t in state.items())):
-            if not t.isfinite().all():
+        named = {"weight": w} | {f"weight's {n}": t for n, t in state.items()}
+        finite = torch.stack([t.isfinite().all() for t in named.values()]).tolist()  # waits for a GPU once
+        for what, good in zip(named, finite, strict=True):
+            if not good:
                 raise UserError(
                     f"The {what} holds NaN or infinite values; packing would hide them. Check the training run."
                 )

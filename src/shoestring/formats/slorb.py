@@ -145,7 +145,11 @@ class Slorb(Format):
         return parts
 
     def fake(self, w: Tensor, state: Parts) -> Tensor:
-        used = self.decode(self.encode(w.detach(), state), w.dtype)
+        if isinstance(self.first, Sparse24):  # decode(encode(w)) without packing and unpacking
+            own = {n: to_dtype(state[n].detach().float(), w.dtype) for n in OWN_NAMES if n in state}
+            used = to_dtype(self.first.prune(w.detach(), state).float() + self.branch(own), w.dtype)
+        else:
+            used = self.decode(self.encode(w.detach(), state), w.dtype)
         if self.projection == "trained":
             return _Trained.apply(w, state["low"], state["proj"], used)
         return _Summed.apply(w, state["low"], used)

@@ -124,24 +124,27 @@ def best_scale(
     """The scale per input channel with the least output error; None when no scaling is best."""
     magnitude = fold.tie(statistics.magnitude.float())
     h = statistics.hessian.float()
-    best, best_error = None, _error(weights, h, formats, None)
+    scales: list[Tensor | None] = [None]
     for i in range(1, ratios):
         s = magnitude.pow(i / ratios).clamp(min=1e-4)
-        s = fold.spread(s / (s.max() * s.min()).sqrt())
-        error = _error(weights, h, formats, s)
-        if error < best_error:
-            best, best_error = s, error
-    return best
+        scales.append(fold.spread(s / (s.max() * s.min()).sqrt()))
+    # Compared at the end, so that a GPU is waited for once.
+    errors = torch.stack([_error(weights, h, formats, s) for s in scales]).tolist()
+    best = 0
+    for i, error in enumerate(errors):
+        if error < errors[best]:
+            best = i
+    return scales[best]
 
 
-def _error(weights: dict[str, Tensor], h: Tensor, formats: dict[str, GridFormat], s: Tensor | None) -> float:
-    total = 0.0
+def _error(weights: dict[str, Tensor], h: Tensor, formats: dict[str, GridFormat], s: Tensor | None) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=h.device)
     for name, w in weights.items():
         format = formats[name]
         state = state_of(format, w)  # type: ignore[arg-type]
         rounded = nearest(w, format, state).weight if s is None else nearest(w * s, format, state).weight / s
         d = rounded - w
-        total += float(((d @ h) * d).sum())
+        total += ((d @ h) * d).sum()
     return total
 
 

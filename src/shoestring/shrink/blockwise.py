@@ -64,11 +64,11 @@ from shoestring.shrink.quantize import (
     HEADS,
     METHODS,
     LayerError,
+    LayerErrors,
     Progress,
     QuantizeReport,
     Rtn,
     finish,
-    layer_error,
     plan,
     quantize_block,
 )
@@ -239,7 +239,7 @@ def train_block(
     before, after = fit(block, task, trained, settings, index, prefix)
     compute = task.seen.dtype
     made: dict[str, Parts] = {}
-    errors: list[LayerError] = []
+    errors = LayerErrors()
     with torch.no_grad():
         for name, layer in linears.items():
             parts = layer.encode(compute)
@@ -250,11 +250,11 @@ def train_block(
             layer.set_format(Dense())
             layer.weight.copy_(used)
             old, hessian = start.weights[name].float(), start.statistics[name].hessian
-            errors.append(layer_error(prefix + name, formats[name], old, used.float(), hessian))
+            errors.add(prefix + name, formats[name], old, used.float(), hessian)
         for name, p in block.named_parameters():
             p.data = p.data.to(dtypes[name])
             p.requires_grad_(True)
-    return made, errors, {"before": before, "after": after}
+    return made, errors.read(), {"before": before, "after": after}
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Start:
     grids: dict[str, Parts]  # by whole name
     statistics: dict[str, Statistics]  # of the inputs, after AWQ's folding
     weights: dict[str, Tensor]  # before rounding, after folding
-    rounding: dict[str, float]  # root mean square of what rounding to the grid changes
+    rounding: dict[str, Tensor]  # root mean square of what rounding to the grid changes
 
 
 @torch.no_grad()
@@ -288,14 +288,16 @@ def start_grids(
 
 
 def parameter_groups(
-    block: Block, linears: dict[str, FormatLinear], rounding: dict[str, float], settings: Blockwise
+    block: Block, linears: dict[str, FormatLinear], rounding: dict[str, Tensor], settings: Blockwise
 ) -> list[dict[str, object]]:
     """What is trained, each with its own learning rate; everything else of the block is frozen."""
-    rates: list[tuple[nn.Parameter, float]] = []
+    rates: list[tuple[nn.Parameter, Tensor]] = []
     for layer_name, layer in linears.items():
         for name, p in layer.trained_state().items():
-            mean = float(p.detach().mean())
-            rates.append((p, settings.lr_zero if name == "zero" else settings.lr_scale * mean))
+            mean = p.detach().float().mean()
+            rates.append(
+                (p, torch.full_like(mean, settings.lr_zero) if name == "zero" else settings.lr_scale * mean)
+            )
         if settings.train == "all":
             assert isinstance(layer.weight, nn.Parameter)
             rates.append((layer.weight, settings.lr_weight * rounding[layer_name]))
@@ -305,15 +307,17 @@ def parameter_groups(
     for p in block.parameters():
         p.requires_grad_(False)
     groups: list[dict[str, object]] = []
-    for p, rate in rates:
+    # Read together: a GPU is waited for once.
+    values = torch.stack([rate.double() for _, rate in rates]).tolist() if rates else []
+    for (p, _), rate in zip(rates, values, strict=True):
         if rate > 0:
             p.requires_grad_(True)
             groups.append({"params": [p], "lr": rate, "full_lr": rate})
     return groups
 
 
-def root_mean_square(t: Tensor) -> float:
-    return float(t.detach().square().mean().sqrt())
+def root_mean_square(t: Tensor) -> Tensor:
+    return t.detach().float().square().mean().sqrt()
 
 
 def fit(
@@ -329,7 +333,7 @@ def fit(
     num_held = round(num_windows * settings.held_out)
     order = torch.randperm(num_windows, generator=torch.Generator().manual_seed(settings.seed))
     held, rest = order[:num_held].sort().values, order[num_held:]
-    judge = held if num_held else rest
+    judge = (held if num_held else rest).to(task.seen.device)
     before = best = measure(block, task, judge, settings)
     if not math.isfinite(before):
         raise UserError(
@@ -345,7 +349,8 @@ def fit(
     steps_per_epoch = math.ceil(len(rest) / settings.batch)
     num_steps, step = settings.epochs * steps_per_epoch, 0
     for _ in range(settings.epochs):
-        for rows in rest[torch.randperm(len(rest), generator=gen)].split(settings.batch):
+        order = rest[torch.randperm(len(rest), generator=gen)].to(task.seen.device)
+        for rows in order.split(settings.batch):
             for group in optimizer.param_groups:
                 fall = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps - 1)))
                 group["lr"] = group["full_lr"] * (settings.floor + (1 - settings.floor) * fall)
@@ -404,11 +409,11 @@ def block_loss(out: Tensor, target: Tensor, kind: str) -> Tensor:
 @torch.no_grad()
 def measure(block: Block, task: Task, rows: Tensor, settings: Blockwise) -> float:
     """The loss over the given windows."""
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=task.device)
     for part in rows.split(max(settings.batch, 4)):
         x, y = task.batch(part)
-        total += float(block_loss(block(x, task.rope, None), y, settings.loss)) * len(part)
-    return total / len(rows)
+        total += block_loss(block(x, task.rope, None), y, settings.loss) * len(part)
+    return float(total) / len(rows)
 
 
 def snapshot(groups: list[dict[str, object]]) -> list[Tensor]:

@@ -171,20 +171,23 @@ def relative_adamw(
     model: nn.Module, rates: Rates, *, betas: tuple[float, float] = (0.9, 0.95)
 ) -> torch.optim.AdamW:
     """AdamW without decay in groups of about equal rate (`full_lr`); what has rate 0 is frozen."""
-    units: dict[int, tuple[nn.Parameter, float]] = {}
+    units: dict[int, Tensor] = {}
     for _, layer in format_linears(model):
         kept = layer.trained_state()
         for name, p in kept.items():
-            part = rates.zero if name == "zero" else rates.scale * float(full(p.detach()).mean())
-            units[id(p)] = (p, part)
+            mean = full(p.detach()).float().mean()
+            units[id(p)] = torch.full_like(mean, rates.zero) if name == "zero" else rates.scale * mean
         if not isinstance(layer.format, Dense) and isinstance(layer.weight, nn.Parameter):
-            units[id(layer.weight)] = (layer.weight, rates.weight * _size(layer.weight))
-    groups: dict[float, list[nn.Parameter]] = {}
+            units[id(layer.weight)] = rates.weight * _size(layer.weight)
     for p in model.parameters():
         if id(p) not in units:
             rate = rates.norm if p.ndim == 1 else rates.rest
-            units[id(p)] = (p, rate * _size(p) if p.is_floating_point() else 0.0)
-        lr = units[id(p)][1]
+            units[id(p)] = rate * _size(p) if p.is_floating_point() else torch.zeros((), device=p.device)
+    # Read together: a GPU is waited for once.
+    known = dict(zip(units, torch.stack([u.double() for u in units.values()]).tolist(), strict=True))
+    groups: dict[float, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        lr = known[id(p)]
         if p.is_floating_point():
             p.requires_grad_(lr > 0)
         if lr > 0:
@@ -197,8 +200,8 @@ def relative_adamw(
     return torch.optim.AdamW(made, betas=betas, weight_decay=0.0, eps=1e-12, fused=fused)
 
 
-def _size(p: Tensor) -> float:
-    return float(full(p.detach()).float().square().mean().sqrt())
+def _size(p: Tensor) -> Tensor:
+    return full(p.detach()).float().square().mean().sqrt()
 
 
 class FallingRates(Hook):

@@ -27,7 +27,7 @@ from shoestring.shrink.awq import Awq
 from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.grid import Choice, hold, nearest, output_error, state_of
+from shoestring.shrink.grid import Choice, hold, nearest, state_of
 from shoestring.shrink.resume import BlockFiles
 
 Progress = Callable[[int, int, float], None]
@@ -153,11 +153,12 @@ def finish(
     skip: Sequence[str],
 ) -> QuantizeReport:
     """Round the layers outside of the blocks, and give every layer its Format with the chosen grid."""
+    errors = LayerErrors()
     for name in [n for n in formats if n not in grids]:
         layer, format = model.get_submodule(name), formats[name]
         assert isinstance(layer, FormatLinear)
         choice = nearest(layer.weight, format, _table(format, layer.weight))
-        layers.append(layer_error(name, format, layer.weight.float(), choice.weight, None))
+        errors.add(name, format, layer.weight.float(), choice.weight, None)
         layer.weight.copy_(choice.weight)
         grids[name] = choice.grid
     fixed = [(glob, f.fix_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]
@@ -166,7 +167,7 @@ def finish(
         layer = model.get_submodule(name)
         assert isinstance(layer, FormatLinear)
         hold(layer, grid)
-    return QuantizeReport(method, converted, layers)
+    return QuantizeReport(method, converted, [*layers, *errors.read()])
 
 
 def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
@@ -198,9 +199,12 @@ def plan_layers(model: Decoder, rules: Sequence[Rule], skip: Sequence[str], verb
             format.check(layer.shape)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        if not isinstance(format, Dense) and not layer.weight.isfinite().all():
+    wanted = {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
+    finite = [modules[name].weight.isfinite().all() for name in wanted]  # type: ignore[union-attr, operator]
+    for name, good in zip(wanted, torch.stack(finite).tolist() if finite else [], strict=True):
+        if not good:
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model")
-    return {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
+    return wanted
 
 
 def quantize_block(
@@ -215,7 +219,7 @@ def quantize_block(
         statistics = method.prepare(block, statistics, formats)
     linears = block_linears(block)
     grids: dict[str, Parts] = {}
-    errors: list[LayerError] = []
+    errors = LayerErrors()
     for names in shared(statistics, formats):
         w = torch.cat([linears[n].weight.float() for n in names])
         format, seen = formats[names[0]], statistics[names[0]]
@@ -232,10 +236,10 @@ def quantize_block(
             ]
         for name, choice in zip(names, made, strict=True):
             old = linears[name].weight.float()
-            errors.append(layer_error(prefix + name, format, old, choice.weight, seen.hessian))
+            errors.add(prefix + name, format, old, choice.weight, seen.hessian)
             linears[name].weight.copy_(choice.weight)
             grids[prefix + name] = choice.grid
-    return grids, errors
+    return grids, errors.read()
 
 
 def shared(statistics: dict[str, Statistics], formats: dict[str, GridFormat]) -> list[list[str]]:
@@ -256,16 +260,36 @@ def _table(format: GridFormat, w: Tensor) -> Parts:
     return state_of(format, w)
 
 
-def layer_error(
-    name: str, format: GridFormat, old: Tensor, new: Tensor, hessian: Tensor | None
-) -> LayerError:
-    assert isinstance(format, Format)
-    shape = (old.shape[0], old.shape[1])
-    scale = float(old.square().sum())
-    return LayerError(
-        name,
-        format.label,
-        round(format.bits_per_weight(shape), 4),
-        float((new - old).square().sum()) / scale if scale > 0 else 0.0,
-        None if hessian is None else output_error(old, new, hessian),
-    )
+class LayerErrors:
+    """The errors of several layers, measured one by one and read together: a GPU is waited for once."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[str, GridFormat, tuple[int, int], bool]] = []
+        self.sums: list[Tensor] = []
+
+    def add(self, name: str, format: GridFormat, old: Tensor, new: Tensor, hessian: Tensor | None) -> None:
+        """`old` and `new` may change after this."""
+        d, old = (new - old).float(), old.float()
+        pairs = [(d, d), (old, old)]
+        if hessian is not None:
+            h = hessian.float()
+            pairs += [(d @ h, d), (old @ h, old)]
+        sums = [(a * b).sum() for a, b in pairs]
+        self.layers.append((name, format, (old.shape[0], old.shape[1]), hessian is not None))
+        self.sums.append(torch.stack([*sums, *[torch.zeros_like(sums[0])] * (4 - len(sums))]))
+
+    def read(self) -> list[LayerError]:
+        rows = torch.stack(self.sums).tolist() if self.sums else []
+        found = []
+        for (name, format, shape, has_inputs), (lost, size, lost_out, size_out) in zip(
+            self.layers, rows, strict=True
+        ):
+            assert isinstance(format, Format)
+            bits = round(format.bits_per_weight(shape), 4)
+            output = _part(lost_out, size_out) if has_inputs else None
+            found.append(LayerError(name, format.label, bits, _part(lost, size), output))
+        return found
+
+
+def _part(lost: float, size: float) -> float:
+    return lost / size if size > 0 else 0.0

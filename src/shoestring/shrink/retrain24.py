@@ -48,6 +48,7 @@ from shoestring.train.sparse24 import (
     sparse_layers,
 )
 from shoestring.train.sparse24_optim import SparseAdam
+from shoestring.train.together import Together
 from shoestring.train.trainer import Run, StepCheckpointer, train
 
 Rule24 = Literal["ast", "cast"]
@@ -130,8 +131,12 @@ def retrain(
     evaluate: Callable[[Run], dict[str, float]] | None = None,
     eval_every: int = 0,
     graph: bool = False,
+    together: bool = False,
 ) -> Run:
-    """Train run.model, whose optimizer is settings.optimizer(model); without a teacher on the text alone."""
+    """Train run.model, whose optimizer is settings.optimizer(model); without a teacher on the text alone.
+
+    `together`: the weights of small layers are made at once (train/together.py); for models that are not compiled.
+    """
     if settings.rule == "cast":
         rest(run.model)
     hooks: list[Hook] = [
@@ -139,10 +144,11 @@ def retrain(
         FlipMeter(settings.flip_every),
         MaskRefresh(settings.refresh, resting=settings.rule == "cast"),
     ]
+    objective = settings.objective(teacher)
     train(
         run,
         data,
-        settings.objective(teacher),
+        Together(objective) if together else objective,
         steps=settings.steps,
         schedule=SCHEDULES[settings.schedule](settings.lr, warmup=settings.warmup, steps=settings.steps),
         hooks=hooks,

@@ -67,32 +67,55 @@ class SparseAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         assert closure is None, "the trainer computes the loss"
         for group in self.param_groups:
+            alike: dict[float, list[nn.Parameter]] = {}
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    alike.setdefault(self._count(param), []).append(param)
+            for t, params in alike.items():
+                self._update(params, t, group)
         return None
 
-    def _update(self, param: nn.Parameter, group: dict[str, Any]) -> None:
+    def _count(self, param: nn.Parameter) -> float:
+        """The number of this step for `param`, whose moments are there afterwards."""
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         state["step"] += 1
-        t, (b1, b2) = float(state["step"]), group["betas"]
-        w, g = local(param), local(param.grad)  # type: ignore[arg-type]
-        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        w.mul_(1 - group["lr"] * group["weight_decay"])
-        m.lerp_(g, 1 - b1)
-        layer = self.layers.get(id(param))
-        u = m if layer is None else self._pulled(m, w, layer.mask(), t, group)
-        v.mul_(b2).addcmul_(*((g, g) if layer is None else (u, u)), value=1 - b2)
-        size = (v / (1 - b2**t)).sqrt_().add_(group["eps"])
-        w.addcdiv_(u, size, value=-group["lr"] / (1 - b1**t))
+        return float(state["step"])
 
-    def _pulled(self, m: Tensor, w: Tensor, mask: Tensor, t: float, group: dict[str, Any]) -> Tensor:
+    def _update(self, params: list[nn.Parameter], t: float, group: dict[str, Any]) -> None:
+        """All of them at once: hundreds of small layers are a dozen kernels, not thousands."""
+        b1, b2 = group["betas"]
+        w, g = [local(p) for p in params], [local(p.grad) for p in params]  # type: ignore[arg-type]
+        m, v = ([local(self.state[p][n]) for p in params] for n in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_lerp_(m, g, 1 - b1)
+        u = self._pulled(params, m, w, t, group)
+        masked = [id(p) in self.layers for p in params]
+        seen = [a if held else b for a, b, held in zip(u, g, masked, strict=True)]
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, seen, seen, value=1 - b2)
+        size = torch._foreach_div(v, 1 - b2**t)
+        torch._foreach_sqrt_(size)
+        torch._foreach_add_(size, group["eps"])
+        torch._foreach_addcdiv_(w, u, size, value=-group["lr"] / (1 - b1**t))
+
+    def _pulled(
+        self, params: list[nn.Parameter], m: list[Tensor], w: list[Tensor], t: float, group: dict[str, Any]
+    ) -> list[Tensor]:
+        """m, with the pull on masked weights."""
+        at = [i for i, p in enumerate(params) if id(p) in self.layers]
+        if not at:
+            return m
         share = min(1.0, t / group["anneal"])
         if group["rule"] == "ast":
-            masked = m + share * group["strength"] * w
+            pulled = torch._foreach_mul([w[i] for i in at], share * group["strength"])
+            torch._foreach_add_(pulled, [m[i] for i in at])
         else:
-            masked = (1 - share) * m + share * group["strength"] * w.sign()
-        return torch.where(mask, m, masked)
+            pulled = torch._foreach_mul(torch._foreach_sign([w[i] for i in at]), share * group["strength"])
+            torch._foreach_add_(pulled, [m[i] for i in at], alpha=1 - share)
+        u = list(m)
+        for i, masked in zip(at, pulled, strict=True):
+            u[i] = torch.where(self.layers[id(params[i])].mask(), m[i], masked)
+        return u
