@@ -1,11 +1,13 @@
 """2:4 training against dense training on one GPU: whole steps, blocks, feed-forward layers, and the parts between.
 
-    python -m shoestring.bench.train_sparse24                    about 6 minutes on an H200
+    python -m shoestring.bench.train_sparse24                    about 8 minutes on an H200
+    python -m shoestring.bench.train_sparse24 --at-once 150      the table's rows: compiled at once, timed in turns
     python -m shoestring.bench.train_sparse24 --widths 4096 --what ffn parts
 
 The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask search, packing, masked decay and
 noise are all in it; the model is two Llama-like layers with a small vocabulary, so that the layers are what is
-measured. Block and feed-forward rows are forward and backward of that layer alone, compiled. FST refreshes its masks
+measured. Block and feed-forward rows are forward and backward of that layer alone, compiled; up to width 1280, where
+the host may be slower than the GPU and all products are dense, as CUDA graphs on both sides. FST refreshes its masks
 every 10 steps here (a usual interval is 40); the timed stretch is a multiple of that. FP8 is the rival a user would
 weigh: the same feed-forward layer with dense FP8 products and per-tensor scales made on the fly. Dense and the case
 take turns, so that both run at the clock that a busy GPU has.
@@ -14,17 +16,21 @@ take turns, so that both run at the clock that a busy GPU has.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
+import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.bench import turns
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.train_dense import FixedData
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
@@ -65,6 +71,22 @@ FORMATS: dict[str, Format] = {
     "S-STE in FP8": Sparse24("soft", weight_grad="mvue", precision="fp8"),
 }
 WHAT = {"ffn": "FFN", "block": "block", "step": "whole step"}
+GRAPHED = 1280  # layers up to this width are timed as CUDA graphs
+SMALL = ("FST, exact weight gradient", "S-STE, exact weight gradient")
+# (what, width, cases, seconds for each), the most wanted first: --at-once
+AT_ONCE: tuple[tuple[str, int, tuple[str, ...], float], ...] = (
+    ("step", 4096, ("FST", "S-STE"), 5.0),
+    ("block", 4096, ("FST", "S-STE"), 2.5),
+    ("ffn", 4096, ("FST", "S-STE", "FP8", "S-STE in FP8"), 2.0),
+    ("ffn", 1280, (*SMALL, "FP8"), 1.0),
+    ("ffn", 768, (*SMALL, "FP8"), 1.0),
+    ("ffn", 2048, ("FST", "S-STE", "FP8"), 1.5),
+    ("ffn", 5120, ("FST", "S-STE", "FP8"), 2.0),
+    ("step", 1280, SMALL, 2.0),
+    ("step", 768, SMALL, 2.0),
+    ("step", 2048, ("FST", "S-STE"), 3.0),
+    ("parts", 4096, (), 0.0),
+)
 
 
 def spec_of(width: int) -> ModelSpec:
@@ -145,11 +167,31 @@ def there_and_back(
     )
     dy = torch.randn(ROWS, CONTEXT, width, generator=gen, device="cuda", dtype=torch.bfloat16)
 
+    def forget() -> None:
+        layer.zero_grad()  # to None, as in training: nothing is added up
+        x.grad = None
+
     def steps(count: int) -> None:
         for _ in range(count):
             call(x).backward(dy)
-            layer.zero_grad()  # to None, as in training: nothing is added up
-            x.grad = None
+            forget()
+
+    return graphed(steps, lambda: call(x).backward(dy)) if width <= GRAPHED else steps
+
+
+def graphed(eager: Callable[[int], None], once: Callable[[], None]) -> Callable[[int], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        eager(3)  # compiles, and reserves what it needs
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            graph.replay()
 
     return steps
 
@@ -209,16 +251,30 @@ LOOPS = {"ffn": ffn_loop, "block": block_loop, "step": step_loop}
 
 
 def compare(width: int, what: str, cases: list[str], repeats: int, seconds: float, mesh: Mesh) -> None:
-    """Every case against dense, in turns; one case at a time beside dense, so that memory suffices."""
-    dense = LOOPS[what](width, "dense", mesh)
-    dense(3)
-    for case in cases:
-        loop = LOOPS[what](width, case, mesh)
-        loop(3)
+    """Every case against dense, in turns; everything is compiled before anything is timed."""
+    loops: dict[str, Callable[[int], None]] = {}
+    for case in ["dense", *cases]:
+        try:
+            loop = LOOPS[what](width, case, mesh)
+            loop(3)
+            torch.cuda.synchronize()
+            loops[case] = loop
+        except Exception:  # one case must not take the time of the others with it
+            print(f"{what} {width} {case} failed", flush=True)
+            traceback.print_exc()
+        torch.cuda.empty_cache()  # other processes may be compiling beside this one
+    dense = loops.pop("dense")
+    turns.take_turn()
+    warm(dense)
+    for case, loop in loops.items():
         in_turns(width, what, case, dense, loop, repeats, seconds)
-        del loop
-        gc.collect()
-        torch.cuda.empty_cache()
+
+
+def warm(loop: Callable[[int], None], seconds: float = 0.7) -> None:
+    """Bring the GPU to the clock and the heat that it has when it is busy."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        milliseconds(loop, 3)
 
 
 def in_turns(
@@ -248,7 +304,8 @@ def in_turns(
         ratio=ratio,
         config={"what": what, "d_model": width, "d_ff": d_ff, "layers": layers if what == "step" else 1,
                 "tokens": ROWS * CONTEXT},
-        note=f"{count} x {repeats} in turns with dense",
+        note=f"{count} x {repeats} in turns with dense"
+        + (", as CUDA graphs" if what != "step" and width <= GRAPHED else ""),
     )  # fmt: skip
     print(f"{what} {width} {case}: {ratio:.3f}x of dense", [round(a / b, 3) for a, b in pairs], flush=True)
 
@@ -266,6 +323,7 @@ def parts(width: int, mesh: Mesh) -> None:
     z = torch.randn(2 * d_ff, tokens, device="cuda", dtype=torch.bfloat16)
     dh, dy = torch.randn_like(z[:d_ff]), torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
     grads = [torch.zeros_like(w) for w in weights]
+    turns.take_turn()
 
     def pack_weights() -> None:
         for group in ([0, 1], [2]):
@@ -359,9 +417,18 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[c for c in (*FORMATS, "FP8") if c != "dense"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="timed seconds for each comparison")
+    parser.add_argument(
+        "--at-once",
+        type=float,
+        metavar="SECONDS",
+        help="the table's rows, in this time; the last ones may be left out",
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this bench compares GPU training steps and needs a CUDA GPU")
+    if args.at_once:
+        at_once(args.at_once, args.repeats)
+        return
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 256  # every case compiles the same code anew
     mesh = Mesh(0, 1, torch.device("cuda", 0))
@@ -372,6 +439,19 @@ def main() -> None:
             else:
                 cases = [c for c in args.cases if c != "FP8" or what == "ffn"]
                 compare(width, what, cases, args.repeats, args.seconds, mesh)
+
+
+def at_once(seconds: float, repeats: int) -> None:
+    """One process for each (what, width); about half of the time goes to compiling."""
+    commands = [
+        [sys.executable, "-m", "shoestring.bench.train_sparse24", "--what", what, "--widths", str(width),
+         "--cases", *cases, "--seconds", str(each), "--repeats", str(3 if what == "step" else repeats)]
+        for what, width, cases, each in AT_ONCE
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        told = turns.run(commands, Path(folder), patience=0.5 * seconds, seconds=seconds)
+    for (what, width, _, _), end in zip(AT_ONCE, told, strict=True):
+        print(f"{what} {width}: {end}", flush=True)
 
 
 if __name__ == "__main__":
