@@ -68,12 +68,12 @@ ALL = [*list(CASES)[:4], "prefill", *list(CASES)[4:]]  # of one model side by si
 # What of `transformers` stands beside which shape and batch, in the order it is measured (bench/decode_peers.py).
 PEERS = [
     ("batching", "Llama 8B shape", 64),
+    ("static", "Llama 8B shape", 1),
     ("eager", "Llama 8B shape", 1),
     ("eager", "Llama 8B shape", 64),
+    ("assisted", "Llama 8B shape", 1),
     ("batching", "SmolLM2-135M shape", 64),
     ("eager", "SmolLM2-135M shape", 1),
-    ("assisted", "Llama 8B shape", 1),
-    ("static", "Llama 8B shape", 1),
     ("static", "SmolLM2-135M shape", 1),
 ]
 PEER_KINDS = tuple(dict.fromkeys(kind for kind, _, _ in PEERS))
@@ -124,10 +124,11 @@ def copy_bandwidth() -> float:
 
 
 def timed(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
     began = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - began
 
 
@@ -270,7 +271,7 @@ def note_prefill(length: int, seconds: list[float]) -> None:
 
 
 def run_peers(cases: Sequence[str], kinds: Sequence[str], repeats: int, limit: float | None) -> None:
-    """Those that the cases stand beside, the slowest to compile last."""
+    """Those that the cases stand beside, the most telling first."""
     from shoestring.bench.decode_peers import measure
 
     beside = {(CASES[c][0], CASES[c][3]) for c in cases if c in CASES and CASES[c][1] == "bf16"}

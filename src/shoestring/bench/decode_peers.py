@@ -10,8 +10,9 @@
                next to nothing is accepted, so this is what a useless drafter costs.
 
 Compiling can take minutes and a library may wait for something that this machine does not have, so bench/decode.py
-starts each peer by `measure`, which ends it after a while and says that it was not measured, and why. Weights are
-random and in bf16; batch, prompt and number of tokens are those of bench/decode.py unless the line says otherwise.
+starts each peer by `measure`, which ends it after a while and says that it was not measured, and why. A slow peer
+writes fewer tokens than bench/decode.py asks of ours: as many as fit into `--seconds`, which a short first run tells;
+the line says how many. Weights are random and in bf16; batch and prompt are those of bench/decode.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
@@ -35,9 +37,20 @@ KINDS = {
     "eager": "transformers, eager",
     "assisted": "transformers, assisted",
 }
-# Seconds that a peer may take, and new tokens where it is too slow for NEW of them.
-LIMIT = {"batching": 90, "static": 150, "eager": 60, "assisted": 60}
-TOKENS = {"batching": NEW, "static": 128, "eager": 48, "assisted": 48}
+LIMIT = {"batching": 90, "static": 150, "eager": 60, "assisted": 60}  # seconds that a peer may take in all
+SECONDS = 20.0  # of them, for the timed runs
+FEWEST, FIRST = 16, 8  # new tokens of a timed run at least, and of the run that tells how long one takes
+BLOCK = 256  # positions to a block of its cache
+BEGAN = time.perf_counter()
+
+
+def progress(what: str) -> None:
+    print(f"   [{time.perf_counter() - BEGAN:5.1f} s] {what}", flush=True)
+
+
+def tokens_within(seconds: float, each: float, repeats: int) -> int:
+    """New tokens of a run, for `repeats` of them to take so long, a token taking `each` seconds."""
+    return max(FEWEST, min(NEW, int(seconds / repeats / each)))
 
 
 def build_peer(spec: ModelSpec, **options: Any) -> Any:
@@ -64,9 +77,9 @@ def build_peer(spec: ModelSpec, **options: Any) -> Any:
 
 @torch.no_grad()
 def generate_rates(
-    model: Any, spec: ModelSpec, num: int, kind: str, new: int, repeats: int, helper: Any = None
-) -> list[float]:
-    """Tokens per second of `generate` after the first: the time of `new` tokens less that of one."""
+    model: Any, spec: ModelSpec, num: int, kind: str, repeats: int, seconds: float, helper: Any = None
+) -> tuple[list[float], int]:
+    """Tokens per second of `generate` after the first (the time of a run less that of one token), and new tokens."""
     ids = torch.tensor(prompts(spec, num, PROMPT), device=DEVICE)
     options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     if kind == "static":
@@ -78,62 +91,80 @@ def generate_rates(
         out = model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
         assert out.shape[1] == PROMPT + tokens, f"{out.shape[1] - PROMPT} tokens instead of {tokens}"
 
-    for _ in range(2 if kind == "static" else 1):
-        run(new)
+    if kind == "static":  # another length would be another cache, and compiled again
+        new = NEW // 2
+        for n in range(2):
+            progress(f"warm-up {n}: {timed(lambda: run(new)):.2f} s")
+    else:
+        run(FIRST)
+        taken = timed(lambda: run(FIRST))
+        new = tokens_within(seconds, taken / FIRST, repeats)
+        progress(f"warm-up: {FIRST} tokens in {taken:.2f} s; {new} tokens a run")
     rates = []
     for _ in range(repeats):
         one = timed(lambda: run(1))
         rates.append(num * (new - 1) / (timed(lambda: run(new)) - one))
-    return rates
+        progress(f"{rates[-1]:,.1f} tokens/s")
+    return rates, new
 
 
-def batching_rates(model: Any, spec: ModelSpec, num: int, new: int, repeats: int) -> list[float]:
-    """Tokens per second of continuous batching, from when all requests have their first token to the end."""
+def batching_rates(
+    model: Any, spec: ModelSpec, num: int, repeats: int, seconds: float
+) -> tuple[list[float], int]:
+    """Tokens per second of continuous batching, from when all requests have their first token to the end, and new
+    tokens of each."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    setup = ContinuousBatchingConfig(max_batch_tokens=num * PROMPT, max_memory_percent=0.1)
-    rates = []
-    for seed in range(repeats + 1):
+    def run(seed: int, new: int) -> float:
+        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        blocks = num * -(-(PROMPT + NEW) // BLOCK)
+        setup = ContinuousBatchingConfig(
+            block_size=BLOCK, num_blocks=blocks + 8, max_batch_tokens=num * PROMPT
+        )
         out = model.generate_batch(
             prompts(spec, num, PROMPT, seed),
             generation_config=config,
-            continuous_batching_config=dataclasses.replace(setup),
+            continuous_batching_config=setup,
             record_timestamps=True,
         )
         tokens = sum(len(o.generated_tokens) for o in out.values())
         assert len(out) == num and tokens == num * new, f"{tokens} tokens instead of {num * new}"
         begin = max(o.timestamps[0] for o in out.values())
         later = [t for o in out.values() for t in o.timestamps if t > begin]
-        rates.append(len(later) / (max(later) - begin))
-        print(f"   run {seed}: {rates[-1]:,.0f} tokens/s", flush=True)
-    return rates[1:]
+        return len(later) / (max(later) - begin)
+
+    began = time.perf_counter()
+    rate = run(0, FIRST)
+    progress(f"warm-up in {time.perf_counter() - began:.2f} s: {rate:,.0f} tokens/s")
+    new, rates = tokens_within(seconds, num / rate, repeats), []
+    for seed in range(1, repeats + 1):
+        rates.append(run(seed, new))
+        progress(f"{new} tokens each: {rates[-1]:,.0f} tokens/s")
+    return rates, new
 
 
-def run_peer(kind: str, shape: str, num: int, repeats: int) -> None:
-    spec, new = MODELS[shape], TOKENS[kind]
-    config = {
-        "model": shape,
-        "context": PROMPT,
-        "blocks": "bf16",
-        "head": "bf16",
-        "batch": num,
-        "tokens": new,
-    }
+def run_peer(kind: str, shape: str, num: int, repeats: int, seconds: float = SECONDS) -> None:
+    spec = MODELS[shape]
+    config = {"model": shape, "context": PROMPT, "blocks": "bf16", "head": "bf16", "batch": num}
     import transformers
 
     config["transformers"] = transformers.__version__
+    progress(f"transformers {transformers.__version__} is here")
     if kind == "batching":
         flash = any(importlib.util.find_spec(m) for m in ("flash_attn_interface", "flash_attn"))
         config["attention"] = "flash" if flash else "paged|sdpa"
         options = {} if flash else {"attn_implementation": "paged|sdpa"}
-        rates = batching_rates(build_peer(spec, **options), spec, num, new, repeats)
+        model = build_peer(spec, **options)
+        progress("built")
+        rates, new = batching_rates(model, spec, num, repeats, seconds)
     else:
         helper = None
         if kind == "assisted":
             helper = build_peer(dataclasses.replace(SMOLLM2_135M, vocab_size=spec.vocab_size))
-        rates = generate_rates(build_peer(spec), spec, num, kind, new, repeats, helper)
-    note(KINDS[kind], rates, None, config)
+        model = build_peer(spec)
+        progress("built")
+        rates, new = generate_rates(model, spec, num, kind, repeats, seconds, helper)
+    note(KINDS[kind], rates, None, {**config, "tokens": new})
 
 
 def measure(kind: str, shape: str, num: int, repeats: int, limit: float | None = None) -> bool:
@@ -163,8 +194,11 @@ def main() -> None:
     parser.add_argument("shape", choices=list(MODELS))
     parser.add_argument("batch", type=int)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="for the timed runs; a slow peer writes less"
+    )
     args = parser.parse_args()
-    run_peer(args.kind, args.shape, args.batch, args.repeats)
+    run_peer(args.kind, args.shape, args.batch, args.repeats, args.seconds)
 
 
 if __name__ == "__main__":
