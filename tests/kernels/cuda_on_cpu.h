@@ -23,6 +23,7 @@ struct Dim { int x, y; };
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 struct Copy { u32 to; const char* from; bool zero; };
 struct Fiber {

@@ -11,6 +11,11 @@ static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Barrier { int phase : 1, arrived : 1, waiting : 30; u32 unused; };  // mbarrier for one arrival
 struct Bulk { u32 to, bytes; const char* from; u64* barrier; };
 static std::vector<Bulk> bulks;
+static long worker_arrivals, end_arrivals;
+static void join_workers() { meet(worker_arrivals, WARPS * 32); }
+static void workers_are_done() { end_arrivals++; }
+static void wait_for_workers() { meet(end_arrivals, blockDim.x); }
+static void copy_async_if(u32 to, const void* from, bool inside) { if (inside) copy_async(to, from); }
 static void launch_dependents() {}
 static void grid_wait() {}
 static void prefetch(const void*) {}
@@ -91,7 +96,7 @@ static void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
 extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, void* Y, const float* table, const u16* bias,
                     const void* norm, const u16* residual, float eps, int K, int M, int tiles, int chunks, int panel,
                     int blocks, int shared) {
-    launch(W, w_bytes, X, x_bytes, WARPS, blocks, shared,
+    launch(W, w_bytes, X, x_bytes, WARPS + (BESIDE ? 3 : 0), blocks, shared,
            [=] { lowbit_few(W, X, Y, table, bias, norm, residual, eps, K, M, K, tiles, chunks, panel); });
     for (u32 i = smem_bytes; i < sizeof smem; i++)
         if (smem[i] != (char)0xff) printf("shared memory was written behind its end\n"), exit(3);

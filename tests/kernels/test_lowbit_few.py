@@ -18,13 +18,20 @@ from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
 from shoestring.kernels.lowbit import decode_chunks_ref, lowbit_row_linear
 from shoestring.kernels.lowbit_few import (
+    LESS_THAN_HALF,
+    MORE_THAN_HALF,
+    REGISTERS,
+    SHARED_SM,
     Plan,
     around_ref,
     choose_plan,
     few_macros,
     few_rows_cuda,
     few_source,
+    registers_beside,
     row_class,
+    shape_beside,
+    warps_beside,
 )
 from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.row_linear import row_linear_ref
@@ -34,7 +41,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 REPLACED = (
     "launch_dependents", "grid_wait", "prefetch", "load_late", "load_late16", "barrier_init",
     "barrier_expect", "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks",
-    "mma_bytes", "max_abs",
+    "mma_bytes", "max_abs", "join_workers", "workers_are_done", "wait_for_workers",
+    "copy_async_if",
 )  # fmt: skip
 
 
@@ -90,6 +98,10 @@ CASES = [
     ("int3:g32", 6, 48, 800, Plan(1, 3, 2, 5, digits=1), "norm residual bias", FP32),
     ("int2:g128", 4, 64, 1024, Plan(2, 2, 1, 3, digits=1), "residual", BF16),
     ("int4:g128", 8, 64, 1280, Plan(2, 1, 2, 3, digits=1), "", BF16),
+    ("int2:g64", 2, 96, 1152, Plan(2, 2, 2, 7, digits=1, beside=1), "norm swiglu", BF16),
+    ("int4:g64", 1, 80, 1600, Plan(2, 2, 1, 9, digits=1, beside=1), "residual", BF16),
+    ("nf4:s2:g128", 2, 48, 1024, Plan(1, 3, 1, 5, beside=1), "bias", BF16),
+    ("nf3:s2:g128", 11, 48, 1152, Plan(2, 2, 1, 4, panel=4, beside=1), "", BF16),
 ]
 
 
@@ -170,6 +182,21 @@ def test_kernels_of_a_class_of_rows_have_the_shared_memory_they_use() -> None:
             )
 
 
+def test_blocks_lie_beside_those_of_the_next_kernel_and_not_of_their_own() -> None:
+    for warps in range(1, 21):
+        most = registers_beside(warps)
+        for registers in range(40, most + 1):
+            few, many = warps_beside(registers)
+            per_warp = -(-registers // 8) * 8 * 32
+            assert warps <= few and many <= 32 and few % 4 == 0 == many % 4
+            assert (few + many) // 4 * per_warp <= REGISTERS < 2 * many // 4 * per_warp
+    assert 2 * (MORE_THAN_HALF + 1024) > SHARED_SM >= MORE_THAN_HALF + LESS_THAN_HALF + 2048
+    plan = Plan(7, 2, 1, 5, beside=1)
+    shapes = [shape_beside(56, plan, 90_000) for _ in range(4)]
+    assert shapes[:2] == shapes[2:] and sorted(shapes[:2]) == [(16, MORE_THAN_HALF), (20, 90_000)]
+    assert shape_beside(100, plan, 90_000) == (14, SHARED_SM // 2), "too many registers: a block alone"
+
+
 def test_plans_that_are_timed_fit() -> None:
     for label in ("int4:g128", "nf4:s2:g128"):
         for rows in (1, 4, 16):
@@ -206,7 +233,44 @@ def test_definition_is_that_of_one_row() -> None:
 
 # -- on a GPU ------------------------------------------------------------------------------------------------
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-GPU_PLANS = [None, Plan(2, 2, 2, 3), Plan(4, 2, 1, 4, split=2, panel=2), Plan(2, 4, 1, 3, split=4, panel=4)]
+GPU_PLANS = [
+    None,
+    Plan(2, 2, 2, 3),
+    Plan(4, 2, 1, 4, split=2, panel=2),
+    Plan(2, 4, 1, 3, split=4, panel=4),
+    Plan(2, 4, 2, 6, beside=1),
+    Plan(3, 4, 2, 4, panel=4, beside=1),
+]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("label", ["int4:g128", "int2:g64", "nf4:s2:g128"])
+def test_kernels_beside_each_other_read_what_the_one_before_wrote(label: str) -> None:
+    """A chain of products in a graph, whose kernels overlap, against the same one with a pause after each."""
+    layout, chunks, table, _ = packed(label, 1024, 1024, "cuda")
+    digits = int(not layout.table)
+    plans = [Plan(1, 8, 1, 5, digits=digits, beside=1), Plan(2, 8, 1, 3), Plan(1, 4, 2, 5, beside=1)]
+    x = torch.randn(2, 1024, device="cuda").to(BF16)
+
+    def chain(pause: bool) -> Tensor:
+        y = x
+        for i in range(12):
+            y = few_rows_cuda(
+                y, chunks, table, None, layout, plans[i % 3 if i < 6 else 0], norm_K=x[0].abs(), residual_1N=y
+            )
+            if pause:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(False)
+    for _ in range(20):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 @pytest.mark.gpu

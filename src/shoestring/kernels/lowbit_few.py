@@ -2,8 +2,11 @@
 
     y = [norm] x W^T [+ bias] [swiglu] [+ residual]          the arguments are those of kernels/row_linear.py
 
-At this size a product only reads W, and what is left to gain is waiting: the plan of a kernel (`Plan`) takes no more
-than half of a multiprocessor, so that the next kernel is there too and fetches its first weights while this one ends.
+At this size a product only reads W, and what is left to gain is waiting: for the block to start, for x, for the sum.
+A plan (`Plan`) gives a block a whole multiprocessor, or half of one (`beside`): then the next kernel lies beside this
+one and fetches its weights meanwhile. Two blocks of the same kernel on one multiprocessor would take twice as long,
+while another has none, and the hardware does place them so. Therefore launches take turns between two shapes of which
+no two of a kind fit: one with more than half of the shared memory, one with more than half of the registers.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -26,6 +30,9 @@ from shoestring.kernels.nvrtc import Kernel, compile_kernel
 
 MOST_ROWS = 16
 SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
+MORE_THAN_HALF = 116 * 1024  # two blocks of so much shared memory do not fit (each also costs 1 KiB)
+LESS_THAN_HALF = SHARED_SM - MORE_THAN_HALF - 2048
+REGISTERS = 16384  # of each of the four parts of a multiprocessor
 HERE = Path(__file__).parent / "_cuda"
 PLANS = HERE / "lowbit_few_plans.json"
 
@@ -65,7 +72,7 @@ def around_ref(
 class Plan:
     """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
     over a cluster of `split` blocks; x in panels of `panel` chunks, or whole (0), through registers; `digits`: the
-    product is one of integers (x whole; no tables)."""
+    product is one of integers (x whole; no tables); `beside`: half of a multiprocessor (no clusters)."""
 
     row_warps: int
     k_warps: int
@@ -74,6 +81,7 @@ class Plan:
     split: int = 1
     panel: int = 0
     digits: int = 0
+    beside: int = 0
 
     @property
     def warps(self) -> int:
@@ -108,7 +116,10 @@ class Plan:
     def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
         if self.digits and (layout.table or self.panel or rows > 8):
             return False
-        return self.shared_bytes(layout, rows, width, norm) <= SHARED_LIMIT
+        if self.beside and (self.split > 1 or self.warps > 20):
+            return False
+        limit = LESS_THAN_HALF if self.beside else SHARED_LIMIT
+        return self.shared_bytes(layout, rows, width, norm) <= limit
 
 
 ROW_CLASSES = (1, 2, 4, 8, 16)
@@ -184,10 +195,35 @@ def choose_plan(
     return plan
 
 
+# -- blocks of two kernels on one multiprocessor --------------------------------------------------------------
+def registers_beside(warps: int) -> int:
+    """Registers a thread may take so that blocks of both shapes fit: see warps_beside."""
+    return REGISTERS // (2 * ceil_div(warps, 4) + 1) // 32 // 8 * 8
+
+
+def warps_beside(registers: int) -> tuple[int, int]:
+    """(warps of the shape that takes shared memory, of the one that takes registers) for so many registers a thread:
+    one of each fits, two of the second do not. Warps come in fours, one for each part of a multiprocessor."""
+    places = REGISTERS // (ceil_div(registers, 8) * 8 * 32)
+    many = places // 2 + 1
+    return 4 * (places - many), 4 * many
+
+
+_turns = itertools.cycle((False, True))
+
+
+def shape_beside(registers: int, plan: Plan, shared: int) -> tuple[int, int]:
+    """(warps, bytes of shared memory) of the next launch; what takes a whole multiprocessor where it does not fit."""
+    few, many = warps_beside(registers)
+    if plan.warps > few or many > 32 or shared > LESS_THAN_HALF:
+        return plan.warps, max(shared, SHARED_SM // 2)
+    return (many, shared) if next(_turns) else (few, MORE_THAN_HALF)
+
+
 # -- the kernel ----------------------------------------------------------------------------------------------
 @functools.cache
 def few_source() -> str:
-    return "".join((HERE / f"lowbit_{part}.cu").read_text() for part in ("decode", "few_ops", "few"))
+    return "".join((HERE / f"lowbit_{part}.cu").read_text() for part in ("decode", "few_ops", "few_x", "few"))
 
 
 def few_macros(
@@ -212,6 +248,7 @@ def few_macros(
         "KW": plan.k_warps,
         "DEPTH": plan.depth,
         "DIGITS": plan.digits,
+        "BESIDE": registers_beside(plan.warps) if plan.beside else 0,
         "XREG": int(plan.panel == 0),
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
         "SWIGLU": int(swiglu),
@@ -258,12 +295,14 @@ def few_rows_cuda(
     numbers = (width, rows, x_MK.stride(0), tiles, per_row, panel)
     pointers = (chunks, x_MK, y, table, bias, norm_K, residual_1N)
     shared = plan.shared_bytes(layout, rows, width, norm_K is not None)
-    shared = max(
-        shared, SHARED_SM // 2
-    )  # blocks must not gather on one multiprocessor, so one fills half of it
+    warps = plan.warps
+    if plan.beside:
+        warps, shared = shape_beside(kernel.registers, plan, shared)
+    else:  # blocks must not gather on one multiprocessor, so one fills half of it
+        shared = max(shared, SHARED_SM // 2)
     kernel.launch(
         plan.grid(tiles * CHUNK_ROWS),
-        plan.warps * 32,
+        warps * 32,
         shared,
         (
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers),

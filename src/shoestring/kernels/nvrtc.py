@@ -27,7 +27,7 @@ import torch
 
 from shoestring.errors import UserError
 
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+NUM_REGISTERS, MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 4, 8, 9  # CU_FUNC_ATTRIBUTE_*
 CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 INVALID_CONTEXT = 201
 
@@ -200,6 +200,14 @@ class Kernel:
             code = call()
         _check(code, doing)
 
+    @functools.cached_property
+    def registers(self) -> int:
+        """Of a thread."""
+        count = ctypes.c_int()
+        code = self._driver.cuFuncGetAttribute(ctypes.byref(count), NUM_REGISTERS, self._function)
+        _check(code, f"asking for the registers of {self.name}")
+        return count.value
+
     def launch(
         self,
         grid: tuple[int, int, int],
@@ -216,6 +224,9 @@ class Kernel:
                 self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes),
                 f"asking for {shared_bytes} bytes of shared memory",
             )
+            # All of the cache as shared memory, as for any kernel that needs this much: blocks of kernels that ask for
+            # different parts of it cannot run on one multiprocessor at once.
+            self._driver.cuFuncSetAttribute(self._function, SHARED_CARVEOUT, 100)
             self._shared = shared_bytes
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
         attributes = (_Attribute * 2)()

@@ -1,5 +1,5 @@
 // y = [norm] x[M, K] w[N, K]^T [+ bias] [swiglu] [+ residual] for 1 to 16 rows, weights of 2, 3 or 4 bits, sm_90 and later.
-// (lowbit_decode.cu and lowbit_few_ops.cu stand in front of this file: the macros of the format, decoding, instructions.)
+// (In front of this file stand lowbit_decode.cu, lowbit_few_ops.cu and lowbit_few_x.cu: decoding, instructions, x.)
 //
 // Weights are the A operand of the tensor cores (16 output rows), activations the B operand, so 8 columns of activations
 // cost one instruction. Weights are read once from memory; what counts is that nothing else takes longer. Measured: the
@@ -17,30 +17,33 @@
 //    by then, and are added in a fixed order: the result does not depend on timing.
 //  - the grid may start while its predecessor drains (programmatic dependent launch): rings are filled first, x and the
 //    residual are read after grid_wait().
+//  - BESIDE: a block takes half of a multiprocessor, so that blocks of two kernels lie side by side and the weights of the
+//    next are on their way while this one multiplies. Two of the same kernel on one would take twice as long; the host
+//    sees to it that they do not fit (kernels/lowbit_few.py), by shared memory or by warps that only hold registers.
 //
 // Macros given by the caller, beside those of lowbit_decode.cu:
 //   MT 1,2 tiles of 8 columns of activations   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
 //   DEPTH chunks in a warp's ring   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
-//   OUT32 1: y is fp32
-#define THREADS (WARPS * 32)
-#define RW (WARPS / KW)
-#define TILES (RW * R)                   // row tiles of a block; even under SWIGLU
-#define RING (DEPTH * R * CHUNK)         // bytes of a warp's ring
-#define PART 20                          // floats between the columns of partial sums: no bank conflicts
-#define SUMS (!TABLE && XREG && !DIGITS) // sums of x by group are at hand
-#define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
-#define LOW (4 * MT)                     // DIGITS: the column of a row's low digit, less that of its high one
-#define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
-#define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
+//   OUT32 1: y is fp32   BESIDE 0: a block takes a multiprocessor, else: registers a thread may take
+#if BESIDE
+#define BOUNDS __maxnreg__(BESIDE)
+#else
+#define BOUNDS __launch_bounds__(THREADS, 1)
+#endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
+extern "C" __global__ void BOUNDS lowbit_few(
     const char* __restrict__ W, const u16* X, void* Y, const float* __restrict__ table, const u16* __restrict__ bias,
     const void* __restrict__ norm, const u16* residual, float eps, int K, int M, int pitch_x, int tiles, int chunks,
     int panel) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int row_warp = warp % RW, k_warp = warp / RW, tile0 = blockIdx.y * TILES;
-    const u32 rank = cluster_rank(), ranks = cluster_ranks();
+    if (BESIDE && warp >= WARPS) {  // only there to take registers: it keeps a second block of this kernel away
+        launch_dependents();
+        wait_for_workers();
+        return;
+    }
+    const u32 rank = BESIDE ? 0 : cluster_rank(), ranks = BESIDE ? 1 : cluster_ranks();
     const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
     const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
 
@@ -55,20 +58,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
     }
     const int mine = count > k_warp ? (count - k_warp + KW - 1) / KW : 0;
     u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers: a panel of x is here
-    auto fetch = [&](const int slot, const int n) {  // always commits, so that groups can be counted
-        if (n < mine) {
+    const u32 ring_lane = shared_address(ring) + lane * 16;
+    int left = mine;
+    auto fetch = [&](const int at) {  // the next chunks to byte `at` of the ring; always commits, so that groups can be counted
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
             #pragma unroll
-            for (int r = 0; r < R; r++) {
-                const u32 to = shared_address(ring) + (slot * R + r) * CHUNK + lane * 16;
-                const char* chunk = from[r] + (u64)n * KW * CHUNK;
-                #pragma unroll
-                for (int p = 0; p < CHUNK / 16; p += 32)
-                    if (p + lane < CHUNK / 16) copy_async(to + p * 16, chunk + p * 16);
-            }
+            for (int p = 0; p < CHUNK / 16; p += 32)
+                copy_async_if(ring_lane + at + r * CHUNK + p * 16, from[r] + p * 16, left > 0 && p + lane < CHUNK / 16);
+            from[r] += KW * CHUNK;
         }
+        left--;
         commit();
     };
-    for (int p = 0; p < DEPTH - 1; p++) fetch(p, p);
+    for (int p = 0; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
     launch_dependents();
 
 #if TABLE
@@ -89,126 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
     if (NORM)
         for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
     grid_wait();
-#if DIGITS
-    // x by chunk as integers of 16 bits times a scale, in two digits of 8 bits; a thread takes 32 inputs of a row. Byte b of
-    // word j for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
-    for (int e0 = warp * 32; e0 < M * count * 4; e0 += THREADS) {
-        const int e = e0 + lane, row = e / (count * 4), piece = e - row * (count * 4), k = first * 128 + piece * 32;
-        const bool inside = e < M * count * 4;
-        float f[32];
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (inside && k < K) v = load_late(X + (u64)row * pitch_x + k + i * 8);
-            const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-            #pragma unroll
-            for (int n = 0; n < 8; n++) f[i * 8 + n] = widen(pairs[n / 2] >> (n % 2 * 16));
-        }
-#if NORM
-        float square = 0.f;
-        #pragma unroll
-        for (int i = 0; i < 32; i++) square += f[i] * f[i];
-        square = add_lanes(square, 4);
-        if (inside && piece % 4 == 0) squares[row * count + piece / 4] = square;
-        if (inside && k < K)
-            #pragma unroll
-            for (int i = 0; i < 32; i++) f[i] *= NORM == 1 ? widen(((const u16*)norm)[k + i]) : ((const float*)norm)[k + i];
-#endif
-        float most = 0.f;
-        #pragma unroll
-        for (int i = 0; i < 32; i++) most = max_abs(most, f[i]);
-        #pragma unroll
-        for (int i = 1; i < 4; i *= 2) most = max_abs(most, __shfl_xor_sync(~0u, most, i));
-        const float by = most > 0.f ? 32512.f / most : 0.f, scale = most * (1.f / 32512.f);
-        int sum_high = 0, sum_low = 0;
-        char* const to = x_smem + ((u64)(piece / 4 * 2 + piece % 4 / 2) * 2 * M + row) * 64 + piece % 2 * 8;
-        #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            u32 high[2], low[2];
-            #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                u32 v[4];
-                #pragma unroll
-                for (int b = 0; b < 4; b++) {
-                    const int at = BITS == 4 ? 16 * j + 2 * c + (b & 1 ? 8 : 0) + (b & 2 ? 1 : 0)
-                                             : 8 * j + 2 * c + (b & 1 ? 16 : 0) + (b & 2 ? 1 : 0);
-                    v[b] = __float_as_uint(f[at] * by + SHIFTED);
-                }
-                low[j] = __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
-                #pragma unroll
-                for (int b = 0; b < 4; b++) v[b] += 128;  // the low digit has a sign
-                high[j] = __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
-                sum_low = __dp4a((int)low[j], 0x01010101, sum_low), sum_high = __dp4a((int)high[j], 0x01010101, sum_high);
-            }
-            if (inside) {
-                *(uint2*)(to + c * 16) = make_uint2(high[0], high[1]);
-                *(uint2*)(to + M * 64 + c * 16) = make_uint2(low[0], low[1]);
-            }
-        }
-        const float total_high = add_lanes((float)sum_high, GROUP / 32), total_low = add_lanes((float)sum_low, GROUP / 32);
-        if (inside && piece % (GROUP / 32) == 0) {  // the sum of a group's digits, and what a digit is worth
-            float2* const line = (float2*)sums + piece / (GROUP / 32) * (8 * MT);
-            line[row] = make_float2(total_high, scale * 256.f), line[LOW + row] = make_float2(total_low, scale);
-        }
-    }
-#else
-    const int pieces = count * 16, total = M * pieces;
-    for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
-        uint4 got[4];
-        int row[4], piece[4];
-        #pragma unroll
-        for (int u = 0; u < 4; u++) {
-            const int e = e0 + u * THREADS + lane;
-            row[u] = e / pieces, piece[u] = e - row[u] * pieces;
-            const int k = first * 128 + piece[u] * 8;
-            got[u] = make_uint4(0, 0, 0, 0);
-            if (e < total && k < K) got[u] = load_late(X + (u64)row[u] * pitch_x + k);
-        }
-        #pragma unroll
-        for (int u = 0; u < 4; u++) {
-            const bool inside = e0 + u * THREADS + lane < total;
-            u32 v[4] = {got[u].x, got[u].y, got[u].z, got[u].w};
-#if NORM
-            const int k = first * 128 + piece[u] * 8;
-            float by[8], square = 0.f;
-            #pragma unroll
-            for (int i = 0; i < 8; i++) by[i] = 0.f;
-            if (inside && k < K) {
-#if NORM == 1
-                const uint4 n = *(const uint4*)((const u16*)norm + k);
-                const u32 pairs[4] = {n.x, n.y, n.z, n.w};
-                #pragma unroll
-                for (int i = 0; i < 8; i++) by[i] = widen(pairs[i / 2] >> (i % 2 * 16));
-#else
-                #pragma unroll
-                for (int i = 0; i < 8; i++) by[i] = ((const float*)norm)[k + i];
-#endif
-            }
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float a = widen(v[i]), b = widen(v[i] >> 16);
-                square += a * a + b * b;
-                v[i] = narrow(a * by[2 * i]) | (u32)narrow(b * by[2 * i + 1]) << 16;
-            }
-            square = add_lanes(square, 16);
-            if (inside && piece[u] % 16 == 0) squares[row[u] * count + piece[u] / 16] = square;
-#endif
-#if SUMS
-            float sum = 0.f;
-            #pragma unroll
-            for (int i = 0; i < 4; i++) sum += widen(v[i]) + widen(v[i] >> 16);
-            sum = add_lanes(sum, GROUP / 8);
-            if (inside && piece[u] % (GROUP / 8) == 0) sums[piece[u] / (GROUP / 8) * (8 * MT) + row[u]] = sum;
-#endif
-            if (inside)  // in the order of fragments: a lane finds those of four instructions side by side
-                #pragma unroll
-                for (int i = 0; i < 4; i++) *(u32*)(x_smem + (piece[u] / 4 * M + row[u]) * 64 + i * 16 + piece[u] % 4 * 4) = v[i];
-        }
-    }
-#endif
+    take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x);
 #else
     if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
-    __syncthreads();
+    join_workers();
     auto fetch_x = [&](const int n) {  // by the first warp
         const u32 to = shared_address(x_smem) + (n & 1) * M * x_pitch + lane * x_pitch;
         const int k0 = (first + n * panel) * 128, k1 = min(k0 + min(panel, count - n * panel) * 128, K);
@@ -253,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
         const int column = m * 8 + g;
         x_column[m] = x_smem + (min(column % LOW, M - 1) + (column < LOW ? 0 : M)) * 64 + t * 16;
     }
-    auto consume = [&](const int slot, const u32 x_at, const int chunk_at) {
+    auto consume = [&](const int at, const u32 x_at, const int chunk_at) {  // the chunks at byte `at` of the ring
         u32 x[MT][8];
         #pragma unroll
         for (int m = 0; m < MT; m++)
@@ -264,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
             }
         #pragma unroll
         for (int r = 0; r < R; r++) {
-            const char* chunk = ring + (slot * R + r) * CHUNK;
+            const char* chunk = ring + at + r * CHUNK;
             u32 w[NW];
             load_words(w, chunk, lane);
             #pragma unroll
@@ -310,12 +197,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
     for (int m = 0; m < MT; m++)
         x_row[m] = shared_address(x_smem) + min(m * 8 + (lane & 7), M - 1) * x_pitch + (lane >> 3) * 16 + k_warp * 256;
 
-    auto consume = [&](const int slot, const u32 x_at, const int chunk_at) {
+    auto consume = [&](const int at, const u32 x_at, const int chunk_at) {  // the chunks at byte `at` of the ring
         u32 w[R][NW];
         const char* chunk[R];
         #pragma unroll
         for (int r = 0; r < R; r++) {
-            chunk[r] = ring + (slot * R + r) * CHUNK;
+            chunk[r] = ring + at + r * CHUNK;
             load_words(w[r], chunk[r], lane);
         }
         #pragma unroll
@@ -413,33 +300,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
 #endif
 
     // ---- the main loop ---------------------------------------------------------------------------------------------
-#if XREG
-    __syncthreads();
-    u32 x_at = 0;
+#if XREG && DEPTH > 4  // a loop that is not unrolled: the ring may be as long as the work
+    join_workers();
+    for (int i = 0, at = 0, before = RING - R * CHUNK; i < mine; i++) {
+        wait_all_but<DEPTH - 2>();
+        __syncwarp();
+        fetch(before);
+        consume(at, 0, i * KW + k_warp);
+        before = at;
+        if ((at += R * CHUNK) == RING) at = 0;
+    }
+#elif XREG
+    join_workers();
     for (int i = 0; i < mine; i += DEPTH) {
         #pragma unroll
         for (int s = 0; s < DEPTH; s++) {
             if (i + s >= mine) break;
             wait_all_but<DEPTH - 2>();
             __syncwarp();  // chunk i + s is here, and the one before has been read by all lanes
-            fetch((s + DEPTH - 1) % DEPTH, i + s + DEPTH - 1);
-            consume(s, x_at, (i + s) * KW + k_warp);
-            x_at += KW * 256;
+            fetch((s + DEPTH - 1) % DEPTH * (R * CHUNK));
+            consume(s * (R * CHUNK), 0, (i + s) * KW + k_warp);
         }
     }
 #else
-    for (int n = 0, i = 0, slot = 0; n < panels; n++) {
+    for (int n = 0, i = 0, at = 0, before = RING - R * CHUNK; n < panels; n++) {
         if (n) {
-            __syncthreads();  // everyone has left panel n - 1
+            join_workers();  // everyone has left panel n - 1
             if (warp == 0 && n + 1 < panels) fetch_x(n + 1);
         }
         barrier_wait(full + (n & 1), n >> 1 & 1);
         for (int k = 0; k < panel / KW && i < mine; k++, i++) {
             wait_all_but<DEPTH - 2>();
             __syncwarp();
-            fetch(slot ? slot - 1 : DEPTH - 1, i + DEPTH - 1);
-            consume(slot, (n & 1) * M * x_pitch + k * (KW * 256), i * KW + k_warp);
-            if (++slot == DEPTH) slot = 0;
+            fetch(before);
+            consume(at, (n & 1) * M * x_pitch + k * (KW * 256), i * KW + k_warp);
+            before = at;
+            if ((at += R * CHUNK) == RING) at = 0;
         }
     }
 #endif
@@ -464,7 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lowbit_few(
     }
 #endif
     if (ranks > 1) cluster_barrier();
-    else __syncthreads();
+    else join_workers();
+    if (BESIDE) workers_are_done();
     auto total_of = [&](const int l, const int col, const int row) {
         float v = 0.f;
         for (u32 p = 0; p < ranks; p++)

@@ -1,7 +1,18 @@
 // Instructions that only lowbit_few.cu uses: early launch, loads of what other kernels wrote, barriers and bulk copies,
-// byte products, clusters. It stands between lowbit_decode.cu and lowbit_few.cu.
+// byte products, clusters. It stands behind lowbit_decode.cu.
 INLINE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 INLINE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// A barrier of the warps that work, and one that the others wait at until those are done.
+INLINE void join_workers() {
+    if (BESIDE) asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+    else __syncthreads();
+}
+INLINE void workers_are_done() { asm volatile("bar.arrive 2, %0;" ::"r"(blockDim.x) : "memory"); }
+INLINE void wait_for_workers() { asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory"); }
+INLINE void copy_async_if(u32 to, const void* from, bool inside) {  // 16 bytes, past L1; no branch
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}"
+                 ::"r"(to), "l"(from), "r"((u32)inside) : "memory");
+}
 INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there before grid_wait
     uint4 v;
