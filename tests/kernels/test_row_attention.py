@@ -24,6 +24,7 @@ from shoestring.kernels.row_attention import (
     row_attention_,
     row_attention_ref_,
     row_attention_usable,
+    shape_usable,
     shared_bytes,
 )
 
@@ -64,6 +65,13 @@ def test_many_requests_share_the_chip() -> None:
     assert not row_attention_usable(torch.zeros(1, 96), 4, 2, 16)  # no GPU kernel for a CPU tensor
 
 
+def test_heads_whose_sums_do_not_fit_where_the_stages_were_are_not_taken() -> None:
+    """Small dims leave many partial sums: 12 heads of 32 wrote them over what other warps still read."""
+    assert [h for h in range(1, 20) if shape_usable(32, h)] == list(range(1, 10))
+    assert all(shape_usable(dim, 16) for dim in (64, 96, 128, 160, 256))
+    assert not any(shape_usable(*shape) for shape in ((48, 4), (288, 1), (128, 17)))
+
+
 # heads, key heads, dim, page, blocks of a cluster, window, dtype of the norms' weights, rotated
 CASES = [
     (4, 1, 64, 16, 2, None, None, True),
@@ -71,6 +79,7 @@ CASES = [
     (8, 2, 32, 16, 4, None, torch.bfloat16, True),
     (4, 1, 128, 16, 8, None, None, True),
     (2, 1, 96, 16, 2, 100, None, False),
+    (9, 1, 32, 16, 2, None, None, True),  # as many as fit
 ]
 
 

@@ -70,7 +70,16 @@ def row_attention_usable(qkv_TE: Tensor, num_heads: int, num_groups: int, head_d
     """Whether the kernel takes rows like these."""
     if not chunks_usable(qkv_TE) or qkv_TE.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return head_dim % 32 == 0 and head_dim <= MAX_DIM and num_heads // num_groups <= MAX_SHARED_HEADS
+    return shape_usable(head_dim, num_heads // num_groups)
+
+
+def shape_usable(head_dim: int, heads: int) -> bool:
+    """Whether the kernel takes heads of this dim, so many to a key head."""
+    if head_dim % 32 or head_dim > MAX_DIM or heads > MAX_SHARED_HEADS:
+        return False
+    # Threads that share dims leave their sums where the stages were, while others may still read what lies behind.
+    parts = THREADS // (head_dim // 2)
+    return 4 * (parts - 1) * heads * head_dim <= stage_bytes(head_dim)
 
 
 def ranks_for(num_tiles: int, num_groups: int) -> int:
@@ -81,11 +90,16 @@ def ranks_for(num_tiles: int, num_groups: int) -> int:
     return ranks
 
 
+def stage_bytes(head_dim: int) -> int:
+    """Shared memory of the two stages of keys and values."""
+    pitch = 2 * head_dim + (0 if 2 * head_dim % 128 == 64 else 64)
+    return 2 * KEYS * (pitch + 2 * head_dim)
+
+
 def shared_bytes(head_dim: int, heads: int, ranks: int) -> int:
     """Shared memory of a block, as the source lays it out."""
-    pitch = 2 * head_dim + (0 if 2 * head_dim % 128 == 64 else 64)
     floats = 2 * heads * head_dim + 2 * head_dim + KEYS * (-(-heads // 4) * 4) + heads + 2 * ranks * heads
-    return 2 * KEYS * (pitch + 2 * head_dim) + 4 * floats
+    return stage_bytes(head_dim) + 4 * floats
 
 
 def macros(
@@ -126,6 +140,7 @@ def row_attention_(
     page, num_groups, head_dim = keys_NPGD.shape[1:]
     num_heads = width // head_dim - 2 * num_groups
     heads, num_tiles = num_heads // num_groups, tiles_L4.shape[0]
+    assert shape_usable(head_dim, heads)
     assert qkv_TE.is_contiguous() and keys_NPGD.is_contiguous() and values_NPGD.is_contiguous()
     assert tables_LW.stride(1) == 1 and tables_LW.dtype == tiles_L4.dtype == torch.int32
     assert tiles_L4.is_contiguous() and keys_NPGD.dtype == values_NPGD.dtype == qkv_TE.dtype
