@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoestring.cli import run_cli
+from shoestring.formats import FormatLinear
 from shoestring.kernels.sparse24 import is_24
 from shoestring.model import load_model
 from shoestring.runlog import read_jsonl
@@ -81,6 +82,20 @@ def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:
     assert torch.equal(a, b)
     run("train/sparse24_sste", "steps=3", "method=srste", "weight_grad=exact", "precision=fp8", "run=older")
     assert is_24(load_file(tmp_path / "older/model/model.safetensors")["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_a_bf16_run_is_packed_in_bf16_without_losing_anything(tmp_path: Path) -> None:
+    run("train/sparse24_sste", "steps=2", "dtype=bf16", "run=half")
+    dense = load_file(tmp_path / "half/model/model.safetensors")
+    parts = load_file(tmp_path / "half/packed/packed.safetensors")
+    values = {name: t for name, t in parts.items() if name.endswith("weight_values")}
+    assert len(values) == 6 and all(t.dtype == torch.bfloat16 for t in values.values())
+    about = json.loads((tmp_path / "half/packed/shoestring.json").read_text())
+    assert about["compute_dtype"] == "bfloat16"
+    down = load_model(tmp_path / "half/packed").model.get_submodule("blocks.1.mlp.down")
+    assert isinstance(down, FormatLinear)
+    decoded = down.effective_weight(torch.float32)
+    assert torch.equal(decoded, dense["model.layers.1.mlp.down_proj.weight"].float())
 
 
 def test_a_width_that_does_not_fit_is_said_before_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Sparse24, convert, pack
 from shoestring.formats.convert import Rule
 from shoestring.kernels.sparse24 import is_24
+from shoestring.measure import pick_device, pick_dtype
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.recipes.train import dense
@@ -61,7 +62,7 @@ def main(cfg: Config) -> Path:
         plots=flip_plots,
     )
     if os.environ.get("RANK", "0") == "0":
-        save_packed(folder, cfg.layers)
+        save_packed(folder, cfg.layers, pick_dtype(cfg.dtype, pick_device(cfg.device)))
     return folder
 
 
@@ -77,14 +78,17 @@ def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list
     return [clock, FlipMeter(cfg.flip_every), *decay]
 
 
-def save_packed(folder: Path, layers: str) -> None:
-    """packed/ beside model/: the same weights without their zeros."""
+def save_packed(folder: Path, layers: str, dtype: torch.dtype) -> None:
+    """packed/ beside model/: the same weights without their zeros, in the dtype that training multiplied with (16 bits
+    have a decoding kernel on a GPU).
+    """
     loaded = load_model(folder / "model", dtype=torch.float32)
     report = convert(loaded.model, [(layers, Sparse24())])
     for changed in report.changed:
         weight = loaded.model.get_parameter(f"{changed.name}.weight")
         if not is_24(weight):
             raise UserError(f"{changed.name} is not 2:4 after training; packing it would change the model")
-    pack(loaded.model)
+    loaded.model.compute_dtype = dtype
+    pack(loaded.model, dtype=dtype)
     save_model(folder / "packed", loaded.model, loaded.tokenizer)
     RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")
