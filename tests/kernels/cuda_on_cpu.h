@@ -1,5 +1,5 @@
-// Enough of CUDA to run kernels/_cuda/lowbit.cu on a CPU (see cuda_on_cpu.py). Every CUDA thread is a fiber; whatever
-// a warp does together (mma, ldmatrix, barriers) is a meeting point. An asynchronous copy lands only when its thread
+// Enough of CUDA to run what is in kernels/_cuda on a CPU (see cuda_on_cpu.py); headers of its kernels include this one.
+// Every CUDA thread is a fiber; whatever a warp does together (mma, ldmatrix, barriers) is a meeting point. An asynchronous copy lands only when its thread
 // waits for its group, so a missing wait reads old bytes; addresses are checked against what the caller allocated.
 #include <ucontext.h>
 
@@ -174,12 +174,3 @@ static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int
         }
     }
 }
-
-#ifndef OTHER_KERNEL  // sparse24_on_cpu.h brings its own
-#include "kernel.inc"
-extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, u16* Y, const float* table, int N, int K, int M,
-                    int tiles, int chunks, int k_warps, int panel, int warps, int blocks, int shared) {
-    launch(W, w_bytes, X, x_bytes, warps, blocks, shared,
-           [=] { lowbit_rows(W, X, Y, table, nullptr, N, K, M, K, tiles, chunks, k_warps, panel); });
-}
-#endif

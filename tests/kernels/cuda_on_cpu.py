@@ -1,5 +1,5 @@
-"""Turns kernels/_cuda/lowbit.cu and sparse24.cu into C++ for a CPU: functions of inline assembly give way to those of
-cuda_on_cpu.h and sparse24_on_cpu.h.
+"""Turns kernels/_cuda/lowbit_few.cu and sparse24.cu into C++ for a CPU: functions of inline assembly give way to those
+of cuda_on_cpu.h, few_on_cpu.h and sparse24_on_cpu.h.
 
 Clusters are of one block here, and only bf16 activations are emulated; everything else of the kernel (decoding,
 indexing, rings, panels, sums) is the source that NVRTC compiles.
@@ -35,7 +35,7 @@ def without_function(source: str, name: str) -> str:
 
 
 def cpu_source(source: str, replaced: tuple[str, ...] = REPLACED) -> str:
-    source = source[: source.index("// ---- the whole weight, decoded")]
+    source = source.split("// ---- the whole weight, decoded")[0]
     source = re.sub(r"^#if SPLIT > 1\n.*?^#endif\n", "", source, flags=re.MULTILINE | re.DOTALL)
     for name in replaced:
         source = without_function(source, name)

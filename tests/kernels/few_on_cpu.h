@@ -1,6 +1,5 @@
 // What kernels/_cuda/lowbit_few.cu needs beside cuda_on_cpu.h: bulk copies, which land when somebody waits for their
 // barrier, and shuffles. Clusters are of one block here.
-#define OTHER_KERNEL
 #include "cuda_on_cpu.h"
 
 struct float2 { float x, y; };

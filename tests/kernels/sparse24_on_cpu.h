@@ -1,5 +1,4 @@
 // kernels/_cuda/sparse24.cu on a CPU (see cuda_on_cpu.h): the sparse matrix instruction as the PTX manual defines it.
-#define OTHER_KERNEL
 #include "cuda_on_cpu.h"
 
 static u32 given_sparse[64][32][9];

@@ -1,5 +1,4 @@
 // kernels/_cuda/swiglu24.cu on a CPU (see cuda_on_cpu.h), bf16.
-#define OTHER_KERNEL
 #include <cmath>
 
 #include "cuda_on_cpu.h"

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shoestring.formats.serving as serving
-from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, parse_format
-from shoestring.kernels.lowbit import Plan, choose_plan, decode_chunks_ref, lowbit_linear, plans
+from shoestring.kernels.lowbit import lowbit_linear
 from shoestring.kernels.lowbit_layout import Layout, bit_map, chunk_group, pack_chunks, unpack_chunks
 
 LABELS = [
@@ -191,29 +190,6 @@ def test_compiled_and_with_other_leading_dims(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(compiled(x), layer(x)) and compiled(x).shape == (2, 3, 32)
 
 
-def test_plans_fit_and_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bits in (2, 3, 4):
-        for table in (False, True):
-            layout = Layout(bits, 128, table, 1 + table, False)
-            for rows in (1, 8, 9, 16, 17, 33, 64):
-                for out, width in ((4096, 4096), (14336, 4096), (4096, 14336), (256, 256)):
-                    for plan in (choose_plan(layout, rows, out, width), *plans(layout, rows, out, width)):
-                        panel, shared_bytes = plan.memory(layout, rows, width)
-                        assert plan.fits(layout, rows, width) and shared_bytes <= 227 * 1024
-                        assert panel % plan.k_warps == 0 < panel and 2 <= plan.depth <= 7
-                        assert plan.warps * plan.blocks <= 64 and plan.split in (1, 2, 4, 8)
-                        in_panels = panel * plan.split < width / 128
-                        assert not in_panels or panel // plan.k_warps >= plan.depth - 1
-    choose_plan.cache_clear()
-    monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", '{"split": 8}')
-    assert choose_plan(layout, 1, 4096, 4096).split == 8
-    choose_plan.cache_clear()
-    monkeypatch.setenv("SHOESTRING_LOWBIT_PLAN", '{"splits": 8}')
-    with pytest.raises(UserError, match="split"):
-        choose_plan(layout, 1, 4096, 4096)
-    choose_plan.cache_clear()
-
-
 # -- Triton --------------------------------------------------------------------------------------------------
 INTERPRETED = """
 import torch, torch.nn.functional as F
@@ -269,26 +245,6 @@ def test_cuda_kernels_match_fp64(label: str, dtype: torch.dtype) -> None:
         got = layer(x)
         assert rms(got, want) <= 2 * rms(eager, want), rows
         assert torch.equal(got, layer(x)), "the order of summation is fixed"
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(1, 1, 1, 2, 1, 1), Plan(5, 1, 2, 1, 2, 1, 3), Plan(4, 2, 1, 4, 1, 2, 4), Plan(2, 8, 1, 2, 1, 2, 7)],
-)
-def test_every_plan_computes_the_same(plan: Plan) -> None:
-    from shoestring.kernels.lowbit import few_rows_cuda
-
-    layer = packed_layer("int4:g64", 1008, 1600, device="cuda")
-    layer.serve()
-    layout, chunks = layer.format.layout(1600), layer.operands()["chunks"]
-    weight = decode_chunks_ref(chunks, None, layout, 1600)
-    for rows in (1, 13, 64):
-        x = torch.randn(rows, 1608, device="cuda", dtype=torch.bfloat16)[:, :1600]
-        want = x.double() @ weight.double().t()
-        got = few_rows_cuda(x, chunks, None, None, layout, plan)
-        assert rms(got, want) <= 2 * rms(F.linear(x, weight.to(x.dtype)), want)
 
 
 @pytest.mark.gpu

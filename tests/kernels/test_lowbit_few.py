@@ -120,8 +120,9 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
     norm_K, residual = around.get("norm_K"), around.get("residual_1N")
     assert plan.fits(layout, rows, width, norm_K is not None)
 
-    text = few_source() + "// ---- the whole weight, decoded"
-    (tmp_path / "kernel.inc").write_text(cuda_on_cpu.cpu_source(text, cuda_on_cpu.REPLACED + REPLACED))
+    (tmp_path / "kernel.inc").write_text(
+        cuda_on_cpu.cpu_source(few_source(), cuda_on_cpu.REPLACED + REPLACED)
+    )
     macros = few_macros(
         layout, BF16, row_class(rows), plan, None if norm_K is None else norm, "swiglu" in names
     )

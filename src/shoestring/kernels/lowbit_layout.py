@@ -12,7 +12,7 @@ Rows and inputs that were added to fill a chunk have scale 0.
 
 Lane g*4+t holds, for step j of 16 inputs, four pairs i: row g (i even) or g+8, inputs 16j + 2t + 8*(i//2) and the
 next one. Where the bits of pair 4j+i lie in the lane's words is what `bit_map` says; the reasons are in
-_cuda/lowbit.cu. `unpack_chunks` is the inverse in plain torch and the definition the kernels are tested with.
+_cuda/lowbit_decode.cu. `unpack_chunks` is the inverse in plain torch and the definition the kernels are tested with.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights of 2, 3 or 4 bits times tens to thousands of rows on sm_90: `wgmma` with the weights from registers.
 
-The kernel is _cuda/lowbit_wgmma.cu, behind the decoding part of _cuda/lowbit.cu; here are the instruction written out
+The kernel is _cuda/lowbit_wgmma.cu, behind _cuda/lowbit_decode.cu; here are the instruction written out
 for a number of columns, the map that the copy engine fetches activations by, and the choice of a plan. Same chunks,
 same result within rounding as the other ways of kernels/lowbit.py, and the same bit for bit at every run.
 """

@@ -1,5 +1,5 @@
 // Codes of 2, 3 and 4 bits to pairs of floats in the registers of a lane, and the instructions that the low-bit kernels
-// share. Not a file of its own to compile: it is put in front of lowbit.cu and lowbit_few.cu.
+// share. Not a file of its own to compile: it is put in front of lowbit_few.cu, lowbit_wgmma.cu and lowbit_dense.cu.
 //
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)

@@ -6,7 +6,7 @@
 //
 //  - WGS warpgroups, 64 outputs each, share the activations of a block: boxes of 64 k x TN rows that one thread of
 //    an extra warpgroup fetches with the copy engine (128-byte swizzle) into a ring of STAGES, guarded by mbarriers.
-//  - every warp streams its own chunks through a ring of DEPTH, as in lowbit.cu, and decodes the next 16 STEPS k
+//  - every warp streams its own chunks through a ring of DEPTH, as in lowbit_few.cu, and decodes the next 16 STEPS k
 //    (a second set of registers) while the tensor cores work on the last; other warpgroups fill the gaps.
 //  - each weight is scaled before the product (one more rounding, as if the weight were stored in x's dtype).
 //  - the SPLIT blocks of a cluster share K; their sums meet in distributed shared memory and are added in order.
