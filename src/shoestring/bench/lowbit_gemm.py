@@ -1,26 +1,26 @@
 """Low-bit products against bf16 `F.linear` and other libraries: correct against fp64 first, then timed.
 
-    python -m shoestring.bench.lowbit_gemm --tune PLANS.json     # choose plans, write them, measure with them
-    python -m shoestring.bench.lowbit_gemm --peer humming        # one peer, beside the baseline of the same machine
+    python -m shoestring.bench.lowbit_gemm                       # the whole table with all peers, about three minutes
+    python -m shoestring.bench.lowbit_peers humming              # one peer alone
+    python -m shoestring.bench.lowbit_gemm --tune PLANS.json     # choose plans of the kernel for many rows
 
 Time is that of one product in a CUDA graph over several weights, more than the L2 cache holds, so every weight
-comes from memory; the median over replays, with the 20th and 80th percentile. A peer that is not installed or fails
-says so and records nothing. Peers that are not installed are looked for in ./peers.
+comes from memory; the median over replays, with the 20th and 80th percentile. Everything is compiled first, by several
+processes at once; only then is anything timed, alone. The baseline is measured once for a shape and number of rows, in
+the same run. Every peer (bench/lowbit_peers.py) has a process of its own: one that fails stops no other.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import functools
 import itertools
 import json
-import math
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from ast import literal_eval
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,11 +41,12 @@ from shoestring.kernels.lowbit_wgmma import WidePlan
 
 SHAPES = [(14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048)
-SOME = (1, 4, 16, 32, 64, 256, 2048)
 FORMATS = {
     "int4:g128": tuple(sorted((*ROWS, 128, 512))),
-    **dict.fromkeys(("nf4:s2:g128", "int3:g128", "nf3:s2:g128", "int2:g128", "int4:g64"), SOME),
+    **dict.fromkeys(("nf4:s2:g128", "int3:g128", "nf3:s2:g128", "int2:g128", "int4:g64"), ROWS),
 }
+PEER_NAMES = "tinygemm", "torchao", "gemlite", "humming"
+COMPILING = "gemlite", "humming"  # kernels of their own, for each shape
 TUNED_ROWS = (32, 64, 128, 256, 2048)
 BASELINE = "bf16 F.linear"
 COLD_BYTES = 250e6  # four times the L2 cache of an H200
@@ -79,11 +80,22 @@ def copies(size: int) -> int:
     return min(60, max(4, int(COLD_BYTES / size)))
 
 
-@functools.cache
+def replays(rows: int) -> int:
+    return 15 if rows < 256 else 7
+
+
+BASELINES: dict[str, list[float]] = {}  # of this run; handed on from process to process
+
+
 def baseline(out: int, width: int, rows: int) -> list[float]:
-    weights = [torch.randn(out, width, device=DEVICE, dtype=DTYPE) for _ in range(copies(out * width * 2))]
-    x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
-    return graph_times([partial(F.linear, x, w) for w in weights])
+    key = f"{out}x{width} {rows}"
+    if key not in BASELINES:
+        weights = [
+            torch.randn(out, width, device=DEVICE, dtype=DTYPE) for _ in range(copies(out * width * 2))
+        ]
+        x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+        BASELINES[key] = graph_times([partial(F.linear, x, w) for w in weights], replays(rows))
+    return BASELINES[key]
 
 
 def relative_error(y: Tensor, want: Tensor) -> float:
@@ -231,7 +243,8 @@ def measure(labels: Sequence[str], until: float) -> None:
                 except (AssertionError, nvrtc.NvrtcError) as wrong:
                     say(f"{label} {out}x{width}: not measured ({wrong})")
                     continue
-                samples = weight.times(torch.randn(rows, width, device=DEVICE, dtype=DTYPE))
+                x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+                samples = weight.times(x, replays=replays(rows))
                 ratio = record_time(
                     f"shoestring {label}",
                     samples,
@@ -291,161 +304,87 @@ def table() -> str:
     return markdown(["kernel", "weight", *map(str, columns)], rows) + provenance(lines)
 
 
-# -- peers ---------------------------------------------------------------------------------------------------
-# Each makes a list of functions of x, one per copy of a weight, and the dense weight that they stand for; group 128.
-Functions = list[Callable[[Tensor], Tensor]]
-Peer = Callable[[int, int, int], tuple[Functions, Tensor]]
+# -- the whole run -------------------------------------------------------------------------------------------
+def compile_ours(labels: Sequence[str]) -> None:
+    """Run every case once on weights of zeros, many at a time, so that its kernels are compiled."""
+
+    def one(label: str, shape: tuple[int, int], rows: int) -> None:
+        out, width = shape
+        layout: Layout = parse_format(label).layout(width)  # type: ignore[attr-defined]
+        chunks = torch.zeros(out // 16, width // 128, layout.chunk_bytes, dtype=torch.uint8, device=DEVICE)
+        table = torch.zeros(1 << layout.bits, device=DEVICE) if layout.table else None
+        x = torch.zeros(rows, width, device=DEVICE, dtype=DTYPE)
+        try:
+            lowbit.lowbit_linear(x, chunks, table, None, layout)
+        except nvrtc.NvrtcError as error:
+            say(f"{label} {out}x{width} with {rows} rows: {error}")
+
+    jobs = [(label, shape, rows) for label in labels for shape in SHAPES for rows in FORMATS[label]]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, *zip(*jobs, strict=True)))
 
 
-def random_codes(out: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit codes, scales and zero points [out, width / 128] of a random weight."""
-    codes = torch.randint(0, 16, (out, width), device=DEVICE, dtype=torch.uint8)
-    scale = torch.rand(out, width // 128, device=DEVICE, dtype=DTYPE) * 0.004 + 0.002
-    return codes, scale, torch.randint(5, 11, scale.shape, device=DEVICE).to(DTYPE)
+def run_module(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", f"shoestring.bench.{name}", *arguments])
 
 
-def decode_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    groups = codes.unflatten(1, (-1, 128)).float() - zero.float().unsqueeze(-1)
-    return (groups * scale.float().unsqueeze(-1)).flatten(1)
+def finish(process: subprocess.Popen[bytes], what: str, until: float) -> None:
+    try:
+        code = process.wait(max(1.0, until - time.monotonic()))
+        if code:
+            say(f"{what}: ended with {code}")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        say(f"{what}: stopped, out of time")
 
 
-def seen_weight(function: Callable[[Tensor], Tensor], width: int) -> Tensor:
-    """The weight that a function multiplies with, column by column."""
-    hot = torch.eye(width, device=DEVICE, dtype=DTYPE)
-    return torch.cat([function(part) for part in hot.split(2048)]).t().float()
-
-
-def tinygemm(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
-    codes, scale, zero = random_codes(out, width)
-    packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
-    shift = (8 - zero.float()) * scale.float()  # it decodes as (code - 8) * scale + shift
-    grid = torch.stack([scale.t(), shift.to(DTYPE).t()], -1).contiguous()
-    dense = decode_codes(codes, scale, 8 - grid[..., 1].t().float() / scale.float())
-
-    def one(w: Tensor, g: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x: torch.ops.aten._weight_int4pack_mm(x, w, 128, g)
-
-    return [one(packed.clone(), grid.clone()) for _ in range(count)], dense
-
-
-def torchao_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
-
-    layer = torch.nn.Sequential(torch.nn.Linear(width, out, bias=False, device=DEVICE, dtype=DTYPE))
-    quantize_(layer, Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
-    return [copy.deepcopy(layer) for _ in range(count)], seen_weight(layer, width)
-
-
-def gemlite_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
-    """With the settings its authors tuned on an H100, and the nearest of them where one is missing: no search here."""
-    import gemlite
-    from gemlite.core import GEMLITE_TRITON_CONFIG_CACHE as KNOWN
-    from gemlite.helper import A16W4_HQQ_INT
-
-    if "GEMM" not in KNOWN:
-        gemlite.GemLiteLinearTriton.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
-    tuned = (14336, 4096) if (out, width) == (8192, 8192) else (out, width)
-    for known in KNOWN.values():
-        near = [k for k in map(literal_eval, known) if k[1:5] == (*tuned, 128, 8)]
-        for rows in ROWS if near else ():
-            best = min(near, key=lambda k: abs(math.log(k[0] / rows)))
-            known.setdefault(str((rows, out, width, *best[3:])), known[str(best)])
-
-    codes, scale, zero = random_codes(out, width)
-    dense = decode_codes(codes, scale, zero)
-    pack = A16W4_HQQ_INT(device=f"{DEVICE}:0", dtype=DTYPE).from_weights
-    return [pack(codes, scale.view(-1, 1), zero.view(-1, 1)) for _ in range(count)], dense
-
-
-def humming(kind: str, zero_point: bool) -> Peer:
-    """With the settings that it chooses itself for each number of rows; only those of ROWS are compiled."""
-
-    def make(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
-        from humming.layer import HummingLayer
-        from humming.tune import get_heuristics_config
-
-        config = {"dtype": kind, "group_size": 128, "has_zero_point": zero_point}
-        layer = HummingLayer(out, width, config, torch_dtype=DTYPE).cuda()
-        layer.load_from_unquantized(torch.randn(out, width, device=DEVICE, dtype=DTYPE) * 0.02)
-        layer.transform()
-        chosen = [
-            [below, rows, get_heuristics_config(layer.humming_config, shape_m=rows)]
-            for below, rows in zip((0, *ROWS), ROWS, strict=False)
-        ]
-        tuning = json.dumps(chosen)
-        functions: Functions = [
-            partial(copy.deepcopy(layer).forward, tuning_config=tuning) for _ in range(count)
-        ]
-        return functions, seen_weight(functions[0], width)
-
-    return make
-
-
-PEERS: dict[str, list[tuple[str, int, Peer, tuple[int, ...]]]] = {
-    "tinygemm": [("torch tinygemm int4", 4, tinygemm, ROWS[:7])],
-    "torchao": [("torchao int4", 4, torchao_int4, (1, 16, 64))],
-    "gemlite": [("gemlite int4", 4, gemlite_int4, ROWS)],
-    "humming": [
-        ("humming int4, zero points", 4, humming("uint4", True), ROWS),
-        ("humming int4, symmetric", 4, humming("uint4", False), ROWS),
-        ("humming int3, symmetric", 3, humming("uint3", False), (1, 16, 64)),
-        ("humming int2, symmetric", 2, humming("uint2", False), (1, 16, 64)),
-    ],
-}
-
-
-def measure_peer(
-    name: str,
-    until: float,
-    shapes: Sequence[tuple[int, int]],
-    only: Sequence[int] = ROWS,
-    prepare: bool = False,
-) -> None:
-    """`prepare`: call everything once and time nothing, so that it is compiled when it is timed later."""
-    for case, bits, make, rows_list in PEERS[name]:
-        for out, width in shapes:
-            told, began = [], time.monotonic()
-            try:
-                functions, dense = make(out, width, 1 if prepare else copies(out * width * bits // 8))
-                for rows in (r for r in rows_list if r in only):
-                    if time.monotonic() > until:
-                        say(f"{case}: out of time")
-                        return
-                    x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
-                    y = functions[0](x)
-                    if prepare:
-                        continue
-                    error = relative_error(y, x.double() @ dense.double().t())
-                    samples = graph_times([partial(f, x) for f in functions])
-                    ratio = record_time(case, samples, out, width, rows, error=error, bits=bits, group=128)
-                    told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f} e{error:.4f}")
-            except Exception as error:
-                say(f"{case} {out}x{width}: not measured ({type(error).__name__}: {str(error)[:300]})")
-            say(f"{case} {out}x{width} {time.monotonic() - began:.1f}s  " + "  ".join(told))
+def run_all(labels: Sequence[str], seconds: float) -> None:
+    """Compile all at once, then ours, then one peer after the other with what time is left."""
+    began = time.monotonic()
+    prepared = began + 0.45 * seconds
+    limit = ("--seconds", f"{0.4 * seconds:.0f}")
+    preparing = {"ours": run_module("lowbit_gemm", "--prepare", "--formats", *labels)}
+    for name, (out, width) in itertools.product(COMPILING, SHAPES):
+        shape = f"{out}x{width}"
+        preparing[f"{name} {shape}"] = run_module(
+            "lowbit_peers", name, "--prepare", "--shapes", shape, *limit
+        )
+    for name, process in preparing.items():
+        finish(process, f"compiling for {name}", prepared)
+        say(f"compiled for {name} after {time.monotonic() - began:.0f} s")
+    measure_memory()
+    measure(labels, began + 0.75 * seconds)
+    say(f"ours measured after {time.monotonic() - began:.0f} s")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as shared:
+        json.dump(BASELINES, shared)
+        shared.flush()
+        for name in PEER_NAMES:
+            left = began + seconds - time.monotonic()
+            process = run_module(
+                "lowbit_peers", name, "--baseline", shared.name, "--seconds", f"{left - 3:.0f}"
+            )
+            finish(process, name, began + seconds)
+            say(f"{name} after {time.monotonic() - began:.0f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tune", type=Path, help="choose plans first and write them here")
-    parser.add_argument("--formats", nargs="*", default=list(FORMATS))
-    parser.add_argument("--peer", choices=list(PEERS), help="measure this library instead of ours")
-    parser.add_argument("--prepare", action="store_true", help="only compile what the peer needs")
-    parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the last so many")
-    parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
+    parser.add_argument("--tune", type=Path, help="choose plans and write them here")
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--prepare", action="store_true", help="only compile our kernels")
+    parser.add_argument("--seconds", type=float, default=200, help="start nothing new after this long")
     args = parser.parse_args()
     torch.manual_seed(0)
     until = time.monotonic() + args.seconds
-    if args.peer:
-        sys.path.append("peers")
-        measure_peer(args.peer, until, SHAPES[-args.shapes :], args.rows or ROWS, args.prepare)
-        return
-    if args.tune:
-        tune(args.formats, args.tune, time.monotonic() + args.seconds * 0.5)
-    measure_memory()
-    measure(args.formats, until)
+    if args.prepare:
+        compile_ours(args.formats)
+    elif args.tune:
+        tune(args.formats, args.tune, until)
+    else:
+        run_all(args.formats, args.seconds)
 
 
 if __name__ == "__main__":
