@@ -48,10 +48,13 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| AST + SLoRB | 10 |" in page and "1,280 (" in page and "1,024 tokens of the validation" in page
     assert curve.count("| AST |") == 1 and "0k:" in curve
 
-    # As many steps as fit a time.
-    monkeypatch.setattr(sys, "argv", ["prune24", *argv, "--cases", "ast", "--seconds", "0.5"])
+    # As many steps as the clock allows; what was reached then is a row like the others.
+    limits = ["--steps", "90000", "--seconds", "0.5", "--eval-every", "90000"]
+    monkeypatch.setattr(sys, "argv", ["prune24", *argv, "--cases", "cast", *limits])
     prune24.main()
-    assert results.newest("prune24")[-1]["config"]["steps"] >= 10
+    line = results.newest("prune24")[-1]
+    assert 1 <= line["config"]["steps"] < 90000 and line["quality"]["kept_share"] <= 0.5
+    assert [tokens for tokens, _ in line["quality"]["curve"]] == [0, line["config"]["train_tokens"]]
     monkeypatch.setattr(sys, "argv", ["prune24", "--assets", str(tmp_path), "--cases", "ast"])
     with pytest.raises(SystemExit):
         prune24.main()

@@ -73,6 +73,16 @@ def test_the_published_range_gradient_is_the_same(label: str) -> None:
         torch.testing.assert_close(together[1][name], grad, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("label", ["int2:g32", "nf3:s2:g32:learned"])
+def test_rows_that_pass_one_after_the_other_give_the_same_gradients(label: str) -> None:
+    model = make(label)
+    alone, together = gradients(model, CrossEntropy()), gradients(model, Together(CrossEntropy(), rows=1))
+    assert together[0] == pytest.approx(alone[0], rel=1e-6)
+    assert alone[1].keys() == together[1].keys()
+    for name, grad in alone[1].items():
+        torch.testing.assert_close(together[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
 def test_families_have_one_width_and_at_most_the_limit() -> None:
     found = list(families(make("int2:g32"), limit=20_000))
     assert found and all(len({x.in_features for x in part}) == 1 and len(part) > 1 for part in found)

@@ -35,6 +35,7 @@ from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant
 from shoestring.train.shards import TokenShards
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
+from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
 # BitDistiller's, by bits; bitdistiller@2e-4 is the method with another one.
@@ -56,6 +57,7 @@ class Subject:
     steps: int
     batch: int
     train_context: int
+    micro: int = 0  # rows of a pass; 0: all of the batch
     tasks: list[Path] = field(default_factory=list)
     items: int = 0
     kept_dense: tuple[str, ...] = ()  # globs of layers whose width no group divides
@@ -128,7 +130,10 @@ def bitdistiller(
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     steps = steps or subject.steps
-    objective, often = Cakld(teacher, gamma), max(1, steps // 10)  # looking at the loss waits for the GPU
+    objective, often = (
+        Together(Cakld(teacher, gamma), rows=subject.micro),
+        max(1, steps // 10),
+    )  # looking at the loss waits for the GPU
     train(run, data, objective, steps=steps, schedule=constant(lr), log_every=often, graph=True)
     tell(run)
     return model, run.log.history[-1]["loss"]
@@ -157,7 +162,7 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
         RunLog(None, quiet=True),
     )
     hooks = [FallingRates(steps, warmup=max(1, steps // 20))]
-    objective, often = CachedCakld(cache), max(1, steps // 10)
+    objective, often = Together(CachedCakld(cache), rows=subject.micro), max(1, steps // 10)
     train(run, subject.data(seed), objective, steps=steps, hooks=hooks, log_every=often, graph=True)
     tell(run)
     return model

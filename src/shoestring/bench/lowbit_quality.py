@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +209,8 @@ def main() -> None:
                 dense[name] = known_dense(subject) or measure_dense(subject)
                 started = time.perf_counter()
             try:
-                measure(subjects[name], method, label, seed, dense[name])
+                with at_most(args.cell_seconds):
+                    measure(subjects[name], method, label, seed, dense[name])
             except (RuntimeError, UserError) as error:  # the other cells are still worth measuring
                 print(f"FAILED: {name} {method} {label} seed {seed}: {error}", flush=True)
                 if name == SCRATCH:
@@ -216,6 +219,22 @@ def main() -> None:
             taken[kind] = time.perf_counter() - started
     for line in verdicts():
         print(line, flush=True)
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """RuntimeError in the middle of what takes longer; 0 is no limit."""
+
+    def stop(number: int, frame: object) -> None:
+        raise RuntimeError(f"not finished after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def measure_dense(subject: Subject) -> float:
@@ -350,6 +369,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scratch-bytes", type=int, default=60_000_000, help="of its corpus")
     parser.add_argument("--steps", type=int, default=64, help="training steps of BitDistiller")
     parser.add_argument("--batch", type=int, default=32, help="rows of 512 tokens a step")
+    parser.add_argument("--micro", type=int, default=0, help="rows of a pass; 0: all of the batch")
+    parser.add_argument("--cell-seconds", type=float, default=0, help="a cell that takes longer is given up")
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=0, help="of the test text; 0: all of it")

@@ -81,6 +81,7 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         args.steps,
         args.batch,
         512,
+        args.micro,
         [p for t in TASKS if args.items and (p := args.assets / f"eval/{t}.jsonl").is_file()],
         args.items,
         blockwise_part=0.2,
@@ -113,7 +114,8 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
     model, mesh = Decoder(spec).to(device), open_mesh(MeshConfig(), device=str(device))
     init_weights(model, seed=0)
     model.compute_dtype = compute
-    data = TokenData(corpus.train, context=512, batch=64 if on_gpu() else 2, micro=32 if on_gpu() else 2)
+    rows = {"batch": 64, "micro": args.micro or 32} if on_gpu() else {"batch": 2, "micro": 2}
+    data = TokenData(corpus.train, context=512, **rows)
     run = Run(model, adamw(model, lr=1e-3), mesh, RunLog(None, quiet=True))
     times: list[float] = []
 
@@ -141,6 +143,7 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
         args.steps,
         args.batch,
         512,
+        args.micro,
         blockwise_part=0.2,
         blockwise=Blockwise(batch=4),
         rates=RATES,
@@ -175,6 +178,7 @@ def stories(args: argparse.Namespace, folder: Path) -> Subject:
         args.small_steps,
         16,
         128,
+        args.micro,
         kept_dense=("*.mlp.down",),
         blockwise_part=0.2,
         blockwise=Blockwise(batch=4),

@@ -31,22 +31,23 @@ from shoestring.bench.results import device_name, markdown, newest, provenance, 
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import parse_format
-from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import walk, windows
 from shoestring.shrink.prune import PRUNERS, hold_branches, prune, take_branches
-from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, rest, retrain, wake
+from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, rest, retrain, settle, wake
 from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
+from shoestring.train.optim import SCHEDULES
 from shoestring.train.shards import prepare
 from shoestring.train.trainer import Run
 
 BENCH = "prune24"
 MODEL = "SmolLM2-135M-Instruct"
 PLAIN, BOOSTED = "sparse24:held", "sparse24:held+slorb16"
-TIMED, WARM = 6, 3  # steps
 ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", "ast", "ast+slorb", "cast")
 NAMES = {
@@ -143,16 +144,8 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     rule: Any = "cast" if case == "cast" else "ast"
     lr = args.cast_lr if case == "cast" else args.lr
 
-    def settings_of(steps: int) -> Retrain:
-        return Retrain(steps=steps, rule=rule, lr=lr, warmup=max(1, steps // 20))
-
     steps = args.steps
-    if args.seconds:
-        steps = fitting_steps(
-            args.seconds, student, settings_of(TIMED + WARM), teacher, data, mesh, args.graph
-        )
-        student = new_student()
-    settings = settings_of(steps)
+    settings = Retrain(steps=steps, rule=rule, lr=lr, warmup=max(1, steps // 20))
     curve: list[list[float]] = []
 
     @torch.no_grad()
@@ -161,7 +154,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
         if rule == "cast":  # what would be delivered now, not what is trained
             wake(run.model)
         value = bench.perplexity(run.model, bench.valid[: args.valid_tokens])  # type: ignore[arg-type]
-        if rule == "cast" and run.step < steps:
+        if rule == "cast":
             rest(run.model)
         curve.append([run.step * data.tokens_per_step, round(value, 3)])
         print(f"  {case}: step {run.step} of {steps}, validation perplexity {value:.2f}", flush=True)
@@ -171,10 +164,27 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     began = time.perf_counter()
     run = Run(student, settings.optimizer(student), mesh, log)
     evaluate(run)
-    often = max(1, steps // 6)
-    retrain(run, teacher, data, settings, evaluate=evaluate, eval_every=often, log_every=10, graph=args.graph)
+    clock = Clock(settings, args.seconds) if args.seconds else None
+    options: dict[str, Any] = {"graph": args.graph, "together": args.compile == "off", "log_every": 10}
+    try:
+        retrain(
+            run,
+            teacher,
+            data,
+            settings,
+            hooks=[clock] if clock else [],
+            evaluate=evaluate,
+            eval_every=args.eval_every or max(1, steps // 6),
+            **options,
+        )
+    except OutOfTime:
+        settle(run)
+        steps = run.step
+    if curve[-1][0] != steps * data.tokens_per_step:
+        evaluate(run)
+        wake(run.model)
     seconds = time.perf_counter() - began
-    rate = next(row["tokens_per_s"] for row in reversed(log.history) if "tokens_per_s" in row)
+    rate = next((row["tokens_per_s"] for row in reversed(log.history) if "tokens_per_s" in row), 0.0)
     print(f"  {case}: {rate:,.0f} tokens/s, {seconds:.0f} s", flush=True)
     coverage = check_coverage(student, rules, compute)
     rates = [row["flip_rate"] for row in log.history if "flip_rate" in row]
@@ -195,27 +205,38 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     return student, config, seen
 
 
-def fitting_steps(
-    seconds: float,
-    student: Decoder,
-    settings: Retrain,
-    teacher: Decoder,
-    data: TokenData,
-    mesh: Mesh,
-    graph: bool,
-) -> int:
-    """How many steps go into `seconds`; spoils the student."""
-    run = Run(student, settings.optimizer(student), mesh, RunLog(None, quiet=True))
-    times: list[float] = []
+class OutOfTime(Exception):
+    """The seconds of a training are over."""
 
-    def clock(run: Run) -> dict[str, float]:
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        return {}
 
-    retrain(run, teacher, data, settings, evaluate=clock, eval_every=1, graph=graph)
-    return max(10, int(seconds / ((times[-1] - times[WARM - 1]) / TIMED)))
+class Clock(Hook):
+    """Learning rate and pull by the clock or by the steps, whichever is further; stops when the seconds are over.
+
+    A GPU that others use as well does not say beforehand how many steps it has time for.
+    """
+
+    def __init__(self, settings: Retrain, seconds: float) -> None:
+        self.settings, self.seconds, self.began = settings, seconds, 0.0
+        self.schedule = SCHEDULES[settings.schedule](1.0, warmup=0, steps=1000)
+        self.share = settings.optimizer_share
+
+    def progress(self, run: Run) -> float:
+        return min(1.0, max(self.by_clock(), (run.step + 1) / self.settings.steps))
+
+    def by_clock(self) -> float:
+        self.began = self.began or time.perf_counter()
+        return (time.perf_counter() - self.began) / self.seconds
+
+    def before_step(self, run: Run) -> None:
+        done = self.progress(run)
+        rise = min(1.0, (run.step + 1) / self.settings.warmup)
+        for group in run.optimizer.param_groups:
+            group["lr"] = self.settings.lr * rise * self.schedule(min(999, int(1000 * done)))
+            group["anneal"] = max(1.0, self.share * (run.step + 1) / max(done, 1e-6))
+
+    def after_step(self, run: Run) -> None:
+        if self.by_clock() >= 1.0 and run.step < self.settings.steps:
+            raise OutOfTime
 
 
 def main() -> None:
@@ -381,7 +402,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--text", help="trained rows: training corpus, a file, folder or glob")
     parser.add_argument("--steps", type=int, default=600 if on_gpu else 40)
-    parser.add_argument("--seconds", type=float, help="of training a row, instead of steps")
+    parser.add_argument(
+        "--seconds", type=float, help="of training a row at most; rates then fall by the clock"
+    )
+    parser.add_argument("--eval-every", type=int, default=0, help="steps between points of the curve")
     parser.add_argument("--batch", type=int, default=16 if on_gpu else 2)
     parser.add_argument("--train-context", type=int, default=1024 if on_gpu else 256)
     parser.add_argument("--micro", type=int)

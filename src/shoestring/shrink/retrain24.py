@@ -98,11 +98,15 @@ class Retrain:
             temperature=temperature if self.temperature is None else self.temperature,
         )
 
+    @property
+    def optimizer_share(self) -> float:
+        """Of the steps, until the pull is at its full strength."""
+        return self.anneal if self.anneal is not None else 0.25 if self.rule == "ast" else 1.0
+
     def optimizer(self, model: nn.Module) -> SparseAdam:
         pull = self.pull if self.pull is not None else 0.0 if self.rule == "ast" else 4e-7
-        share = self.anneal if self.anneal is not None else 0.25 if self.rule == "ast" else 1.0
         return SparseAdam(
-            model, lr=self.lr, rule=self.rule, strength=pull, anneal=max(1, round(share * self.steps)),
+            model, lr=self.lr, rule=self.rule, strength=pull, anneal=max(1, round(self.optimizer_share * self.steps)),
             weight_decay=self.weight_decay,
         )  # fmt: skip
 
@@ -127,6 +131,7 @@ def retrain(
     settings: Retrain,
     *,
     checkpointer: StepCheckpointer | None = None,
+    hooks: Sequence[Hook] = (),
     log_every: int = 10,
     evaluate: Callable[[Run], dict[str, float]] | None = None,
     eval_every: int = 0,
@@ -139,7 +144,7 @@ def retrain(
     """
     if settings.rule == "cast":
         rest(run.model)
-    hooks: list[Hook] = [
+    own: list[Hook] = [
         *([FirstPull()] if settings.rule == "ast" and settings.pull is None else []),
         FlipMeter(settings.flip_every),
         MaskRefresh(settings.refresh, resting=settings.rule == "cast"),
@@ -151,7 +156,7 @@ def retrain(
         Together(objective) if together else objective,
         steps=settings.steps,
         schedule=SCHEDULES[settings.schedule](settings.lr, warmup=settings.warmup, steps=settings.steps),
-        hooks=hooks,
+        hooks=[*own, *hooks],
         clip=settings.clip,
         checkpointer=checkpointer,
         log_every=log_every,
@@ -159,10 +164,14 @@ def retrain(
         eval_every=eval_every,
         graph=graph,
     )
-    # What is delivered has the masks of its last weights, and multiplies with them.
+    settle(run)
+    return run
+
+
+def settle(run: Run) -> None:
+    """What is delivered has the masks of its last weights, and multiplies with them."""
     wake(run.model)
     MaskRefresh(1).refresh(run)
-    return run
 
 
 class FirstPull(Hook):

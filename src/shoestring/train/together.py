@@ -14,6 +14,7 @@ a scale of the whole weight) are left to themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +30,14 @@ LIMIT = 1 << 25  # weights at a time: their fp32 intermediate values live at onc
 
 
 class Together:
-    """An objective whose model gets the weights of its small layers together, anew for every micro-batch."""
+    """An objective whose model gets the weights of its small layers together, anew for every micro-batch.
 
-    def __init__(self, objective: Any, *, limit: int = LIMIT) -> None:
-        self.objective, self.limit = objective, limit
+    `rows`: so many rows of a micro-batch pass at a time, with the same weights: room for the activations of these rows
+    only. Gradients of the passes are summed on the spot.
+    """
+
+    def __init__(self, objective: Any, *, rows: int = 0, limit: int = LIMIT) -> None:
+        self.objective, self.rows, self.limit = objective, rows, limit
 
     def count(self, micro: Micro) -> int:
         return self.objective.count(micro)
@@ -42,17 +47,51 @@ class Together:
         try:
             for linears in made:
                 make_weights(linears, model.compute_dtype)  # type: ignore[arg-type]
-            return self.objective(model, micro)
+            if not self.rows or self.rows >= len(micro.tokens_BT):
+                return self.objective(model, micro)
+            return self._in_passes(model, micro, [linear for linears in made for linear in linears])
         finally:
             for linears in made:
                 for linear in linears:
                     linear.made = None
+
+    def _in_passes(self, model: nn.Module, micro: Micro, linears: list[FormatLinear]) -> Tensor:
+        weights = [linear.made for linear in linears]
+        for linear, weight in zip(linears, weights, strict=True):
+            assert weight is not None
+            linear.made = weight.detach().requires_grad_()
+        behind = {id(linear.weight) for linear in linears}
+        behind |= {id(p) for linear in linears for p in linear.trained_state().values()}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in behind]
+        leaves: list[Any] = [*(linear.made for linear in linears), *others]
+        total: Tensor | None = None
+        grads: list[Tensor | None] = [None] * len(leaves)
+        for at in range(0, len(micro.tokens_BT), self.rows):
+            cut = {n: getattr(micro, n)[at : at + self.rows] for n in ("tokens_BT", "targets_BT", "index_BT")}
+            loss = self.objective(model, replace(micro, **cut))
+            new = torch.autograd.grad(loss, leaves, allow_unused=True)
+            grads = [b if a is None else a if b is None else a + b for a, b in zip(grads, new, strict=True)]
+            total = loss.detach() if total is None else total + loss.detach()
+        return _Known.apply(total, grads, *weights, *others)
 
     def state_dict(self) -> dict[str, Any]:
         return self.objective.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.objective.load_state_dict(state)
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if g is None else g * upstream[0] for g in ctx.grads)
 
 
 def families(model: nn.Module, limit: int = LIMIT) -> Iterator[list[FormatLinear]]:
