@@ -34,7 +34,7 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
         "--windows 2 --window 32 --rows 32 --lookahead 2 --tokens 64 --items 2 --new 6 --context-sets 32 64"
     )
     paths = ["--model", str(tmp_path / "model"), "--assets", str(tmp_path), "--sets", str(tmp_path / "sets")]
-    argv = ["x", "sets", "quality", "drafts", "online", *paths, *options.split()]
+    argv = ["x", "sets", "quality", "draft-set", "drafts", "online", *paths, *options.split()]
     monkeypatch.setattr(sys, "argv", argv)
     skipping.main()
     lines = [n for n in results.newest("skipping") if n["metric"] == "decode_speedup"]
@@ -48,7 +48,7 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
         len([n for n in results.newest("skipping") if n["metric"] == "online_ffns"]) == 1
     )  # 16 of 12 is too many
     before = len((tmp_path / "results/skipping.jsonl").read_text().splitlines())
-    monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[5:]])
+    monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[6:]])
     skipping.main()  # goes on where it was stopped: nothing is left
     assert len((tmp_path / "results/skipping.jsonl").read_text().splitlines()) == before
     # The same apart: sets by given costs, quality without a clock, decode steps later.

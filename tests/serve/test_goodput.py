@@ -37,7 +37,7 @@ class World:
         self.time, self.num_tokens, self.chosen = 0.0, 0, []
         for _ in range(num_steps):
             g = self.goodput.choose(batch)
-            rates = [self.goodput.rate(batch, k) for k in range(self.goodput.max_drafts + 1)]
+            rates = self.goodput.rates(batch, self.goodput.max_drafts)
             assert self.goodput.probing or rates[g] == max(rates) >= rates[0]
             self.chosen.append(g)
             asked = self.goodput.ask(range(batch)) if g else ()
@@ -83,6 +83,13 @@ def test_a_good_drafter_is_used_and_a_bad_one_is_not() -> None:
     world.run(3000, 0.0)
     assert sum(g == 0 for g in world.chosen[100:]) > 0.95 * 2900
     assert world.speedup > 0.98
+
+
+def test_rates_in_one_pass_are_those_of_each_length() -> None:
+    world = World(fixed=1.0, per_row=0.02, draft=0.05)
+    world.run(60, 0.7, batch=3, offer=0.8)
+    each = [world.goodput.rate(3, g) for g in range(9)]
+    assert world.goodput.rates(3, 8) == pytest.approx(each) and len(set(each)) == 9
 
 
 def test_the_length_follows_the_acceptance() -> None:

@@ -1,25 +1,33 @@
-"""What bench/drafter.py measures on: how large everything is, and a target trained on the spot.
+"""What bench/drafter.py measures on: how large everything is, a target trained on the spot, and the text it writes.
 
 A drafter pays where a pass of the target is dear and the drafter's is cheap, and where texts are those the drafter
 knows. A model that a machine can train within a minute and that is large enough for the first is not a good
 model: its validation loss stands beside the results.
+
+The target is trained for so many seconds, whatever a step takes: the learning rate follows the clock.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoestring.errors import UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, ModelSpec
+from shoestring.model import Decoder, ModelSpec, Tokenizer
 from shoestring.model.parallel import init_weights, materialize
 from shoestring.runlog import RunLog
+from shoestring.serve import Sampling
+from shoestring.shrink.drafter import piece_prompts
+from shoestring.shrink.self_text import generate_text
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine
@@ -33,11 +41,13 @@ class Size:
     vocab_size: int
     max_mb: float  # of text
     context: int
-    batch: int
-    seconds: float  # of the target's training; how many steps that makes is measured first
+    batch: int  # rows of a step of its training
+    seconds: float  # of the target's training
     lr: float
     layers: int  # of the drafter
     vocab: int  # tokens in the drafter's head; 0: all
+    own_text: int  # texts that the target writes for drafters to learn from; 0: they learn from the corpus
+    draft_context: int
     draft_batch: int
     draft_steps: int
     draft_lr: float
@@ -55,18 +65,20 @@ GPU = {
 }  # fmt: skip
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
-    "gpu": Size(GPU, 4096, 12.0, 512, 8, 45.0, 3e-4, 1, 0, 16, 100, 6e-4, 48, 64, 64, 96, 32, 3),
+    "gpu": Size(
+        GPU, 4096, 12.0, 512, 4, 60.0, 3e-4, 1, 0, 1536, 256, 32, 120, 6e-4, 48, 64, 64, 96, 32, 5,
+    ),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
-    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0.0, 2, 8192, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
-    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 0, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
-    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 0, 8, 6, 1e-3, 16, 4, 16, 16, 4, 1),
-}
+    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
+    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
+    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
+}  # fmt: skip
 
 
 def train_target(
     size: Size, device: torch.device, dtype: torch.dtype, steps: int | None = None
 ) -> tuple[Decoder, Corpus, str]:
-    """A model, its corpus and what to call it in the results. `steps` None: as many as the size's seconds allow."""
+    """A model, its corpus and what to call it in the results. `steps` None: as many as the seconds allow."""
     with clock("corpus"):
         corpus = prepare("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
     spec = ModelSpec(
@@ -83,8 +95,9 @@ def train_target(
     data = TokenData(corpus.train, context=size.context, batch=size.batch)
     log = RunLog(None, quiet=True)
     run = Run(target, adamw(target, lr=size.lr), Mesh(0, 1, device), log)
-    steps = steps or affordable_steps(run, data, size.seconds)
-    with clock(f"target of {spec.num_params() / 1e6:.0f}M parameters, {steps} steps"):
+    if steps is None:
+        steps = train_for(run, data, size.lr, size.seconds)
+    else:
         schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
         train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
     losses = [row["loss"] for row in log.history if "loss" in row]
@@ -100,13 +113,34 @@ def train_target(
     return target, corpus, name
 
 
-def affordable_steps(run: Run, data: TokenData, seconds: float) -> int:
-    """Steps that fit into so many seconds, by the time of the third and fourth, which run at a small rate."""
-    train(run, data, CrossEntropy(), steps=2, schedule=constant(1e-5))
+def train_for(run: Run, data: TokenData, lr: float, seconds: float, piece: int = 10) -> int:
+    """As many steps as fit: the rate rises over a tenth of the time and falls to a tenth over the rest."""
     began = time.perf_counter()
-    # It logs at its end, which waits for the device.
-    train(run, data, CrossEntropy(), steps=4, schedule=constant(1e-5))
-    return max(10, int(seconds / ((time.perf_counter() - began) / 2)))
+    while (share := (time.perf_counter() - began) / seconds) < 1:
+        rate = lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * max(0.0, share - 0.1) / 0.9)))
+        rate *= min(1.0, (share + 0.01) / 0.1)
+        train(run, data, CrossEntropy(), steps=run.step + piece, schedule=constant(rate), log_every=piece)
+    print(f"[{time.perf_counter() - began:.1f} s: {run.step} steps of the target]", flush=True)
+    return run.step
+
+
+def write_own_text(target: Decoder, corpus: Corpus, size: Size, folder: Path) -> Corpus:
+    """What the target writes after pieces of its corpus, half at temperature 1 and half near greedy, as a corpus."""
+    tokenizer, length = corpus.tokenizer, size.draft_context
+    prompts = piece_prompts(corpus.train, tokenizer, size.own_text, length // 8)
+    for i, temperature in enumerate((1.0, 0.3)):
+        sampling = Sampling(temperature=temperature, seed=0, max_tokens=length - length // 8)
+        out = folder / f"text/{temperature}.jsonl"
+        with clock(f"{len(prompts[i::2])} texts at temperature {temperature}"):
+            try:
+                generate_text(target, tokenizer, prompts[i::2], out, sampling=sampling)
+            except UserError as error:  # a target that learned little may write nothing but spaces
+                print(error, flush=True)
+    return open_own_text(tokenizer, folder)
+
+
+def open_own_text(tokenizer: Tokenizer, folder: Path) -> Corpus:
+    return prepare(str(folder / "text"), folder / "corpus", tokenizer=tokenizer, val_fraction=0.0)
 
 
 def inference(model: Decoder, dtype: torch.dtype) -> Decoder:

@@ -3,7 +3,8 @@
     python -m shoestring.bench.skipping sets    --assets FOLDER --sets FOLDER2     find the sets, 10 CPU minutes
     python -m shoestring.bench.skipping quality --assets FOLDER --sets FOLDER2     measure them, 15 CPU minutes
     python -m shoestring.bench.skipping times   --sets FOLDER2                     only their decode steps
-    python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     ours as a drafter, 3 CPU minutes
+    python -m shoestring.bench.skipping draft-set --assets FOLDER --sets FOLDER2   find a set to draft with
+    python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     use it, 3 CPU minutes for both
     python -m shoestring.bench.skipping online  --assets FOLDER --sets FOLDER2     AdaSkip's online part, 1 CPU minute
     python -m shoestring.bench.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
 
@@ -33,7 +34,9 @@ from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.skipping_sets import (
     MODEL,
     device_type,
+    draft_context,
     draft_set,
+    find_draft_set,
     find_sets,
     kept,
     load,
@@ -212,15 +215,15 @@ def measure_quality(args: argparse.Namespace) -> None:
             )
             print(notes["method"], context, speedup, quality, flush=True)
         else:
-            record_times(args, loaded.model, notes, skip, quality, config)
+            record_times(args, StepTimer(loaded.model, context), notes, skip, quality, config)
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[dict[str, Any], SkipSet | None]]:
     """The whole model at each length, and the sets."""
     whole: list[tuple[dict[str, Any], SkipSet | None]] = [
-        ({"method": "whole model", "context": c, "speedup": 1.0}, None) for c in CONTEXTS
+        ({"method": "whole model", "context": c, "speedup": 1.0}, None) for c in args.context_sets
     ]
-    return whole + kept(args.sets)
+    return whole + [(notes, skip) for notes, skip in kept(args.sets) if notes["context"] in args.context_sets]
 
 
 def measure_times(args: argparse.Namespace) -> None:
@@ -228,20 +231,21 @@ def measure_times(args: argparse.Namespace) -> None:
     model = load(args).model
     for context in args.context_sets:
         record_costs(MODEL, measure_costs(model, context, repeats=args.repeats))
+    timers = {context: StepTimer(model, context) for context in args.context_sets}
     for notes, skip in wanted(args):
         config = config_of(MODEL, notes["context"], notes["speedup"], skip)
-        record_times(args, model, notes, skip, {}, config)
+        record_times(args, timers[notes["context"]], notes, skip, {}, config)
 
 
 def record_times(
     args: argparse.Namespace,
-    model: Decoder,
+    timer: StepTimer,
     notes: dict[str, Any],
     skip: SkipSet | None,
     quality: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    ratios, step = time_steps(model, notes["context"], skip, repeats=args.repeats)
+    ratios, step = time_steps(timer, skip, repeats=args.repeats)
     line = record(
         bench="skipping",
         case=notes["method"],
@@ -278,8 +282,9 @@ def measure_speed(args: argparse.Namespace) -> None:
                 sets.append((mixed, unified(spec.num_layers, num)))
         for context in CONTEXTS:
             record_costs(name, measure_costs(model, context, repeats=args.repeats))
+        timers = {context: StepTimer(model, context) for context in CONTEXTS}
         for notes, skip in sets:
-            ratios, step = time_steps(model, notes["context"], skip, repeats=args.repeats)
+            ratios, step = time_steps(timers[notes["context"]], skip, repeats=args.repeats)
             line = record(
                 bench="skipping",
                 case=notes["method"],
@@ -299,7 +304,7 @@ def measure_speed(args: argparse.Namespace) -> None:
 def measure_drafts(args: argparse.Namespace) -> None:
     """Greedy decoding with the set as a drafter (lossless), against plain decoding in the same run."""
     loaded = load(args)
-    model, context = loaded.model, min(256, loaded.spec.max_positions)
+    model, context = loaded.model, draft_context(loaded)
     skip, gain = draft_set(args, loaded, context)
     rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     prompts = [json.loads(row)["context"] for row in rows]
@@ -360,11 +365,8 @@ def measure_online(args: argparse.Namespace) -> None:
         print(num, policy.fixed, policy.beta, extra, flush=True)
 
 
-def time_steps(
-    model: Decoder, context: int, skip: SkipSet | None, *, repeats: int = 11
-) -> tuple[list[float], float]:
+def time_steps(timer: StepTimer, skip: SkipSet | None, *, repeats: int = 11) -> tuple[list[float], float]:
     """Whole over skipped, step by step in turns; and the median seconds of the whole step."""
-    timer = StepTimer(model, context)
     timer.best([None, skip], 2)
     pairs = [(timer(None), timer(skip)) for _ in range(repeats)]
     return [whole / left for whole, left in pairs], statistics.median(whole for whole, _ in pairs)
@@ -384,6 +386,7 @@ def main() -> None:
         "sets": find_sets,
         "quality": measure_quality,
         "times": measure_times,
+        "draft-set": find_draft_set,
         "drafts": measure_drafts,
         "online": measure_online,
         "speed": measure_speed,

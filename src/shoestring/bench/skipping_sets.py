@@ -44,7 +44,7 @@ def find_sets(args: argparse.Namespace) -> None:
     model = loaded.model
     text = text_of(loaded, args.assets, "valid")
     num_layers = model.spec.num_layers
-    known = {c.context: c for c in map(partial(read_costs, num_layers), args.costs)}
+    known = known_costs(args, loaded)
     trials: Trials | None = None
     for context in args.context_sets:
         if trials is None or not args.window:
@@ -77,6 +77,10 @@ def find_sets(args: argparse.Namespace) -> None:
 
 def _offline(idle: Idleness, num: int) -> SkipSet:
     return adaskip(idle, num).fixed
+
+
+def known_costs(args: argparse.Namespace, loaded: Loaded) -> dict[int, Costs]:
+    return {c.context: c for c in map(partial(read_costs, loaded.spec.num_layers), args.costs)}
 
 
 def read_costs(num_layers: int, text: str) -> Costs:
@@ -112,13 +116,29 @@ def kept(folder: Path) -> list[tuple[dict[str, Any], SkipSet]]:
     return sorted(found, key=lambda item: (item[0]["context"], METHODS.index(item[0]["method"])))
 
 
+def find_draft_set(args: argparse.Namespace) -> None:
+    loaded = load(args)
+    _search_drafter(args, loaded, draft_context(loaded))
+
+
+def draft_context(loaded: Loaded) -> int:
+    return min(256, loaded.spec.max_positions)
+
+
 def draft_set(args: argparse.Namespace, loaded: Loaded, context: int) -> tuple[SkipSet, float | None]:
-    """The set with the largest expected gain and that gain, or the one given by --draft-set."""
+    """The set with the largest expected gain and that gain, found before or now; or the one given by --draft-set."""
     if args.draft_set is not None:
         return SkipSet.read(args.draft_set), None
+    found = sorted((args.sets / "drafter").glob("*.json"))
+    if not found:
+        return _search_drafter(args, loaded, context)
+    return SkipSet.read(found[-1]), json.loads(found[-1].read_text())["notes"]["gain"]
+
+
+def _search_drafter(args: argparse.Namespace, loaded: Loaded, context: int) -> tuple[SkipSet, float]:
     calibration = windows(text_of(loaded, args.assets, "valid"), args.windows, args.window or 512)
     trials = Trials(loaded.model, calibration, num_rows=args.rows)
-    costs = measure_costs(loaded.model, context)
+    costs = known_costs(args, loaded).get(context) or measure_costs(loaded.model, context)
     choices = search(trials, costs, speedup=args.draft_speedup, lookahead=args.lookahead)
     choice, num, gain = best_drafter(choices)
     notes = {"gain": gain, "num": num}

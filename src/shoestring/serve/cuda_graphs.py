@@ -45,7 +45,7 @@ Guess = tuple[int, Tensor, int, int]  # whose (index of a span), tokens [N, G], 
 
 REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_EACH = (1, 2, 3, 4, 5, 7, 9, 12, 16)
-MAX_ROWS = 256
+MAX_ROWS = 512
 MAX_GRAPHS = 64  # the oldest goes
 
 
@@ -184,8 +184,13 @@ class StepGraphs:
             torch.cuda.synchronize(self.fused.device)  # one of them may be running
         for key in keys:
             del self._graphs[key]
-        if keys and not self._graphs and self._pool is not None:
-            # The allocator takes no new graph into a pool that all others have left.
+        if keys and not self._graphs:
+            self.leave_pool()
+
+    def leave_pool(self) -> None:
+        """Later graphs share other memory. The allocator takes no new one into a pool that all others have left, and
+        after a capture that failed the pool may be such a one."""
+        if self._pool is not None:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _fit_tables(self, num: int) -> None:
@@ -266,6 +271,7 @@ class StepGraph:
             self.replay = graph.replay
         except RuntimeError as error:  # a Format whose product waits for the host, say: launched one by one
             torch.cuda.synchronize()
+            self.owner.leave_pool()
             fall_back(f"a decoding step could not be captured as a CUDA graph ({error})")
         self.owner.last_R.copy_(last)
 

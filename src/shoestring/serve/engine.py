@@ -118,12 +118,9 @@ class Engine:
         self.scheduler = Scheduler(
             pool, self._cache_root, max_requests=max_requests, chunk=chunk, max_waiting=max_waiting
         )
-        self.drafter, self.goodput, self.num_drafts = drafter, None, num_drafts
-        if num_drafts is None:
-            self.num_drafts = FIXED_DRAFTS
-            # Where every rank has an engine of its own they must draft alike, and their clocks differ.
-            if drafter is not None and (model.embed.group is None or ranks is not None):
-                self.goodput = Goodput(self._profile)
+        # Where every rank has an engine of its own they must draft alike, and their clocks differ.
+        self._timed = model.embed.group is None or ranks is not None
+        self.use_drafter(drafter, num_drafts)
         self.stats = Stats()
         self._ids = itertools.count()
         self._flight: Launched | None = None  # a step that runs ahead of what is known
@@ -156,6 +153,17 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def use_drafter(
+        self, drafter: Drafter | None, num_drafts: int | None = None, goodput: Goodput | None = None
+    ) -> None:
+        """From now on, while no request runs: another drafter, with a controller that knows it already or a new one."""
+        assert not self.scheduler.running, "requests are running with the drafter they began with"
+        self.drafter, self.num_drafts, self.goodput = drafter, num_drafts, None
+        if num_drafts is None:
+            self.num_drafts = FIXED_DRAFTS
+            if drafter is not None and self._timed:
+                self.goodput = goodput or Goodput(self._profile)
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache, after the model's weights changed where the engine cannot see it."""

@@ -49,6 +49,11 @@ class StepCosts:
         self._counts: dict[int, int] = {}  # the same -> real steps that corrected it
         self._seen: set[int] = set()  # powers of two that a real step had at least as many rows as
 
+    @property
+    def known(self) -> dict[int, float]:
+        """Rows -> seconds, of what was asked for so far."""
+        return dict(self._seconds)
+
     def __call__(self, rows: float) -> float:
         low, share = _bracket(rows)
         return (1 - share) * self._at(low) + (share * self._at(2 * low) if share else 0.0)
@@ -87,6 +92,7 @@ class Goodput:
         self._counts = [0] * max_drafts
         self._offer_counts = [0] * max_drafts
         self._draft_calls: dict[int, deque[float]] = {}  # batch (a power of two) -> seconds per position
+        self.draft_costs: dict[int, float] = {}  # the same -> their lower quartile
         self.credit = 0.0
         self.probing = False
         self._partial = False  # a probe of a few requests
@@ -137,12 +143,23 @@ class Goodput:
 
     def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
-        rates = [self.rate(num_requests, g) for g in range(limit + 1)]
+        rates = self.rates(num_requests, limit)
         best = max(range(limit + 1), key=lambda g: (rates[g], -g))
         asked = min(num_requests, PROBED) if best == 0 else num_requests
         tried = self.rate(num_requests, limit, asked)
         loss = self.seconds(num_requests, limit, asked) * (1 - tried / rates[best])
         return best, rates[best], loss
+
+    def rates(self, num_requests: int, limit: int) -> list[float]:
+        """Expected tokens per second with 0 to `limit` drafts for each request, in one pass: a step waits for it."""
+        gain, alive, num_offered, cost = 1.0, 1.0, 1.0, self._draft_cost(num_requests)
+        found = [num_requests / self.costs(num_requests)]
+        for j in range(limit):
+            alive *= self.acceptance[j]
+            gain += self.offered[j] * alive
+            num_offered += self.offered[j]
+            found.append(num_requests * gain / (self.costs(num_requests * num_offered) + (j + 1) * cost))
+        return found
 
     def rate(self, num_requests: int, g: int, asked: int | None = None) -> float:
         """Expected tokens per second with g drafts for each of `asked` requests (default: all)."""
@@ -160,18 +177,17 @@ class Goodput:
         return self.costs(rows) + g * self._draft_cost(asked)
 
     def _draft_cost(self, num_requests: int) -> float:
-        known = {b: calls for b, calls in self._draft_calls.items() if len(calls) >= MIN_DRAFT_CALLS}
-        if not known:
-            return 0.0
-        nearest = min(known, key=lambda b: abs(b - num_requests))
-        calls = sorted(known[nearest])
-        return calls[len(calls) // 4]
+        known = self.draft_costs
+        return known[min(known, key=lambda b: abs(b - num_requests))] if known else 0.0
 
     # -- what happened --------------------------------------------------------------------------------------
     def drafted(self, num_requests: int, g: int, seconds: float) -> None:
         """One call of the drafter, asked for g drafts for each request."""
-        calls = self._draft_calls.setdefault(_bracket(num_requests)[0], deque(maxlen=DRAFT_CALLS))
+        size = _bracket(num_requests)[0]
+        calls = self._draft_calls.setdefault(size, deque(maxlen=DRAFT_CALLS))
         calls.append(seconds / g)
+        if len(calls) >= MIN_DRAFT_CALLS:
+            self.draft_costs[size] = sorted(calls)[len(calls) // 4]
         self.draft_seconds = seconds
 
     def offer(self, asked: int, num_offered: int) -> None:

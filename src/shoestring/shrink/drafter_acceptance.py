@@ -76,11 +76,13 @@ def measure_acceptance(
     max_tokens: int = 64,
     temperature: float = 0.0,
     max_requests: int = 8,
+    graphs: bool | None = None,
 ) -> Acceptance:
-    """Greedy, or drawn at a temperature and judged by the token rule, whose chance is sum min(p, q)."""
+    """Greedy, or drawn at a temperature and judged by the token rule, whose chance is sum min(p, q). `graphs` as in
+    Engine."""
     counting = Counting(drafter)
     rule: Rule = "coupled" if temperature == 0 else "token"
-    engine = _engine(target, prompts, max_tokens, max_requests, counting, num_drafts, rule)
+    engine = _engine(target, prompts, max_tokens, max_requests, counting, num_drafts, rule, graphs)
     seconds = _run(engine, prompts, max_tokens, temperature)
     tested, kept = sum(counting.tested), sum(counting.kept)
     rates = [k / t if t else 0.0 for k, t in zip(counting.kept, counting.tested, strict=True)]
@@ -128,6 +130,7 @@ def _engine(
     drafter: Drafter | None,
     num_drafts: int | None,
     rule: Rule,
+    graphs: bool | None = None,
 ) -> Engine:
     context = min(target.spec.max_positions, max(map(len, prompts)) + max_tokens)
     # Without the prefix cache, so that a repeat does the work of the first time.
@@ -139,6 +142,7 @@ def _engine(
         drafter=drafter,
         num_drafts=num_drafts,
         rule=rule,
+        graphs=graphs,
     )
 
 
