@@ -1,6 +1,8 @@
-// Enough of CUDA to run what is in kernels/_cuda on a CPU (see cuda_on_cpu.py); headers of its kernels include this one.
-// Every CUDA thread is a fiber; whatever a warp does together (mma, ldmatrix, barriers) is a meeting point. An asynchronous copy lands only when its thread
-// waits for its group, so a missing wait reads old bytes; addresses are checked against what the caller allocated.
+// Enough of CUDA to run what is in kernels/_cuda on a CPU (see cuda_on_cpu.py); headers of its kernels include this one. Every
+// CUDA thread is a fiber; whatever a warp does together (mma, ldmatrix, barriers) is a meeting point, and between two of
+// those the threads run in a random order: what needs a barrier that is not there reads other bytes. An asynchronous copy
+// lands only when its thread waits for its group, so a missing wait reads old bytes; addresses are checked against what
+// the caller allocated.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -17,7 +19,17 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 struct uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
-struct Dim { int x, y; };
+struct Dim { int x, y, z; };
+struct Grid {
+    int x = 1, y = 1, z = 1;
+    Grid(int blocks) : y(blocks) {}
+    Grid(int x, int y, int z) : x(x), y(y), z(z) {}
+};
+#ifndef RANKS
+#define RANKS 1  // blocks of a cluster, at most
+#endif
+#define __align__(n) alignas(n)
+#define __grid_constant__
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -28,7 +40,8 @@ struct Dim { int x, y; };
 struct Copy { u32 to; const char* from; bool zero; };
 struct Fiber {
     ucontext_t context;
-    int x;
+    int x, rank;
+    Dim block;
     bool done = false;
     std::vector<char> stack = std::vector<char>(128 * 1024);
     std::vector<std::vector<Copy>> groups;
@@ -36,23 +49,25 @@ struct Fiber {
 };
 static Fiber* current;
 static ucontext_t scheduler;
-static Dim blockIdx, blockDim;
-static char smem[240 * 1024] __attribute__((aligned(1024)));
+static Dim blockDim, gridDim;
+static char memory[RANKS][240 * 1024] __attribute__((aligned(1024)));  // of the blocks of a cluster
+#define smem memory[current->rank]
+#define blockIdx (current->block)
 static u32 smem_bytes;
 static const char *first[2], *last[2];  // the tensors that may be read asynchronously
 #define threadIdx (*current)
 
 static void fail(const char* what) {
-    printf("thread %d: %s\n", current->x, what);
+    printf("block %d, thread %d: %s\n", current->block.x + current->block.y, current->x, what);
     exit(3);
 }
-static long warp_arrivals[64], block_arrivals;
+static long warp_arrivals[RANKS][64], block_arrivals[RANKS];
 static void meet(long& arrivals, int size) {
     const long target = (arrivals++ / size + 1) * size;
     while (arrivals < target) swapcontext(&current->context, &scheduler);
 }
-static void __syncwarp() { meet(warp_arrivals[current->x / 32], 32); }
-static void __syncthreads() { meet(block_arrivals, blockDim.x); }
+static void __syncwarp() { meet(warp_arrivals[current->rank][current->x / 32], 32); }
+static void __syncthreads() { meet(block_arrivals[current->rank], blockDim.x); }
 
 // ---- memory --------------------------------------------------------------------------------------------------
 static u32 shared_address(const void* p) { return (const char*)p - smem; }
@@ -147,30 +162,46 @@ static void enter() {
     current->done = true;
     swapcontext(&current->context, &scheduler);
 }
-// `blocks` blocks of `warps` warps, one after the other; W and X are what may be read asynchronously.
-static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int warps, int blocks, int shared,
-                   std::function<void()> kernel) {
+// A grid (or a number) of blocks of `warps` warps; clusters of `ranks` blocks along x, one after the other. W and X are what
+// may be read asynchronously; `fresh` resets what an emulation keeps for a cluster.
+static std::vector<Fiber>* all_fibers;
+static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int warps, Grid grid, int shared,
+                   std::function<void()> kernel, int ranks = 1, std::function<void()> fresh = [] {}) {
     smem_bytes = shared;
     first[0] = (const char*)W, last[0] = first[0] + w_bytes, first[1] = (const char*)X, last[1] = first[1] + x_bytes;
-    blockDim = {warps * 32, 1};
+    const int threads = warps * 32;
+    blockDim = {threads, 1, 1}, gridDim = {grid.x, grid.y, grid.z};
     body = kernel;
-    for (int b = 0; b < blocks; b++) {
-        blockIdx = {0, b};
-        memset(smem, 0xff, sizeof smem);  // NaN
-        memset(warp_arrivals, 0, sizeof warp_arrivals);
-        block_arrivals = 0;
-        std::vector<Fiber> fibers(warps * 32);
-        for (int i = 0; i < warps * 32; i++) {
+    u64 seed = 1;
+    std::vector<Fiber> fibers;
+    all_fibers = &fibers;
+    for (int cluster = 0; cluster < grid.x / ranks * grid.y * grid.z; cluster++) {
+        const int x = cluster % (grid.x / ranks) * ranks, y = cluster / (grid.x / ranks) % grid.y;
+        memset(memory, 0xff, sizeof memory);  // NaN
+        memset(warp_arrivals, 0, sizeof warp_arrivals), memset(block_arrivals, 0, sizeof block_arrivals);
+        fresh();
+        fibers = std::vector<Fiber>(threads * ranks);
+        std::vector<Fiber*> order;
+        for (int i = 0; i < threads * ranks; i++) {
             Fiber& f = fibers[i];
-            f.x = i;
+            f.x = i % threads, f.rank = i / threads;
+            f.block = {x + f.rank, y, cluster / (grid.x / ranks) / grid.y};
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
             makecontext(&f.context, enter, 0);
+            order.push_back(&f);
         }
-        for (bool more = true; more;) {
-            more = false;
-            for (auto& f : fibers)
-                if (!f.done) current = &f, more = true, swapcontext(&scheduler, &f.context);
+        while (!order.empty()) {
+            for (size_t i = order.size(); i > 1; i--) {
+                seed = seed * 6364136223846793005 + 1442695040888963407;
+                std::swap(order[i - 1], order[(seed >> 33) % i]);
+            }
+            for (Fiber* f : order) current = f, swapcontext(&scheduler, &f->context);
+            order.erase(std::remove_if(order.begin(), order.end(), [](Fiber* f) { return f->done; }), order.end());
         }
+        for (int r = 0; r < ranks; r++)
+            for (u32 i = shared; i < sizeof memory[r]; i++)
+                if (memory[r][i] != (char)0xff) printf("shared memory was written behind its end\n"), exit(3);
     }
 }
+

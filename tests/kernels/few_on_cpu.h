@@ -97,6 +97,4 @@ extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, voi
                     int blocks, int shared) {
     launch(W, w_bytes, X, x_bytes, WARPS + (BESIDE ? 3 : 0), blocks, shared,
            [=] { lowbit_few(W, X, Y, table, bias, norm, residual, eps, K, M, K, tiles, chunks, panel); });
-    for (u32 i = smem_bytes; i < sizeof smem; i++)
-        if (smem[i] != (char)0xff) printf("shared memory was written behind its end\n"), exit(3);
 }

@@ -20,9 +20,6 @@ static u32 other_half(u32 x) {
 #include "kernel.inc"
 extern "C" void run(const uint4* z, const uint4* dh, uint4* dz, uint2* values, u32* meta, const int* rows,
                     const long long* clocks, int F, int N) {
-    for (int column = 0; column < (N + 255) / 256; column++)
-        launch(z, 0, dh, 0, 4, F / 64, 0, [=] {
-            blockIdx.x = column;
-            swiglu24_grad(z, dh, dz, values, meta, rows, rows + F, clocks, clocks + 4, F, N);
-        });
+    launch(z, 0, dh, 0, 4, {(N + 255) / 256, F / 64, 1}, 0,
+           [=] { swiglu24_grad(z, dh, dz, values, meta, rows, rows + F, clocks, clocks + 4, F, N); });
 }
