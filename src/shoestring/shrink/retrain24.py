@@ -231,21 +231,28 @@ def check_coverage(model: nn.Module, rules: Sequence[Rule], dtype: torch.dtype =
     For a whole model (one process); weights are looked at as they will be stored, in `dtype`.
     """
     chosen, _ = assign(candidates(model), rules, ("head", "lm_head"), tied_names(model))
-    layers = weights = kept = 0
-    for name, format in chosen.items():
-        if isinstance(format, Dense):
-            continue
-        linear = model.get_submodule(name)
+    pruned = {name: model.get_submodule(name) for name, f in chosen.items() if not isinstance(f, Dense)}
+    counts = []
+    weights = 0
+    for linear in pruned.values():
         assert isinstance(linear, FormatLinear)
         used = pruned_weight(linear, dtype).ne(0)
-        bad = int((used.unflatten(-1, (-1, GROUP)).sum(-1) > GROUP // 2).sum())
+        bad = (used.unflatten(-1, (-1, GROUP)).sum(-1) > GROUP // 2).sum()
+        counts.append(torch.stack([bad, used.sum()]))
+        weights += used.numel()
+    kept = 0
+    # Read together: a GPU is waited for once.
+    for (name, linear), (bad, own) in zip(
+        pruned.items(), torch.stack(counts).tolist() if counts else [], strict=True
+    ):
+        assert isinstance(linear, FormatLinear)
         if bad:
             raise UserError(
-                f"{name}: {bad} of {used.numel() // GROUP} groups of four have more than two weights after "
+                f"{name}: {bad} of {linear.weight.numel() // GROUP} groups of four have more than two weights after "
                 f"training, its format is {linear.format.label}; the run does not deliver a 2:4 model"
             )
-        layers, weights, kept = layers + 1, weights + used.numel(), kept + int(used.sum())
-    return Coverage(layers, weights, kept)
+        kept += own
+    return Coverage(len(pruned), weights, kept)
 
 
 @torch.no_grad()
