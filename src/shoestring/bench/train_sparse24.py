@@ -8,9 +8,9 @@ The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask s
 noise are all in it; the model is two Llama-like layers with a small vocabulary, so that the layers are what is
 measured. Block and feed-forward rows are forward and backward of that layer alone, compiled; up to width 1280, where
 the host may be slower than the GPU and all products are dense, as CUDA graphs on both sides. FST refreshes its masks
-every 40 steps up to width 2048, as is usual, and every 10 above; the timed stretch is a multiple of that. FP8 is the rival a user would
-weigh: the same feed-forward layer with dense FP8 products and per-tensor scales made on the fly. Dense and the case
-take turns, so that both run at the clock that a busy GPU has.
+every 40 steps up to width 2048, as is usual, and every 10 above; the timed stretch is a multiple of that. FP8 is the
+rival a user would weigh: the same feed-forward layer with dense FP8 products and per-tensor scales made on the fly.
+Dense and the case take turns, so that both run at the clock that a busy GPU has.
 """
 
 from __future__ import annotations
