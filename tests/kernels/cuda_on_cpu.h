@@ -1,8 +1,8 @@
 // Enough of CUDA to run what is in kernels/_cuda on a CPU (see cuda_on_cpu.py); headers of its kernels include this one. Every
 // CUDA thread is a fiber; whatever a warp does together (mma, ldmatrix, barriers) is a meeting point, and between two of
 // those the threads run in a random order: what needs a barrier that is not there reads other bytes. An asynchronous copy
-// lands only when its thread waits for its group, so a missing wait reads old bytes; addresses are checked against what
-// the caller allocated.
+// lands at once or only when its thread waits for its group, by a coin: a missing wait reads old bytes, a missing barrier
+// before the copy new ones. Addresses are checked against what the caller allocated.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -61,6 +61,11 @@ static void fail(const char* what) {
     printf("block %d, thread %d: %s\n", current->block.x + current->block.y, current->x, what);
     exit(3);
 }
+static u32 draw(u32 below) {
+    static u64 seed = 1;
+    seed = seed * 6364136223846793005 + 1442695040888963407;
+    return (seed >> 33) % below;
+}
 static long warp_arrivals[RANKS][64], block_arrivals[RANKS];
 static void meet(long& arrivals, int size) {
     const long target = (arrivals++ / size + 1) * size;
@@ -74,13 +79,19 @@ static u32 shared_address(const void* p) { return (const char*)p - smem; }
 static void check_shared(u32 at) {
     if (at % 16 || at + 16 > smem_bytes) fail("16 bytes outside of shared memory, or across their boundary");
 }
+static void land(const Copy& c) {
+    if (c.zero) memset(smem + c.to, 0, 16);
+    else memcpy(smem + c.to, c.from, 16);
+}
 static void start_copy(u32 to, const void* from, bool zero) {
     const char* p = (const char*)from;
     check_shared(to);
     bool inside = false;
     for (int i = 0; i < 2; i++) inside = inside || (p >= first[i] && p + 16 <= last[i]);
     if (!inside || (size_t)p % 16) fail("a copy from outside of the tensors, or not aligned");
-    current->open.push_back({to, p, zero});
+    const Copy copy = {to, p, zero};
+    if (draw(2)) land(copy);
+    else current->open.push_back(copy);
 }
 static void copy_async(u32 to, const void* from) { start_copy(to, from, false); }
 static void copy_or_zero(u32 to, const void* from, bool inside) { start_copy(to, from, !inside); }
@@ -92,9 +103,7 @@ template <int n> static void wait_all_but() {
     static_assert(n >= 0, "cp.async.wait_group takes no negative number");
     auto& groups = current->groups;
     while ((int)groups.size() > n) {
-        for (auto& c : groups[0])
-            if (c.zero) memset(smem + c.to, 0, 16);
-            else memcpy(smem + c.to, c.from, 16);
+        for (auto& c : groups[0]) land(c);
         groups.erase(groups.begin());
     }
 }
@@ -172,7 +181,6 @@ static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int
     const int threads = warps * 32;
     blockDim = {threads, 1, 1}, gridDim = {grid.x, grid.y, grid.z};
     body = kernel;
-    u64 seed = 1;
     std::vector<Fiber> fibers;
     all_fibers = &fibers;
     for (int cluster = 0; cluster < grid.x / ranks * grid.y * grid.z; cluster++) {
@@ -192,10 +200,7 @@ static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int
             order.push_back(&f);
         }
         while (!order.empty()) {
-            for (size_t i = order.size(); i > 1; i--) {
-                seed = seed * 6364136223846793005 + 1442695040888963407;
-                std::swap(order[i - 1], order[(seed >> 33) % i]);
-            }
+            for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[draw(i)]);
             for (Fiber* f : order) current = f, swapcontext(&scheduler, &f->context);
             order.erase(std::remove_if(order.begin(), order.end(), [](Fiber* f) { return f->done; }), order.end());
         }
