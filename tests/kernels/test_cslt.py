@@ -14,7 +14,7 @@ from torch import Tensor
 from shoestring.formats import Sparse24
 from shoestring.formats.sparse24 import DENSE, OWN_NAMES, Plan, _Products, prune_tokens
 from shoestring.kernels import cslt
-from shoestring.kernels.sparse24 import mask24
+from shoestring.kernels.sparse24 import mask24, mask24_now, mask24_ref
 from shoestring.kernels.transposable24 import transposable_mask, transposable_mask_ref
 
 CLOCKS = torch.tensor([12345678901, 3, 17, 64])
@@ -59,6 +59,7 @@ from shoestring.kernels import cslt
 from shoestring.kernels.mvue24 import mvue24_ref
 from shoestring.kernels.mvue24_noise import uniform_rows
 from shoestring.kernels.mvue24_pack import mvue_tokens
+from shoestring.kernels.sparse24 import mask24_now, mask24_ref
 from shoestring.kernels.transposable24 import transposable_mask, transposable_mask_ref
 
 w = awkward_weight()
@@ -70,6 +71,8 @@ for dtype in (torch.float32, torch.float16):
     v[:4, :4] = 0
     v[4:8, :8] = 1  # every pattern is as good: the first one must come out
     assert torch.equal(transposable_mask(v), transposable_mask_ref(v))
+    v[8, :4], v[9, 0] = torch.tensor([-0.0, 0.0, -1.0, 1.0]).to(dtype), float("inf")
+    assert torch.equal(mask24_now(v), mask24_ref(v))
 
 gen = torch.Generator().manual_seed(1)
 rows = torch.arange(8, 72, dtype=torch.int32)
@@ -150,6 +153,7 @@ def test_our_operand_is_the_librarys(m: int, k: int) -> None:
 def test_the_kernels_choose_what_the_references_choose() -> None:
     w = torch.randn(256, 1024, device="cuda")
     assert torch.equal(transposable_mask(w).cpu(), transposable_mask_ref(w.cpu()))
+    assert torch.equal(mask24_now(w).cpu(), mask24_ref(w.cpu()))
     dz = torch.randn(256, 128, device="cuda").bfloat16()
     rows = torch.arange(128, device="cuda", dtype=torch.int32)
     got = prune_tokens(dz, rows, CLOCKS.cuda())

@@ -1,4 +1,4 @@
-"""The kernels of kernels/transposable24.py and kernels/mvue24.py."""
+"""The kernels of kernels/sparse24.py (masks), kernels/transposable24.py and kernels/mvue24.py."""
 
 import triton
 import triton.language as tl
@@ -44,6 +44,28 @@ def _tile_mask_kernel(w, mask, num_cols, w_stride, ROWS_OF: tl.constexpr, BLOCK:
         tl.store(out + r * num_cols + 1, (25 >> pair) & 1, mask=inside)
         tl.store(out + r * num_cols + 2, (42 >> pair) & 1, mask=inside)
         tl.store(out + r * num_cols + 3, (52 >> pair) & 1, mask=inside)
+
+
+@triton.jit
+def _best_two(a, b, c):
+    """Who goes before at least two of the three others."""
+    return (a & b) | (a & c) | (b & c)
+
+
+@triton.jit
+def _row_mask_kernel(w, mask, num_groups, BLOCK: tl.constexpr):
+    """kernels/sparse24.py mask24 of a contiguous tensor: the four bytes of a group as one word of `mask`."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first * 4 + tl.arange(0, BLOCK * 4)
+    a = tl.abs(tl.load(w + at, mask=at < num_groups * 4, other=0.0).to(tl.float32))
+    even, odd = tl.split(tl.reshape(a, (BLOCK, 2, 2)))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    c01, c02, c03, c12, c13, c23 = a0 >= a1, a0 >= a2, a0 >= a3, a1 >= a2, a1 >= a3, a2 >= a3
+    k0, k1 = _best_two(c01, c02, c03).to(tl.int32), _best_two(~c01, c12, c13).to(tl.int32)
+    k2, k3 = _best_two(~c02, ~c12, c23).to(tl.int32), _best_two(~c03, ~c13, ~c23).to(tl.int32)
+    group = first + tl.arange(0, BLOCK)
+    tl.store(mask + group, k0 | (k1 << 8) | (k2 << 16) | (k3 << 24), mask=group < num_groups)
 
 
 @triton.jit
