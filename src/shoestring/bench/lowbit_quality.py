@@ -15,7 +15,7 @@ validation text itself.
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
 overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. This model's weights
 lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and the 4-bit rows are repeated on a model of GPT-2's
-124M shape that the script trains from scratch on Python sources (perplexity on held-out text of its own corpus).
+shape that the script trains from scratch on Python sources (perplexity on held-out text of its own corpus).
 
 Cells are measured in order of what is most worth knowing, until the seconds are spent, and recorded one by one;
 --missing goes on where a stopped call was. On a CPU give --steps 8 and patience.
@@ -298,7 +298,7 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
 
     Trained methods are compared at equal training tokens: the most that both have."""
     runs: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
-    for n in newest(BENCH):
+    for n in recorded():
         c = n["config"]
         runs.setdefault((c["model"], c["method"], c["format"], c.get("training_tokens", 0)), []).append(n)
     best: dict[tuple[str, str, str], Found] = {}
@@ -365,7 +365,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--part", choices=tuple(PARTS), help="only these cells")
     parser.add_argument("--only", nargs="*", help="'METHOD FORMAT [SEED]' of the part's model instead")
     parser.add_argument("--missing", action="store_true", help="leave out what the results have")
-    parser.add_argument("--scratch-seconds", type=float, default=35.0, help="for training the 124M model")
+    parser.add_argument(
+        "--scratch-seconds", type=float, default=35.0, help="for training the model from scratch"
+    )
+    parser.add_argument("--scratch-corpus", type=Path, help="a prepared corpus with its tokenizer.json")
     parser.add_argument("--scratch-bytes", type=int, default=60_000_000, help="of its corpus")
     parser.add_argument("--steps", type=int, default=64, help="training steps of BitDistiller")
     parser.add_argument("--batch", type=int, default=32, help="rows of 512 tokens a step")
@@ -403,6 +406,11 @@ def table() -> str:
     return "\n\n".join(_table(best, model) for model in MODELS if (model, "dense", "dense") in best)
 
 
+def recorded() -> list[dict[str, Any]]:
+    """The newest lines of the models above."""
+    return [n for n in newest(BENCH) if n["config"]["model"] in MODELS]
+
+
 def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
     here = {(method, label): f for (name, method, label), f in best.items() if name == model}
     columns = [m for m in COLUMNS if any(method == m for method, _ in here)]
@@ -419,7 +427,10 @@ def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
         f"precision {dense:.2f}."
     )
     if "scratch_tokens" in config:
-        said += f" The model had seen {config['scratch_tokens']:,} tokens of Python sources."
+        said += (
+            f" The model ({config['parameters'] / 1e6:.0f}M parameters, vocabulary {config['vocabulary']:,}) had seen "
+            f"{config['scratch_tokens']:,} tokens of Python sources."
+        )
     if trained:
         said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."
     if any(len(f.lines) > 1 for f in here.values()):
@@ -463,7 +474,7 @@ def settings() -> str:
     """Every trained run: what the choice between settings was made from."""
     rows = []
     for n in sorted(
-        newest(BENCH), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
+        recorded(), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
     ):
         c, q = n["config"], n["quality"]
         if c.get("training_tokens"):

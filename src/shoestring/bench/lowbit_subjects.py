@@ -27,10 +27,10 @@ from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine
-from shoestring.train.shards import TokenShards, prepare
+from shoestring.train.shards import TokenShards, open_prepared, prepare
 from shoestring.train.trainer import Run, train
 
-SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "124M trained here", "stories260K"
+SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "GPT-2 shape, trained here", "stories260K"
 TASKS = ("lambada_openai", "arc_easy", "piqa", "openbook_qa")
 NOTES = {
     SMOLLM2: "linear layers only; training text written by the model itself",
@@ -93,12 +93,14 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
 
 
 def scratch(args: argparse.Namespace, folder: Path) -> Subject:
-    """GPT-2's 124M shape, trained for a stated time on the Python sources of this machine, with their tokenizer."""
+    """The blocks of GPT-2 124M, trained for a stated time on the Python sources of this machine, or a corpus given."""
     device = torch.device("cuda" if on_gpu() else "cpu")
     began = time.perf_counter()
-    corpus = prepare(
-        "python", folder / "tokens", vocab_size=1024 if args.tiny else 50304, max_bytes=args.scratch_bytes
-    )
+    if args.scratch_corpus is not None:
+        corpus = open_prepared(args.scratch_corpus)
+    else:
+        vocab = 1024 if args.tiny else 50304
+        corpus = prepare("python", folder / "tokens", vocab_size=vocab, max_bytes=args.scratch_bytes)
     print(f"{SCRATCH}: {len(corpus.train):,} tokens, {time.perf_counter() - began:.0f} s", flush=True)
     shape: dict[str, Any] = {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 2048}
     if args.tiny:
@@ -148,7 +150,7 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
         blockwise=Blockwise(batch=4),
         rates=RATES,
         cache_folder=folder / "cache-scratch",
-        told={"scratch_tokens": tokens},
+        told={"scratch_tokens": tokens, "parameters": spec.num_params(), "vocabulary": spec.vocab_size},
     )
 
 
