@@ -33,6 +33,7 @@ from shoestring.formats import Dense, FloatAsym, Format, FormatLinear, IntAsym
 from shoestring.formats.base import Parts
 from shoestring.formats.linear import local
 from shoestring.kernels.add_norm import add_norm_
+from shoestring.kernels.byte_linear import byte_linear, byte_linear_usable
 from shoestring.kernels.lowbit import lowbit_row_linear
 from shoestring.kernels.lowbit_few import MOST_ROWS as FEW_ROWS
 from shoestring.kernels.paged_attention import paged_attention
@@ -98,6 +99,8 @@ class Linear:
             return F.linear(x_TD, self.weight, self.bias)
         if self.format is not None:
             assert self.parts is not None
+            if self._bytes and byte_linear_usable(x_TD):
+                return byte_linear(x_TD, self.parts["codes"], *self._grid, self.bias)
             return self.format.linear(x_TD, self.parts, self.bias)
         return torch.cat([layer(x_TD) for layer in self.apart], dim=-1)
 
@@ -119,6 +122,12 @@ class Linear:
         return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and _one_scale(parts)
 
     @property
+    def _grid(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero of each row of bytes."""
+        assert self.parts is not None
+        return self.parts["scale"].flatten(), self.parts["zero"].flatten()
+
+    @property
     def _chunks(self) -> bool:
         # 2:4 weights have chunks too, of another kernel.
         low_bits = isinstance(self.format, IntAsym | FloatAsym)
@@ -134,7 +143,7 @@ class Linear:
             chunks, table = self.parts["chunks"], self.parts.get("table")
             layout = self.format.layout(x_TD.shape[1])
             return lowbit_row_linear(x_TD, chunks, table, self.bias, layout, **around)
-        scale, zero = self.parts["scale"].flatten(), self.parts["zero"].flatten()
+        scale, zero = self._grid
         return row_linear(x_TD, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **around)
 
 
