@@ -16,7 +16,7 @@ from torch import Tensor
 import shoestring.formats.serving as serving
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.kernels.lowbit import lowbit_linear
-from shoestring.kernels.lowbit_layout import Layout, bit_map, chunk_group, pack_chunks, unpack_chunks
+from shoestring.kernels.lowbit_layout import Layout, aligned, bit_map, chunk_group, pack_chunks, unpack_chunks
 
 LABELS = [
     "int4:g128", "int4:g64", "int3:g128", "int3:g192", "int2:g32", "int4:g0", "int4:g64:sym", "int3:g64:bfloat16",
@@ -59,6 +59,15 @@ def test_chunks_give_back_what_was_packed(bits: int, table: bool, rows: int, wid
     assert torch.equal(got_codes, codes)
     assert torch.equal(got_low, low.repeat_interleave(every, 1))
     assert torch.equal(got_high, high.repeat_interleave(every, 1))
+
+
+def test_rows_that_begin_anywhere_are_copied() -> None:
+    flat = torch.randn(2 * 24 + 8).bfloat16()
+    whole = flat[8:].view(2, 24)
+    assert aligned(whole) is whole and aligned(whole[:, :16]).data_ptr() == whole.data_ptr()
+    for odd in (flat[1:49].view(2, 24), whole.t(), flat[:45].view(3, 15), whole[:, 1:17]):
+        got = aligned(odd)
+        assert torch.equal(got, odd) and got.is_contiguous() and got.data_ptr() % 16 == 0
 
 
 def test_groups_that_no_chunk_can_hold_are_refused() -> None:

@@ -200,6 +200,8 @@ def test_wgmma_matches_fp64(label: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, many_rows_cuda(x, chunks, table, bias, layout)), (
             "the order of summation is fixed"
         )
+        elsewhere = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # begins between two copies
+        assert torch.equal(got, many_rows_cuda(elsewhere, chunks, table, bias, layout))
 
 
 @pytest.mark.gpu

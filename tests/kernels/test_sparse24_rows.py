@@ -282,6 +282,8 @@ def test_cuda_kernels_match_fp64(label: str, dtype: torch.dtype) -> None:
         got = layer(x)
         assert rms(got, want) <= 2 * rms(F.linear(x, weight.to(dtype), layer.bias), want), rows
         assert torch.equal(got, layer(x)), "the order of summation is fixed"
+        elsewhere = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # begins between two copies
+        assert torch.equal(got, layer(elsewhere))
 
 
 @pytest.mark.gpu

@@ -45,6 +45,14 @@ class Layout:
         return self.code_bytes + 64 * (CHUNK_WIDTH // self.group)
 
 
+def aligned(x_MK: Tensor) -> Tensor:
+    """x itself where copies of 16 bytes can read its rows, else a copy (`contiguous` keeps a view that begins between
+    two of them)."""
+    if x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 and x_MK.data_ptr() % 16 == 0:
+        return x_MK
+    return x_MK.clone(memory_format=torch.contiguous_format)
+
+
 def chunk_group(group: int) -> int:
     """Inputs per stored scale in a chunk for a Format's group (a larger group is repeated), or 0: not possible."""
     return next((g for g in (128, 64, 32) if group % g == 0), 0)

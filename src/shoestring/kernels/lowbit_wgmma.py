@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.lowbit_few import HERE, SHARED_LIMIT, SHARED_SM, ceil_div
-from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout
+from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, aligned
 from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library
 
 PLANS = HERE / "lowbit_wgmma_plans.json"
@@ -251,8 +251,7 @@ def many_rows_cuda(
     """x bf16 or fp16, any number of rows above 0."""
     if bias is not None:
         bias = bias.to(x_MK.dtype).contiguous()
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
-        x_MK = x_MK.contiguous()
+    x_MK = aligned(x_MK)
     (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
     out, device = tiles * CHUNK_ROWS, x_MK.device.index
     y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device)

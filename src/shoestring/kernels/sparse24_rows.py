@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.kernels.lowbit import chunks_usable
-from shoestring.kernels.lowbit_layout import CHUNK_ROWS
+from shoestring.kernels.lowbit_layout import CHUNK_ROWS, aligned
 from shoestring.kernels.nvrtc import Kernel, compile_kernel
 from shoestring.kernels.sparse24_layout import CHUNK_WIDTH, SparseLayout, decode_ref
 
@@ -238,8 +238,7 @@ def few_rows_cuda(
     x_MK: Tensor, chunks: Tensor, bias: Tensor | None, layout: SparseLayout, plan: Plan | None = None
 ) -> Tensor:
     """Up to MOST_ROWS rows; x bf16 or fp16."""
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
-        x_MK = x_MK.contiguous()
+    x_MK = aligned(x_MK)
     (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
     out = tiles * CHUNK_ROWS
     y = torch.empty(rows, out, dtype=x_MK.dtype, device=x_MK.device)
