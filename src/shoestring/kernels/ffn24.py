@@ -122,6 +122,7 @@ def swiglu_grad(
     assert z_2FN.is_contiguous() and dh_FN.is_contiguous()
     width, tokens = dh_FN.shape
     pack = bool(row_numbers)
+    assert not pack or (width % TILE == 0 and tokens % TILE == 0)
     dz_2FN = torch.empty_like(z_2FN)
     packed = _empty_operand(z_2FN, z_2FN.dtype, 2 * width, tokens, pack)
     values, meta = _words(packed, 2 * width if pack else 0, tokens)
