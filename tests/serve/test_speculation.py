@@ -270,6 +270,30 @@ def test_goodput_drives_the_engine() -> None:
     assert engine.stats.num_drafted == before
 
 
+def test_another_drafter_between_requests() -> None:
+    model, sampling = decoder(seed=1), Sampling(max_tokens=12)
+    want = naive(model, [3, 1, 4], sampling)
+    engine = Engine(model)
+    for num_drafts in (None, 3, None):
+        engine.use_drafter(None)
+        before = engine.stats.num_drafted
+        assert engine.goodput is None and engine.generate([[3, 1, 4]], sampling)[0].token_ids == want
+        assert engine.stats.num_drafted == before
+        engine.use_drafter(DraftModel(model), num_drafts)
+        assert (engine.goodput is None) == (num_drafts is not None)
+        assert engine.generate([[3, 1, 4]], sampling)[0].token_ids == want
+        assert engine.stats.num_drafted > before
+    known = engine.goodput
+    engine.use_drafter(Ngram())
+    assert engine.goodput is not known
+    engine.use_drafter(DraftModel(model), goodput=known)
+    assert engine.goodput is known
+    engine.add([3], sampling)
+    engine.step()
+    with pytest.raises(AssertionError, match="running"):
+        engine.use_drafter(None)
+
+
 def test_deadlines_end_requests_wherever_they_are() -> None:
     now = 0.0
     engine = Engine(decoder(seed=1), max_requests=1, clock=lambda: now)

@@ -1,0 +1,85 @@
+"""The drafter bench on a tiny model, in its three calls: what one leaves the next goes on with; tables are whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoestring.bench import drafter, drafter_speed, drafter_target, results
+
+SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
+TINY = drafter_target.Size(
+    SHAPE, 300, 0.8, 32, 4, 1.0, 2e-3, 1, 0, 8, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
+)  # fmt: skip
+
+
+def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setitem(drafter_target.SIZES, "smoke", TINY)
+    monkeypatch.setattr(drafter_speed, "WARM_TURNS", 1)
+    monkeypatch.setattr(drafter_speed, "NUM_PROMPTS", 1)
+    corpus = tmp_path / "corpus.jsonl"
+    texts = [{"text": f"the {i}. fox and the {i % 7} dogs\n" * 9} for i in range(300)]
+    corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    prepare = drafter_target.prepare
+    monkeypatch.setattr(
+        drafter_target,
+        "prepare",
+        lambda source, *args, **kw: prepare(str(corpus) if source == "python" else source, *args, **kw),
+    )
+
+    def call(main: object, *args: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["x", "--keep", str(tmp_path / "kept"), *args])
+        main()  # type: ignore[operator]
+
+    size = ["--size", "smoke"]
+    with pytest.raises(SystemExit, match="not prepared within"):
+        call(drafter.main, *size, "--wait", "0.1")
+    call(drafter.main, *size, "--prepare", "--target-steps", "3")
+    assert not results.newest("drafter") and (tmp_path / "kept/ready.json").is_file()
+    monkeypatch.setattr(drafter, "train_target", None)  # it is there
+    call(drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "LK")
+    lines = results.newest("drafter")
+    budgets = {(n["case"], n["config"]["budget"]) for n in lines}
+    assert budgets == {
+        ("n-gram lookup", "no training"),
+        ("first layers, untrained", "no training"),
+        ("LK", "equal steps"),
+        ("AdaSPEC", "equal steps"),
+        ("AdaSPEC", "equal compute"),
+    }
+    assert all(n["ratio"] is None and 0 <= n["quality"]["sampled_acceptance"] <= 1 for n in lines)
+    assert drafter.table().count("\n| AdaSPEC |") == 2 and drafter.batches() == "Not measured yet."
+
+    call(drafter_speed.main, "--repeats", "1", "--batches", "1", "2")
+    lines = results.newest("drafter")
+    timed = [n for n in lines if n["metric"] == "tokens_per_s" and n["config"]["budget"] != "batches"]
+    assert len(timed) == 5 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
+    many = [
+        (n["config"]["batch"], n["config"]["drafter"], n["config"]["text"])
+        for n in lines
+        if "batch" in n["config"]
+    ]
+    assert len(many) == 2 * 2 * 2 and {d for _, d, _ in many} == {"LK", "first layers, untrained"}
+    rows = drafter.table().splitlines()
+    assert sum(row.startswith("| LK |") for row in rows) == 1, "the timed line stands for both"
+    assert drafter.batches().count("x)") == 8
+
+
+def test_a_turn_that_came_too_late_is_not_waited_for() -> None:
+    class Slow(drafter_speed.Turns):
+        def __init__(self) -> None:
+            pass
+
+        def rate(self, way: drafter_speed.Way, temperature: float) -> float:
+            return {"plain": 100.0, "good": 180.0}[way.name]
+
+    ways = [drafter_speed.Way("plain"), drafter_speed.Way("good")]
+    found = Slow().measure(ways, 0.0, repeats=5, until=0.0)
+    assert len(found.warm) == drafter_speed.WARM_TURNS and len(found.turns) == 1
+    assert found.ratios(1) == [1.8] and found.first(1) == 1.8
+    assert len(Slow().measure(ways, 0.0, repeats=5, until=1e12).turns) == 5
