@@ -7,6 +7,9 @@ as a [D, D] matrix, made once a step for all layers and heads); keys and values 
 plain forward has them (read in place where the blocks are neighbours), so steps of both kinds may follow each
 other.
 
+Where there is a C++ compiler the whole step is one call instead (token_step.py), several times as fast: this is
+the step of the other machines.
+
 It computes what `Decoder.forward` computes on such layers, up to the rounding of fp32. Left out, and run by the
 plain forward: several rows or requests, sliding windows, skipped sublayers, other architectures than RMSNorm +
 SwiGLU + rotary positions, layers in different formats.
@@ -75,7 +78,7 @@ class CpuStep:
     @torch.no_grad()
     def __init__(self, model: Decoder) -> None:
         spec = self.spec = model.spec
-        self.embed = model.embed.weight.detach()
+        self.embed = model.embed.weight.detach().float()
         self.norm, self.head = model.norm.weight.detach(), model.head
         self.layers = [self._layer(block) for block in model.blocks]
         self.freq = rope_frequencies(spec)
@@ -98,11 +101,6 @@ class CpuStep:
             _product(mlp.gate, mlp.up),
             _product(mlp.down),
         )
-
-    @staticmethod
-    def fits(spans: Sequence[Span]) -> bool:
-        """One new row of one request."""
-        return len(spans) == 1 and spans[0].num == 1
 
     @torch.no_grad()
     def logits(self, token: int, span: Span, cache: KVCache) -> Tensor:

@@ -41,6 +41,7 @@ from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
 from shoestring.serve.kv_cache import KVCache, Span, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
 from shoestring.serve.sampling import Sampling
+from shoestring.serve.token_step import TokenStep, compilable
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Runner:
         self.cache = KVCache(model.spec, pool)
         self._fused: FusedDecoder | None = None
         self._graphs: StepGraphs | None = None
-        self._cpu: CpuStep | None = None  # one row on a CPU, where layers round their inputs to 8 bits
+        self._cpu: CpuStep | TokenStep | None = (
+            None  # one row on a CPU, where layers round their inputs to 8 bits
+        )
         self._weights: object = None  # what the fused weights were made of
         if graphs and not fusable(model):
             raise UserError(
@@ -104,7 +107,7 @@ class Runner:
         if self.device.type != "cpu" or not steppable(self.model):
             self._cpu = None
         elif self._cpu is None or self._weights != weights_id(self.model):
-            self._cpu = CpuStep(self.model)
+            self._cpu = (TokenStep if compilable(self.model.spec) else CpuStep)(self.model)
             self._weights = weights_id(self.model)
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -165,8 +168,8 @@ class Runner:
         return self._fused is not None
 
     def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
-        whole = skip is None and watch is None and list(batch.rows) == [0]
-        if self._cpu is not None and whole and self._cpu.fits(batch.spans):
+        single = len(batch.tokens) == 1 and list(batch.rows) == [0] and skip is None and watch is None
+        if self._cpu is not None and single:
             return self._spread(self._cpu.logits(int(batch.tokens[0]), batch.spans[0], self.cache))
         device = self.device
         tokens = batch.tokens
