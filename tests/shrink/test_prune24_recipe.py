@@ -170,4 +170,13 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "give slorb=16" in cli(*ONE_SHOT, "train=none", "projection=trained", fails=True)
     assert "flatters" in cli(*ONE_SHOT, "train=none", "text=calib.txt", fails=True)
     assert "anneal=2.0 is not a share" in cli(*ONE_SHOT, *short(anneal=2), fails=True)
+    assert "data=nowhere does not exist" in cli(*ONE_SHOT, *short(data="nowhere"), fails=True)
+    assert "nowhere.jsonl" in cli(*ONE_SHOT, *short(data="self", prompts="nowhere.jsonl"), fails=True)
+    assert "text=nowhere is no file" in cli(*ONE_SHOT, "train=none", "text=nowhere", fails=True)
+    assert "damping=-1.0 is not possible" in cli(*ONE_SHOT, "train=none", "damping=-1", fails=True)
+    assert "temperature=0.0" in cli(*ONE_SHOT, *short(temperature=0), fails=True)
+    assert "nothing to learn" in cli(*ONE_SHOT, *short(kl=0, ce=0), fails=True)
+    assert "nothing to learn" in cli(*ONE_SHOT, *short(distill="false", ce=0), fails=True)
+    assert "'zzz' matches no" in cli(*ONE_SHOT, "train=none", "layers=zzz", fails=True)
+    assert "blocks of 7" in cli(*ONE_SHOT, "train=none", "slorb=7", fails=True)
     assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}

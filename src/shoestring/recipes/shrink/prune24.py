@@ -69,6 +69,7 @@ from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.retrain24 import Coverage, Retrain, build_student, check_coverage, gather, retrain
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.corpus import list_files
 from shoestring.train.data import TokenData
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.trainer import Run
@@ -175,7 +176,9 @@ def main(cfg: Config) -> Path:
     settings = None if cfg.train == "none" else retraining(cfg)
     mesh = open_mesh(cfg.mesh, cfg.device)
     rules = make_rules(cfg)
-    tokenizer = read_spec(cfg.model)[1]
+    spec, tokenizer = read_spec(cfg.model)
+    with torch.device("meta"):
+        convert(Decoder(spec), rules)  # layers that cannot be 2:4 are said before there is a folder
     folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), DECIDING) if mesh.is_main else None)
     log = RunLog(folder, main=mesh.is_main)
     log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
@@ -216,8 +219,27 @@ def check(cfg: Config) -> None:
             raise UserError(
                 f"text and {key} are both {cfg.text}: a perplexity on that text flatters; give two texts"
             )
+    if cfg.text is not None and not Path(cfg.text).is_file():
+        raise UserError(f"text={cfg.text} is no file; give a text file")
+    if cfg.method == "sparsegpt":
+        SparseGpt(cfg.damping)
+    if cfg.train != "none":
+        check_training(cfg)
     if cfg.run is not None and cfg.resume is None:
         check_free(Path(cfg.run))
+
+
+def check_training(cfg: Config) -> None:
+    """Before minutes of one-shot pruning, not after them."""
+    if cfg.data == "self":
+        assert cfg.prompts is not None
+        read_prompts(cfg.prompts, cfg.self_texts)
+    elif cfg.data is not None:
+        list_files(cfg.data)
+    if cfg.temperature == 0:
+        raise UserError(f"temperature={cfg.temperature} must be positive")
+    if cfg.ce == 0 and (cfg.kl == 0 or not cfg.distill):
+        raise UserError("ce=0 and no distillation leave nothing to learn from: give one of them a weight")
 
 
 def make_rules(cfg: Config) -> list[Rule]:
