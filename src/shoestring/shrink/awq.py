@@ -129,7 +129,8 @@ def best_scale(
         s = magnitude.pow(i / ratios).clamp(min=1e-4)
         scales.append(fold.spread(s / (s.max() * s.min()).sqrt()))
     # Compared at the end, so that a GPU is waited for once.
-    errors = torch.stack([_error(weights, h, formats, s) for s in scales]).tolist()
+    states = {name: state_of(formats[name], w) for name, w in weights.items()}  # type: ignore[arg-type]
+    errors = torch.stack([_error(weights, h, formats, states, s) for s in scales]).tolist()
     best = 0
     for i, error in enumerate(errors):
         if error < errors[best]:
@@ -137,11 +138,16 @@ def best_scale(
     return scales[best]
 
 
-def _error(weights: dict[str, Tensor], h: Tensor, formats: dict[str, GridFormat], s: Tensor | None) -> Tensor:
+def _error(
+    weights: dict[str, Tensor],
+    h: Tensor,
+    formats: dict[str, GridFormat],
+    states: dict[str, Parts],
+    s: Tensor | None,
+) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=h.device)
     for name, w in weights.items():
-        format = formats[name]
-        state = state_of(format, w)  # type: ignore[arg-type]
+        format, state = formats[name], states[name]
         rounded = nearest(w, format, state).weight if s is None else nearest(w * s, format, state).weight / s
         d = rounded - w
         total += ((d @ h) * d).sum()
