@@ -68,7 +68,9 @@ def agree(rows: int, vocab: int, dtype: torch.dtype, device: str, settings: dict
 
     assert grad.data_ptr() == buffer.data_ptr()
     assert rms(loss, want_loss) <= 2 * rms(ref_loss, want_loss) + 1e-6
-    assert rms(grad, want_grad) <= 2 * rms(ref_grad, want_grad) + 1e-9
+    # Both are fp32 inside; few values may all be rounded well in one of them, hence one rounding more.
+    rounding = torch.finfo(torch.float32).eps * rms(want_grad, 0 * want_grad)
+    assert rms(grad, want_grad) <= 2 * rms(ref_grad, want_grad) + rounding
     assert (buffer[:, vocab:] == 7.0).all()
 
 
