@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learn_grids, relative_adamw
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learn_grids, part_for, relative_adamw
 from shoestring.shrink.quantize import METHODS, quantize, usual_inputs
 from shoestring.train.cakld import CachedCakld, Cakld
 from shoestring.train.data import TokenData
@@ -40,7 +40,6 @@ from shoestring.train.trainer import Run, train
 
 # BitDistiller's, by bits; bitdistiller@2e-4 is the method with another one.
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
-SOFTER = {2: 1.0, 3: 0.5, 4: 0.25}  # parts of ours' rates, by bits: the finer the grid, the less has to move
 
 
 @dataclass
@@ -157,7 +156,7 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
     steps = max(1, (subject.training_tokens - used) // (subject.batch * subject.train_context))
     run = Run(
         model,
-        relative_adamw(model, softer(subject.rates, part)),
+        relative_adamw(model, subject.rates.softer(part)),
         open_mesh(device=str(data_device(model))),
         RunLog(None, quiet=True),
     )
@@ -175,10 +174,6 @@ def tell(run: Run) -> None:
     )
 
 
-def softer(rates: Rates, part: float) -> Rates:
-    return Rates(**{name: value * part for name, value in asdict(rates).items()})
-
-
 def data_device(model: Decoder) -> torch.device:
     return model.embed.weight.device
 
@@ -191,7 +186,7 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
         model, _ = bitdistiller(subject, label, lr=lr, seed=seed)
         return model, {"training_tokens": subject.training_tokens, "lr": lr}
     if name == "ours":
-        part = float(given) if given else SOFTER[parse_format(label).bits]  # type: ignore[attr-defined]
+        part = float(given) if given else part_for([parse_format(label)])
         told = {"training_tokens": subject.training_tokens, "rates": part}
         return ours(subject, label, seed=seed, part=part), told
     return after_training(subject, label, method), {"training_tokens": 0}

@@ -38,7 +38,6 @@ NOTES = {
     STORIES: "linear layers but the down projections (172 wide); trained on other stories than those measured",
 }
 SMALL_RATES = Rates(weight=1e-2, scale=5e-4, zero=3e-3, norm=5e-3, rest=2e-2)
-RATES = Rates(weight=5e-3, scale=3e-4, zero=5e-3, norm=2e-3, rest=5e-3)  # ours, end to end, at 2 bits
 
 
 def on_gpu() -> bool:
@@ -86,7 +85,6 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         args.items,
         blockwise_part=0.2,
         blockwise=Blockwise(batch=4),
-        rates=RATES,
         cache_folder=folder / "cache-smollm2",
         valid=valid[: min(1 << 16, args.tokens or len(valid))],
     )
@@ -148,7 +146,6 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
         args.micro,
         blockwise_part=0.2,
         blockwise=Blockwise(batch=4),
-        rates=RATES,
         cache_folder=folder / "cache-scratch",
         told={"scratch_tokens": tokens, "parameters": spec.num_params(), "vocabulary": spec.vocab_size},
     )

@@ -409,7 +409,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16 if on_gpu else 2)
     parser.add_argument("--train-context", type=int, default=1024 if on_gpu else 256)
     parser.add_argument("--micro", type=int)
-    parser.add_argument("--lr", type=float, default=5e-5)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument(
         "--cast-lr", type=float, default=5e-4, help="masked weights move at most this far a step"
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -150,13 +150,13 @@ def learned_rules(rules: Sequence[Rule]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Parts of what is moved, per step; 0 freezes."""
+    """Parts of what is moved, per step; 0 freezes. The defaults are for 2 bits."""
 
-    weight: float = 1e-3  # of the root mean square of a layer's weights
-    scale: float = 2e-3  # of the mean of a layer's scales
-    zero: float = 1e-2  # codes
-    norm: float = 1e-3  # of the root mean square of a norm or bias
-    rest: float = 0.0  # embeddings and head, of their root mean square
+    weight: float = 5e-3  # of the root mean square of a layer's weights
+    scale: float = 3e-4  # of the mean of a layer's scales
+    zero: float = 5e-3  # codes
+    norm: float = 2e-3  # of the root mean square of a norm or bias
+    rest: float = 5e-3  # embeddings and head, of their root mean square
 
     def __post_init__(self) -> None:
         values = (self.weight, self.scale, self.zero, self.norm, self.rest)
@@ -165,6 +165,18 @@ class Rates:
                 f"learning rates {values} are not possible: each is a part between 0 and 1 of what it moves, for "
                 "example 0.001, and one must be above 0"
             )
+
+    def softer(self, part: float) -> Rates:
+        return Rates(**{name: value * part for name, value in asdict(self).items()})
+
+
+SOFTER = {2: 1.0, 3: 0.5, 4: 0.25}  # parts of the rates, by bits: the finer the grid, the less has to move
+
+
+def part_for(formats: Iterable[object]) -> float:
+    """Of the rates, for the coarsest of these Formats; those without bits do not count."""
+    bits = [b for f in formats if isinstance(b := getattr(f, "bits", None), int)]
+    return SOFTER.get(min(bits, default=4), min(SOFTER.values()))
 
 
 def relative_adamw(

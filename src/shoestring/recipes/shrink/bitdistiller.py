@@ -51,6 +51,7 @@ from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant
 from shoestring.train.teacher_cache import one_epoch
+from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
 
@@ -80,7 +81,7 @@ def main(cfg: Config) -> Path:
     train(
         Run(model, adamw(model, lr=cfg.lr, weight_decay=0.0), run.mesh, run.log),
         data,
-        objective,
+        Together(objective),
         schedule=constant(cfg.lr),
         **training_options(cfg, run),
     )

@@ -60,12 +60,14 @@ from shoestring.shrink.qat import (
     hold_grids,
     learned_rules,
     once,
+    part_for,
     read_grids,
     relative_adamw,
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
 from shoestring.train.cakld import CachedCakld
+from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
 
@@ -83,23 +85,28 @@ class Config(Settings):
     epochs: int = option(4, "passes over those rows", least=1)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
-    lr_weight: float = option(1e-3, "of the root mean square of a layer's weights; 0 freezes them", least=0)
-    lr_scale: float = option(2e-3, "of the mean of a layer's scales", least=0)
-    lr_zero: float = option(1e-2, "codes", least=0)
-    lr_norm: float = option(1e-3, "of the root mean square of a norm or bias", least=0)
-    lr_rest: float = option(1e-3, "of the root mean square of embeddings and head; 0 freezes them", least=0)
+    lr_weight: float = option(5e-3, "of the root mean square of a layer's weights; 0 freezes them", least=0)
+    lr_scale: float = option(3e-4, "of the mean of a layer's scales", least=0)
+    lr_zero: float = option(5e-3, "codes", least=0)
+    lr_norm: float = option(2e-3, "of the root mean square of a norm or bias", least=0)
+    lr_rest: float = option(5e-3, "of the root mean square of embeddings and head; 0 freezes them", least=0)
+    part: float | None = option(
+        None, "of all these rates; none: by the bits, 1 at 2, 0.5 at 3, 0.25 at 4", least=0
+    )
 
 
 def main(cfg: Config) -> Path:
     rules = check(cfg)
     pick_candidates(cfg)
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
+    rates.softer(part_of(cfg, rules))  # what is not possible is said now
     block_settings(cfg)
     run = open_run(cfg, "shrink/lowbit_best")
     once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
     told = json.loads((run.folder / "blockwise.json").read_text())
     if cfg.bits_budget is not None:
         rules = rules_of(told["mixed_bits"])
+    rates = rates.softer(part_of(cfg, rules))
     corpus = load_corpus(cfg, run.folder, run.log)
     data = token_data(cfg, corpus, run.mesh)
     objective = CachedCakld(cache_teacher(cfg, run, data), cfg.gamma)
@@ -111,12 +118,16 @@ def main(cfg: Config) -> Path:
     train(
         Run(model, relative_adamw(model, rates), run.mesh, run.log),
         data,
-        objective,
+        Together(objective),
         hooks=[FallingRates(cfg.steps, warmup=max(1, cfg.steps // 20))],
         **training_options(cfg, run),
     )
     finish(cfg, run, model, corpus, {"gamma": objective.gamma, **told})
     return run.folder
+
+
+def part_of(cfg: Config, rules: list[Rule]) -> float:
+    return part_for(format for _, format in rules) if cfg.part is None else cfg.part
 
 
 def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:

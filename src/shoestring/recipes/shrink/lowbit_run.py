@@ -220,7 +220,12 @@ def parallel_of(cfg: Settings, run: LowbitRun) -> ParallelConfig:
 def training_options(cfg: Settings, run: LowbitRun) -> dict[str, Any]:
     """What both give to `train` beside the objective and the rates."""
     checkpointer = Checkpointer(run.folder / "checkpoints", every=cfg.save_every, last=cfg.steps)
-    options = {"steps": cfg.steps, "clip": cfg.clip, "log_every": cfg.log_every}
+    options = {
+        "steps": cfg.steps,
+        "clip": cfg.clip,
+        "log_every": cfg.log_every,
+        "graph": cfg.compile == "off",
+    }
     return {**options, "checkpointer": checkpointer}
 
 
