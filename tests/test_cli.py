@@ -116,7 +116,8 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli(*bench, "--serve-options", "'x"), "--serve-options")
     assert_one_line_error(cli(*bench, "--rate", "0"), "is no rate")
     assert_one_line_error(cli("generate", model_folder, "the", "--dtype", "int3"), "allowed are auto, fp32")
-    assert_one_line_error(cli("generate", model_folder, "the", "--device", "tpu9"), "device")
+    for device in ("tpu9", "xpu", "meta"):
+        assert_one_line_error(cli("generate", model_folder, "the", "--device", device), "device")
     assert_one_line_error(cli("chat", model_folder), "has no chat template")
     assert_one_line_error(cli("eval", model_folder), "--text FILE")
     assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is no file")

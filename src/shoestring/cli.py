@@ -370,9 +370,12 @@ def bench_serve(
     else:
         asked = 1.0 if rate is None else rate
         plan = poisson(asked, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
+    slo = Slo(slo_ttft, slo_tpot)
+    if not plan:  # said before a server starts
+        raise UserError("no request falls into this time; give a longer time or a higher rate")
     with at_url(target, serve_options) as url:
         case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
-        run_load(url, plan, Slo(slo_ttft, slo_tpot), case, seed=seed, api_key=api_key, save=save)
+        run_load(url, plan, slo, case, seed=seed, api_key=api_key, save=save)
 
 
 # -- what the verbs share ----------------------------------------------------------------------------

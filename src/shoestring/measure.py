@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, keep_decoded
+from shoestring.mesh import pick_device as pick_device
 from shoestring.runlog import RunLog, read_config
 
 if TYPE_CHECKING:
@@ -36,21 +37,6 @@ def pick_dtype(name: str, device: torch.device | str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype={name!r}: allowed are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def pick_device(name: str) -> torch.device:
-    """auto: the GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device={name!r}: allowed are auto, cpu, cuda, cuda:0, ...") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"device={name} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
-        )
-    return device
 
 
 def ready(loaded: Loaded) -> Loaded:

@@ -116,6 +116,29 @@ class Mesh:
             dist.destroy_process_group()
 
 
+def pick_device(name: str) -> torch.device:
+    """auto: the GPU where there is one."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name!r}: allowed are auto, cpu, cuda, cuda:0, ...")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"device={name} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device={name}: the last GPU of this machine is cuda:{torch.cuda.device_count() - 1}"
+        )
+    return device
+
+
 def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     """Read torchrun's environment, join the process group and build the named mesh.
 
@@ -135,13 +158,7 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
             f"{'is' if world_size == 1 else 'are'} running; start it with `torchrun --nproc-per-node {wanted} "
             "-m shoestring run ...` or change mesh.dp / mesh.tp / mesh.replica"
         )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(
-            f"device={device} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
-        )
-    place = torch.device(device)
+    place = pick_device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)

@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ from shoestring.bench.serve import (
 from shoestring.cli import run_cli
 from shoestring.errors import UserError
 from shoestring.model import save_model
+
+
+def test_no_server_is_started_for_nothing(command: Callable[..., str]) -> None:
+    assert "longer time" in command(
+        "bench", "serve", "nowhere", "--rate", "1e-9", "--seconds", "0.1", fails=True
+    )
+    assert "slo_tpot=-1.0" in command("bench", "serve", "nowhere", "--slo-tpot", "-1", fails=True)
+    assert "slo_ttft=nan" in command("bench", "serve", "nowhere", "--slo-ttft", "nan", fails=True)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ class Slo:
     ttft_s: float = 1.0
     tpot_s: float = 0.1
 
+    def __post_init__(self) -> None:
+        for name, value in (("slo_ttft", self.ttft_s), ("slo_tpot", self.tpot_s)):
+            if not value > 0:
+                raise UserError(f"{name}={value} is a promise that nobody keeps; give seconds above 0")
+
     def kept(self, sent: Sent) -> bool:
         return sent.whole and sent.ttft <= self.ttft_s and sent.tpot <= self.tpot_s
 
