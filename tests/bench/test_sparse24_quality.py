@@ -131,6 +131,17 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert shown.count("\n| ") == 3 and f"{lines[1]['value']:.4f}" in shown and "%" in shown
 
 
+def test_the_pace_of_rows_is_printed_and_nothing_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    call(monkeypatch, "--size", "gpt2-124m", "--corpus", corpus, "--pace", 12, "--rows", "dense", "FST")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pace:")]
+    assert [line.split()[1] for line in told] == ["dense", "FST"] and "tokens/s" in told[1]
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
 def test_a_corpus_without_its_own_tokenizer_is_refused(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(UserError, match="not a whole prepared corpus"):
         open_prepared(tmp_path)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoestring.bench import turns
 from shoestring.bench.results import device_name, markdown, newest, provenance, record
 from shoestring.errors import Interrupted, UserError
 from shoestring.formats import Sparse24, convert, init_state
@@ -78,10 +79,11 @@ class Size:
     refresh: int
     max_bytes: int | None = None
     compile: CompileMode = "off"
+    measurements: int = 10  # of the flip rate during the probe
 
     @property
     def flip_every(self) -> int:
-        return max(1, self.warmup // 10)  # ten measurements in the probe
+        return max(1, self.warmup // self.measurements)
 
 
 LLAMA_TINY = {
@@ -208,15 +210,24 @@ def thinned(curve: list[tuple[int, float]], points: int = 24) -> list[list[float
     return [[step, float(f"{value:.3g}")] for step, value in curve[::-1][::every][::-1]]
 
 
-def pace(case: str, size: Size, corpus: Corpus, steps: int) -> float:
-    """Tokens a second over the last half of some steps with everything on: masks, decay, measuring."""
-    size = replace(size, steps=steps, warmup=max(4, steps // 3))
-    run, data = build(case, size, corpus, 0, None)
-    hooks, half = make_hooks(case, size, run.model, 0), steps // 2
-    train(run, data, CrossEntropy(), steps=half, hooks=hooks, log_every=half)
-    began = time.perf_counter()
-    train(run, data, CrossEntropy(), steps=steps, hooks=hooks, log_every=steps)
-    return (steps - half) * data.tokens_per_step / (time.perf_counter() - began)
+def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -> None:
+    """Print tokens a second over the last half of some steps with everything on: masks, decay, measuring. All rows
+    compile in their first half, before one is timed."""
+    size, half = replace(size, steps=steps, warmup=max(4, steps // 3), measurements=2), steps // 2
+    runs = []
+    for case, seed in rows:
+        run, data = build(case, size, corpus, seed, None)
+        hooks = make_hooks(case, size, run.model, seed)
+        train(run, data, CrossEntropy(), steps=half, hooks=hooks, log_every=half)
+        runs.append((case, run, data, hooks))
+    turns.take_turn()
+    for case, run, data, hooks in runs:
+        began = time.perf_counter()
+        train(run, data, CrossEntropy(), steps=steps, hooks=hooks, log_every=steps)
+        rate = (steps - half) * data.tokens_per_step / (time.perf_counter() - began)
+        whole = SIZES["gpt2-124m"]
+        seconds = whole.steps * whole.batch * whole.context / rate
+        print(f"pace: {case:14} {rate:,.0f} tokens/s, {seconds:.0f} s for 100M tokens", flush=True)
 
 
 def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]:
@@ -313,12 +324,11 @@ def main() -> None:
         limit = args.max_bytes or size.max_bytes
         corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
     print(f"{len(corpus.train):,} training tokens", flush=True)
+    if args.pace:
+        paces(rows, size, corpus, args.pace)
+        return
     with tempfile.TemporaryDirectory() as temp:
         for case, seed in rows:
-            if args.pace:
-                rate = pace(case, size, corpus, args.pace)
-                print(f"{case:14} {rate:,.0f} tokens/s", flush=True)
-                continue
             config = config_of(case, args.size, size, corpus, seed)
             if args.missing and is_known(case, config):
                 continue

@@ -450,15 +450,18 @@ def main() -> None:
 
 def at_once(seconds: float, repeats: int) -> None:
     """One process for each (what, width); about half of the time goes to compiling."""
-    commands = [
+    with tempfile.TemporaryDirectory() as folder:
+        told = turns.run(commands(repeats), Path(folder), patience=0.55 * seconds, seconds=seconds)
+    for (what, width, _, _), end in zip(AT_ONCE, told, strict=True):
+        print(f"{what} {width}: {end}", flush=True)
+
+
+def commands(repeats: int) -> list[list[str]]:
+    return [
         [sys.executable, "-m", "shoestring.bench.train_sparse24", "--what", what, "--widths", str(width),
          "--cases", *cases, "--seconds", str(each), "--repeats", str(3 if what == "step" else repeats)]
         for what, width, cases, each in AT_ONCE
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        told = turns.run(commands, Path(folder), patience=0.55 * seconds, seconds=seconds)
-    for (what, width, _, _), end in zip(AT_ONCE, told, strict=True):
-        print(f"{what} {width}: {end}", flush=True)
 
 
 if __name__ == "__main__":

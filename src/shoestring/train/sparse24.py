@@ -32,7 +32,7 @@ from shoestring.formats import Format, FormatLinear, Slorb, Sparse24, Stacked
 from shoestring.formats.linear import full, like_weight, local
 from shoestring.formats.rounding import cast_weight
 from shoestring.kernels.masked_decay import pull_masked_
-from shoestring.kernels.sparse24 import is_24
+from shoestring.kernels.sparse24 import is_24, mask24_now
 from shoestring.mesh import Mesh
 from shoestring.train.hooks import Hook
 
@@ -63,7 +63,7 @@ class SparseLayer:
             # A cut need not lie between tiles (FSDP2 cuts where it likes): choose on the whole weight.
             whole = self.pruning.choose(full(self.linear.weight))
             return local(like_weight(whole, self.linear.weight))
-        return self.pruning.choose(local(self.linear.weight))
+        return mask24_now(local(self.linear.weight).detach())
 
     def mask(self) -> Tensor:
         """The mask in use, of this rank's part."""
