@@ -102,6 +102,9 @@ CASES = [
     ("int4:g64", 1, 80, 1600, Plan(2, 2, 1, 9, digits=1, beside=1), "residual", BF16),
     ("nf4:s2:g128", 2, 48, 1024, Plan(1, 3, 1, 5, beside=1), "bias", BF16),
     ("nf3:s2:g128", 11, 48, 1152, Plan(2, 2, 1, 4, panel=4, beside=1), "", BF16),
+    ("int3:g64", 4, 48, 1600, Plan(1, 2, 1, 6, digits=1, early=1), "norm", FP32),
+    ("nf4:s1:g64", 7, 48, 1600, Plan(2, 2, 1, 4, early=2), "residual", BF16),
+    ("int2:g128", 10, 48, 1152, Plan(2, 2, 1, 6, panel=4, beside=1, early=1), "", BF16),
 ]
 
 
@@ -205,6 +208,15 @@ def test_plans_that_are_timed_fit() -> None:
             plans = candidates(layout, rows, 14336, 4096)
             assert len(plans) > 5 and plans[0] == choose_plan(layout, rows, 14336, 4096)
             assert all(p.fits(layout, rows, 4096) and p.panel % p.k_warps == 0 for p in plans)
+
+
+def test_plans_that_would_fault_do_not_fit() -> None:
+    layout = Layout(2, 128, False, 1, False)
+    assert not Plan(2, 2, 1, 2).fits(layout, 16, 1664), "a ring too short for the sums"
+    assert not Plan(2, 1, 1, 3, split=8, panel=1).fits(layout, 4, 1664), (
+        "13 chunks for 8 blocks: one has none"
+    )
+    assert Plan(2, 1, 1, 3, split=4, panel=1).fits(layout, 4, 1664)
 
 
 def test_plans_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ def around_ref(
 class Plan:
     """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
     over a cluster of `split` blocks; x in panels of `panel` chunks, or whole (0), through registers; `digits`: the
-    product is one of integers (x whole; no tables); `beside`: half of a multiprocessor (no clusters)."""
+    product is one of integers (x whole; no tables); `beside`: half of a multiprocessor (no clusters); `early`: chunks
+    asked for before x, which comes behind them (0: as many as the ring takes)."""
 
     row_warps: int
     k_warps: int
@@ -82,6 +83,7 @@ class Plan:
     panel: int = 0
     digits: int = 0
     beside: int = 0
+    early: int = 0
 
     @property
     def warps(self) -> int:
@@ -118,6 +120,9 @@ class Plan:
             return False
         if self.beside and (self.split > 1 or self.warps > 20):
             return False
+        chunks = ceil_div(width, CHUNK_WIDTH)
+        if self.depth < 3 or ceil_div(chunks, self.split) * (self.split - 1) >= chunks:
+            return False  # sums meet in the rings, which must hold them; a block of a cluster without work is none
         limit = LESS_THAN_HALF if self.beside else SHARED_LIMIT
         return self.shared_bytes(layout, rows, width, norm) <= limit
 
@@ -247,6 +252,7 @@ def few_macros(
         "WARPS": plan.warps,
         "KW": plan.k_warps,
         "DEPTH": plan.depth,
+        "EARLY": min(plan.early or plan.depth - 1, plan.depth - 1),
         "DIGITS": plan.digits,
         "BESIDE": registers_beside(plan.warps) if plan.beside else 0,
         "XREG": int(plan.panel == 0),

@@ -23,7 +23,7 @@
 //
 // Macros given by the caller, beside those of lowbit_decode.cu:
 //   MT 1,2 tiles of 8 columns of activations   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
-//   DEPTH chunks in a warp's ring   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
+//   DEPTH chunks in a warp's ring, EARLY of them asked for before x   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   OUT32 1: y is fp32   BESIDE 0: a block takes a multiprocessor, else: registers a thread may take
 #if BESIDE
@@ -71,7 +71,10 @@ extern "C" __global__ void BOUNDS lowbit_few(
         left--;
         commit();
     };
-    for (int p = 0; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
+    for (int p = 0; p < EARLY; p++) fetch(p * (R * CHUNK));
+    auto fetch_rest = [&] {
+        for (int p = EARLY; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
+    };
     launch_dependents();
 
 #if TABLE
@@ -92,7 +95,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
     if (NORM)
         for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
     grid_wait();
-    take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x);
+    take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x, fetch_rest);
 #else
     if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
     join_workers();
@@ -113,6 +116,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
         fetch_x(0);
         if (panels > 1) fetch_x(1);
     }
+    fetch_rest();
 #endif
 
     // ---- what is added behind the product, early: it would be waited for at the end --------------------------------

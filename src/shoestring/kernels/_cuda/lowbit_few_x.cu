@@ -13,26 +13,38 @@
 #define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
 
 #if XREG
+template <class Meanwhile>  // what is done while the first loads are on their way
 INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, float* sums, float* squares, const int first,
-                   const int count, const int K, const int M, const int pitch_x) {
+                   const int count, const int K, const int M, const int pitch_x, Meanwhile meanwhile) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #if DIGITS
     // x by chunk as integers of 16 bits times a scale, in two digits of 8 bits. A thread takes 16 inputs of a row: those of
     // word j of all lanes, where byte b for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or
     // 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
-    for (int e0 = warp * 32; e0 < M * count * 8; e0 += THREADS) {
-        const int e = e0 + lane, row = e / (count * 8), word = e - row * (count * 8);
-        const int k = first * 128 + (BITS == 4 ? word * 16 : word / 2 * 32 + word % 2 * 8), apart = BITS == 4 ? 8 : 16;
-        const bool inside = e < M * count * 8;
+    const int total = M * count * 8, apart = BITS == 4 ? 8 : 16;
+    auto input_of = [&](const int word) { return first * 128 + (BITS == 4 ? word * 16 : word / 2 * 32 + word % 2 * 8); };
+    uint4 got[2];
+    auto load = [&](const int e) {
+        const int row = e / (count * 8), k = input_of(e - row * (count * 8));
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            got[i] = make_uint4(0, 0, 0, 0);
+            if (e < total && k < K) got[i] = load_late(X + (u64)row * pitch_x + k + i * apart);
+        }
+    };
+    load(threadIdx.x);
+    meanwhile();
+    for (int e = threadIdx.x; e - lane < total; e += THREADS) {
+        const int row = e / (count * 8), word = e - row * (count * 8), k = input_of(word);
+        const bool inside = e < total;
         float f[16];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (inside && k < K) v = load_late(X + (u64)row * pitch_x + k + i * apart);
-            const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+            const u32 pairs[4] = {got[i].x, got[i].y, got[i].z, got[i].w};
             #pragma unroll
             for (int n = 0; n < 8; n++) f[i * 8 + n] = widen(pairs[n / 2] >> (n % 2 * 16));
         }
+        if (e - lane + THREADS < total) load(e + THREADS);
 #if NORM
         float square = 0.f;
         #pragma unroll
@@ -74,9 +86,9 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
     }
 #else
     const int pieces = count * 16, total = M * pieces;
-    for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
-        uint4 got[4];
-        int row[4], piece[4];
+    uint4 got[4];
+    int row[4], piece[4];
+    auto load = [&](const int e0) {
         #pragma unroll
         for (int u = 0; u < 4; u++) {
             const int e = e0 + u * THREADS + lane;
@@ -85,6 +97,11 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
             got[u] = make_uint4(0, 0, 0, 0);
             if (e < total && k < K) got[u] = load_late(X + (u64)row[u] * pitch_x + k);
         }
+    };
+    load(warp * 32);
+    meanwhile();
+    for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
+        if (e0 != warp * 32) load(e0);
         #pragma unroll
         for (int u = 0; u < 4; u++) {
             const bool inside = e0 + u * THREADS + lane < total;
