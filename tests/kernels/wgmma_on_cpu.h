@@ -1,15 +1,39 @@
 // What kernels/_cuda/lowbit_wgmma.cu needs beside cuda_on_cpu.h, as the PTX manual defines it: mbarriers, the copy engine
-// with its 128-byte swizzle, and wgmma with its second operand found through a descriptor. Clusters are of one block here.
+// with its 128-byte swizzle, wgmma with its second operand found through a descriptor, and clusters of SPLIT blocks.
 #include <map>
+
+#define RANKS SPLIT
 
 #include "cuda_on_cpu.h"
 
 struct float4 { float x, y, z, w; };
 
+static u32 __float_as_uint(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+static float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+static u32 twice(float f) { return narrow(f) * 0x10001u; }
+static u32 cluster_rank() { return current->rank; }
+static long arrived;
+static std::map<Fiber*, long> awaited;  // arrivals in the cluster that a thread waits for
+static void cluster_arrive() {
+    const long size = RANKS * blockDim.x;
+    if (awaited.count(current)) fail("arrives twice without a wait");
+    awaited[current] = (arrived++ / size + 1) * size;
+}
+static void cluster_wait() {
+    if (!awaited.count(current)) fail("waits without having arrived");
+    while (arrived < awaited[current]) swapcontext(&current->context, &scheduler);
+    awaited.erase(current);
+}
+static void store_to(u32 rank, u32 address, const float* v) {
+    check_shared(address);
+    memcpy(memory[rank] + address, v, 16);
+}
+
 #include "kernel.inc"
 
 struct Barrier { int count, pending, bytes, phase; };
-static std::map<u32, Barrier> barriers;
+static std::map<u32, Barrier> all_barriers[RANKS];
+#define barriers all_barriers[current->rank]
 static Barrier& barrier(u32 at) {
     if (!barriers.count(at)) fail("a barrier that nobody set up");
     return barriers[at];
@@ -45,7 +69,8 @@ static void load_box(u32 to, const TensorMap* map, int k, int m, u32 bar) {
     barrier(bar).bytes -= TN * 128;
     settle(barrier(bar));
 }
-static u32 given[64][32];
+static u32 all_given[RANKS][64][32];
+#define given all_given[current->rank]
 static u32 transpose8(u32 v) {
     const int warp = current->x / 32, lane = current->x % 32, row = lane / 4, col = lane % 4 * 2;
     given[warp][lane] = v;
@@ -62,17 +87,17 @@ static u32 from_neighbour(u32 v) {
     __syncwarp();
     return other;
 }
-static long group_arrivals[16], sums_arrivals;
-static void sums_sync() { meet(sums_arrivals, CONSUMERS * 32); }
+static long group_arrivals[RANKS][16];
 static void wgmma_fence() {}
 static void wgmma_commit() {}
-static u32 group_a[16][128][4];
-static void wgmma(float* c, const u32* a, u64 b) {
+static u32 all_group_a[RANKS][16][128][4];
+#define group_a all_group_a[current->rank]
+static void wgmma(float* c, const u32* a, u32 b) {
     const int group = current->x / 128, thread = current->x % 128, lane = thread % 32, warp = thread / 32;
-    if (b >> 62 != 1) fail("another swizzle than this one emulates");
+    if (b >> 16 != 1) fail("another descriptor than this one emulates");
     memcpy(group_a[group][thread], a, 16);
-    meet(group_arrivals[group], 128);
-    const u32 start = (b & 0x3fff) << 4, stride = (b >> 32 & 0x3fff) << 4;
+    meet(group_arrivals[current->rank][group], 128);
+    const u32 start = (b & 0x3fff) << 4, stride = 1024;
     for (int e = 0; e < TN / 2; e++) {
         const int row = lane / 4 + (e & 2 ? 8 : 0), n = e / 4 * 8 + lane % 4 * 2 + e % 2;
         double sum = c[e];
@@ -83,14 +108,22 @@ static void wgmma(float* c, const u32* a, u64 b) {
         }
         c[e] = sum;
     }
-    meet(group_arrivals[group], 128);
+    meet(group_arrivals[current->rank][group], 128);
+}
+
+static void wgmma_new(float* c, const u32* a, u32 b) {
+    std::fill(c, c + TN / 2, 0.f);
+    wgmma(c, a, b);
 }
 
 extern "C" void run_wide(const char* W, long w_bytes, const u16* X, u16* Y, const float* table, int N, int K, int M,
                          int tiles, int chunks, int blocks, int shared) {
     TensorMap map = {{(u64)X, (u64)M, (u64)K}};
     launch(
-        W, w_bytes, nullptr, 0, CONSUMERS + 4, blocks, shared,
-        [=] { lowbit_wide(W, map, Y, table, nullptr, N, M, tiles, chunks); }, 1,
-        [] { memset(group_arrivals, 0, sizeof group_arrivals), sums_arrivals = 0, barriers.clear(); });
+        W, w_bytes, nullptr, 0, CONSUMERS + 4, Grid(SPLIT, blocks, 1), shared,
+        [=] { lowbit_wide(W, map, Y, table, nullptr, N, M, tiles, chunks); }, SPLIT,
+        [] {
+            memset(group_arrivals, 0, sizeof group_arrivals), arrived = 0, awaited.clear();
+            for (auto& some : all_barriers) some.clear();
+        });
 }

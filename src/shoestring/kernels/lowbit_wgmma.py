@@ -24,27 +24,30 @@ PLANS = HERE / "lowbit_wgmma_plans.json"
 SOURCES = HERE / "lowbit_decode.cu", HERE / "lowbit_wgmma.cu"
 GROUP_ROWS = 64  # outputs of a warpgroup
 BOX_WIDTH = 64  # inputs of a stage
+BOX_UPPER = 1 << 30 | 1024 >> 4  # upper word of a descriptor: 128-byte swizzle, 8 rows are 1024 bytes
 MAP_BYTES, MAP_ALIGN = 128, 64
 FEWEST_ROWS = 17
 TILES = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 # -- source --------------------------------------------------------------------------------------------------
-def wgmma_function(columns: int, half: bool) -> str:
-    """`wgmma(acc, a, b)`: acc[64, columns] += a[64, 16] (registers) b[columns, 16]^T (descriptor)."""
+def wgmma_function(columns: int, half: bool, name: str, add: bool) -> str:
+    """`name(acc, a, b)`: acc[64, columns] += (or =) a[64, 16] b[columns, 16]^T; a in registers, b the lower word of a
+    descriptor."""
     sums = columns // 2
     kind = "f16" if half else "bf16"
     a = ",".join(f"%{sums + i}" for i in range(4))
     lines = [
-        "__device__ __forceinline__ void wgmma(float* c, const unsigned int* a, unsigned long long b) {",
-        f'asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{"',
+        f"__device__ __forceinline__ void {name}(float* c, const unsigned int* a, unsigned int b) {{",
+        f'asm volatile("{{.reg .b64 box; mov.b64 box, {{%{sums + 4}, {BOX_UPPER}}};\\n"',
+        f'"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{"',
         *(
             f'"{",".join(f"%{i}" for i in range(n, n + 4))}{"," if n + 4 < sums else ""}"'
             for n in range(0, sums, 4)
         ),
-        f'"}}, {{{a}}}, %{sums + 4}, 1, 1, 1, 0;" :',
+        f'"}}, {{{a}}}, box, {int(add)}, 1, 1, 0;}}" :',
         ", ".join(f'"+f"(c[{i}])' for i in range(sums)),
-        ': "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory"); }',
+        ': "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b) : "memory"); }',
     ]
     return "\n".join(lines) + "\n"
 
@@ -52,15 +55,18 @@ def wgmma_function(columns: int, half: bool) -> str:
 @functools.cache
 def source(columns: int, half: bool) -> str:
     decode, wide = (path.read_text() for path in SOURCES)
-    return decode + wgmma_function(columns, half) + wide
+    products = (
+        wgmma_function(columns, half, name, add) for name, add in (("wgmma", True), ("wgmma_new", False))
+    )
+    return decode + "".join(products) + wide
 
 
 # -- plans ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WidePlan:
     """Blocks of `groups` warpgroups (64 outputs each) x `tile` rows of activations; K over the `split` blocks of a
-    cluster; rings of `stages` x 64 inputs and `depth` chunks; `steps` x 16 inputs are decoded together; `blocks` on a
-    multiprocessor at once."""
+    cluster; rings of `stages` x 64 inputs (an even number) and `depth` chunks; `steps` x 16 inputs are decoded
+    together; `blocks` on a multiprocessor at once."""
 
     tile: int
     groups: int
@@ -81,12 +87,26 @@ class WidePlan:
         more = min(240, (each * (self.groups + 1) - 24) // self.groups // 8 * 8)
         return more if more > each else 0
 
-    def memory(self, layout: Layout) -> int:
-        """Bytes of shared memory."""
+    def sizes(self, layout: Layout) -> tuple[int, int, int]:
+        """Bytes of shared memory: table and barriers, rings, sums that come from the rest of a cluster."""
         lut = 128 << (2 * layout.bits) if layout.table else 0
         rings = self.stages * self.tile * 2 * BOX_WIDTH + self.groups * 4 * self.depth * layout.chunk_bytes
-        sums = self.tile * (self.groups * GROUP_ROWS + 4) * 4 if self.split > 1 else 0
-        return lut + 1024 + max(rings, sums)
+        sums = (self.split - 1) * ceil_div(self.tile // 8, self.split) * self.groups * 128 * 16
+        return lut + 1024, rings, sums
+
+    def overlay(self, layout: Layout) -> bool:
+        """Whether the sums have to take the place of the rings."""
+        return self.blocks * (sum(self.sizes(layout)) + 1024) > SHARED_SM
+
+    def memory(self, layout: Layout) -> int:
+        """Bytes of shared memory."""
+        first, rings, sums = self.sizes(layout)
+        return first + (max(rings, sums) if self.overlay(layout) else rings + sums)
+
+    def late(self, layout: Layout) -> bool:
+        """Whether sums are scaled instead of weights: that takes tile / 2 instructions a chunk instead of 32."""
+        fewer = self.tile <= (64 if self.groups <= 2 else 32)
+        return fewer and layout.group == CHUNK_WIDTH and layout.scales == 1
 
     def fits(self, layout: Layout) -> bool:
         used = self.memory(layout)
@@ -110,8 +130,9 @@ def tile_rows(rows: int) -> int:
 
 def most_blocks(split: int, sms: int) -> int:
     """Blocks in clusters of `split` that run at once, one a multiprocessor. A cluster stays in one of eight parts of
-    the chip, which have 14 to 18 multiprocessors on an H200: of 33 clusters of 4 only 30 were seen to run together."""
-    parts = [sms * n // 132 for n in (18, 18, 18, 18, 16, 16, 14, 14)]
+    the chip, which have 12 to 18 multiprocessors on an H200: of 33 clusters of 4 only 30 were seen to run together,
+    22 of 5, and not 16 of 7."""
+    parts = [sms * n // 132 for n in (18, 18, 18, 18, 18, 16, 14, 12)]
     return sms if split == 1 else sum(n // split * split for n in parts)
 
 
@@ -121,7 +142,7 @@ def estimate(plan: WidePlan, layout: Layout, rows: int, out: int, width: int, sm
     blocks = plan.items(rows, out) * plan.split
     together = min(blocks, most_blocks(plan.split, sms))
     tensor = plan.groups * 8 * max(plan.tile / 2, 16)
-    issue = plan.groups * (330 if layout.table else 250)
+    issue = plan.groups * (300 if layout.table else 225)
     both = max(tensor, issue) + min(tensor, issue) * (0.4 if plan.groups > 2 else 0.6)
     weights = plan.groups * 4 * layout.chunk_bytes / (2400 / together)  # bytes a clock, of all together
     inputs = plan.tile * 2 * CHUNK_WIDTH / 40
@@ -135,12 +156,15 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
     tile, chunks = tile_rows(rows), ceil_div(width, CHUNK_WIDTH)
     found = []
     for groups, split in itertools.product((1, 2, 3, 4), range(1, 9)):
-        if (tile > 128 and groups > 2) or (split > 1 and rows > tile):
+        if tile > 128 and groups > 2:
+            continue
+        blocks = split * ceil_div(out, groups * GROUP_ROWS) * ceil_div(rows, tile)
+        if split > 1 and rows > tile and blocks > most_blocks(split, sms):
             continue
         if ceil_div(chunks, split) * (split - 1) >= chunks:  # every block of a cluster has work
             continue
         steps = 2 if tile > 64 and groups == 4 else 4
-        for stages, depth in ((8, 4), (6, 4), (5, 4), (4, 4), (4, 3), (3, 3)):
+        for stages, depth in ((8, 4), (6, 4), (4, 4), (4, 3), (2, 3)):
             plan = WidePlan(tile, groups, split, stages, depth, steps)
             if plan.fits(layout):
                 found.append(plan)
@@ -149,9 +173,12 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
     return found
 
 
+MEASURED = (16, 32, 64, 128, 256, 512)  # rows that plans are measured for; those between take the next
+
+
 def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
     kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
-    most = tile_rows(rows) if rows <= 256 else 512 if rows <= 512 else "any"
+    most = next((n for n in MEASURED if rows <= n), "any")
     return f"{kind} g{layout.group} rows<={most} {out}x{width}"
 
 
@@ -166,7 +193,7 @@ def choose_plan(layout: Layout, rows: int, out: int, width: int, sms: int = 132)
     """Measured for this shape, else measured for 4-bit integers of this shape, else the best guess."""
     for similar in (layout, Layout(4, 128, False, 1, layout.bf16_scale)):
         found = known_plans().get(plan_key(similar, rows, out, width))
-        if found and (plan := WidePlan(**found)).fits(layout):
+        if found and (plan := WidePlan(**{**found, "tile": tile_rows(rows)})).fits(layout):
             return plan
     return plans(layout, rows, out, width, sms)[0]
 
@@ -187,6 +214,8 @@ def wide_macros(layout: Layout, dtype: torch.dtype, plan: WidePlan) -> dict[str,
         "STEPS": plan.steps,
         "BLOCKS": plan.blocks,
         "MORE": plan.more_registers,
+        "OVERLAY": int(plan.overlay(layout)),
+        "LATE": int(plan.late(layout)),
     }
 
 

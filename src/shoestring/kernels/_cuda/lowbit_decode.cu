@@ -144,11 +144,7 @@ INLINE u32 pair_word(const u32* w, const int p) {
     return v;
 }
 INLINE u32 pair_index(const u32* w, const int p) { return pair_word(w, p) & INDEX_MASK; }
-INLINE void decode(u32* a, const u32* w, const int j, const char* lut) {
-    #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = *(const u32*)(lut + pair_index(w, 4 * j + i));
-}
-// The same with the table at the start of shared memory and lane4 = 4 * lane: one instruction less for an address.
+// The table is at the start of shared memory; 4 * lane is its column of a lane.
 INLINE void decode(u32* a, const u32* w, const int j, const u32 lane4) {
     #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = *(const u32*)(smem + field(pair_word(w, 4 * j + i), INDEX_MASK, lane4));
