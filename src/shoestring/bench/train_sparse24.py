@@ -78,7 +78,7 @@ AT_ONCE: tuple[tuple[str, int, tuple[str, ...], float], ...] = (
     ("block", 4096, ("FST", "S-STE"), 2.5),
     ("ffn", 4096, ("FST", "S-STE", "FP8", "S-STE in FP8"), 2.0),
     ("ffn", 1280, (*SMALL, "FP8"), 1.0),
-    ("ffn", 768, (*SMALL, "FP8"), 1.0),
+    ("ffn", 768, (*SMALL, "FP8", "FST"), 1.0),
     ("ffn", 2048, ("FST", "S-STE", "FP8"), 1.5),
     ("ffn", 5120, ("FST", "S-STE", "FP8"), 2.0),
     ("parts", 4096, (), 0.0),
