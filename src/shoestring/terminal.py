@@ -101,9 +101,9 @@ def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bo
         rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
         print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
         for skip in engine.skipping.sets.values():
-            print(
-                f"[{len(skip.attn)} attention and {len(skip.mlp)} FFN sublayers skipped: {skip.name or skip.id}]"
-            )
+            what = f"{len(skip.attn)} attention and {len(skip.mlp)} FFN sublayers skipped"
+            name = "a set for guessing ahead, used in its place" if skip.name == "lossless" else skip.name
+            print(f"[{what}: {name or skip.id}; the text is not the whole model's]")
         s = engine.stats
         if s.num_drafted:
             share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"

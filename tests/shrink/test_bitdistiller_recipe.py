@@ -106,6 +106,8 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "prompts= (the model" in said()
     assert "flatters" in said("data=test.txt")
     assert "gives no prompt" in said("prompts=empty.txt")
+    assert "prompts=nowhere does not exist" in said("prompts=nowhere")
+    assert "micro that divides" in said("prompts=prompts.txt", "batch=4", "micro=3")
     assert "validation split" in said("data=short.jsonl") or "windows of" in said("data=short.jsonl")
     assert "use group" in said("prompts=prompts.txt", "format=int2:g48")
     assert "no range that follows" in said("prompts=prompts.txt", "format=dense")

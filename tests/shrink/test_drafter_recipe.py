@@ -170,7 +170,10 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "model= is missing" in cli(*run, fails=True)
     assert "take 1 to 2" in cli(*run, "model=target", "layers=3", fails=True)
     assert "positions" in cli(*run, "model=target", "context=65", fails=True)
-    assert "vocab=301" in cli(*run, "model=target", "vocab=301", "context=48", fails=True)
+    for vocab in (1, 301):
+        said = cli(*run, "model=target", f"vocab={vocab}", "context=48", fails=True)
+        assert f"vocab={vocab}: give 2 to 300" in said
+    assert "micro that divides" in cli(*run, "model=target", "batch=4", "micro=3", "context=48", fails=True)
     assert "lk_hybrid" in cli(*run, "model=target", "loss=ls", fails=True)
     assert "num_prompts=0" in cli(*run, "model=target", "num_prompts=0", fails=True)
     assert "list of prompts" in cli(

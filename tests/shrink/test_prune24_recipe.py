@@ -174,6 +174,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "nowhere.jsonl" in cli(*ONE_SHOT, *short(data="self", prompts="nowhere.jsonl"), fails=True)
     assert "text=nowhere is no file" in cli(*ONE_SHOT, "train=none", "text=nowhere", fails=True)
     assert "damping=-1.0 is not possible" in cli(*ONE_SHOT, "train=none", "damping=-1", fails=True)
+    assert "micro that divides" in cli(*ONE_SHOT, *short(batch=4, micro=3), fails=True)
     assert "temperature=0.0" in cli(*ONE_SHOT, *short(temperature=0), fails=True)
     assert "nothing to learn" in cli(*ONE_SHOT, *short(kl=0, ce=0), fails=True)
     assert "nothing to learn" in cli(*ONE_SHOT, *short(distill="false", ce=0), fails=True)

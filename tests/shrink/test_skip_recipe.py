@@ -62,6 +62,7 @@ def test_the_recipe_writes_a_set_that_generate_uses(here: Path, capsys: pytest.C
     out, _ = cli(capsys, *options, "--skip", "one/skip.json")
     assert out.startswith(f"the quick{want[0].text}\n[")
     assert f"{len(skip.attn)} attention and {len(skip.mlp)} FFN sublayers skipped" in out
+    assert "not the whole model's" in out
     plain, _ = cli(capsys, *options)
     guessed, _ = cli(capsys, *options, "--skip", "lossless:one/skip.json")
     assert plain.split("\n[")[0] == guessed.split("\n[")[0] and "sublayers skipped" not in guessed

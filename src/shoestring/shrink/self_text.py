@@ -218,7 +218,10 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
 
 
 def _beginnings(source: str) -> list[str]:
-    lines = (line.strip() for document in documents(source) for line in document.text.split("\n"))
+    try:
+        lines = [line.strip() for document in documents(source) for line in document.text.split("\n")]
+    except UserError as error:
+        raise UserError(str(error).replace("data=", "prompts=")) from None
     return [line[:PREFIX] for line in lines if len(line) > LONG]
 
 

@@ -21,7 +21,25 @@ from shoestring.errors import UserError
 from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.shards import TokenShards
 
-__all__ = ["Micro", "TokenData"]
+__all__ = ["Micro", "TokenData", "rows_per_pass"]
+
+
+def rows_per_pass(batch: int, micro: int | None, dp_size: int = 1) -> int:
+    """Rows of one pass on one rank; a UserError where they do not divide, for those who can say so before long work."""
+    if batch < 1 or (micro is not None and micro < 1):
+        raise UserError(f"batch={batch} and micro={micro} must be positive")
+    rows, rest = divmod(batch, dp_size)
+    if rest:
+        raise UserError(
+            f"batch={batch} rows cannot be split evenly over {dp_size} data-parallel ranks; "
+            f"use a multiple of {dp_size}, for example {-(-batch // dp_size) * dp_size}"
+        )
+    if micro is not None and rows % micro:
+        raise UserError(
+            f"{rows} rows per rank (batch={batch} over {dp_size} ranks) cannot be split evenly into micro-batches of "
+            f"micro={micro}; use a micro that divides {rows}"
+        )
+    return rows if micro is None else micro
 
 
 class TokenData:
@@ -37,20 +55,9 @@ class TokenData:
         dp_size: int = 1,
     ) -> None:
         """`batch` rows per step over all ranks, `micro` rows per pass on one rank (None: all of its rows)."""
-        if context < 1 or batch < 1 or (micro is not None and micro < 1):
-            raise UserError(f"context={context}, batch={batch} and micro={micro} must be positive")
-        if batch % dp_size:
-            raise UserError(
-                f"batch={batch} rows cannot be split evenly over {dp_size} data-parallel ranks; "
-                f"use a multiple of {dp_size}, for example {-(-batch // dp_size) * dp_size}"
-            )
-        micro = batch // dp_size if micro is None else micro
-        if (batch // dp_size) % micro:
-            raise UserError(
-                f"{batch // dp_size} rows per rank (batch={batch} over {dp_size} ranks) cannot be "
-                f"split evenly "
-                f"into micro-batches of micro={micro}; use a micro that divides {batch // dp_size}"
-            )
+        if context < 1:
+            raise UserError(f"context={context} must be positive")
+        micro = rows_per_pass(batch, micro, dp_size)
         assert 0 <= dp_rank < dp_size
         self.shards, self.context, self.batch, self.micro, self.seed = shards, context, batch, micro, seed
         self.dp_rank, self.dp_size = dp_rank, dp_size

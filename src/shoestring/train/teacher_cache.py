@@ -273,7 +273,10 @@ def _finish(
 ) -> None:
     num_filled = int(filled.sum())
     if num_filled == 0:
-        raise UserError("the batches hold no counted target: all of them are prompts or padding")
+        raise UserError(
+            "the batches hold no counted target: all of them are prompts or padding; give a longer context, or "
+            "shorter prompts"
+        )
     told = {**settings, "num_filled": num_filled}
     if "target" in arrays:
         told["confidence"] = _confidence(arrays["target"], filled)

@@ -53,7 +53,7 @@ from shoestring.shrink.drafter_model import (
 )
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.shrink.self_text import generate_text
-from shoestring.train.data import TokenData
+from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 
@@ -163,13 +163,15 @@ def check_shape(cfg: Config, target: Decoder) -> None:
         raise UserError(
             f"layers={cfg.layers}, d_model={cfg.d_model}: give at least one layer and a width that is a multiple of 32"
         )
+    rows_per_pass(cfg.batch, cfg.micro)
     if cfg.context > target.spec.max_positions:
         raise UserError(
             f"context={cfg.context} is more than the model's {target.spec.max_positions} positions"
         )
-    if cfg.vocab is not None and not len(target.spec.eos_ids) < cfg.vocab <= target.spec.vocab_size:
+    least = len(target.spec.eos_ids) + 1
+    if cfg.vocab is not None and not least <= cfg.vocab <= target.spec.vocab_size:
         raise UserError(
-            f"vocab={cfg.vocab}: the model has {target.spec.vocab_size} tokens; give fewer, or none for all"
+            f"vocab={cfg.vocab}: give {least} to {target.spec.vocab_size}, the model's tokens, or none for all"
         )
 
 

@@ -35,7 +35,7 @@ from shoestring.shrink.qat import build_teacher
 from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.cakld import check_gamma
-from shoestring.train.data import TokenData
+from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 
@@ -120,6 +120,7 @@ def check(cfg: Settings) -> list[Rule]:
             f"text={cfg.text} is what is trained on: a perplexity measured there flatters the result; give two texts"
         )
     check_outputs(to_json(cfg), "out")
+    rows_per_pass(cfg.batch, cfg.micro, cfg.mesh.dp * cfg.mesh.replica)
     if cfg.gamma is not None:
         check_gamma(cfg.gamma)
     spec, tokenizer = read_spec(cfg.model)

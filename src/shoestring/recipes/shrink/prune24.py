@@ -71,7 +71,7 @@ from shoestring.shrink.retrain24 import Coverage, Retrain, build_student, check_
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.corpus import list_files
-from shoestring.train.data import TokenData
+from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.trainer import Run
 
@@ -232,6 +232,7 @@ def check(cfg: Config) -> None:
 
 def check_training(cfg: Config) -> None:
     """Before minutes of one-shot pruning, not after them."""
+    rows_per_pass(cfg.batch, cfg.micro, cfg.mesh.dp * cfg.mesh.replica)
     if cfg.data == "self":
         assert cfg.prompts is not None
         read_prompts(cfg.prompts, cfg.self_texts)
