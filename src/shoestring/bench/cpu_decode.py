@@ -1,19 +1,20 @@
 """Tokens per second of one request on a CPU, beside perplexity, for SmolLM2-135M-Instruct; llama.cpp in the same run.
 
     python -m shoestring.bench.cpu_decode quality --assets FOLDER         about 4 minutes on one core
-    python -m shoestring.bench.cpu_decode speed --llama-python PYTHON     3 minutes, on an idle machine
+    python -m shoestring.bench.cpu_decode speed --llama-python PYTHON     2 minutes, on an idle machine
 
 Rows: fp32; 4-bit weights decoded to fp32 once (what every packed model does on a CPU); the same codes multiplied
-with activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding);
-llama.cpp on the GGUF file that all rows come from (Q4_1, its head Q8_0), through llama-cpp-python in an
-interpreter that has it. 4-bit weights are rounded to nearest: the table is about speed and about what 8-bit
-activations cost, and better weights (bench/ptq.py) have the same speed.
+with activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding),
+the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1,
+its head Q8_0), through llama-cpp-python in an interpreter that has it. 4-bit weights are rounded to nearest: the
+table is about speed and about what 8-bit activations cost, and better weights (bench/ptq.py) have the same speed.
 
 Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row
 has a process of its own, and the rows take turns, `--rounds` times, so that a busy moment hits all of them; who
 is not in turn waits and takes no time. Both clocks are recorded: of the wall, and of the processor (one thread
 only; what a machine that is busy with other work still tells). Perplexity: first 6 windows of 512 tokens of the
-test text (the tokenised edition). The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row has no
+test text (the tokenised edition); of the rows whose single tokens are computed by another function than prompts
+(serve/token_step.py) also token by token. The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row has no
 further loss, ours are quantized a second time, on groups of 64.
 """
 
@@ -41,25 +42,27 @@ from shoestring.model import Decoder, load_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.model.untie import untie_head
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.blocks import BlockPool
+from shoestring.serve.kv_cache import Span
+from shoestring.serve.runner import Batch, Runner
 
 MODEL = "SmolLM2-135M-Instruct"
 FORMATS = ("int4:g64", "int4:sym:g64")
 LLAMA = "llama.cpp Q4_1"
-CASES = (
-    "fp32",
-    *(
-        f"{f}{kind}"
-        for f in FORMATS
-        for kind in (", decoded", ", 8-bit activations", ", 8-bit activations and head")
-    ),
-    LLAMA,
-)
+WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
+STEPPED = tuple(f + WHOLE for f in FORMATS)
+KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
+CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), LLAMA)
+TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), LLAMA)
 CONTEXT, WINDOWS = 512, 6
 
 
 def table() -> str:
     lines = newest("cpu_decode")
-    quality = {n["case"]: n["value"] for n in lines if n["metric"] == "perplexity"}
+    quality, by_token = (
+        {n["case"]: n["value"] for n in lines if n["metric"] == metric}
+        for metric in ("perplexity", "perplexity_by_token")
+    )
     speed = {
         (n["case"], n["config"]["threads"], n["config"]["clock"]): n
         for n in lines
@@ -72,14 +75,16 @@ def table() -> str:
     for case in CASES:
         if not any((case, *c) in speed for c in clocks):
             continue
-        cells = [case, f"{quality[case]:.2f}" if case in quality else ""]
+        prompts = case.removesuffix(BARE)  # which have no step of their own
+        cells = [case, f"{quality[prompts]:.2f}" if prompts in quality else ""]
+        cells.append(f"{by_token[case]:.2f}" if case in by_token else "")
         for clock in clocks:
             n = speed.get((case, *clock))
             cells += (
                 [f"{n['value']:.1f} ({n['p20']:.1f}-{n['p80']:.1f})", f"{n['ratio']:.2f}x"] if n else ["", ""]
             )
         rows.append(cells)
-    header = ["SmolLM2-135M, one request", "perplexity"]
+    header = ["SmolLM2-135M, one request", "perplexity", "token by token"]
     for threads, clock in clocks:
         header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "of llama.cpp"]
     some = next(iter(speed.values()))
@@ -88,8 +93,18 @@ def table() -> str:
         f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
         f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context {CONTEXT}. 4-bit "
         f"weights rounded to nearest, from weights that llama.cpp's row uses as they are. {' '.join(sorted(notes))}"
-    ).rstrip()
+    ).rstrip() + against_llama(speed)
     return markdown(header, rows) + said + provenance(lines)
+
+
+def against_llama(speed: dict[tuple[str, int, str], dict[str, Any]]) -> str:
+    """The times of a token that issue and readers ask for, as a sentence."""
+    said = [
+        f"{1 / n['ratio']:.2f} ({case.removesuffix(WHOLE)}, {threads} thread{'s' * (threads > 1)})"
+        for (case, threads, clock), n in sorted(speed.items(), key=lambda item: item[0][1])
+        if case in STEPPED and clock == "wall" and n["ratio"]
+    ]
+    return f" Time of a token in units of llama.cpp's: {', '.join(said)}." if said else ""
 
 
 def gguf() -> Path:
@@ -108,7 +123,7 @@ def build(case: str) -> Decoder:
     model = load_model(gguf()).model
     if case == "fp32":
         return model
-    label, _, kind = case.partition(", ")
+    label, _, kind = case.removesuffix(BARE).partition(", ")
     convert(model, [("*", parse_format(label))])
     pack(model)
     if kind == "decoded":
@@ -133,27 +148,47 @@ def perplexity(model: Decoder, tokens: Tensor) -> float:
     return math.exp(total / (len(tokens) - len(tokens) // CONTEXT))
 
 
+@torch.inference_mode()
+def perplexity_by_token(model: Decoder, tokens: Tensor) -> float:
+    """The same, every row computed as the engine computes the row of a new token."""
+    runner = Runner(model, BlockPool(CONTEXT // 16, 16))
+    runner.refresh()
+    table = list(range(CONTEXT // 16))
+    runner.cache.pool.num_touched = len(table)  # type: ignore[misc]
+    total = 0.0
+    for window in tokens.split(CONTEXT):
+        rows = [
+            runner.forward(Batch([Span(table, position, 1)], [token], [0]))
+            for position, token in enumerate(window[:-1].tolist())
+        ]
+        total += float(F.cross_entropy(torch.cat(rows), window[1:], reduction="sum"))
+    return math.exp(total / (len(tokens) - len(tokens) // CONTEXT))
+
+
 def measure_quality(args: argparse.Namespace) -> None:
     loaded = load_model(gguf())
     assert loaded.tokenizer is not None
     text = (args.assets / "text/wikitext-2/test.txt").read_text()
     tokens = torch.tensor(loaded.tokenizer.encode(text))[: WINDOWS * CONTEXT]
-    known = {n["case"]: n["value"] for n in newest("cpu_decode") if n["metric"] == "perplexity"}
-    for case in args.cases:
-        if case in known and args.missing:
+    lines = newest("cpu_decode")
+    known = {(n["case"], n["metric"]): n["value"] for n in lines if n["metric"].startswith("perplexity")}
+    wanted = [(case, "perplexity") for case in args.cases if not case.endswith(BARE)]
+    wanted += [(case, "perplexity_by_token") for case in args.cases if case in STEPPED]
+    for case, metric in wanted:
+        if (case, metric) in known and args.missing:
             continue
         if case == LLAMA:
             row = Row(llama(args.llama_python))
             value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
             row.close()
         else:
-            value = perplexity(build(case), tokens)
-        known[case] = value
-        base = known.get("fp32")
+            value = (perplexity if metric == "perplexity" else perplexity_by_token)(build(case), tokens)
+        known[case, metric] = value
+        base = known.get(("fp32", "perplexity"))
         record(
             bench="cpu_decode",
             case=case,
-            metric="perplexity",
+            metric=metric,
             unit="perplexity",
             samples=[value],
             baseline="fp32",
@@ -163,7 +198,7 @@ def measure_quality(args: argparse.Namespace) -> None:
             config={"model": MODEL, "context": CONTEXT, "tokens": WINDOWS * CONTEXT},
             note="WikiText-2 test, tokenised edition",
         )
-        print(f"{case:44} perplexity {value:.2f}", flush=True)
+        print(f"{case:44} {metric} {value:.2f}", flush=True)
 
 
 # -- speed ---------------------------------------------------------------------------------------------------
@@ -188,6 +223,8 @@ def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dic
 
 def answer(case: str) -> None:
     """What `speed` starts for each row of ours: a question a line, an answer a line."""
+    if case.endswith(BARE):
+        os.environ["CXX"] = "none"
     model = build(case)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -334,7 +371,7 @@ def main() -> None:
     )
     parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/{valid,test}.txt; for quality")
     parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--cases", nargs="*", choices=CASES, help="left out: those of the table")
     parser.add_argument("--missing", action="store_true", help="leave out what results has")
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     clocks = ("wall", "processor")
@@ -346,6 +383,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="")
     args = parser.parse_args()
+    args.cases = args.cases or list(TIMED if args.part == "speed" else CASES)
     if args.part == "one":
         answer(args.cases[0])
     elif args.part == "quality":

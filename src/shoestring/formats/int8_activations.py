@@ -103,7 +103,7 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
         )
     if not fast():
         warnings.warn(
-            "8-bit activations: this torch has no KleidiAI kernels (Arm), expect no gain in speed",
+            "8-bit activations: this torch has no KleidiAI kernels (Arm); prompts and batches gain no speed",
             stacklevel=2,
         )
     return names
