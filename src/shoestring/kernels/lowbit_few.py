@@ -160,9 +160,27 @@ def rule(
     return Plan(1, 1, 2 if swiglu else 1, panel=int(not norm))
 
 
-def plan_key(layout: Layout, rows: int, out: int, width: int) -> str:
+def rule_beside(
+    layout: Layout, rows: int, out: int, width: int, norm: bool, swiglu: bool, multiprocessors: int = 132
+) -> Plan | None:
+    """Half of a multiprocessor, with up to 16 warps: what wins between the kernels of a decoder, for integers."""
+    chunks = ceil_div(width, CHUNK_WIDTH)
+    wanted = max(1, min(14, ceil_div(ceil_div(out, CHUNK_ROWS), multiprocessors)))
+    pair = 2 if swiglu or wanted > 7 else 1
+    row_warps = ceil_div(wanted, pair)
+    most = max(1, min(16 // row_warps, ceil_div(chunks, 2)))
+    k_warps = min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)
+    for depth in (5, 4, 3):
+        plan = Plan(row_warps, k_warps, pair, depth, digits=1, beside=1)
+        if plan.fits(layout, rows, width, norm):
+            return plan
+    return None
+
+
+def plan_key(layout: Layout, rows: int, out: int, width: int, step: bool = False) -> str:
+    """`step`: between other kernels of a decoder, with what stands around the product."""
     kind = f"nf{layout.bits}:s{layout.scales}" if layout.table else f"int{layout.bits}"
-    return f"{kind} g{layout.group} rows<={row_class(rows)} {out}x{width}"
+    return f"{kind} g{layout.group} rows<={row_class(rows)} {out}x{width}{' step' if step else ''}"
 
 
 @functools.cache
@@ -173,15 +191,28 @@ def known_plans() -> dict[str, dict[str, int]]:
 
 @functools.cache
 def choose_plan(
-    layout: Layout, rows: int, out: int, width: int, norm: bool = False, swiglu: bool = False
+    layout: Layout,
+    rows: int,
+    out: int,
+    width: int,
+    norm: bool = False,
+    swiglu: bool = False,
+    residual: bool = False,
 ) -> Plan:
     """The plan for x [rows, width] and a weight [out, width]: measured where there is one, else by rule, with what
     SHOESTRING_LOWBIT_PLAN says otherwise."""
     rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
+    step = norm or swiglu or residual
     plan = rule(layout, rows, out, width, norm, swiglu)
-    known = known_plans().get(plan_key(layout, rows, out, width))
-    if known is not None and not norm and not swiglu and Plan(**known).fits(layout, rows, width):
-        plan = Plan(**known)
+    if step and rows <= 2 and not layout.table:
+        plan = rule_beside(layout, rows, out, width, norm, swiglu) or plan
+    known = known_plans().get(plan_key(layout, rows, out, width, step))
+    if known is not None:
+        measured = Plan(**known)
+        whole = not norm or (measured.panel == 0 and measured.split == 1)
+        even = not swiglu or measured.row_warps * measured.tiles % 2 == 0
+        if whole and even and measured.fits(layout, rows, width, norm):
+            plan = measured
     given = os.environ.get("SHOESTRING_LOWBIT_PLAN")
     if not given:
         return plan
@@ -247,6 +278,7 @@ def few_macros(
         "HALF": int(dtype == torch.float16),
         "SBF16": int(layout.bf16_scale),
         "GROUP": layout.group,
+        "ONE": int(plan.digits == 1 == rows),
         "MT": plan.column_tiles(rows),
         "R": plan.tiles,
         "WARPS": plan.warps,
@@ -289,12 +321,15 @@ def few_rows_cuda(
     out = tiles * CHUNK_ROWS // (2 if swiglu else 1)
     out32 = out_dtype == torch.float32
     y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, norm_K is not None, swiglu)
+    around = (norm_K is not None, swiglu, residual_1N is not None)
+    plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, *around)
     if norm_K is not None and not plan.fits(layout, rows, width, norm=True):  # many rows of great width
         x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
-        norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, swiglu)
+        norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, *around[1:])
     if norm_K is not None and norm_K.dtype != x_MK.dtype:
         norm_K = norm_K.float()
+    if norm_K is not None and norm_K.data_ptr() % 16:
+        norm_K = norm_K.clone()
     norm_dtype = None if norm_K is None else norm_K.dtype
     kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
     panel = plan.panel_chunks(width)

@@ -190,6 +190,9 @@ class Kernel:
                 self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()),
                 f"finding {name}",
             )
+            # As much shared memory as there is: blocks of kernels that ask for different parts of the cache cannot run on
+            # one multiprocessor at once.
+            self._driver.cuFuncSetAttribute(self._function, SHARED_CARVEOUT, 100)
 
     def _with_context(self, call: Any, doing: str) -> None:
         code = call()
@@ -224,9 +227,6 @@ class Kernel:
                 self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes),
                 f"asking for {shared_bytes} bytes of shared memory",
             )
-            # All of the cache as shared memory, as for any kernel that needs this much: blocks of kernels that ask for
-            # different parts of it cannot run on one multiprocessor at once.
-            self._driver.cuFuncSetAttribute(self._function, SHARED_CARVEOUT, 100)
             self._shared = shared_bytes
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
         attributes = (_Attribute * 2)()

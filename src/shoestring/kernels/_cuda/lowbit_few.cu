@@ -23,6 +23,7 @@
 //
 // Macros given by the caller, beside those of lowbit_decode.cu:
 //   MT 1,2 tiles of 8 columns of activations   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
+//   ONE 1: one row in digits, so that of a lane's two columns the second is empty
 //   DEPTH chunks in a warp's ring, EARLY of them asked for before x   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   OUT32 1: y is fp32   BESIDE 0: a block takes a multiprocessor, else: registers a thread may take
@@ -94,7 +95,6 @@ extern "C" __global__ void BOUNDS lowbit_few(
     float* const squares = sums + (SUMS ? 1 : DIGITS ? 2 : 0) * count * NG * 8 * MT;  // [row][chunk]
     if (NORM)
         for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
-    grid_wait();
     take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x, fetch_rest);
 #else
     if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
@@ -184,12 +184,13 @@ extern "C" __global__ void BOUNDS lowbit_few(
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const u32 bits = *(const u32*)(chunk + CODES + q * 64 + g * 4 + h * 32);
-                    const float up = scale_float(bits), zero = (float)((bits >> 16) * (h ? BYTE_RS : 1));
+                    const float up = scale_float(bits), zero = high_half_float(bits) * (h ? BYTE_RS : 1);
                     #pragma unroll
                     for (int m = 0; m < MT; m++) {
-                        const float4 of = *(const float4*)(sums + ((chunk_at * NG + q) * MT + m) * 16 + 4 * t);
-                        acc[r][m][2 * h] += up * of.y * (__int_as_float(c[m][2 * h]) - (zero * of.x + SHIFTED));
-                        acc[r][m][2 * h + 1] += up * of.w * (__int_as_float(c[m][2 * h + 1]) - (zero * of.z + SHIFTED));
+                        const float* const of = sums + ((chunk_at * NG + q) * MT + m) * 16 + 4 * t;
+                        #pragma unroll
+                        for (int e = 0; e < (ONE ? 1 : 2); e++)
+                            acc[r][m][2 * h + e] += up * of[2 * e + 1] * (__int_as_float(c[m][2 * h + e]) - (zero * of[2 * e] + SHIFTED));
                     }
                 }
             }
@@ -352,7 +353,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
         #pragma unroll
         for (int m = 0; m < MT; m++)
             #pragma unroll
-            for (int e = 0; e < 4; e++)
+            for (int e = 0; e < 4; e += ONE ? 2 : 1)
                 part[(r * 8 * MT + m * 8 + t * 2 + (e & 1)) * PART + g + (e & 2 ? 8 : 0)] = acc[r][m][e] * (e & 2 ? 1.f / (DIGITS ? BYTE_RS : RS) : 1.f);
 #if NORM
     for (int m = warp; m < M; m += WARPS) {  // over the partial sums, in order of lanes

@@ -32,10 +32,27 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
             if (e < total && k < K) got[i] = load_late(X + (u64)row * pitch_x + k + i * apart);
         }
     };
+#if NORM
+    float by_norm[16];
+    auto load_norm = [&](const int e) {
+        const int k = input_of(e % (count * 8));
+        #pragma unroll
+        for (int i = 0; i < 16; i += 8 / NORM) {  // 16 bytes
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (e < total && k < K) v = *(const uint4*)((const char*)norm + (k + i / 8 * apart + i % 8) * 2 * NORM);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int n = 0; n < 8 / NORM; n++)
+                by_norm[i + n] = NORM == 2 ? __uint_as_float(words[n]) : widen(words[n / 2] >> (n % 2 * 16));
+        }
+    };
+    load_norm(threadIdx.x);  // these are not written by the kernel before
+#endif
+    grid_wait();
     load(threadIdx.x);
     meanwhile();
     for (int e = threadIdx.x; e - lane < total; e += THREADS) {
-        const int row = e / (count * 8), word = e - row * (count * 8), k = input_of(word);
+        const int row = e / (count * 8), word = e - row * (count * 8);
         const bool inside = e < total;
         float f[16];
         #pragma unroll
@@ -51,12 +68,9 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
         for (int i = 0; i < 16; i++) square += f[i] * f[i];
         square = add_lanes(square, 8);
         if (inside && word % 8 == 0) squares[row * count + word / 8] = square;
-        if (inside && k < K)
-            #pragma unroll
-            for (int i = 0; i < 16; i++) {
-                const int at = k + i / 8 * apart + i % 8;
-                f[i] *= NORM == 1 ? widen(((const u16*)norm)[at]) : ((const float*)norm)[at];
-            }
+        #pragma unroll
+        for (int i = 0; i < 16; i++) f[i] *= by_norm[i];
+        if (e - lane + THREADS < total) load_norm(e + THREADS);
 #endif
         float most = 0.f;
         #pragma unroll
@@ -98,6 +112,7 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
             if (e < total && k < K) got[u] = load_late(X + (u64)row[u] * pitch_x + k);
         }
     };
+    grid_wait();
     load(warp * 32);
     meanwhile();
     for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
