@@ -190,8 +190,8 @@ class Kernel:
                 self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()),
                 f"finding {name}",
             )
-            # As much shared memory as there is: blocks of kernels that ask for different parts of the cache cannot run on
-            # one multiprocessor at once.
+            # As much shared memory as there is: blocks of kernels that ask for different parts of the cache cannot run
+            # on one multiprocessor at once.
             self._driver.cuFuncSetAttribute(self._function, SHARED_CARVEOUT, 100)
 
     def _with_context(self, call: Any, doing: str) -> None:
