@@ -28,8 +28,16 @@ from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learn_grids, part_for, relative_adamw
-from shoestring.shrink.quantize import METHODS, quantize, usual_inputs
+from shoestring.shrink.qat import (
+    FallingRates,
+    Rates,
+    clip_weights,
+    learn_grids,
+    learned_rules,
+    part_for,
+    relative_adamw,
+)
+from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.train.cakld import CachedCakld, Cakld
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant
@@ -70,6 +78,10 @@ class Subject:
     shared: list[BlockStep] = field(default_factory=list)
     valid: Tensor | None = None  # to choose between settings on
     told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
+    blocks: dict[tuple[str, int], dict[str, Tensor]] = field(
+        default_factory=dict
+    )  # ours, after the block-wise stage
+    known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
 
     def __post_init__(self) -> None:
         self.original = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
@@ -88,6 +100,12 @@ class Subject:
 
     def data(self, seed: int) -> TokenData:
         return TokenData(self.text, context=self.train_context, batch=self.batch, seed=seed, micro=self.batch)
+
+    def encode(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        if text not in self.known:
+            self.known[text] = self.tokenizer.encode(text)
+        return self.known[text]
 
     def cache(self) -> TeacherCache:
         """Of every window, so that it serves every seed. The model is the full one afterwards."""
@@ -149,9 +167,14 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
     tokens = subject.blockwise_part * subject.training_tokens
     num = max(4, int(tokens / settings.epochs / subject.train_context))
     num = min(num, (len(subject.text) - 1) // subject.train_context)
-    seen = windows(subject.text.head(), num, subject.train_context)
-    report = train_blocks(model, rules, seen, settings)
-    learn_grids(model, rules, report.masters)
+    if (label, seed) in subject.blocks:  # the same for every part of the rates
+        convert(model, learned_rules(rules), skip=HEADS)
+        model.load_state_dict(subject.blocks[label, seed])
+    else:
+        seen = windows(subject.text.head(), num, subject.train_context)
+        report = train_blocks(model, rules, seen, settings)
+        learn_grids(model, rules, report.masters)
+        subject.blocks = {(label, seed): {name: t.detach().clone() for name, t in model.state_dict().items()}}
     used = num * settings.epochs * subject.train_context
     steps = max(1, (subject.training_tokens - used) // (subject.batch * subject.train_context))
     run = Run(
@@ -213,9 +236,6 @@ def evaluate(subject: Subject) -> dict[str, float]:
     if subject.valid is not None:
         found["valid"] = perplexity(model, subject.valid, context=subject.context, batch=batch).value
     for path in subject.tasks:
-        assert subject.tokenizer is not None
-        result = run_task(
-            model, subject.tokenizer, path, limit=subject.items, batch_rows=batch * subject.context
-        )
+        result = run_task(model, subject, path, limit=subject.items, batch_rows=batch * subject.context)
         found[f"accuracy_{path.stem}"] = round(result.accuracy, 4)
     return found
