@@ -187,7 +187,7 @@ def test_kernels_of_a_class_of_rows_have_the_shared_memory_they_use() -> None:
 
 
 def test_blocks_lie_beside_those_of_the_next_kernel_and_not_of_their_own() -> None:
-    for warps in range(1, 21):
+    for warps in range(1, 17):
         most = registers_beside(warps)
         for registers in range(40, most + 1):
             few, many = warps_beside(registers)

@@ -67,7 +67,7 @@ def candidates(layout: Layout, rows: int, out: int, width: int, multiprocessors:
     found = {choose_plan(layout, rows, out, width): None}
     wanted = max(1, min(14, ceil_div(ceil_div(out, CHUNK_ROWS), multiprocessors)))
     chunks = ceil_div(width, CHUNK_WIDTH)
-    for beside, (least, most) in enumerate(((14, 28), (8, 20))):
+    for beside, (least, most) in enumerate(((14, 28), (8, 16))):
         for row_warps, k_warps, tiles in arrangements(wanted, chunks, least, most):
             for panel, digits in ((0, 0), (0, 1), (2 * k_warps, 0), (k_warps, 0)):
                 if (

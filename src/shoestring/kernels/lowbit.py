@@ -172,10 +172,10 @@ def _lowbit_linear_op(
     x_MK = x.reshape(-1, x.shape[-1])
     shape = (*x.shape[:-1], chunks.shape[0] * CHUNK_ROWS)
     kernel = chunks_usable(x) and x.dtype in (torch.bfloat16, torch.float16)
-    if kernel and 0 < x_MK.shape[0] <= lowbit_few.MOST_ROWS:
-        return lowbit_few.few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     if kernel and lowbit_wgmma.worth_it(x_MK, layout):
         return lowbit_wgmma.many_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
+    if kernel and 0 < x_MK.shape[0] <= lowbit_few.MOST_ROWS:
+        return lowbit_few.few_rows_cuda(x_MK, chunks, table, bias, layout).view(shape)
     weight = decode_chunks(chunks, table, layout, x.shape[-1], x.dtype)
     return F.linear(x_MK, weight, bias).view(shape)
 

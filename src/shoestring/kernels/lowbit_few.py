@@ -118,7 +118,7 @@ class Plan:
     def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
         if self.digits and (layout.table or self.panel or rows > 8):
             return False
-        if self.beside and (self.split > 1 or self.warps > 20):
+        if self.beside and (self.split > 1 or self.warps > 16):
             return False
         chunks = ceil_div(width, CHUNK_WIDTH)
         if self.depth < 3 or ceil_div(chunks, self.split) * (self.split - 1) >= chunks:
