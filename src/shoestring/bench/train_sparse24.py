@@ -75,17 +75,17 @@ GRAPHED = 1280  # layers up to this width are timed as CUDA graphs
 SMALL = ("FST, exact weight gradient", "S-STE, exact weight gradient")
 # (what, width, cases, seconds for each), the most wanted first: --at-once
 AT_ONCE: tuple[tuple[str, int, tuple[str, ...], float], ...] = (
-    ("step", 4096, ("FST", "S-STE", "FP8"), 5.0),
+    ("step", 4096, ("FST", "S-STE", "FP8"), 4.0),
     ("block", 4096, ("FST", "S-STE", "FP8"), 2.0),
-    ("ffn", 4096, ("FST", "S-STE", "FP8", "S-STE in FP8"), 2.0),
+    ("ffn", 4096, ("FST", "S-STE", "FP8", "S-STE in FP8"), 1.6),
     ("ffn", 1280, (*SMALL, "FP8"), 1.0),
     ("ffn", 768, (*SMALL, "FP8", "FST"), 1.0),
     ("ffn", 2048, ("FST", "S-STE", "FP8"), 1.5),
-    ("ffn", 5120, ("FST", "S-STE", "FP8"), 2.0),
+    ("ffn", 5120, ("FST", "S-STE", "FP8"), 1.5),
     ("parts", 4096, (), 0.0),
     ("step", 1280, SMALL[:1], 2.0),
     ("step", 768, SMALL[:1], 2.0),
-    ("step", 2048, ("FST",), 3.0),
+    ("step", 2048, ("FST",), 2.0),
 )
 
 
