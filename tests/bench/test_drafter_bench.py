@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoestring.bench import drafter, drafter_speed, drafter_target, results
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import init_weights
 
 SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
 TINY = drafter_target.Size(
-    SHAPE, 300, 0.8, 32, 4, 1.0, 2e-3, 1, 0, 8, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
+    SHAPE, 300, 0.8, 32, 4, 0.3, 1, 2e-3, 1, 0, 8, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
 )  # fmt: skip
 
 
@@ -39,7 +43,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     size = ["--size", "smoke"]
     with pytest.raises(SystemExit, match="not prepared within"):
         call(drafter.main, *size, "--wait", "0.1")
-    call(drafter.main, *size, "--prepare", "--target-steps", "3")
+    call(drafter.main, *size, "--prepare")
     assert not results.newest("drafter") and (tmp_path / "kept/ready.json").is_file()
     monkeypatch.setattr(drafter, "train_target", None)  # it is there
     call(drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "LK")
@@ -68,6 +72,19 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     rows = drafter.table().splitlines()
     assert sum(row.startswith("| LK |") for row in rows) == 1, "the timed line stands for both"
     assert drafter.batches().count("x)") == 8
+
+
+def test_expanded_blocks_add_nothing_yet() -> None:
+    spec = ModelSpec(50, 32, 2, 4, 2, 8, 64, 16)
+    small, large = Decoder(spec), Decoder(replace(spec, num_layers=6))
+    for seed, model in enumerate((small, large)):
+        init_weights(model, seed)
+    tokens = torch.arange(12)[None]
+    want = small(tokens)
+    assert not torch.allclose(large(tokens), want)
+    assert torch.allclose(drafter_target.expand(small, large)(tokens), want, atol=1e-6)
+    large(tokens).sum().backward()
+    assert large.blocks[1].mlp.down.weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
 
 
 def test_a_turn_that_came_too_late_is_not_waited_for() -> None:

@@ -49,6 +49,7 @@ from shoestring.measure import need_tokenizer, pick_device, pick_dtype
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.runlog import RunLog, write_atomically
+from shoestring.serve import Engine
 from shoestring.serve.drafters import Drafter, DraftModel, Ngram, trim_head
 from shoestring.shrink.drafter import (
     Schedule,
@@ -58,7 +59,7 @@ from shoestring.shrink.drafter import (
     reference_losses,
     score_text,
 )
-from shoestring.shrink.drafter_acceptance import measure_acceptance
+from shoestring.shrink.drafter_acceptance import engine_for, measure_acceptance
 from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill
 from shoestring.train.data import TokenData
@@ -91,6 +92,19 @@ CASES = (
 )
 
 
+@dataclass
+class Row:
+    """A drafter, and the file that tells drafter_speed.py about it."""
+
+    path: Path
+    drafter: Drafter
+    told: dict[str, Any]
+
+    def write(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        write_atomically(self.path, json.dumps(self.told))
+
+
 class Bench:
     """What all cases share: target, text, its scores and prompts."""
 
@@ -121,6 +135,7 @@ class Bench:
             print(f"the drafter's {size.vocab} tokens are {coverage(text.train.tokens, ids):.1%} of the text")
             self.vocab_ids = ids
         self.references: dict[int, ScalarCache] = {}
+        self.engine: Engine | None = None
 
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
@@ -180,31 +195,20 @@ class Bench:
 
     # -- measuring ------------------------------------------------------------------------------------------
     def drafter(self, model: Decoder) -> DraftModel:
-        """With the head that was trained; launched step by step (see `measure`)."""
+        """With the head that was trained; launched step by step: its graphs would be made for a few seconds."""
         if self.vocab_ids is not None:
             trim_head(model, self.vocab_ids)
         return DraftModel(model, vocab_ids=self.vocab_ids, graphs=False)
 
-    def measure(self, name: str, drafter: Drafter, budget: str, kept: str, **config: Any) -> None:
-        """Acceptance, recorded and kept. No graphs: every engine would make new ones for a few steps."""
+    def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
+        """Write a drafter, with the head of the full vocabulary, and what is known of it; None: n-gram lookup."""
         size = self.size
-        found: dict[str, float] = {}
-        for kind, temperature in KINDS:
-            a = measure_acceptance(
-                self.target,
-                drafter,
-                self.prompts,
-                num_drafts=NUM_DRAFTS,
-                max_tokens=size.new_tokens,
-                temperature=temperature,
-                max_requests=size.at_once,
-                graphs=False,
-            )
-            found |= {
-                f"{kind}acceptance": round(a.acceptance, 4),
-                f"{kind}accepted_length": round(a.accepted_length, 3),
-                "tokens": a.num_tokens,
-            }
+        name = f"{case}-{budget}-{self.seed}".replace(" ", "-").replace(",", "")
+        drafter: Drafter = Ngram()
+        if model is not None:
+            model = inference(model, self.target.compute_dtype)
+            save_drafter(self.folder / "drafters" / name, model, None, self.vocab_ids)
+            drafter = self.drafter(model)
         config = {
             "target": self.name,
             "budget": budget,
@@ -216,32 +220,52 @@ class Bench:
             **config,
         }
         note = (
-            f"acceptance on {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
+            f"acceptance: {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
         )
+        told = {"case": case, "config": config, "note": note, "drafter": name if model else "ngram"}
+        row = Row(self.folder / "rows" / f"{name}.json", drafter, {**told, "quality": {}})
+        row.write()
+        return row
+
+    def measure(self, row: Row) -> None:
+        """Acceptance, recorded and kept; all drafters are measured with one engine."""
+        size, told = self.size, row.told
+        if self.engine is None:
+            self.engine = engine_for(self.target, self.prompts, size.new_tokens, size.at_once)
+        found: dict[str, float] = {}
+        for kind, temperature in KINDS:
+            a = measure_acceptance(
+                self.target,
+                row.drafter,
+                self.prompts,
+                num_drafts=NUM_DRAFTS,
+                max_tokens=size.new_tokens,
+                temperature=temperature,
+                engine=self.engine,
+            )
+            found |= {
+                f"{kind}acceptance": round(a.acceptance, 4),
+                f"{kind}accepted_length": round(a.accepted_length, 3),
+                "tokens": a.num_tokens,
+            }
         record(
             bench=BENCH,
-            case=name,
+            case=told["case"],
             metric="accepted_length",
             unit="tokens/pass",
             samples=[found["accepted_length"]],
             quality=found,
-            config=config,
-            note=note,
+            config=told["config"],
+            note=told["note"],
         )
-        row = {"case": name, "config": config, "quality": found, "note": note, "drafter": kept}
-        (self.folder / "rows").mkdir(exist_ok=True)
-        write_atomically(self.folder / "rows" / f"{kept}.json", json.dumps(row))
+        told["quality"] = found
+        row.write()
         print(
-            f"{name:24} {budget:13} acceptance {found['acceptance']:.3f} length {found['accepted_length']:.2f}  "
-            f"sampled {found['sampled_acceptance']:.3f} {found['sampled_accepted_length']:.2f}",
+            f"{told['case']:24} {told['config']['budget']:13} acceptance {found['acceptance']:.3f} length "
+            f"{found['accepted_length']:.2f}  sampled {found['sampled_acceptance']:.3f} "
+            f"{found['sampled_accepted_length']:.2f}",
             flush=True,
         )
-
-    def keep(self, case: str, budget: str, model: Decoder) -> str:
-        """Write a drafter, with the head of the full vocabulary, for drafter_speed.py; the name of its folder."""
-        name = f"{case}-{budget}-{self.seed}".replace(" ", "-").replace(",", "")
-        save_drafter(self.folder / "drafters" / name, model, None, self.vocab_ids)
-        return name
 
 
 def main() -> None:
@@ -337,7 +361,8 @@ def open_kept(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
-    """In the order of --cases: what comes first matters most where time runs out."""
+    """In the order of --cases: what comes first matters most where time runs out. All are trained and kept before
+    the first is measured."""
     plan = [(c, "equal steps", bench.size.draft_steps) for c in CASES]
     plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]
     plan = [p for p in plan if p[0].name in args.cases and p[1] in args.budgets]
@@ -346,24 +371,22 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
     def late() -> bool:
         return time.perf_counter() - began > args.deadline
 
-    def take(case: str, budget: str, model: Decoder, **config: Any) -> None:
-        model = inference(model, bench.target.compute_dtype)
-        kept = bench.keep(case, budget, model)
-        bench.measure(case, bench.drafter(model), budget, kept, **config)
-
-    if "no training" in args.budgets:
-        bench.measure("n-gram lookup", Ngram(), "no training", "ngram")
-        take("first layers, untrained", "no training", bench.fresh_drafter())
+    rows = []
     for case, budget, steps in plan:
         if late():
             print(f"no time for {case.name}, {budget}", flush=True)
             continue
         started = time.perf_counter()
         model = bench.train(case, steps)
-        seconds = time.perf_counter() - started
         flops = steps * bench.step_flops(case)
-        take(case.name, budget, model, steps=steps, teraflops=significant(flops / 1e12, 3))
-        print(f"    {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
+        rows.append(bench.keep(case.name, budget, model, steps=steps, teraflops=significant(flops / 1e12, 3)))
+        seconds = time.perf_counter() - started
+        print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
+    if "no training" in args.budgets:
+        rows.append(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
+        rows.append(bench.keep("n-gram lookup", "no training", None))
+    for row in rows:
+        bench.measure(row)
 
 
 # -- tables -------------------------------------------------------------------------------------------------
@@ -393,7 +416,10 @@ def _timed_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for n in lines:
         key = json.dumps([n["case"], n["config"]], sort_keys=True)
-        if key not in found or found[key]["ratio"] is None:
+        if key in found:
+            timed = n if n["ratio"] is not None else found[key]
+            found[key] = {**timed, "quality": {**found[key]["quality"], **n["quality"]}}
+        else:
             found[key] = n
     return list(found.values())
 

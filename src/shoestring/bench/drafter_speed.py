@@ -33,9 +33,10 @@ from shoestring.bench.drafter_target import clock, inference
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
-from shoestring.serve import Engine, Sampling
+from shoestring.serve import Sampling
 from shoestring.serve.drafters import Drafter, open_drafter
 from shoestring.serve.goodput import Goodput
+from shoestring.shrink.drafter_acceptance import engine_for
 
 BENCH = "drafter"
 NUM_DRAFTS = 4
@@ -79,9 +80,7 @@ class Turns:
     def __init__(
         self, target: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int
     ) -> None:
-        context = min(target.spec.max_positions, max(map(len, prompts)) + new_tokens)
-        # Without the prefix cache, so that a repeat does the work of the first time.
-        self.engine = Engine(target, max_requests=batch, max_context=context, prefix_cache=False)
+        self.engine = engine_for(target, prompts, new_tokens, batch)
         self.prompts = [list(p) for p in prompts]
         self.new_tokens = new_tokens
 
@@ -113,10 +112,10 @@ class Turns:
 class Kept:
     """What bench/drafter.py left in a folder."""
 
-    def __init__(self, folder: Path, target: Decoder | None = None) -> None:
+    def __init__(self, folder: Path, target: Decoder | None = None, tokens: int | None = None) -> None:
         told = json.loads((folder / "ready.json").read_text())
         self.folder, self.name = folder, told["name"]
-        self.prompts, self.new_tokens = told["prompts"], told["new_tokens"]
+        self.prompts, self.new_tokens = told["prompts"], tokens or told["new_tokens"]
         self.device = pick_device("auto")
         self.dtype = pick_dtype("auto", self.device)
         if target is None:
@@ -153,13 +152,13 @@ def measure_one_at_a_time(
         else:
             greedy = found
         for i, row in enumerate(kept.rows, start=1):
-            record_one(row, greedy, drawn, i)
+            record_one(row, greedy, drawn, i, kept.new_tokens)
         for i, (way, row) in enumerate(zip(controlled, served, strict=True), start=len(ways)):
             record_batch(kept, turns, found, i, way, row, 1, temperature)
         yield
 
 
-def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int) -> None:
+def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, num_new: int) -> None:
     ratios = greedy.ratios(i)
     quality = {**row["quality"], "ratio_p20_p80": _range(ratios)}
     if drawn is not None:
@@ -177,7 +176,7 @@ def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int) 
         ratio=statistics.median(ratios),
         quality=quality,
         config=row["config"],
-        note=f"{row['note']}; tokens/s: {NUM_PROMPTS} of them, one at a time, {len(ratios)} turns",
+        note=f"{row['note']}; tokens/s: {NUM_PROMPTS} of them, one at a time, {num_new} new, {len(ratios)} turns",
     )
     said = f"drawn {quality['sampled_ratio']:.2f}x {quality['sampled_ratio_p20_p80']}" if drawn else ""
     print(
@@ -250,9 +249,10 @@ def measure_all(
     batches: Sequence[int] = BATCHES,
     served: Sequence[str] = SERVED,
     seconds: float = 1e9,
+    tokens: int | None = None,
 ) -> None:
     """`seconds`: for everything, the loading apart. What matters most comes first."""
-    kept = Kept(folder, target)
+    kept = Kept(folder, target, tokens)
     by_case = {r["case"]: r for r in kept.rows if r["config"]["budget"] != "equal compute"}
     names = [*[n for n in served if n in by_case][:1], *[n for n in (UNTRAINED,) if n in by_case]]
     rows = [by_case[n] for n in names]
@@ -265,8 +265,9 @@ def measure_all(
     single = measure_one_at_a_time(kept, rows, repeats, until)
     many = sorted((b for b in batches if b > 1), reverse=True)
     tasks: list[Callable[[], object]] = [
-        *(partial(measure_batch, kept, rows, b, 0.0, repeats, until) for b in many),
+        *(partial(measure_batch, kept, rows, b, 0.0, repeats, until) for b in many[:1]),
         partial(next, single),
+        *(partial(measure_batch, kept, rows, b, 0.0, repeats, until) for b in many[1:]),
         partial(next, single),
         *(partial(measure_batch, kept, rows, b, 1.0, repeats, until) for b in many[:1]),
     ]
@@ -304,8 +305,19 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--serve", nargs="*", default=list(SERVED))
     parser.add_argument("--seconds", type=float, default=1e9, help="for everything, the loading apart")
+    parser.add_argument(
+        "--tokens", type=int, help="new ones a request; as many as acceptance was measured on"
+    )
     args = parser.parse_args()
-    measure_all(args.keep, None, args.repeats, batches=args.batches, served=args.serve, seconds=args.seconds)
+    measure_all(
+        args.keep,
+        None,
+        args.repeats,
+        batches=args.batches,
+        served=args.serve,
+        seconds=args.seconds,
+        tokens=args.tokens,
+    )
 
 
 if __name__ == "__main__":

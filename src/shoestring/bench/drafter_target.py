@@ -4,16 +4,19 @@ A drafter pays where a pass of the target is dear and the drafter's is cheap, an
 knows. A model that a machine can train within a minute and that is large enough for the first is not a good
 model: its validation loss stands beside the results.
 
-The target is trained for so many seconds, whatever a step takes: the learning rate follows the clock.
+The target is trained for so many seconds, whatever a step takes: the learning rate follows the clock. A deep one
+begins as one of fewer layers, whose steps are cheaper; after two thirds of the time blocks that add nothing yet
+(output weights of 0) are put between its own, and all are trained (block expansion, Wu et al. 2024).
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ class Size:
     context: int
     batch: int  # rows of a step of its training
     seconds: float  # of the target's training
+    begins: int  # with so many layers; 0: with all
     lr: float
     layers: int  # of the drafter
     vocab: int  # tokens in the drafter's head; 0: all
@@ -66,12 +70,12 @@ GPU = {
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
     "gpu": Size(
-        GPU, 4096, 12.0, 512, 4, 60.0, 3e-4, 1, 0, 1536, 256, 32, 120, 6e-4, 48, 64, 64, 96, 32, 5,
+        GPU, 4096, 6.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 512, 256, 16, 60, 6e-4, 48, 32, 64, 64, 32, 4,
     ),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
-    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
-    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
-    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
+    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
+    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
+    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
 }  # fmt: skip
 
 
@@ -87,19 +91,25 @@ def train_target(
         eos_id=corpus.tokenizer.eos_id,
         **size.shape,
     )
-    with torch.device("meta"):
-        target = Decoder(spec)
-    target.compute_dtype = dtype
-    materialize(target, device)
-    init_weights(target, 0)
     data = TokenData(corpus.train, context=size.context, batch=size.batch)
     log = RunLog(None, quiet=True)
-    run = Run(target, adamw(target, lr=size.lr), Mesh(0, 1, device), log)
+    done = 0
+    if steps is None and size.begins:
+        small = _fresh(replace(spec, num_layers=size.begins), device, dtype)
+        done = train_for(_run(small, size.lr, log), data, size.lr, 2 / 3 * size.seconds)
+        target = expand(small, _fresh(spec, device, dtype))
+        del small
+        gc.collect()
+        run, lr, seconds = _run(target, size.lr, log, done), size.lr / 2, size.seconds / 3
+    else:
+        target = _fresh(spec, device, dtype)
+        run, lr, seconds = _run(target, size.lr, log), size.lr, size.seconds
     if steps is None:
-        steps = train_for(run, data, size.lr, size.seconds)
+        steps = train_for(run, data, lr, seconds)
     else:
         schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
         train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
+    del run
     losses = [row["loss"] for row in log.history if "loss" in row]
     num_tokens = steps * data.tokens_per_step
     target = inference(target, dtype)
@@ -113,6 +123,35 @@ def train_target(
     return target, corpus, name
 
 
+def _fresh(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model.compute_dtype = dtype
+    materialize(model, device)
+    init_weights(model, 0)
+    return model
+
+
+def _run(model: Decoder, lr: float, log: RunLog, step: int = 0) -> Run:
+    return Run(model, adamw(model, lr=lr), Mesh(0, 1, model.embed.weight.device), log, step)
+
+
+@torch.no_grad()
+def expand(small: Decoder, large: Decoder) -> Decoder:
+    """The same function with more blocks: those of `small`, evenly spread, and others that add nothing yet."""
+    every, rest = divmod(len(large.blocks), len(small.blocks))
+    assert not rest, "the number of layers must be a multiple of those it begins with"
+    for block in large.blocks:
+        for part in (block.attn.o, block.mlp.down):  # type: ignore[union-attr]
+            part.weight.zero_()  # type: ignore[union-attr, operator]
+    for name, param in small.named_parameters():
+        if name.startswith("blocks."):
+            _, index, rest_of_name = name.split(".", 2)
+            name = f"blocks.{int(index) * every}.{rest_of_name}"
+        large.get_parameter(name).copy_(param)
+    return large
+
+
 def train_for(run: Run, data: TokenData, lr: float, seconds: float, piece: int = 10) -> int:
     """As many steps as fit: the rate rises over a tenth of the time and falls to a tenth over the rest."""
     began = time.perf_counter()
@@ -120,7 +159,8 @@ def train_for(run: Run, data: TokenData, lr: float, seconds: float, piece: int =
         rate = lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * max(0.0, share - 0.1) / 0.9)))
         rate *= min(1.0, (share + 0.01) / 0.1)
         train(run, data, CrossEntropy(), steps=run.step + piece, schedule=constant(rate), log_every=piece)
-    print(f"[{time.perf_counter() - began:.1f} s: {run.step} steps of the target]", flush=True)
+    layers = run.model.spec.num_layers  # type: ignore[union-attr]
+    print(f"[{time.perf_counter() - began:.1f} s: to step {run.step}, {layers} layers]", flush=True)
     return run.step
 
 

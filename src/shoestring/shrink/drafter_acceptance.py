@@ -76,22 +76,27 @@ def measure_acceptance(
     max_tokens: int = 64,
     temperature: float = 0.0,
     max_requests: int = 8,
-    graphs: bool | None = None,
+    engine: Engine | None = None,
 ) -> Acceptance:
-    """Greedy, or drawn at a temperature and judged by the token rule, whose chance is sum min(p, q). `graphs` as in
-    Engine."""
+    """Greedy, or drawn at a temperature and judged by the token rule, whose chance is sum min(p, q). `engine`: one of
+    the target's, made for such prompts, that has no requests now; its graphs are there already."""
     counting = Counting(drafter)
     rule: Rule = "coupled" if temperature == 0 else "token"
-    engine = _engine(target, prompts, max_tokens, max_requests, counting, num_drafts, rule, graphs)
+    if engine is None:
+        engine = engine_for(target, prompts, max_tokens, max_requests)
+    engine.use_drafter(counting, num_drafts)
+    engine.rule = rule
+    before = engine.stats.num_new_tokens
     seconds = _run(engine, prompts, max_tokens, temperature)
+    num_new = engine.stats.num_new_tokens - before
     tested, kept = sum(counting.tested), sum(counting.kept)
     rates = [k / t if t else 0.0 for k, t in zip(counting.kept, counting.tested, strict=True)]
     return Acceptance(
         kept / tested if tested else 0.0,
         1 + kept / max(1, counting.num_rounds),
         [round(r, 4) for r in rates],
-        engine.stats.num_new_tokens,
-        engine.stats.num_new_tokens / seconds,
+        num_new,
+        num_new / seconds,
     )
 
 
@@ -111,7 +116,8 @@ def measure_rate(
 
     One engine for all: what it learns (step costs, acceptance) stays, as in a server. `warm` runs once unmeasured.
     """
-    engine = _engine(target, prompts, max_tokens, max_requests, drafter, num_drafts, "coupled")
+    engine = engine_for(target, prompts, max_tokens, max_requests)
+    engine.use_drafter(drafter, num_drafts)
     if warm:
         _run(engine, prompts, max_tokens, temperature)
     rates = []
@@ -122,28 +128,12 @@ def measure_rate(
     return rates
 
 
-def _engine(
-    target: Decoder,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    max_requests: int,
-    drafter: Drafter | None,
-    num_drafts: int | None,
-    rule: Rule,
-    graphs: bool | None = None,
+def engine_for(
+    target: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, max_requests: int
 ) -> Engine:
+    """Without a drafter. Without the prefix cache, so that a repeat does the work of the first time."""
     context = min(target.spec.max_positions, max(map(len, prompts)) + max_tokens)
-    # Without the prefix cache, so that a repeat does the work of the first time.
-    return Engine(
-        target,
-        max_requests=max_requests,
-        max_context=context,
-        prefix_cache=False,
-        drafter=drafter,
-        num_drafts=num_drafts,
-        rule=rule,
-        graphs=graphs,
-    )
+    return Engine(target, max_requests=max_requests, max_context=context, prefix_cache=False)
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> float:
