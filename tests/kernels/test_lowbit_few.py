@@ -103,6 +103,7 @@ CASES = [
     ("nf4:s2:g128", 2, 48, 1024, Plan(1, 3, 1, 5, beside=1), "bias", BF16),
     ("nf3:s2:g128", 11, 48, 1152, Plan(2, 2, 1, 4, panel=4, beside=1), "", BF16),
     ("int3:g64", 4, 48, 1600, Plan(1, 2, 1, 6, digits=1, early=1), "norm", FP32),
+    ("int3:g128", 1, 80, 1408, Plan(5, 2, 1, 6, digits=1, beside=1, early=2), "", BF16),
     ("nf4:s1:g64", 7, 48, 1600, Plan(2, 2, 1, 4, early=2), "residual", BF16),
     ("int2:g128", 10, 48, 1152, Plan(2, 2, 1, 6, panel=4, beside=1, early=1), "", BF16),
 ]

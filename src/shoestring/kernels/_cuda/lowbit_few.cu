@@ -160,11 +160,9 @@ extern "C" __global__ void BOUNDS lowbit_few(
             load_words(w, chunk, lane);
             #pragma unroll
             for (int q = 0; q < NG; q++) {
-                int c[MT][4];
+                int c[BYTE_CHAINS][MT][4];
                 #pragma unroll
-                for (int m = 0; m < MT; m++)
-                    #pragma unroll
-                    for (int e = 0; e < 4; e++) c[m][e] = 0x4b400000;
+                for (int n = 0; n < BYTE_CHAINS * MT * 4; n++) c[n / (MT * 4)][n / 4 % MT][n % 4] = n < MT * 4 ? 0x4b400000 : 0;
                 #pragma unroll
                 for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
 #if BITS == 4
@@ -179,7 +177,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
 #endif
 #endif
                     #pragma unroll
-                    for (int m = 0; m < MT; m++) mma_bytes(c[m], a, x[m][2 * i], x[m][2 * i + 1]);
+                    for (int m = 0; m < MT; m++) mma_bytes(c[i % BYTE_CHAINS][m], a, x[m][2 * i], x[m][2 * i + 1]);
                 }
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -189,8 +187,10 @@ extern "C" __global__ void BOUNDS lowbit_few(
                     for (int m = 0; m < MT; m++) {
                         const float* const of = sums + ((chunk_at * NG + q) * MT + m) * 16 + 4 * t;
                         #pragma unroll
-                        for (int e = 0; e < (ONE ? 1 : 2); e++)
-                            acc[r][m][2 * h + e] += up * of[2 * e + 1] * (__int_as_float(c[m][2 * h + e]) - (zero * of[2 * e] + SHIFTED));
+                        for (int e = 0; e < (ONE ? 1 : 2); e++) {
+                            const int sum = c[0][m][2 * h + e] + (BYTE_CHAINS == 2 ? c[BYTE_CHAINS - 1][m][2 * h + e] : 0);
+                            acc[r][m][2 * h + e] += up * of[2 * e + 1] * (__int_as_float(sum) - (zero * of[2 * e] + SHIFTED));
+                        }
                     }
                 }
             }

@@ -8,6 +8,7 @@
 #define PART 20                          // floats between the columns of partial sums: no bank conflicts
 #define SUMS (!TABLE && XREG && !DIGITS) // sums of x by group are at hand
 #define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
+#define BYTE_CHAINS (BESIDE && R * MT * NG == 1 ? 2 : 1)  // the same for DIGITS, where few warps have to hide it
 #define LOW (4 * MT)                     // DIGITS: the column of a row's low digit, less that of its high one
 #define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
 #define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
