@@ -10,6 +10,7 @@ no loud channels, so Wanda is no better than magnitude, and every training token
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,9 @@ class Toy:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         toy = Toy(Path(folder))
         dense = loss(toy.dense)
