@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from shoestring.bench import lowbit_quality
+from shoestring.bench import lowbit_methods, lowbit_quality
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.evals.perplexity import perplexity
@@ -50,7 +51,7 @@ def taught(steps: int) -> tuple[Decoder, TokenShards]:
 
 
 @pytest.mark.slow
-def test_orderings_at_two_bits(tmp_path: Path) -> None:
+def test_orderings_at_two_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = taught(250)
     subject = Subject(
         "chain",
@@ -80,6 +81,24 @@ def test_orderings_at_two_bits(tmp_path: Path) -> None:
     assert found["dense"] < 2.8
     assert found["bitdistiller"] < 0.8 * min(found["gptq"], found["awq"]), found
     assert found["ours"] < found["bitdistiller"], found
+    # Another part of the rates starts from the blocks that are trained already, in passes of a few rows.
+    monkeypatch.delattr(lowbit_methods, "train_blocks")
+    subject.micro = 5
+    got, told = shrink(subject, "ours@0.5", "int2:g32", 0)
+    unformat(got)
+    assert told["rates"] == 0.5 and evaluate(subject)["perplexity"] < found["bitdistiller"]
+
+
+def test_a_cell_that_takes_too_long_is_given_up() -> None:
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match="not finished"), lowbit_quality.at_most(0.05):
+        time.sleep(5)
+    assert time.perf_counter() - began < 3
+    with lowbit_quality.at_most(0.01):
+        pass
+    time.sleep(0.03)  # nothing rings any more
+    with lowbit_quality.at_most(0):  # no limit
+        time.sleep(0.02)
 
 
 def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from shoestring.shrink.qat import (
     hold_grids,
     learn_grids,
     once,
+    part_for,
     read_grids,
     relative_adamw,
 )
@@ -126,6 +127,15 @@ def test_learned_grids_start_where_the_method_left_them() -> None:
         scale.mul_(1.5)
     hold_grids(model, grids)
     assert torch.equal(scale, grids["blocks.1.mlp.up"]["scale"])
+
+
+def test_the_finer_the_grid_the_smaller_the_rates() -> None:
+    def part(*labels: str) -> float:
+        return part_for(parse_format(label) for label in labels)
+
+    assert [part(f) for f in ("int2:g64", "nf3:s2:g64", "int4:g64", "int8:g0")] == [1.0, 0.5, 0.25, 0.25]
+    assert part("int4:g64", "int2:g64", "dense") == 1.0 and part("dense") == 0.25  # the coarsest decides
+    assert Rates(weight=1e-2, scale=0.0).softer(0.5) == Rates(5e-3, 0.0, 2.5e-3, 1e-3, 2.5e-3)
 
 
 def test_rates_are_parts_of_what_they_move() -> None:

@@ -147,10 +147,8 @@ def bitdistiller(
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     steps = steps or subject.steps
-    objective, often = (
-        Together(Cakld(teacher, gamma), rows=subject.micro),
-        max(1, steps // 10),
-    )  # looking at the loss waits for the GPU
+    objective = Together(Cakld(teacher, gamma), rows=subject.micro)
+    often = max(1, steps // 10)  # looking at the loss waits for the GPU
     train(run, data, objective, steps=steps, schedule=constant(lr), log_every=often, graph=True)
     tell(run)
     return model, run.log.history[-1]["loss"]
