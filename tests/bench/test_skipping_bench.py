@@ -42,7 +42,7 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
     assert {n["case"] for n in lines} == {"whole model", *skipping_sets.METHODS}
     assert all(n["quality"]["perplexity"] > 1 for n in lines)
     assert skipping.table().count("\n| CPU |") == 18
-    assert "| lossless |" in skipping.drafts() and "4 of 4" in skipping.drafts()
+    assert "| lossless |" in skipping.drafts() and "12 of 12" in skipping.drafts()
     assert skipping.costs().count("attention") == 2
     assert (
         len([n for n in results.newest("skipping") if n["metric"] == "online_ffns"]) == 1

@@ -183,6 +183,7 @@ def check_small(device: str = "cpu") -> None:
             {"norm_K": norm, "eps": 1e-5},
             {"norm_K": norm, "eps": 1e-5, "swiglu": True, "bias": bias},
             {"residual_1N": residual, "bias": bias, "out_dtype": torch.float32},
+            {"residual_1N": residual, "after_2N": torch.randn(2, 2 * num_out, generator=g).to(device)},
         ):
             got, ref = row_linear(x, weight, **options), row_linear_ref(x, weight, **options)
             exact = {**options, **({"residual_1N": residual.double()} if "residual_1N" in options else {})}

@@ -13,7 +13,7 @@ import torch
 from tiny_serve import LookupDrafter, naive, near_copy, tiny_decoder
 
 from shoestring.formats import convert, pack, parse_format
-from shoestring.model.skip import SkipSet, Sublayer
+from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.cuda_graphs import StepGraphs
@@ -239,6 +239,42 @@ def test_skip_sets_have_graphs_of_their_own() -> None:
     whole = Engine(model).generate(*asked)
     assert [c.token_ids for c in drafting.generate(*asked)] == [c.token_ids for c in whole]
     assert drafting.stats.num_drafted
+
+
+def test_stand_ins_are_part_of_the_product_before_them() -> None:
+    """Single rows: runs of skipped sublayers, at the beginning, in the middle and at the end, scales alone, shifts
+    alone, per channel and for the whole row, against the model's own forward; and more rows at once."""
+    model, g = tiny_decoder(num_layers=5), torch.Generator().manual_seed(3)
+    width = model.spec.d_model
+
+    def stand(scale: int, shift: int) -> StandIn:
+        made = [torch.rand(n, generator=g) + 0.5 if n else None for n in (scale, shift)]
+        return StandIn(*made)
+
+    skip = SkipSet(
+        {
+            Sublayer(0, "attn"): stand(1, width),
+            Sublayer(1, "attn"): stand(1, width),
+            Sublayer(2, "attn"): StandIn(),
+            Sublayer(2, "mlp"): stand(width, 0),
+            Sublayer(3, "attn"): stand(0, width),
+            Sublayer(4, "mlp"): stand(1, 0),
+        }
+    )
+    joined = skip.after(5, width, torch.device("cpu"))
+    assert set(joined) == {Sublayer(0, "mlp"), Sublayer(1, "mlp"), Sublayer(4, "attn")}
+    assert joined is skip.after(5, width, torch.device("cpu"))  # a graph may hold on to them
+    assert SkipSet([Sublayer(1, "attn")]).after(5, width, torch.device("cpu")) == {Sublayer(0, "mlp"): None}
+    tokens = torch.randint(0, 29, (1, 14), generator=g)
+    want = model(tokens, skip=skip)[0]
+    runner = Runner(model, BlockPool(9, 4), graphs=True)
+    done, blocks = 0, list(range(8))
+    for num in (3, 1, 1, 4, 1, 1, 3):
+        ids = tokens[0, done : done + num].tolist()
+        got = runner.forward(Batch([Span(blocks, done, num)], ids, range(num)), skip)
+        torch.testing.assert_close(got, want[done : done + num], rtol=1e-4, atol=1e-4)
+        done += num
+    assert not torch.allclose(model(tokens)[0], want, atol=0.1)
 
 
 def test_changed_weights_are_noticed() -> None:

@@ -1,4 +1,4 @@
-"""A dense linear layer on one row, with what stands around it: y = [norm] x W^T [+ bias] [swiglu] [+ residual].
+"""A dense linear layer on one row, with what stands around it: y = [norm] x W^T [+ bias] [swiglu] [+ residual] [after].
 
 With one row the product only reads W, so the kernel is a stream over the weight at the speed of memory, and the
 small operations around it would cost launches of their own; here they are free:
@@ -6,6 +6,7 @@ small operations around it would cost launches of their own; here they are free:
     norm      RMSNorm of x. y = (W (x * weight)) / rms(x), so the sum of squares is gathered on the way.
     swiglu    W holds gate rows, then up rows: y_i = silu(g_i) * u_i.
     residual  added in fp32, one rounding.
+    after     times a scale and plus a shift, one of each for every output: what stands in for a skipped sublayer.
     bytes     W may be 8-bit codes with a scale and a zero for each row, w = (q - zero) * scale: half the bytes, which
               is what a large head costs. No swiglu then.
 
@@ -39,6 +40,7 @@ def row_linear_ref(
     eps: float = 0.0,
     swiglu: bool = False,
     residual_1N: Tensor | None = None,
+    after_2N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale_N: Tensor | None = None,
     zero_N: Tensor | None = None,
@@ -55,6 +57,8 @@ def row_linear_ref(
         y = F.silu(gate) * up
     if residual_1N is not None:
         y = y + residual_1N.to(wide)
+    if after_2N is not None:
+        y = y * after_2N[0].to(wide) + after_2N[1].to(wide)
     return y.to(out_dtype or x_1K.dtype)
 
 
@@ -67,6 +71,7 @@ def row_linear(
     eps: float = 0.0,
     swiglu: bool = False,
     residual_1N: Tensor | None = None,
+    after_2N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale_N: Tensor | None = None,
     zero_N: Tensor | None = None,
@@ -81,6 +86,7 @@ def row_linear(
             eps=eps,
             swiglu=swiglu,
             residual_1N=residual_1N,
+            after_2N=after_2N,
             out_dtype=out_dtype,
             scale_N=scale_N,
             zero_N=zero_N,
@@ -92,7 +98,7 @@ def row_linear(
     assert x_1K.shape == (1, num_in) and x_1K.is_contiguous() and weight.is_contiguous()
     out_1N = torch.empty(1, num_out, device=x_1K.device, dtype=out_dtype or x_1K.dtype)
     coded = scale_N is not None and zero_N is not None
-    assert coded == (weight.dtype == torch.uint8) and not (coded and swiglu)
+    assert coded == (weight.dtype == torch.uint8) and not (coded and (swiglu or after_2N is not None))
     if coded and num_in % 4 == 0 and num_in <= MAX_BYTES:
         return _byte_rows(x_1K, weight, bias, norm_K, eps, residual_1N, scale_N, zero_N, out_1N)
     rows, columns, warps = tile_for(num_out, num_in, swiglu)
@@ -106,6 +112,8 @@ def row_linear(
         x_1K if residual_1N is None else residual_1N,
         x_1K if scale_N is None else scale_N,
         x_1K if zero_N is None else zero_N,
+        x_1K if after_2N is None else after_2N[0],
+        x_1K if after_2N is None else after_2N[1],
         out_1N,
         eps,
         num_out,
@@ -116,6 +124,7 @@ def row_linear(
         NORM=norm_K is not None,
         SWIGLU=swiglu,
         RESIDUAL=residual_1N is not None,
+        AFTER=after_2N is not None,
         BYTES=coded,
         **overlap_options(x_1K),
         num_warps=warps,

@@ -78,6 +78,7 @@ class SkipSet:
         self.attn = frozenset(s.layer for s in self.skipped if s.kind == "attn")
         self.mlp = frozenset(s.layer for s in self.skipped if s.kind == "mlp")
         self._moved: dict[torch.device, tuple[BlockSkip, ...]] = {}
+        self._joined: dict[torch.device, dict[Sublayer, Tensor | None]] = {}
 
     def __len__(self) -> int:
         return len(self.skipped)
@@ -103,6 +104,22 @@ class SkipSet:
                 for layer in range(num_layers)
             )
         return self._moved[device]
+
+    def after(self, num_layers: int, width: int, device: torch.device) -> dict[Sublayer, Tensor | None]:
+        """For every computed sublayer with skipped ones right behind it: what they do to the stream together, scale and
+        shift [2, D] (None: nothing). The same tensors at every call, as of `blocks`."""
+        if device not in self._joined:
+            found: dict[Sublayer, Tensor | None] = {}
+            last: Sublayer | None = None  # computed
+            for sub in all_sublayers(num_layers):
+                stand = self.skipped.get(sub)
+                if stand is None:
+                    last = sub
+                elif last is not None:
+                    found[last] = _joined(found.get(last), stand, width)
+            exact = torch.float64 if device.type == "cpu" else torch.float32
+            self._joined[device] = {s: None if t is None else t.to(device, exact) for s, t in found.items()}
+        return self._joined[device]
 
     def check(self, spec: ModelSpec) -> SkipSet:
         """The set itself, where it fits a model."""
@@ -171,6 +188,18 @@ FORMAT = "shoestring skip set 1"
 
 def all_sublayers(num_layers: int) -> list[Sublayer]:
     return [Sublayer(layer, kind) for layer in range(num_layers) for kind in KINDS]
+
+
+def _joined(before_2D: Tensor | None, stand: StandIn, width: int) -> Tensor | None:
+    """Scale and shift of what comes `before` and the stand-in after it; None: the stream passes unchanged."""
+    if stand.scale is None and stand.shift is None:
+        return before_2D
+    parts = zip(stand, (1.0, 0.0), strict=True)
+    scale, shift = (torch.tensor([d]) if t is None else t.detach().cpu() for t, d in parts)
+    own_2D = torch.stack([t.double().expand(width) for t in (scale, shift)])
+    if before_2D is None:
+        return own_2D
+    return torch.stack([before_2D[0] * own_2D[0], before_2D[1] * own_2D[0] + own_2D[1]])
 
 
 def _tensor(numbers: Any) -> Tensor | None:

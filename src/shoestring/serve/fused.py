@@ -43,7 +43,7 @@ from shoestring.kernels.row_linear import row_linear
 from shoestring.kernels.step_ends import embed_rows
 from shoestring.kernels.swiglu import swiglu
 from shoestring.model.attention import causal_attention, rope_frequencies
-from shoestring.model.skip import BlockSkip, SkipSet
+from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, Norm
 from shoestring.serve.kv_cache import KVCache
 
@@ -315,19 +315,25 @@ class FusedDecoder:
         if self.positions is not None:
             x_TD = x_TD + F.embedding(rows.positions_T, self.positions).to(self.dtype)
         none = (BlockSkip(),) * len(self.layers)
-        skips = none if skip is None else skip.blocks(len(self.layers), self.device)
+        skips, after = none, {}
+        if skip is not None:
+            skips = skip.blocks(len(self.layers), self.device)
+            after = skip.after(len(self.layers), self.spec.d_model, self.device)
         delta: Tensor | None = None  # what has yet to be added to x
+        done = False  # the last product did what stands in for the sublayers behind it
         for index, (layer, stand) in enumerate(zip(self.layers, skips, strict=True)):
             if stand.attn is None:
                 qkv_TE = self._normed_linear(x_TD, delta, layer.attn_norm, layer.qkv)
                 out_TD = self._attend(index, layer, qkv_TE, rows, cache)
-                x_TD, delta = self._linear_add(x_TD, out_TD, layer.o)
-            else:
+                behind = after.get(Sublayer(index, "attn"))
+                x_TD, delta, done = self._linear_add(x_TD, out_TD, layer.o, behind)
+            elif not done:
                 x_TD, delta = stand.attn.apply(_sum(x_TD, delta)), None
             if stand.mlp is None:
                 inner_TF = self._inner(x_TD, delta, layer)
-                x_TD, delta = self._linear_add(x_TD, inner_TF, layer.down)
-            else:
+                behind = after.get(Sublayer(index, "mlp"))
+                x_TD, delta, done = self._linear_add(x_TD, inner_TF, layer.down, behind)
+            elif not done:
                 x_TD, delta = stand.mlp.apply(_sum(x_TD, delta)), None
         return _sum(x_TD, delta)
 
@@ -409,11 +415,15 @@ class FusedDecoder:
             return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps)
         return linear(self._normed(x_TD, delta, norm))
 
-    def _linear_add(self, x_TD: Tensor, y_TE: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
-        """(x, what is left to add to it) after x + linear(y)."""
-        if linear.takes(x_TD.shape[0]):
-            return linear.row(y_TE, residual_1N=x_TD), None
-        return x_TD, linear(y_TE)
+    def _linear_add(
+        self, x_TD: Tensor, y_TE: Tensor, linear: Linear, behind_2D: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """(x, what is left to add to it) after x + linear(y), and whether x went through `behind_2D` as well."""
+        if not linear.takes(x_TD.shape[0]):
+            return x_TD, linear(y_TE), False
+        if behind_2D is not None and linear.weight is not None:
+            return linear.row(y_TE, residual_1N=x_TD, after_2N=behind_2D), None, True
+        return linear.row(y_TE, residual_1N=x_TD), None, False
 
     def _normed(self, x_TD: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         if norm.kind == "rms":

@@ -13,6 +13,8 @@ def _row_linear_kernel(
     residual,
     scales,
     zeros,
+    after_scale,
+    after_shift,
     out,
     eps,
     num_out,
@@ -23,6 +25,7 @@ def _row_linear_kernel(
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    AFTER: tl.constexpr,
     BYTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -81,6 +84,10 @@ def _row_linear_kernel(
         y = y / (1.0 + tl.exp(-y)) * up
     if RESIDUAL:
         y += tl.load(residual + n, mask=real, other=0.0).to(tl.float32)
+    if AFTER:
+        y = y * tl.load(after_scale + n, mask=real, other=0.0) + tl.load(
+            after_shift + n, mask=real, other=0.0
+        )
     tl.store(out + n, y.to(out.dtype.element_ty), mask=real)
 
 
