@@ -81,7 +81,7 @@ def copies(size: int) -> int:
 
 
 def replays(rows: int) -> int:
-    return 15 if rows < 256 else 7
+    return 31 if rows < 256 else 11
 
 
 BASELINES: dict[str, list[float]] = {}  # of this run; handed on from process to process
@@ -221,10 +221,10 @@ def _short(plan: Any) -> str:
 
 def way(layout: Layout, rows: int, out: int, width: int) -> str:
     """What runs for so many rows, in words for the results."""
-    if rows <= lowbit_few.MOST_ROWS:
-        return f"few rows: {_short(lowbit_few.choose_plan(layout, rows, out, width))}"
     if wide.worth_it(torch.empty(rows, 1, device=DEVICE), layout):
         return f"wgmma: {_short(wide.choose_plan(layout, rows, out, width))}"
+    if rows <= lowbit_few.MOST_ROWS:
+        return f"few rows: {_short(lowbit_few.choose_plan(layout, rows, out, width))}"
     return "decode, cuBLAS"
 
 

@@ -20,8 +20,9 @@
 // What counts are instructions: 225 for the 16 x 128 weights of a chunk at 4 bits, 120 of which decode.
 //
 // Tried and slower: weights through the copy engine as well (a fifth; one warp then fetches everything, and the loop has a
-// fifth fewer instructions all the same), activations fetched once for two blocks (multicast; a third), K over
-// the warpgroups of a block (0 to 7%).
+// fifth fewer instructions all the same), weights straight into registers, two or three chunks ahead (a tenth fewer
+// instructions; 0 to 30%), activations fetched once for two blocks (multicast; a third), K over the warpgroups of a
+// block (0 to 7%).
 //
 // More macros: TN rows of x in a block (a multiple of 8, at most 256)   WGS   STAGES (even)   DEPTH   STEPS 2 or 4
 //   SPLIT (every block of a cluster has at least one chunk)   BLOCKS on a multiprocessor   LATE 0 or 1
