@@ -74,7 +74,7 @@ def test_a_process_that_ends_badly_or_never_is_told_and_left(capsys: pytest.Capt
 
 
 def test_every_format_and_peer_is_measured_at_the_rows_of_the_table() -> None:
-    assert set(lowbit_gemm.PEER_NAMES) == set(lowbit_peers.PEERS)
+    assert set(lowbit_gemm.PEERS) == set(lowbit_peers.PEERS)
     for rows in lowbit_gemm.FORMATS.values():
         assert set(lowbit_gemm.ROWS) <= set(rows)
     for cases in lowbit_peers.PEERS.values():
