@@ -119,8 +119,9 @@ def gguf() -> Path:
 # -- models --------------------------------------------------------------------------------------------------
 
 
-def build(case: str) -> Decoder:
-    model = load_model(gguf()).model
+def build(case: str, model: Decoder | None = None) -> Decoder:
+    """`model`: one that was loaded already."""
+    model = model or load_model(gguf()).model
     if case == "fp32":
         return model
     label, _, kind = case.removesuffix(BARE).partition(", ")
@@ -168,8 +169,10 @@ def perplexity_by_token(model: Decoder, tokens: Tensor) -> float:
 def measure_quality(args: argparse.Namespace) -> None:
     loaded = load_model(gguf())
     assert loaded.tokenizer is not None
-    text = (args.assets / "text/wikitext-2/test.txt").read_text()
+    text = (args.assets / "text/wikitext-2/test.txt").read_text()[: 10 * WINDOWS * CONTEXT]
     tokens = torch.tensor(loaded.tokenizer.encode(text))[: WINDOWS * CONTEXT]
+    assert len(tokens) == WINDOWS * CONTEXT
+    model: Decoder | None = loaded.model
     lines = newest("cpu_decode")
     known = {(n["case"], n["metric"]): n["value"] for n in lines if n["metric"].startswith("perplexity")}
     wanted = [(case, "perplexity") for case in args.cases if not case.endswith(BARE)]
@@ -182,7 +185,8 @@ def measure_quality(args: argparse.Namespace) -> None:
             value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
             row.close()
         else:
-            value = (perplexity if metric == "perplexity" else perplexity_by_token)(build(case), tokens)
+            built, model = build(case, model), None
+            value = (perplexity if metric == "perplexity" else perplexity_by_token)(built, tokens)
         known[case, metric] = value
         base = known.get(("fp32", "perplexity"))
         record(

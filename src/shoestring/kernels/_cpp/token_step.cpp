@@ -1,6 +1,6 @@
 // One token of one request through a decoder whose weights are 4- or 8-bit integers, in one call.
 //
-//   every thread runs the same program; a barrier stands where one needs what others wrote (four a layer)
+//   every thread runs the same program; a barrier stands where one needs what others wrote (five a layer)
 //   x' = level * (codes - zero): the row of inputs rounded to 8 bits, by every thread for itself
 //   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a group in integers
 //
@@ -15,6 +15,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -134,7 +135,7 @@ struct Inputs {
       sum[0] += sum[j];
     }
     level = (high[0] - low[0]) / 255;
-    const float inverse = level > 0 ? 1 / level : 0;
+    const float inverse = level > std::numeric_limits<float>::min() ? 1 / level : 0;
     zero = std::nearbyint(-128 - low[0] * inverse);
     level += 0 * sum[0];  // nan where an input is: it must not get lost
     codes.resize(width), sums.resize(width / group);
@@ -291,12 +292,11 @@ struct Step {
   float *logits;
   std::vector<float> x, qkv, hidden, cosine, sine;
   std::vector<Partial> partial;  // of each thread
-  std::vector<int64_t> places;  // of all positions up to this one, in keys and in values
+  std::vector<int64_t> places;   // of all positions up to this one, in keys and in values
 
   Step(const Model &m, const float *embedding, int64_t position, const int64_t *blocks, Team &team, float *logits)
       : model(m), position(position), team(team), logits(logits), x(embedding, embedding + m.width),
-        qkv(m.layers->qkv.rows), hidden(m.hidden),
-        cosine(m.head_dim / 2), sine(m.head_dim / 2),
+        qkv(m.layers->qkv.rows), hidden(m.hidden), cosine(m.head_dim / 2), sine(m.head_dim / 2),
         partial(team.size, {std::vector<float>(m.heads), std::vector<float>(m.heads),
                             std::vector<float>(m.heads * m.head_dim)}),
         places(position + 1) {
