@@ -1,8 +1,8 @@
 // Enough of CUDA to run what is in kernels/_cuda on a CPU (see cuda_on_cpu.py); headers of its kernels include this one. Every
 // CUDA thread is a fiber; whatever a warp does together (mma, ldmatrix, barriers) is a meeting point, and between two of
-// those the threads run in a random order: what needs a barrier that is not there reads other bytes. An asynchronous copy
-// lands at once or only when its thread waits for its group, by a coin: a missing wait reads old bytes, a missing barrier
-// before the copy new ones. Addresses are checked against what the caller allocated.
+// those the threads run in a random order, and warps at a different pace: what needs a barrier that is not there reads
+// other bytes. An asynchronous copy lands at once or only when its thread waits for its group, by a coin: a missing wait
+// reads old bytes, a missing barrier before the copy new ones. Addresses are checked against what the caller allocated.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -67,7 +67,9 @@ static u32 draw(u32 below) {
     return (seed >> 33) % below;
 }
 static long warp_arrivals[RANKS][64], block_arrivals[RANKS];
+static long progress;  // meetings begun and threads ended, of all
 static void meet(long& arrivals, int size) {
+    progress++;
     const long target = (arrivals++ / size + 1) * size;
     while (arrivals < target) swapcontext(&current->context, &scheduler);
 }
@@ -168,12 +170,11 @@ static void load_x(u32* f, u32 address) {
 static std::function<void()> body;
 static void enter() {
     body();
-    current->done = true;
+    current->done = true, progress++;
     swapcontext(&current->context, &scheduler);
 }
 // A grid (or a number) of blocks of `warps` warps; clusters of `ranks` blocks along x, one after the other. W and X are what
 // may be read asynchronously; `fresh` resets what an emulation keeps for a cluster.
-static std::vector<Fiber>* all_fibers;
 static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int warps, Grid grid, int shared,
                    std::function<void()> kernel, int ranks = 1, std::function<void()> fresh = [] {}) {
     smem_bytes = shared;
@@ -182,7 +183,6 @@ static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int
     blockDim = {threads, 1, 1}, gridDim = {grid.x, grid.y, grid.z};
     body = kernel;
     std::vector<Fiber> fibers;
-    all_fibers = &fibers;
     for (int cluster = 0; cluster < grid.x / ranks * grid.y * grid.z; cluster++) {
         const int x = cluster % (grid.x / ranks) * ranks, y = cluster / (grid.x / ranks) % grid.y;
         memset(memory, 0xff, sizeof memory);  // NaN
@@ -199,9 +199,15 @@ static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int
             makecontext(&f.context, enter, 0);
             order.push_back(&f);
         }
-        while (!order.empty()) {
+        u32 idle = 0;
+        for (u32 round = 0; !order.empty(); round++) {
+            const long before = progress;
             for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[draw(i)]);
-            for (Fiber* f : order) current = f, swapcontext(&scheduler, &f->context);
+            for (Fiber* f : order)
+                if (round % (1 + (f->x / 32 + f->rank + cluster) % 3) == 0)  // warps run in every first to third round
+                    current = f, swapcontext(&scheduler, &f->context);
+            idle = progress == before ? idle + 1 : 0;
+            if (idle > 1000) fail("all threads wait for ever");
             order.erase(std::remove_if(order.begin(), order.end(), [](Fiber* f) { return f->done; }), order.end());
         }
         for (int r = 0; r < ranks; r++)
