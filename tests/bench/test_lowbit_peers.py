@@ -65,9 +65,12 @@ def test_random_codes_mean_what_decode_codes_says() -> None:
 
 
 def test_a_process_that_ends_badly_or_never_is_told_and_left(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    def start(code: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+    bad = start("raise SystemExit(3)")
     lowbit_gemm.finish(bad, "bad", time.monotonic() + 30)
-    slow = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    slow = start("import time; time.sleep(60)")
     lowbit_gemm.finish(slow, "slow", time.monotonic())
     assert slow.poll() is not None
     assert capsys.readouterr().out == "bad: ended with 3\nslow: stopped, out of time\n"

@@ -16,6 +16,8 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -327,16 +329,20 @@ def compile_ours(labels: Sequence[str]) -> None:
 
 
 def run_module(name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", f"shoestring.bench.{name}", *arguments])
+    command = [sys.executable, "-m", f"shoestring.bench.{name}", *arguments]
+    return subprocess.Popen(
+        command, start_new_session=True
+    )  # so that compilers it starts can be ended with it
 
 
 def finish(process: subprocess.Popen[bytes], what: str, until: float) -> None:
+    """Wait for what run_module started; after `until` it is ended, with all that it started."""
     try:
         code = process.wait(max(1.0, until - time.monotonic()))
         if code:
             say(f"{what}: ended with {code}")
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         say(f"{what}: stopped, out of time")
 
