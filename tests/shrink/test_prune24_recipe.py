@@ -135,7 +135,7 @@ def test_a_layer_that_is_not_24_is_not_delivered(
     def forgetful(*args: Any) -> Any:
         model = original(*args)
         with torch.no_grad():
-            model.blocks[1].mlp.up.weight_mask[0, :4] = True
+            model.blocks[1].mlp.up.weight_mask[0, :4] = torch.tensor([True, True, True, False])
         return model
 
     original = prune24.load_start
