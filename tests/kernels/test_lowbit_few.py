@@ -42,7 +42,7 @@ REPLACED = (
     "launch_dependents", "grid_wait", "prefetch", "load_late", "load_late16", "barrier_init",
     "barrier_expect", "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks",
     "mma_bytes", "max_abs", "join_workers", "workers_are_done", "wait_for_workers",
-    "copy_async_if",
+    "copy_async_if", "nap",
 )  # fmt: skip
 
 
@@ -104,6 +104,9 @@ CASES = [
     ("nf3:s2:g128", 11, 48, 1152, Plan(2, 2, 1, 4, panel=4, beside=1), "", BF16),
     ("int3:g64", 4, 48, 1600, Plan(1, 2, 1, 6, digits=1, early=1), "norm", FP32),
     ("int3:g128", 1, 80, 1408, Plan(5, 2, 1, 6, digits=1, beside=1, early=2), "", BF16),
+    ("int4:g128", 1, 112, 1664, Plan(4, 3, 2, 4, digits=1, bulk=2), "", BF16),
+    ("int2:g64", 3, 80, 1600, Plan(2, 2, 1, 6, digits=1, beside=1, bulk=2, pause=100), "residual", BF16),
+    ("nf4:s2:g128", 2, 48, 1152, Plan(1, 4, 2, 3, bulk=1), "norm", BF16),
     ("nf4:s1:g64", 7, 48, 1600, Plan(2, 2, 1, 4, early=2), "residual", BF16),
     ("int2:g128", 10, 48, 1152, Plan(2, 2, 1, 6, panel=4, beside=1, early=1), "", BF16),
 ]

@@ -73,7 +73,8 @@ class Plan:
     """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
     over a cluster of `split` blocks; x in panels of `panel` chunks, or whole (0), through registers; `digits`: the
     product is one of integers (x whole; no tables); `beside`: half of a multiprocessor (no clusters); `early`: chunks
-    asked for before x, which comes behind them (0: as many as the ring takes)."""
+    asked for before x, which comes behind them (0: as many as the ring takes); `bulk`: so many chunks in a copy by the
+    copy engine (0: copies by all lanes; x whole); `pause`: nanoseconds before the first of them."""
 
     row_warps: int
     k_warps: int
@@ -84,6 +85,8 @@ class Plan:
     digits: int = 0
     beside: int = 0
     early: int = 0
+    bulk: int = 0
+    pause: int = 0
 
     @property
     def warps(self) -> int:
@@ -113,12 +116,17 @@ class Plan:
         if norm:
             x_bytes += rows * share * 4
         lut = 128 << (2 * layout.bits) if layout.table else 0
-        return lut + self.warps * self.depth * self.tiles * layout.chunk_bytes + 16 + x_bytes
+        barriers = ceil_div(self.warps * (self.depth // self.bulk), 2) * 16 if self.bulk else 0
+        return lut + self.warps * self.depth * self.tiles * layout.chunk_bytes + 16 + barriers + x_bytes
 
     def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
         if self.digits and (layout.table or self.panel or rows > 8):
             return False
         if self.beside and (self.split > 1 or self.warps > 16):
+            return False
+        if self.bulk and (
+            self.panel or self.split > 1 or self.depth % self.bulk or self.depth < 2 * self.bulk
+        ):
             return False
         chunks = ceil_div(width, CHUNK_WIDTH)
         if self.depth < 3 or ceil_div(chunks, self.split) * (self.split - 1) >= chunks:
@@ -285,6 +293,8 @@ def few_macros(
         "KW": plan.k_warps,
         "DEPTH": plan.depth,
         "EARLY": min(plan.early or plan.depth - 1, plan.depth - 1),
+        "BULK": plan.bulk,
+        "PAUSE": plan.pause,
         "DIGITS": plan.digits,
         "BESIDE": registers_beside(plan.warps) if plan.beside else 0,
         "XREG": int(plan.panel == 0),

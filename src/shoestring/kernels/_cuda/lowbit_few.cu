@@ -26,6 +26,7 @@
 //   ONE 1: one row in digits, so that of a lane's two columns the second is empty
 //   DEPTH chunks in a warp's ring, EARLY of them asked for before x   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
+//   BULK 0, or chunks that a bulk copy brings (with XREG, without clusters; DEPTH a multiple of it)   PAUSE nanoseconds before the first
 //   OUT32 1: y is fp32   BESIDE 0: a block takes a multiprocessor, else: registers a thread may take
 #if BESIDE
 #define BOUNDS __maxnreg__(BESIDE)
@@ -48,19 +49,40 @@ extern "C" __global__ void BOUNDS lowbit_few(
     const int share = (chunks + ranks - 1) / ranks;  // chunks of this block
     const int first = min(chunks, (int)rank * share), count = min(chunks - first, share);
 
-    // ---- weights: the chunks first + k_warp + n * KW of each tile, DEPTH - 1 of them ahead -------------------------
+    // ---- weights: chunks k_warp + n * KW of each tile, or a run of them (BULK), DEPTH - 1 of them ahead -------------------------------
     char* const ring = smem + LUT_BYTES + warp * RING;
+    u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers: a panel of x is here
+    const int whole = (count + KW - 1) / KW;
+    const int begin = BULK ? min(k_warp * whole, count) : k_warp;
+    const int mine = BULK ? min(count - begin, whole) : count > k_warp ? (count - k_warp + KW - 1) / KW : 0;
     const char* from[R];
     #pragma unroll
     for (int r = 0; r < R; r++) {  // a tile past the end reads the last one and writes nothing
         int tile = tile0 + row_warp * R + r;
         if (SWIGLU) tile = (tile >> 1) + (tile & 1 ? tiles >> 1 : 0);
-        from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + k_warp) * CHUNK + lane * 16;
+        from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + begin) * CHUNK + (BULK ? 0 : lane * 16);
     }
-    const int mine = count > k_warp ? (count - k_warp + KW - 1) / KW : 0;
-    u64* const full = (u64*)(smem + LUT_BYTES + WARPS * RING);  // two barriers: a panel of x is here
-    const u32 ring_lane = shared_address(ring) + lane * 16;
     int left = mine;
+    if (PAUSE) nap(PAUSE);
+#if BULK  // one lane asks for BULK chunks of each tile at once; a barrier says that they are here
+    u64* const arrived = full + 2 + warp * GROUPS;
+    if (lane == 0)
+        for (int n = 0; n < GROUPS; n++) barrier_init(arrived + n);
+    auto fetch = [&](const int n) {
+        const int some = min(left, BULK);
+        if (lane == 0 && some > 0) {
+            barrier_expect(arrived + n, R * some * CHUNK);
+            #pragma unroll
+            for (int r = 0; r < R; r++) bulk_copy(shared_address(ring) + (n * R + r) * (BULK * CHUNK), from[r], some * CHUNK, arrived + n);
+        }
+        #pragma unroll
+        for (int r = 0; r < R; r++) from[r] += BULK * CHUNK;
+        left -= BULK;
+    };
+    for (int n = 0; n < GROUPS - 1; n++) fetch(n);
+    auto fetch_rest = [&] {};
+#else
+    const u32 ring_lane = shared_address(ring) + lane * 16;
     auto fetch = [&](const int at) {  // the next chunks to byte `at` of the ring; always commits, so that groups can be counted
         #pragma unroll
         for (int r = 0; r < R; r++) {
@@ -76,6 +98,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
     auto fetch_rest = [&] {
         for (int p = EARLY; p < DEPTH - 1; p++) fetch(p * (R * CHUNK));
     };
+#endif
     launch_dependents();
 
 #if TABLE
@@ -88,7 +111,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
 #endif
 
     // ---- x: panels of `panel` chunks, two of them in turn when one does not hold all -------------------------------
-    char* const x_smem = (char*)(full + 2);
+    char* const x_smem = (char*)(full + 2 + BARRIERS);
     const int x_pitch = panel * 256 + 16;  // the 16 bytes keep ldmatrix free of bank conflicts
 #if XREG
     float* const sums = (float*)(x_smem + M * x_pitch);  // [chunk][group][8 MT columns]
@@ -155,7 +178,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
             }
         #pragma unroll
         for (int r = 0; r < R; r++) {
-            const char* chunk = ring + at + r * CHUNK;
+            const char* chunk = ring + at + r * (BULK ? BULK * CHUNK : CHUNK);
             u32 w[NW];
             load_words(w, chunk, lane);
             #pragma unroll
@@ -207,7 +230,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
         const char* chunk[R];
         #pragma unroll
         for (int r = 0; r < R; r++) {
-            chunk[r] = ring + at + r * CHUNK;
+            chunk[r] = ring + at + r * (BULK ? BULK * CHUNK : CHUNK);
             load_words(w[r], chunk[r], lane);
         }
         #pragma unroll
@@ -305,7 +328,18 @@ extern "C" __global__ void BOUNDS lowbit_few(
 #endif
 
     // ---- the main loop ---------------------------------------------------------------------------------------------
-#if XREG && DEPTH > 4  // a loop that is not unrolled: the ring may be as long as the work
+#if BULK
+    join_workers();
+    for (int i = 0, n = 0, turn = 0; i < mine; i += BULK) {
+        barrier_wait(arrived + n, turn);
+        __syncwarp();
+        fetch(n ? n - 1 : GROUPS - 1);
+        #pragma unroll
+        for (int b = 0; b < BULK; b++)
+            if (i + b < mine) consume(n * (R * BULK * CHUNK) + b * CHUNK, 0, begin + i + b);
+        if (++n == GROUPS) n = 0, turn ^= 1;
+    }
+#elif XREG && DEPTH > 4  // a loop that is not unrolled: the ring may be as long as the work
     join_workers();
     for (int i = 0, at = 0, before = RING - R * CHUNK; i < mine; i++) {
         wait_all_but<DEPTH - 2>();

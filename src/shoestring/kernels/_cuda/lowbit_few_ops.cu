@@ -13,6 +13,7 @@ INLINE void copy_async_if(u32 to, const void* from, bool inside) {  // 16 bytes,
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}"
                  ::"r"(to), "l"(from), "r"((u32)inside) : "memory");
 }
+INLINE void nap(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there before grid_wait
     uint4 v;

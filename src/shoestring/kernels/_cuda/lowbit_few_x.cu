@@ -5,6 +5,8 @@
 #define RW (WARPS / KW)
 #define TILES (RW * R)                   // row tiles of a block; even under SWIGLU
 #define RING (DEPTH * R * CHUNK)         // bytes of a warp's ring
+#define GROUPS (DEPTH / (BULK ? BULK : 1))          // BULK: copies in a warp's ring
+#define BARRIERS (BULK ? (WARPS * GROUPS + 1) / 2 * 2 : 0)
 #define PART 20                          // floats between the columns of partial sums: no bank conflicts
 #define SUMS (!TABLE && XREG && !DIGITS) // sums of x by group are at hand
 #define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
