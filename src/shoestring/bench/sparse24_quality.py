@@ -220,6 +220,8 @@ def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -
         hooks = make_hooks(case, size, run.model, seed)
         train(run, data, CrossEntropy(), steps=half, hooks=hooks, log_every=half)
         runs.append((case, run, data, hooks))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # other processes may be compiling beside this one
     turns.take_turn()
     for case, run, data, hooks in runs:
         began = time.perf_counter()

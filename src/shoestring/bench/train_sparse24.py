@@ -329,6 +329,7 @@ def in_turns(
 # -- what surrounds the products -------------------------------------------------------------------------------
 def parts(width: int, mesh: Mesh) -> None:
     """What FST adds to one feed-forward layer and step, beside its products."""
+    turns.take_turn()
     mlp = clocked(width, "FST", mesh).blocks[0].mlp
     assert isinstance(mlp, Mlp)
     d_ff, tokens = WIDTHS[width][0], ROWS * CONTEXT
@@ -339,7 +340,6 @@ def parts(width: int, mesh: Mesh) -> None:
     z = torch.randn(2 * d_ff, tokens, device="cuda", dtype=torch.bfloat16)
     dh, dy = torch.randn_like(z[:d_ff]), torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
     grads = [torch.zeros_like(w) for w in weights]
-    turns.take_turn()
 
     def pack_weights() -> None:
         for group in ([0, 1], [2]):
