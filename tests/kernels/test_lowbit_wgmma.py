@@ -164,6 +164,14 @@ def test_plans_fit_the_machine() -> None:
                     )
 
 
+def test_plans_that_the_kernel_cannot_run_do_not_fit() -> None:
+    layout = Layout(4, 128, False, 1, False)
+    assert WidePlan(64, 2, stages=4, depth=2).fits(layout)
+    assert not WidePlan(64, 2, stages=3).fits(layout)  # a chunk is two stages
+    assert not WidePlan(64, 2, depth=1).fits(layout)
+    assert not WidePlan(256, 4, stages=8, depth=4).fits(layout)
+
+
 def test_rows_go_into_equal_tiles() -> None:
     assert [tile_rows(n) for n in (1, 17, 33, 64, 65, 256, 257, 300, 512, 520, 2048)] == [
         16, 24, 48, 64, 96, 256, 192, 192, 256, 192, 256,

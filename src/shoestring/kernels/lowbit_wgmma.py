@@ -110,6 +110,8 @@ class WidePlan:
 
     def fits(self, layout: Layout) -> bool:
         used = self.memory(layout)
+        if self.stages % 2 or self.depth < 2:  # a chunk is two stages
+            return False
         return used <= SHARED_LIMIT and self.blocks * (used + 1024) <= SHARED_SM
 
     def items(self, rows: int, out: int) -> int:
