@@ -178,7 +178,11 @@ def rule_beside(
     row_warps = ceil_div(wanted, pair)
     most = max(1, min(16 // row_warps, ceil_div(chunks, 2)))
     k_warps = min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)
-    for depth in (5, 4, 3):
+    if (
+        row_warps * pair > 7 and layout.bits > 2
+    ):  # much work for a warp: a long ring is worth more than a second warp
+        k_warps = 1
+    for depth in (6, 5, 4, 3) if k_warps == 1 else (5, 4, 3):
         plan = Plan(row_warps, k_warps, pair, depth, digits=1, beside=1)
         if plan.fits(layout, rows, width, norm):
             return plan
