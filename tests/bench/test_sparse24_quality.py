@@ -129,6 +129,11 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert "validation loss" not in capsys.readouterr().out
     shown = table()
     assert shown.count("\n| ") == 3 and f"{lines[1]['value']:.4f}" in shown and "%" in shown
+    # A row of another corpus starts a table of its own.
+    other = {**lines[0], "value": 9.0, "config": {**lines[0]["config"], "corpus": "another"}}
+    with (tmp_path / "sparse24_quality.jsonl").open("a") as f:
+        f.write(json.dumps(other) + "\n")
+    assert table().count("\n| ") == 2 and "9.0000" in table()
 
 
 def test_the_pace_of_rows_is_printed_and_nothing_recorded(

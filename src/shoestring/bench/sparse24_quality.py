@@ -378,10 +378,15 @@ def smoke_table() -> str:
 
 
 def table_of(model: str) -> str:
-    """The mean over seeds, and how far it is from dense."""
+    """The mean over seeds, and how far it is from dense; rows with the settings and the corpus of the newest one."""
+
+    def settings(line: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
+
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
     if not lines:
         return "No row has been finished yet."
+    lines = [n for n in lines if settings(n) == settings(lines[-1])]
     found = {case: [n for n in lines if n["case"] == case] for case in CASES}
     dense = {n["config"]["seed"]: n["value"] for n in found["dense"]}
     rows = []
