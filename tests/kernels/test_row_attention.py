@@ -100,7 +100,7 @@ def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = No
             assert torch.equal(again, got)
     else:
         got = torch.full((qkv.shape[0], heads, dim), torch.nan, dtype=dtype)
-        library = emulated(folder, macros(dim, heads // groups, page, dtype, norm, turn))
+        library = emulated(folder, macros(dim, heads // groups, page, dtype, norm, turn, ranks))
         pointers = (qkv, *mine, *rest[:5], got)
         library.run(
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers), ctypes.c_long(keys.nbytes),

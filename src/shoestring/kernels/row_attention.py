@@ -103,7 +103,7 @@ def shared_bytes(head_dim: int, heads: int, ranks: int) -> int:
 
 
 def macros(
-    head_dim: int, heads: int, page: int, dtype: torch.dtype, norm: torch.dtype | None, turn: bool
+    head_dim: int, heads: int, page: int, dtype: torch.dtype, norm: torch.dtype | None, turn: bool, ranks: int
 ) -> dict[str, int]:
     return {
         "D": head_dim,
@@ -112,6 +112,7 @@ def macros(
         "HALF": int(dtype == torch.float16),
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
         "ROTATE": int(turn),
+        "SPLIT": ranks,
         "BLOCKS": 8 if heads <= 8 else 4,
     }
 
@@ -148,7 +149,7 @@ def row_attention_(
     ranks = ranks or ranks_for(num_tiles, num_groups)
     out_THD = torch.empty(num_rows, num_heads, head_dim, device=qkv_TE.device, dtype=qkv_TE.dtype)
     norm = None if q_norm_D is None else q_norm_D.dtype
-    kernel = _kernel(qkv_TE.device.index, head_dim, heads, page, qkv_TE.dtype, norm, turns is not None)
+    kernel = _kernel(qkv_TE.device.index, head_dim, heads, page, qkv_TE.dtype, norm, turns is not None, ranks)
     pointers = (qkv_TE, keys_NPGD, values_NPGD, tables_LW, tiles_L4, turns, q_norm_D, k_norm_D, out_THD)
     kernel.launch(
         (ranks, num_groups, num_tiles),

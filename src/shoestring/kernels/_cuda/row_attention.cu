@@ -17,8 +17,8 @@
 // matrix instruction.
 //
 // Macros: D head dim (a multiple of 32, at most 256)   HEADS query heads to a key head (at most 16)   PAGE positions to a
-//   block   HALF 0 bf16, 1 fp16   NORM 0 none, 1 weights in x's dtype, 2 in fp32   ROTATE 0 or 1   BLOCKS that shall fit on
-//   a multiprocessor
+//   block   HALF 0 bf16, 1 fp16   NORM 0 none, 1 weights in x's dtype, 2 in fp32   ROTATE 0 or 1   SPLIT blocks of a
+//   cluster   BLOCKS that shall fit on a multiprocessor
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -34,6 +34,7 @@ typedef unsigned long long u64;
 #define HEADS_OF ((HEADS + WARPS - 1) / WARPS)             // heads whose softmax a warp keeps
 #define PARTS (THREADS / (D / 2))
 #define PITCH ((HEADS + 3) / 4 * 4)                        // floats between the weights of two keys
+#define SHARE (HEADS * D / SPLIT)                          // outputs that a block of the cluster writes
 #define LEAST -1e30f
 
 #ifndef ON_CPU
@@ -53,7 +54,6 @@ INLINE u16 load_late(const u16* p) {  // from L2: L1 may hold what was there bef
     return v;
 }
 INLINE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-INLINE u32 cluster_ranks() { u32 r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
 INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 INLINE void send(float* to, u32 rank, float v) {  // to the same place in another block's shared memory
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
     const float* __restrict__ turns, const void* __restrict__ q_norm, const void* __restrict__ k_norm, u16* out, float eps,
     float scale, int table_stride, int groups, int window) {
     const int t = threadIdx.x, lane = t & 31, warp = t >> 5, group = blockIdx.y;
-    const int rank = cluster_rank(), ranks = cluster_ranks();
+    const int rank = cluster_rank();
     launch_dependents();
     const int* tile = tiles + 4 * blockIdx.z;
     const int* table = tables + (u64)tile[0] * table_stride;
@@ -119,12 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
     float* own_s = q_s + HEADS * D;                               // the row's key, then its value
     float* weight_s = own_s + 2 * D;                              // [KEYS][PITCH] scores, then weights
     float* shrink_s = weight_s + KEYS * PITCH;                    // [HEADS]
-    float* box = shrink_s + HEADS;                                // [ranks][HEADS * D / ranks] sums sent here
-    float* tops = box + HEADS * D;                                // [ranks][HEADS][2] peaks and totals sent here
+    float* box = shrink_s + HEADS;                                // [SPLIT][SHARE] sums sent here
+    float* tops = box + HEADS * D;                                // [SPLIT][HEADS][2] peaks and totals sent here
 
     // ---- keys of earlier steps: [first, first + mine) are this block's ---------------------------------------------
     const int begin = window > 0 ? max(position - window + 1, 0) : 0, count = position - begin;
-    const int size = (count + ranks - 1) / ranks, first = begin + rank * size;
+    const int size = (count + SPLIT - 1) / SPLIT, first = begin + rank * size;
     const int mine = max(0, min(size, count - rank * size)), num_stages = (mine + KEYS - 1) / KEYS;
     auto fetch = [&](const int stage) {
         char* to = stages + (stage & 1) * STAGE;
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
         if (ROTATE && i < D / 2) cosine[n] = turns[(u64)position * D + i], sine[n] = turns[(u64)position * D + D / 2 + i];
     }
     const u64 own = (((u64)table[position / PAGE] * PAGE + position % PAGE) * groups + group) * D;
-    if (ranks > 1) cluster_arrive();  // everyone is there to be sent to
+    if (SPLIT > 1) cluster_arrive();  // everyone is there to be sent to
     grid_wait();
 
     // ---- q, and in the first block k and v -------------------------------------------------------------------------
@@ -291,17 +291,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
         #pragma unroll
         for (int h = 0; h < HEADS; h++)
             for (int i = 0; i < 2; i++) red[((part - 1) * HEADS + h) * D + dim + i] = acc[h][i];
-    if (ranks > 1) cluster_wait();  // the one from before grid_wait
+    if (SPLIT > 1) cluster_wait();  // the one from before grid_wait
     #pragma unroll
     for (int n = 0; n < HEADS_OF; n++) {
         const int h = warp + n * WARPS;
-        if (h < HEADS && lane < ranks) {
+        if (h < HEADS && lane < SPLIT) {
             send(tops + (rank * HEADS + h) * 2, lane, peak[n]);
             send(tops + (rank * HEADS + h) * 2 + 1, lane, total[n]);
         }
     }
     __syncthreads();
-    const int share = HEADS * D / ranks;
     if (part == 0)
         #pragma unroll
         for (int h = 0; h < HEADS; h++)
@@ -309,17 +308,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
                 float sum = acc[h][i];
                 for (int p = 0; p + 1 < PARTS; p++) sum += red[(p * HEADS + h) * D + dim + i];
                 const int e = h * D + dim + i;
-                send(box + rank * share + e % share, e / share, sum);
+                send(box + rank * SHARE + e % SHARE, e / SHARE, sum);
             }
-    if (ranks > 1) cluster_arrive(), cluster_wait();
+    if (SPLIT > 1) cluster_arrive(), cluster_wait();
     else __syncthreads();
-    for (int e = t; e < share; e += THREADS) {
-        const int at = rank * share + e, h = at / D;
+    for (int e = t; e < SHARE; e += THREADS) {
+        const int at = rank * SHARE + e, h = at / D;
         float top = LEAST, sum = 0.f, all = 0.f;
-        for (int r = 0; r < ranks; r++) top = max(top, tops[(r * HEADS + h) * 2]);
-        for (int r = 0; r < ranks; r++) {
+        #pragma unroll
+        for (int r = 0; r < SPLIT; r++) top = max(top, tops[(r * HEADS + h) * 2]);
+        #pragma unroll
+        for (int r = 0; r < SPLIT; r++) {
             const float by = power2(tops[(r * HEADS + h) * 2] - top);
-            sum += by * box[r * share + e], all += by * tops[(r * HEADS + h) * 2 + 1];
+            sum += by * box[r * SHARE + e], all += by * tops[(r * HEADS + h) * 2 + 1];
         }
         out[(u64)row * (HEADS * groups * D) + group * HEADS * D + at] = narrow(sum / all);
     }
