@@ -22,6 +22,7 @@ from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.lowbit_wgmma import (
     WidePlan,
     choose_plan,
+    estimate,
     many_rows_cuda,
     plans,
     tile_rows,
@@ -170,6 +171,25 @@ def test_plans_that_the_kernel_cannot_run_do_not_fit() -> None:
     assert not WidePlan(64, 2, stages=3).fits(layout)  # a chunk is two stages
     assert not WidePlan(64, 2, depth=1).fits(layout)
     assert not WidePlan(256, 4, stages=8, depth=4).fits(layout)
+
+
+def test_the_rule_comes_near_what_was_measured() -> None:
+    layout = Layout(4, 128, False, 1, False)
+    measured = {  # microseconds: of the best plan
+        (16, 14336, 4096): 14.1, (64, 14336, 4096): 19.7, (256, 14336, 4096): 43.1,
+        (32, 4096, 14336): 17.7, (64, 4096, 14336): 21.7, (256, 4096, 14336): 42.6, (512, 4096, 14336): 77.0,
+        (16, 8192, 8192): 16.2, (64, 8192, 8192): 21.0, (128, 8192, 8192): 27.9, (512, 8192, 8192): 84.3,
+        (64, 4096, 4096): 9.5, (256, 4096, 4096): 15.2,
+    }  # fmt: skip
+    for (rows, out, width), time in measured.items():
+        known = choose_plan(layout, rows, out, width)
+        assert abs(estimate(known, layout, rows, out, width) / time - 1) < 0.1
+        first = plans(layout, rows, out, width)[0]
+        assert estimate(first, layout, rows, out, width) > 0.85 * time, (
+            "a plan that promises too much is chosen"
+        )
+    two_waves = WidePlan(64, 3, 3, 8)  # 43 clusters of 3, seen to take 38 us
+    assert estimate(two_waves, layout, 64, 8192, 8192) > 35
 
 
 def test_rows_go_into_equal_tiles() -> None:
