@@ -8,6 +8,7 @@ file would hold. BitDistiller and ours get the same text and the same number of 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.bench.by_clock import ByClock, OutOfTime
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, Format, convert, formats_of, pack, parse_format, unpack
@@ -40,6 +42,7 @@ from shoestring.shrink.qat import (
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.train.cakld import CachedCakld, Cakld
 from shoestring.train.data import TokenData
+from shoestring.train.hooks import Hook
 from shoestring.train.optim import adamw, constant
 from shoestring.train.shards import TokenShards
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
@@ -81,6 +84,7 @@ class Subject:
     blocks: dict[tuple[str, int], dict[str, Tensor]] = field(
         default_factory=dict
     )  # ours, after the block-wise stage
+    ends: float | None = None  # of time.perf_counter: ours is trained until then at most
     known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
 
     def __post_init__(self) -> None:
@@ -154,8 +158,9 @@ def bitdistiller(
     return model, run.log.history[-1]["loss"]
 
 
-def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> Decoder:
-    """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller.
+def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> tuple[Decoder, int]:
+    """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller, or what
+    the subject's time allows; returns the model and its training tokens.
 
     `part` of the subject's rates end to end.
     """
@@ -181,14 +186,23 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> D
         open_mesh(device=str(data_device(model))),
         RunLog(None, quiet=True),
     )
-    hooks = [FallingRates(steps, warmup=max(1, steps // 20))]
+    falling = FallingRates(steps, warmup=max(1, steps // 20))
+    hooks: list[Hook] = [falling]
+    if subject.ends is not None:
+        seconds = subject.ends - time.perf_counter()
+        hooks.append(ByClock(steps, seconds, falling.at, now=True))
     objective, often = Together(CachedCakld(cache), rows=subject.micro), max(1, steps // 10)
-    train(run, subject.data(seed), objective, steps=steps, hooks=hooks, log_every=often, graph=True)
+    try:
+        train(run, subject.data(seed), objective, steps=steps, hooks=hooks, log_every=often, graph=True)
+    except OutOfTime:
+        print(f"  out of time after step {run.step} of {steps}", flush=True)
     tell(run)
-    return model
+    return model, used + run.step * subject.batch * subject.train_context
 
 
 def tell(run: Run) -> None:
+    if not run.log.history:
+        return
     first, last = (run.log.history[i] for i in (0, -1))
     print(
         f"  loss {first['loss']:.3f} -> {last['loss']:.3f}, {last['tokens_per_s']:,.0f} tokens/s", flush=True
@@ -208,8 +222,10 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
         return model, {"training_tokens": subject.training_tokens, "lr": lr}
     if name == "ours":
         part = float(given) if given else part_for([parse_format(label)])
-        told = {"training_tokens": subject.training_tokens, "rates": part}
-        return ours(subject, label, seed=seed, part=part), told
+        model, tokens = ours(subject, label, seed=seed, part=part)
+        # Rounded down to whole steps; a run that was cut short says what it had.
+        whole = tokens > subject.training_tokens - subject.batch * subject.train_context
+        return model, {"training_tokens": subject.training_tokens if whole else tokens, "rates": part}
     return after_training(subject, label, method), {"training_tokens": 0}
 
 

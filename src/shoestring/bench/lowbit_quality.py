@@ -210,6 +210,8 @@ def main() -> None:
                 subjects[name] = subject = makers[name]()
                 dense[name] = known_dense(subject) or measure_dense(subject)
                 started = time.perf_counter()
+            if args.train_until:
+                subjects[name].ends = began + args.train_until
             try:
                 with at_most(args.cell_seconds):
                     measure(subjects[name], method, label, seed, dense[name])
@@ -300,7 +302,7 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
 
     Trained methods are compared at equal training tokens: the most that both have."""
     runs: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
-    for n in recorded():
+    for n in newest(BENCH):
         c = n["config"]
         runs.setdefault((c["model"], c["method"], c["format"], c.get("training_tokens", 0)), []).append(n)
     best: dict[tuple[str, str, str], Found] = {}
@@ -376,6 +378,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="rows of 512 tokens a step")
     parser.add_argument("--micro", type=int, default=0, help="rows of a pass; 0: all of the batch")
     parser.add_argument("--cell-seconds", type=float, default=0, help="a cell that takes longer is given up")
+    parser.add_argument(
+        "--train-until", type=float, default=0, help="seconds after which ours stops training"
+    )
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--max-new", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=0, help="of the test text; 0: all of it")
@@ -408,11 +413,6 @@ def table() -> str:
     return "\n\n".join(_table(best, model) for model in MODELS if (model, "dense", "dense") in best)
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The newest lines of the models above."""
-    return [n for n in newest(BENCH) if n["config"]["model"] in MODELS]
-
-
 def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
     here = {(method, label): f for (name, method, label), f in best.items() if name == model}
     columns = [m for m in COLUMNS if any(method == m for method, _ in here)]
@@ -429,10 +429,8 @@ def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
         f"precision {dense:.2f}."
     )
     if "scratch_tokens" in config:
-        said += (
-            f" The model ({config['parameters'] / 1e6:.0f}M parameters, vocabulary {config['vocabulary']:,}) had seen "
-            f"{config['scratch_tokens']:,} tokens of Python sources."
-        )
+        size = f" of {config['parameters'] / 1e6:.0f}M parameters" if "parameters" in config else ""
+        said += f" The model{size} had seen {config['scratch_tokens']:,} tokens of Python sources."
     if trained:
         said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."
     if any(len(f.lines) > 1 for f in here.values()):
@@ -476,7 +474,7 @@ def settings() -> str:
     """Every trained run: what the choice between settings was made from."""
     rows = []
     for n in sorted(
-        recorded(), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
+        newest(BENCH), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
     ):
         c, q = n["config"], n["quality"]
         if c.get("training_tokens"):

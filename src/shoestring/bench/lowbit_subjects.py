@@ -30,7 +30,7 @@ from shoestring.train.optim import adamw, constant, warmup_cosine
 from shoestring.train.shards import TokenShards, open_prepared, prepare
 from shoestring.train.trainer import Run, train
 
-SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "GPT-2 shape, trained here", "stories260K"
+SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "124M trained here", "stories260K"
 TASKS = ("lambada_openai", "arc_easy", "piqa", "openbook_qa")
 NOTES = {
     SMOLLM2: "linear layers only; training text written by the model itself",

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shoestring.bench.by_clock import ByClock, OutOfTime
 from shoestring.bench.results import device_name, markdown, newest, provenance, record
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
@@ -40,7 +41,6 @@ from shoestring.shrink.calibrate import walk, windows
 from shoestring.shrink.prune import PRUNERS, hold_branches, prune, take_branches
 from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, rest, retrain, settle, wake
 from shoestring.train.data import TokenData
-from shoestring.train.hooks import Hook
 from shoestring.train.optim import SCHEDULES
 from shoestring.train.shards import prepare
 from shoestring.train.trainer import Run
@@ -164,7 +164,6 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     began = time.perf_counter()
     run = Run(student, settings.optimizer(student), mesh, log)
     evaluate(run)
-    clock = Clock(settings, args.seconds) if args.seconds else None
     options: dict[str, Any] = {"graph": args.graph, "together": args.compile == "off", "log_every": 10}
     try:
         retrain(
@@ -172,7 +171,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
             teacher,
             data,
             settings,
-            hooks=[clock] if clock else [],
+            hooks=[by_clock(settings, args.seconds)] if args.seconds else [],
             evaluate=evaluate,
             eval_every=args.eval_every or max(1, steps // 6),
             **options,
@@ -205,38 +204,18 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     return student, config, seen
 
 
-class OutOfTime(Exception):
-    """The seconds of a training are over."""
+def by_clock(settings: Retrain, seconds: float) -> ByClock:
+    """Learning rate and pull of `settings` for a training of so many seconds."""
+    schedule = SCHEDULES[settings.schedule](1.0, warmup=0, steps=1000)
 
-
-class Clock(Hook):
-    """Learning rate and pull by the clock or by the steps, whichever is further; stops when the seconds are over.
-
-    A GPU that others use as well does not say beforehand how many steps it has time for.
-    """
-
-    def __init__(self, settings: Retrain, seconds: float) -> None:
-        self.settings, self.seconds, self.began = settings, seconds, 0.0
-        self.schedule = SCHEDULES[settings.schedule](1.0, warmup=0, steps=1000)
-        self.share = settings.optimizer_share
-
-    def progress(self, run: Run) -> float:
-        return min(1.0, max(self.by_clock(), (run.step + 1) / self.settings.steps))
-
-    def by_clock(self) -> float:
-        self.began = self.began or time.perf_counter()
-        return (time.perf_counter() - self.began) / self.seconds
-
-    def before_step(self, run: Run) -> None:
-        done = self.progress(run)
-        rise = min(1.0, (run.step + 1) / self.settings.warmup)
+    def set_rates(run: Run, spent: float) -> None:
+        done = min(1.0, max(spent, (run.step + 1) / settings.steps))
+        rise = min(1.0, (run.step + 1) / settings.warmup)
         for group in run.optimizer.param_groups:
-            group["lr"] = self.settings.lr * rise * self.schedule(min(999, int(1000 * done)))
-            group["anneal"] = max(1.0, self.share * (run.step + 1) / max(done, 1e-6))
+            group["lr"] = settings.lr * rise * schedule(min(999, int(1000 * done)))
+            group["anneal"] = max(1.0, settings.optimizer_share * (run.step + 1) / max(done, 1e-6))
 
-    def after_step(self, run: Run) -> None:
-        if self.by_clock() >= 1.0 and run.step < self.settings.steps:
-            raise OutOfTime
+    return ByClock(settings.steps, seconds, set_rates)
 
 
 def main() -> None:

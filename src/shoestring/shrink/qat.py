@@ -223,11 +223,14 @@ class FallingRates(Hook):
         self.steps, self.warmup, self.floor = steps, warmup, floor
 
     def before_step(self, run: Run) -> None:
+        self.at(run)
+
+    def at(self, run: Run, least: float = 0.0) -> None:
+        """The rates of this step, as if at least a part `least` of the way were behind it."""
+        done = max(least, min(1.0, (run.step - self.warmup) / max(1, self.steps - 1 - self.warmup)))
+        part = self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
         if run.step < self.warmup:
             part = (run.step + 1) / self.warmup
-        else:
-            done = min(1.0, (run.step - self.warmup) / max(1, self.steps - 1 - self.warmup))
-            part = self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
         for group in run.optimizer.param_groups:
             group["lr"] = group["full_lr"] * part
 
