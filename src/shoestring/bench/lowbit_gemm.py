@@ -50,7 +50,7 @@ FORMATS = {
 # in this order; seconds kept for each
 PEERS = {"humming": 24.0, "tinygemm": 7.0, "gemlite": 18.0, "torchao": 14.0}
 COMPILING = "gemlite", "humming"  # kernels of their own, for each shape
-TUNED_ROWS = (32, 64, 128, 256, 2048)
+TUNED_ROWS = (*wide.MEASURED, 2048)
 BASELINE = "bf16 F.linear"
 COLD_BYTES = 250e6  # four times the L2 cache of an H200
 DEVICE, DTYPE = "cuda", torch.bfloat16

@@ -6,9 +6,9 @@ Three ways to the same result (within the rounding of x's dtype; tests and bench
 `F.linear` on the decoded weight):
 
     chunks   CUDA C++ through NVRTC (sm_90 and later), weights in the order of kernels/lowbit_layout.py. Up to
-             16 rows: kernels/lowbit_few.py, with what stands around the product (`lowbit_row_linear`). More, on sm_90:
-             kernels/lowbit_wgmma.py; on later chips the weight is decoded into a scratch tensor, bit for bit the
-             Format's own decode, and multiplied by cuBLAS.
+             16 rows: kernels/lowbit_few.py, with what stands around the product (`lowbit_row_linear`). On sm_90 from
+             9 rows on, without that: kernels/lowbit_wgmma.py. More than 16 on later chips: the weight is decoded into a
+             scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
     parts    Triton, from the stored parts as they are: where NVRTC or the GPU is not up to it. Up to MOST_ROWS rows.
     plain    decode and F.linear: everything else, and the definition.
 """
