@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,6 +29,7 @@ from shoestring.kernels.lowbit_few import (
     few_macros,
     few_rows_cuda,
     few_source,
+    known_plans,
     registers_beside,
     row_class,
     shape_beside,
@@ -212,6 +214,18 @@ def test_plans_that_are_timed_fit() -> None:
             plans = candidates(layout, rows, 14336, 4096)
             assert len(plans) > 5 and plans[0] == choose_plan(layout, rows, 14336, 4096)
             assert all(p.fits(layout, rows, 4096) and p.panel % p.k_warps == 0 for p in plans)
+
+
+def test_plans_on_file_are_those_that_are_chosen() -> None:
+    plans = known_plans()
+    assert len(plans) > 200
+    for key, values in plans.items():
+        kind, bits, scales, group, rows, out, width, step = re.fullmatch(
+            r"(int|nf)(\d)(?::s(\d))? g(\d+) rows<=(\d+) (\d+)x(\d+)( step)?", key
+        ).groups()  # type: ignore[union-attr]
+        layout = Layout(int(bits), int(group), kind == "nf", int(scales or 1), False)
+        case = (layout, int(rows), int(out), int(width))
+        assert choose_plan(*case, residual=bool(step)) == Plan(**values), key
 
 
 def test_plans_that_would_fault_do_not_fit() -> None:
