@@ -127,6 +127,14 @@ def test_run_folders_never_collide(tmp_path: Path) -> None:
     assert all(f.is_dir() and f.parent == tmp_path and f.name.startswith("train-dense-20") for f in folders)
 
 
+def test_run_folders_that_cannot_be_made_are_the_users_matter(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(UserError, match="run="):
+        new_run_folder("train/dense", tmp_path / "runs")
+    with pytest.raises(UserError, match="run="):
+        RunLog("/proc/nowhere/run")
+
+
 def test_report_is_wellformed_selfcontained_and_complete(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.save_config({"recipe": "train/dense", "config": {"data": "<a&b>", "mesh": {"dp": 2}}})

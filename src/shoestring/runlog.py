@@ -39,7 +39,7 @@ class RunLog:
         self._tensorboard: Any = None
         self._purge_step: int | None = None
         if self.folder is not None and main:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make(self.folder, exist_ok=True)
             (self.folder / "metrics.jsonl").touch()  # also without metrics: it is what marks a run folder
             self.history = read_jsonl(self.folder / "metrics.jsonl")
 
@@ -207,10 +207,21 @@ def new_run_folder(name: str, base: Path | str = "runs") -> Path:
     while True:
         folder = Path(base) / (stem if count == 1 else f"{stem}-{count}")
         try:
-            folder.mkdir(parents=True)
+            _make(folder)
             return folder
         except FileExistsError:
             count += 1
+
+
+def _make(folder: Path, exist_ok: bool = False) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"cannot make the run folder {folder}: {error.strerror}; give another place with run="
+        ) from None
 
 
 def check_free(folder: Path) -> Path:
