@@ -12,6 +12,7 @@ from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 from shoestring.train.micro import Micro
 from shoestring.train.objectives import CrossEntropy
+from shoestring.train.step_graph import Replay
 from shoestring.train.together import Together, families
 
 SPEC = ModelSpec(
@@ -104,3 +105,27 @@ def test_nothing_stays_behind_even_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="no"):
         gradients(model, Together(broken))
     assert all(x.made is None for _, x in format_linears(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("label", ["int2:g32:learned", "nf3:s2:g32", "sparse24:held+slorb16"])
+def test_weights_made_together_in_passes_of_rows_can_be_captured(label: str) -> None:
+    model, objective = make(label).cuda(), Together(CrossEntropy(), rows=1)
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1)).cuda()
+    micro = Micro(tokens[:, :-1], tokens[:, 1:], torch.arange(32, device="cuda").view(2, 16))
+
+    def passes() -> torch.Tensor:
+        loss = objective(model, micro)
+        loss.backward()
+        return loss.detach()
+
+    replay = Replay(passes, [p for p in model.parameters() if p.requires_grad])
+    assert not replay.reason
+    model.zero_grad()
+    captured = float(replay()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert captured[0] == pytest.approx(float(passes()), rel=1e-5)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(captured[1][name], p.grad, rtol=1e-4, atol=1e-6)
