@@ -38,7 +38,8 @@ class World:
         for _ in range(num_steps):
             g = self.goodput.choose(batch)
             rates = self.goodput.rates(batch, self.goodput.max_drafts)
-            assert self.goodput.probing or rates[g] == max(rates) >= rates[0]
+            best = max(rates[k] for k in (0, *self.goodput.lengths))
+            assert self.goodput.probing or rates[g] == best >= rates[0]
             self.chosen.append(g)
             asked = self.goodput.ask(range(batch)) if g else ()
             if g:

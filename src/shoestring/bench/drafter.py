@@ -10,9 +10,10 @@ In pieces, where a machine is shared for the long part and free for the clock on
     python -m shoestring.bench.drafter --keep DIR --wait 200 --no-speed --cases LK AdaSPEC     several of these at once
     python -m shoestring.bench.drafter_speed --keep DIR                      tokens per second of what is there
 
-Every drafter starts as the target's first layers, sees the same rows in the same order (on the GPU: of text that the
-target wrote itself) and is measured on prompts from documents that neither it nor the target was trained on, with
-4 guesses a pass: greedy, and drawn at temperature 1 under the token rule, whose acceptance is sum min(p, q).
+Every drafter starts as the target's first layers, sees the same rows of the corpus in the same order (or of texts that
+the target wrote itself: `own_text` of a size) and is measured on prompts from documents that neither it nor the target
+was trained on, with 4 guesses a pass: greedy, and drawn at temperature 1 under the token rule, whose acceptance is
+sum min(p, q).
 
 Compute is counted in floating-point operations of the drafter's training: 3 forwards a token; AdaSPEC's reference
 (its training and its pass over the text) counts, and so do the drafter's own writing and the target's reading of it
@@ -23,18 +24,20 @@ gives a method as many steps as cost what DistillSpec costs at the full number.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
-import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoestring.bench.drafter_tables import BENCH, BUDGETS, batches, table
 from shoestring.bench.drafter_target import (
     SIZES,
     Size,
@@ -44,7 +47,8 @@ from shoestring.bench.drafter_target import (
     train_target,
     write_own_text,
 )
-from shoestring.bench.results import markdown, newest, provenance, record, significant
+from shoestring.bench.results import record, significant
+from shoestring.errors import Interrupted
 from shoestring.measure import need_tokenizer, pick_device, pick_dtype
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
@@ -66,11 +70,11 @@ from shoestring.train.data import TokenData
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 
-BENCH = "drafter"
+__all__ = ["Bench", "batches", "main", "table"]
+
 K = 64
 NUM_DRAFTS = 4
 SHARE = 0.25  # of the micro-batches that an on-policy drafter writes itself
-BUDGETS = ("no training", "equal steps", "equal compute")
 KINDS = (("", 0.0), ("sampled_", 1.0))  # how tokens are chosen: what its numbers are called, temperature
 
 
@@ -135,6 +139,7 @@ class Bench:
             print(f"the drafter's {size.vocab} tokens are {coverage(text.train.tokens, ids):.1%} of the text")
             self.vocab_ids = ids
         self.references: dict[int, ScalarCache] = {}
+        self.plain: dict[int, Decoder] = {}  # by steps, trained with KL on all tokens
         self.engine: Engine | None = None
 
     # -- compute --------------------------------------------------------------------------------------------
@@ -167,11 +172,11 @@ class Bench:
         return Schedule(steps, self.size.draft_lr, max(1, steps // 20))
 
     def reference(self, steps: int) -> ScalarCache:
-        """A drafter of the same start, trained as long as the one it is for; shared by cases of equal steps."""
+        """A drafter of the same start, trained as long as the one it is for. DistillSpec's is such a one."""
         if steps not in self.references:
             objective = make_objective(self.cache, vocab_ids=self.vocab_ids)
             assert isinstance(objective, DraftDistill)
-            model = distil(
+            model = self.plain.pop(steps, None) or distil(
                 self.fresh_drafter(), self.data, objective, self.schedule(steps), self.mesh, self.log
             )
             held = reference_losses(
@@ -180,7 +185,8 @@ class Bench:
             self.references[steps] = held.to(self.device)
         return self.references[steps]
 
-    def train(self, case: Case, steps: int) -> Decoder:
+    def train(self, case: Case, steps: int) -> tuple[Decoder, int]:
+        """The drafter, and its steps: fewer where the process was asked to end."""
         drafter = self.fresh_drafter()
         objective = make_objective(
             self.cache,
@@ -191,7 +197,14 @@ class Bench:
             target=self.target,
             num_new=self.size.num_new,
         )
-        return distil(drafter, self.data, objective, self.schedule(steps), self.mesh, self.log)
+        self.log.history.clear()
+        try:
+            distil(drafter, self.data, objective, self.schedule(steps), self.mesh, self.log)
+        except Interrupted:
+            return drafter, int(self.log.history[-1]["step"]) if self.log.history else 0
+        if case == CASES[0]:
+            self.plain[steps] = copy.deepcopy(drafter)
+        return drafter, steps
 
     # -- measuring ------------------------------------------------------------------------------------------
     def drafter(self, model: Decoder) -> DraftModel:
@@ -226,6 +239,14 @@ class Bench:
         row = Row(self.folder / "rows" / f"{name}.json", drafter, {**told, "quality": {}})
         row.write()
         return row
+
+    def compile(self) -> None:
+        """Every kernel that drafter_speed.py will ask for, so that they are in the cache of compiled ones."""
+        engine = engine_for(self.target, self.prompts, self.size.new_tokens, max_requests=64)
+        model = inference(self.fresh_drafter(), self.target.compute_dtype)
+        with clock("kernels compiled"):
+            engine.use_drafter(DraftModel(model))
+            engine.prepare()
 
     def measure(self, row: Row) -> None:
         """Acceptance, recorded and kept; all drafters are measured with one engine."""
@@ -312,6 +333,7 @@ def main() -> None:
             raise SystemExit(f"{folder} was not prepared within {args.wait:.0f} s")
         bench = (open_kept if ready.is_file() else prepare_all)(args, size, folder)
         if args.prepare:
+            bench.compile()
             return
         run(bench, args, began)
         if not args.no_speed:
@@ -337,10 +359,11 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
         torch.cuda.empty_cache()
     texts = piece_prompts(corpus.val, corpus.tokenizer, size.num_prompts, size.prompt_tokens)
     prompts = [corpus.tokenizer.encode(t) for t in texts]
-    with clock("target saved"):
-        save_model(folder / "target", target, corpus.tokenizer)
-    text = write_own_text(target, corpus, size, folder) if size.own_text else corpus
-    bench = Bench(target, text, prompts, size, name, folder, args.seed)
+    with ThreadPoolExecutor(1) as beside:
+        saved = beside.submit(save_model, folder / "target", target, corpus.tokenizer)
+        text = write_own_text(target, corpus, size, folder) if size.own_text else corpus
+        bench = Bench(target, text, prompts, size, name, folder, args.seed)
+        saved.result()
     told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data}
     write_atomically(folder / "ready.json", json.dumps(told))
     return bench
@@ -377,119 +400,20 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
             print(f"no time for {case.name}, {budget}", flush=True)
             continue
         started = time.perf_counter()
-        model = bench.train(case, steps)
+        model, done = bench.train(case, steps)
+        if done < steps:
+            budget, steps = f"{budget}, cut", done
         flops = steps * bench.step_flops(case)
         rows.append(bench.keep(case.name, budget, model, steps=steps, teraflops=significant(flops / 1e12, 3)))
         seconds = time.perf_counter() - started
         print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
+        if budget.endswith("cut"):
+            return
     if "no training" in args.budgets:
         rows.append(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
         rows.append(bench.keep("n-gram lookup", "no training", None))
     for row in rows:
         bench.measure(row)
-
-
-# -- tables -------------------------------------------------------------------------------------------------
-
-
-def table() -> str:
-    lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] != "batches"])
-    order = {"no training": 0, "equal steps": 1, "equal compute": 2}
-    parts = []
-    for target in sorted({n["config"]["target"] for n in lines}, key=_largest):
-        own = [n for n in lines if n["config"]["target"] == target]
-        alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for n in own:
-            c = n["config"]
-            alike.setdefault((order[c["budget"]], -c.get("steps", 0), n["case"]), []).append(n)
-        rows = [_row(alike[key]) for key in sorted(alike, key=lambda key: key[:2])]
-        measured = {n["quality"]["tokens"] for n in own if "tokens" in n["quality"]}
-        over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
-        seeds = max(map(len, alike.values()))
-        over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else ""
-        parts.append(f"**{target}.**{over}\n\n" + markdown(HEADER, rows) + provenance(own))
-    return "\n\n".join(parts)
-
-
-def _timed_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Acceptance is recorded before speed: of two lines about one drafter the one with both."""
-    found: dict[str, dict[str, Any]] = {}
-    for n in lines:
-        key = json.dumps([n["case"], n["config"]], sort_keys=True)
-        if key in found:
-            timed = n if n["ratio"] is not None else found[key]
-            found[key] = {**timed, "quality": {**found[key]["quality"], **n["quality"]}}
-        else:
-            found[key] = n
-    return list(found.values())
-
-
-HEADER = [
-    "drafter",
-    "budget",
-    "steps",
-    "TFLOP",
-    "greedy: acceptance",
-    "tokens/pass",
-    "tokens/s",
-    "times plain",
-]
-HEADER += ["drawn: acceptance", "tokens/pass", "tokens/s", "times plain"]
-
-
-def _row(seeds: list[dict[str, Any]]) -> list[str]:
-    """A drafter's row, from the lines of its seeds."""
-    first, c = seeds[0], seeds[0]["config"]
-    timed = first["ratio"] is not None
-
-    def shown(name: str, form: str) -> str:
-        values = [n["quality"][name] for n in seeds if name in n["quality"]]
-        if not values:
-            return ""
-        spread = f" ({min(values):{form}}-{max(values):{form}})" if len(values) > 1 else ""
-        return f"{statistics.mean(values):{form}}{spread}"
-
-    return [
-        first["case"],
-        c["budget"],
-        f"{c['steps']}" if "steps" in c else "",
-        f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
-        shown("acceptance", ".3f"),
-        shown("accepted_length", ".2f"),
-        f"{first['value']:,.0f}" if timed else "",
-        f"{first['ratio']:.2f}" if timed else "",
-        shown("sampled_acceptance", ".3f"),
-        shown("sampled_accepted_length", ".2f"),
-        shown("sampled_tokens_per_s", ",.0f") if timed else "",
-        shown("sampled_ratio", ".2f") if timed else "",
-    ]
-
-
-def _largest(target: str) -> tuple[bool, str]:
-    """Targets that were timed first."""
-    return "trained on 0" in target, target
-
-
-def batches() -> str:
-    lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches"]
-    if not lines:
-        return "Not measured yet."
-    cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
-    for n in lines:
-        c = n["config"]
-        cells.setdefault((c["target"], c["drafter"], c["text"]), {})[c["batch"]] = n
-    sizes = sorted({n["config"]["batch"] for n in lines})
-    rows = []
-    for (target, drafter, text), found in cells.items():
-        shown = [
-            f"{found[b]['baseline_value']:,.0f} -> {found[b]['value']:,.0f} ({found[b]['ratio']:.2f}x)"
-            if b in found
-            else ""
-            for b in sizes
-        ]
-        rows.append([target.split(",")[0], drafter, text, *shown])
-    header = ["target", "drafter", "text", *(f"{b} at once" for b in sizes)]
-    return markdown(header, rows) + provenance(lines)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ heat are shared; a ratio is taken within its turn, and what is reported is the m
                   plain decoding)
 `batches`         one drafter (--serve: the first of these cases that is there) and one that is hardly ever right (the
                   target's first layers, untrained) with 1 to 64 requests at once; the goodput controller chooses the
-                  number of guesses, 0 included. The first two turns, in which it learns and graphs are made, are
-                  not counted; the slower is recorded as `first`. Batch 1 shares the turns of `one at a time`.
+                  number of guesses, 0 included. Engines are prepared before (serve/prepare.py); the first turn, in
+                  which the controller learns, is not counted but recorded as `first`. Batch 1 shares the turns
+                  of `one at a time`.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from typing import Any
 
 import torch
 
+from shoestring.bench.drafter_tables import BENCH
 from shoestring.bench.drafter_target import clock, inference
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
 from shoestring.serve import Sampling
-from shoestring.serve.drafters import Drafter, open_drafter
+from shoestring.serve.drafters import Drafter, DraftModel, open_drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.shrink.drafter_acceptance import engine_for
 
-BENCH = "drafter"
 NUM_DRAFTS = 4
 NUM_PROMPTS = 4  # one after the other
 BATCHES = (1, 4, 16, 64)
 SERVED = ("LK", "DistillSpec", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
-WARM_TURNS = 2
+WARM_TURNS = 1
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Turns:
         engine = self.engine
         engine.use_drafter(way.drafter, way.num_drafts, way.goodput)
         way.goodput = engine.goodput
+        engine.prepare()  # as a server does before its first request
         samplings = [
             Sampling(temperature=temperature, seed=i, max_tokens=self.new_tokens, ignore_eos=True)
             for i in range(len(self.prompts))
@@ -129,7 +131,10 @@ class Kept:
         name = row["drafter"]
         if name not in self._drafters:
             path = name if name == "ngram" else str(self.folder / "drafters" / name)
-            self._drafters[name] = open_drafter(path, self.target, device=str(self.device), dtype=self.dtype)
+            drafter = open_drafter(path, self.target, device=str(self.device), dtype=self.dtype)
+            if isinstance(drafter, DraftModel):
+                drafter.pool.prefix_cache = False  # a repeat does the work of the first time
+            self._drafters[name] = drafter
         return self._drafters[name]
 
     def turns(self, batch: int) -> Turns:

@@ -70,7 +70,7 @@ GPU = {
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
     "gpu": Size(
-        GPU, 4096, 6.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 512, 256, 16, 60, 6e-4, 48, 32, 64, 64, 32, 4,
+        GPU, 4096, 4.0, 512, 8, 36.0, 6, 4e-4, 1, 0, 0, 256, 16, 50, 6e-4, 48, 32, 64, 64, 32, 4,
     ),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
@@ -152,13 +152,14 @@ def expand(small: Decoder, large: Decoder) -> Decoder:
     return large
 
 
-def train_for(run: Run, data: TokenData, lr: float, seconds: float, piece: int = 10) -> int:
+def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:
     """As many steps as fit: the rate rises over a tenth of the time and falls to a tenth over the rest."""
-    began = time.perf_counter()
+    began, first = time.perf_counter(), run.step
     while (share := (time.perf_counter() - began) / seconds) < 1:
         rate = lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * max(0.0, share - 0.1) / 0.9)))
         rate *= min(1.0, (share + 0.01) / 0.1)
-        train(run, data, CrossEntropy(), steps=run.step + piece, schedule=constant(rate), log_every=piece)
+        steps = run.step + (2 if share < 0.5 else max(1, min(10, (run.step - first) // 10)))
+        train(run, data, CrossEntropy(), steps=steps, schedule=constant(rate), log_every=10)
     layers = run.model.spec.num_layers  # type: ignore[union-attr]
     print(f"[{time.perf_counter() - began:.1f} s: to step {run.step}, {layers} layers]", flush=True)
     return run.step

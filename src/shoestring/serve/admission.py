@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, suggest
 from shoestring.model.transformer import Decoder
+from shoestring.serve.sampling import Sampling
 from shoestring.serve.text import TokenStream
+from shoestring.serve.verify import Rule
 
 Prompt = str | Sequence[int]
 
@@ -59,6 +61,14 @@ def check_least(*, least: int = 1, **values: int | None) -> None:
             raise UserError(f"{name}={value} is not allowed; give {least} or more")
 
 
+def check_rule(rule: str) -> None:
+    if rule not in ("auto", *get_args(Rule)):
+        raise UserError(
+            f"rule={rule!r} is not known; give coupled, token, block or auto."
+            + suggest(rule, ["auto", *get_args(Rule)])
+        )
+
+
 def context_limit(positions: int, max_context: int | None, block_size: int, num_blocks: int | None) -> int:
     """Tokens of one request at most: a request alone always fits the blocks there are."""
     context = positions if max_context is None else max_context
@@ -77,3 +87,19 @@ def context_limit(positions: int, max_context: int | None, block_size: int, num_
             f"but num_blocks={num_blocks}; raise one or lower the other"
         )
     return min(context, room)
+
+
+def samplings_for(
+    prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
+) -> list[Sampling | None]:
+    """One for each prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        raise UserError("generate() takes a list of prompts; put the single prompt into a list")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling] * len(prompts)
+    samplings: list[Sampling | None] = list(sampling)
+    if len(samplings) != len(prompts):
+        raise UserError(
+            f"{len(prompts)} prompts but {len(samplings)} samplings; give one for all or one each"
+        )
+    return samplings

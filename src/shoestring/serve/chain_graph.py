@@ -11,15 +11,27 @@ Shapes: N requests, Q rows each in the first pass, R = N Q, G drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
-from shoestring.serve.cuda_graphs import Flight, Kind, StepGraph, StepGraphs, kind_of, to_pinned
+from shoestring.serve.cuda_graphs import (
+    MAX_ROWS,
+    REQUESTS_DRAFTED,
+    Flight,
+    Kind,
+    StepGraph,
+    StepGraphs,
+    kind_of,
+    to_pinned,
+)
 from shoestring.serve.fused import Rows, Tiles
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.sampling import Sampling, sample_at
+
+CHAIN_ROWS = (2, 5, 9)  # of the first pass: what is new since the last proposal
 
 
 def launch_chain(
@@ -30,8 +42,8 @@ def launch_chain(
     num_drafts: int,
     skip: SkipSet | None,
 ) -> Flight:
-    """num_drafts (two or more) tokens behind each span, whose blocks hold all but the last of them."""
-    num, each = graphs.padded(spans)
+    """num_drafts tokens behind each span, whose blocks hold all but the last of them."""
+    num, each = chain_size(spans)
     kind, id = kind_of(samplings), "" if skip is None else skip.id
     graph: ChainGraph = graphs.graph(
         (num, each, kind, id, num_drafts),
@@ -42,6 +54,31 @@ def launch_chain(
     graph.fill_later(spans)
     graph.replay()
     return Flight(graph.chosen_NG.flatten(), [num_drafts] * len(spans), num_drafts)
+
+
+def chain_size(spans: Sequence[Span]) -> tuple[int, int]:
+    """Requests and rows each of the chain that holds these rows; few sizes, since a drafter's rows are cheap."""
+    most = max(s.num for s in spans)
+    return (
+        next(n for n in REQUESTS_DRAFTED if n >= len(spans)),
+        next(n for n in CHAIN_ROWS if n >= most),
+    )
+
+
+def chain_fits(spans: Sequence[Span]) -> bool:
+    if len(spans) > REQUESTS_DRAFTED[-1] or max(s.num for s in spans) > CHAIN_ROWS[-1]:
+        return False
+    num, each = chain_size(spans)
+    return num * each <= MAX_ROWS
+
+
+def prepare_chains(graphs: StepGraphs, num: int, kind: Kind, lengths: Sequence[int]) -> None:
+    """Make the chains that so many requests may need, before they do."""
+    for each in CHAIN_ROWS:
+        for length in lengths:
+            if num * each <= MAX_ROWS:
+                key = (num, each, kind, "", length)
+                graphs.find(key, num, partial(ChainGraph, graphs, num, each, kind, None, length))
 
 
 class ChainGraph(StepGraph):

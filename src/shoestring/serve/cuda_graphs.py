@@ -7,7 +7,8 @@ a GPU the program is captured once and replayed with a single launch. Graphs are
     (requests, rows each, how tokens are chosen, skip set)
 
 with the first two padded upwards; padding rows write nothing. Elsewhere the same program simply runs, which is
-how it is tested without a GPU.
+how it is tested without a GPU. Steps with several rows each are padded to few sizes, so that all of them can be made
+before the first request (`prepare`); `num_made` counts, so that nobody takes the making for the cost of a step.
 
 One buffer of numbers is copied to the device before a launch:
 
@@ -44,9 +45,10 @@ Spread = Callable[[Tensor], Tensor]
 Guess = tuple[int, Tensor, int, int]  # whose (index of a span), tokens [N, G], row in them, how many
 
 REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-ROWS_EACH = (1, 2, 3, 4, 5, 7, 9, 12, 16)
+REQUESTS_DRAFTED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the same where they have several rows each
+ROWS_EACH = (1, 2, 3, 5, 9, 16)  # those of 1, 2, 4 and 8 drafts among them
 MAX_ROWS = 512
-MAX_GRAPHS = 64  # the oldest goes
+MAX_GRAPHS = 512  # the oldest goes
 
 
 def as_it_is(logits: Tensor) -> Tensor:
@@ -88,16 +90,17 @@ class StepGraphs:
         self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
         self._graphs: dict[tuple[object, ...], StepGraph] = {}
         self._num_moves = cache.num_moves
+        self.num_made = 0
         self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
 
     # -- what the runner calls ------------------------------------------------------------------------------
     def fits(self, spans: Sequence[Span]) -> bool:
-        """Whether a step of these rows is worth a graph: few rows each, and not mostly padding."""
+        """Whether a step of these rows is worth a graph: few rows each, and not nearly all of it padding."""
         num_each = max(s.num for s in spans)
         if len(spans) > REQUESTS[-1] or num_each > ROWS_EACH[-1]:
             return False
-        padded = _at_least(len(spans), REQUESTS) * _at_least(num_each, ROWS_EACH)
-        return padded <= MAX_ROWS and padded <= 2 * sum(s.num for s in spans) + 8
+        num, each = self.padded(spans)
+        return num * each <= min(MAX_ROWS, 4 * sum(s.num for s in spans) + 8)
 
     def logits(self, spans: Sequence[Span], tokens: Sequence[int] | Tensor, skip: SkipSet | None) -> Tensor:
         """Logits of every row, [T, V]."""
@@ -161,22 +164,33 @@ class StepGraphs:
 
     def padded(self, spans: Sequence[Span]) -> tuple[int, int]:
         """Requests and rows each of the graph that holds these rows."""
-        return _at_least(len(spans), REQUESTS), _at_least(max(s.num for s in spans), ROWS_EACH)
+        each = _at_least(max(s.num for s in spans), ROWS_EACH)
+        return _at_least(len(spans), REQUESTS if each == 1 else REQUESTS_DRAFTED), each
+
+    def prepare(self, num: int, each: int, kind: Kind, skip: SkipSet | None = None) -> None:
+        """Make the graph of such a step now, if it is not there."""
+        key = (num, each, kind, "" if skip is None else skip.id)
+        self.find(key, num, lambda: StepGraph(self, num, each, kind, skip))
 
     def graph(self, key: tuple[object, ...], spans: Sequence[Span], make: Callable[[], StepGraph]) -> Any:
         """The graph of this key, made when first needed; tables and cache are ready for these rows."""
+        found = self.find(key, _at_least(len(spans), REQUESTS), make)
+        self._send_tables(spans)
+        return found
+
+    def find(self, key: tuple[object, ...], num_requests: int, make: Callable[[], StepGraph]) -> StepGraph:
         spec = self.fused.spec
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
         if self.cache.num_moves != self._num_moves:
             self._drop(*self._graphs)
             self._num_moves = self.cache.num_moves
-        self._fit_tables(_at_least(len(spans), REQUESTS))
+        self._fit_tables(num_requests)
         found = self._graphs.get(key)
         if found is None:
             if len(self._graphs) == MAX_GRAPHS:
                 self._drop(next(iter(self._graphs)))
             found = self._graphs[key] = make()
-        self._send_tables(spans)
+            self.num_made += 1
         return found
 
     def _drop(self, *keys: tuple[object, ...]) -> None:
@@ -346,6 +360,11 @@ def kind_of(samplings: Sequence[Sampling] | None) -> Kind:
     if any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawn):
         return "cut"
     return "drawn" if drawn else "greedy"
+
+
+def up_to(num: int, sizes: Sequence[int]) -> list[int]:
+    """The sizes that hold 1 to `num`."""
+    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < num]
 
 
 def _at_least(num: int, sizes: Sequence[int]) -> int:

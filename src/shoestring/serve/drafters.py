@@ -40,6 +40,8 @@ from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, Table
+from shoestring.serve.chain_graph import CHAIN_ROWS
+from shoestring.serve.cuda_graphs import Kind
 from shoestring.serve.kv_cache import Span, cache_root
 from shoestring.serve.request import NO_DRAFT, Awaited, Draft, Request
 from shoestring.serve.runner import Batch, Runner
@@ -178,6 +180,20 @@ class DraftModel:
             self.pool.close(kept.table)
 
     @torch.no_grad()
+    def prepare(
+        self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int], max_context: int
+    ) -> None:
+        """Make what proposals of these lengths may need (serve/prepare.py)."""
+        context = min(max_context + max(lengths, default=0), self.model.spec.max_positions)
+        need = 2 * max_requests * self.pool.blocks_for(context) + 1  # texts of before are kept beside
+        self.pool.num_touched = max(self.pool.num_touched, min(self.pool.num_blocks, need))
+        self.runner.prepare_chains(max_requests, kinds, lengths)
+
+    @property
+    def num_made(self) -> int:
+        return self.runner.num_made
+
+    @torch.no_grad()
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
         able = [r for r in requests if self._make_room(r, n)]
         if not able:
@@ -219,10 +235,12 @@ class DraftModel:
 
     def _chain(self, requests: list[Request], n: int) -> list[Draft] | None:
         """n drafts each, chosen on the device and read from there by the next pass and by the target, so that the
-        host waits once, for the target's tokens; None where that is not possible (no kernels, a long text to catch up
-        on, drafts that are drawn)."""
+        host waits once, for the target's tokens; None where that is not possible: no kernels, drafts that are drawn."""
         if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
             return None
+        if not self.runner.fast:
+            return None
+        self._read_long(requests)
         tables = [self._kept[r.id].table for r in requests]
         starts = [len(self._kept[r.id].written) for r in requests]
         ids = [t for r, start in zip(requests, starts, strict=True) for t in r.tokens[start:]]
@@ -233,14 +251,12 @@ class DraftModel:
         samplings = [r.sampling for r in requests]
         batch = Batch(spans, ids, range(len(ids)))
         awaited = Awaited(len(requests), n, self.runner.device)
-        flight = self.runner.choose(batch, samplings) if n == 1 else self.runner.chain(batch, samplings, n)
+        flight = self.runner.chain(batch, samplings, n)
         if flight is None:
             return None
         for request, start in zip(requests, starts, strict=True):
             self._kept[request.id].written += request.tokens[start:]
         self._note_read(requests)
-        if n == 1:  # chosen behind every row that was read, in the order of the rows
-            return [Draft(found[-1:]) for found in flight.tokens()]
         return awaited.launched(flight.chosen_R[: len(requests) * n], flight.tokens)
 
     def _forget_wrong(self, requests: list[Request]) -> None:
@@ -267,6 +283,20 @@ class DraftModel:
         self._note_read(requests)
         return torch.stack([logits[r.id] for r in requests])
 
+    def _read_long(self, requests: list[Request]) -> None:
+        """Compute what is more than a chain's first pass holds, all but the last token."""
+        late = [r for r in requests if len(r.tokens) - len(self._kept[r.id].written) > CHAIN_ROWS[-1]]
+        while late:
+            part, budget = [], self.chunk
+            for request in late:
+                missing = len(request.tokens) - 1 - len(self._kept[request.id].written)
+                if missing and budget:
+                    part.append((request, min(missing, budget)))
+                    budget -= part[-1][1]
+            if not part:
+                return
+            self._read(sorted(part, key=lambda item: item[1]))
+
     def _note_read(self, requests: list[Request]) -> None:
         for request in requests:
             kept = self._kept[request.id]
@@ -286,8 +316,9 @@ class DraftModel:
             kept.written += new
             if len(kept.written) == len(request.tokens):
                 ends[request.id] = len(ids) - 1
-        logits_RV = self._forward(ids, spans, list(ends.values()))
-        return dict(zip(ends, logits_RV, strict=True))
+        rows = list(ends.values()) or [len(ids) - 1]  # of nobody's: a pass has at least one
+        logits_RV = self.runner.forward(Batch(spans, ids, rows), once=True)
+        return dict(zip(ends, logits_RV, strict=False))
 
     def _forward(self, tokens_T: Sequence[int] | Tensor, spans: list[Span], rows: list[int]) -> Tensor:
         return self.runner.forward(Batch(spans, tokens_T, rows))
@@ -338,6 +369,17 @@ class Stacked:
             raise UserError("a stack of no drafters; give at least one")
         self.drafters = list(drafters)
         self._spoke: dict[int, Drafter] = {}
+
+    def prepare(
+        self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int], max_context: int
+    ) -> None:
+        for drafter in self.drafters:
+            if hasattr(drafter, "prepare"):
+                drafter.prepare(max_requests, kinds, lengths, max_context)
+
+    @property
+    def num_made(self) -> int:
+        return sum(int(getattr(drafter, "num_made", 0)) for drafter in self.drafters)
 
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
         found: dict[int, Draft] = {}

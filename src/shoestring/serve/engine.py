@@ -24,26 +24,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError
 from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
 from shoestring.serve.admission import (
     Prompt,
     TextCodec,
     check_least,
+    check_rule,
     context_limit,
     eos_ids_of,
     prompt_tokens,
+    samplings_for,
 )
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.serve.kv_cache import Span, cache_root
+from shoestring.serve.prepare import num_made, prepare_drafting
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
 from shoestring.serve.runner import Runner
 from shoestring.serve.sampling import Sampling
@@ -94,11 +97,7 @@ class Engine:
         spec = model.spec
         check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
         check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
-        if rule not in ("auto", *get_args(Rule)):
-            raise UserError(
-                f"rule={rule!r} is not known; give coupled, token, block or auto."
-                + suggest(rule, ["auto", *get_args(Rule)])
-            )
+        check_rule(rule)
         context = context_limit(spec.max_positions, max_context, block_size, num_blocks)
         grows = num_blocks is None
         if num_blocks is None:
@@ -121,10 +120,10 @@ class Engine:
         # Where every rank has an engine of its own they must draft alike, and their clocks differ.
         self._timed = model.embed.group is None or ranks is not None
         self.use_drafter(drafter, num_drafts)
-        self.stats = Stats()
-        self._ids = itertools.count()
+        self.stats, self._ids = Stats(), itertools.count()
         self._flight: Launched | None = None  # a step that runs ahead of what is known
         self._proposal = Proposal()  # guesses of the next step
+        self._made = 0  # graphs, when the last step ended
         self._ended: float | None = None  # when the last step did, while steps of the same requests follow
 
     # -- requests in and out --------------------------------------------------------------------------------
@@ -159,11 +158,19 @@ class Engine:
     ) -> None:
         """From now on, while no request runs: another drafter, with a controller that knows it already or a new one."""
         assert not self.scheduler.running, "requests are running with the drafter they began with"
-        self.drafter, self.num_drafts, self.goodput = drafter, num_drafts, None
-        if num_drafts is None:
-            self.num_drafts = FIXED_DRAFTS
-            if drafter is not None and self._timed:
-                self.goodput = goodput or Goodput(self._profile)
+        self.drafter, self.goodput, self._prepared = drafter, None, False
+        self.num_drafts = FIXED_DRAFTS if num_drafts is None else num_drafts
+        if num_drafts is None and drafter is not None and self._timed:
+            self.goodput = goodput or Goodput(self._profile)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Make what drafting needs (prepare.py); the first step does it otherwise, and its requests wait."""
+        self._prepared = True
+        if self.goodput is not None:
+            sizes = self.scheduler.max_requests, self.max_context, self.chunk
+            prepare_drafting(self.runner, self.drafter, self.goodput, *sizes, self.skipping.usual)
+        self._made = num_made(self.runner, self.drafter)
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache, after the model's weights changed where the engine cannot see it."""
@@ -191,6 +198,8 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Output]:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
+        if not self._prepared and self.busy:
+            self.prepare()
         outputs = self._expire()
         flight, self._flight = self._flight, None
         if flight is None or not any(flight.alive):
@@ -298,11 +307,14 @@ class Engine:
         """Tell the controller what a step took: from the end of the one before to its own, drafting apart. A step
         that was launched early began when the one before it ended."""
         assert self.goodput is not None
-        now = time.perf_counter()
+        now, made = time.perf_counter(), num_made(self.runner, self.drafter)
         if self._ended is not None:
             began = self._ended + self.goodput.draft_seconds
-        self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained)
-        self._ended = now
+        if made == self._made:
+            self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained)
+        else:
+            self.goodput.spoiled()
+        self._ended, self._made = now, made
 
     def _expire(self) -> list[Output]:
         late = [r for r in (*self.running, *self.waiting) if r.deadline is not None]
@@ -327,7 +339,8 @@ class Engine:
         asked = ready if self.goodput is None else self.goodput.ask(ready)
         began = time.perf_counter()
         drafts = self.drafter.propose(asked, n)
-        self._proposal = Proposal(drafts, n, time.perf_counter() - began)
+        clean = num_made(self.runner, self.drafter) == self._made
+        self._proposal = Proposal(drafts, n, time.perf_counter() - began if clean else None)
         if not self._proposal.awaited:
             self._proposal.settle(self.goodput)
         for request, draft in zip(asked, drafts, strict=True):
@@ -440,16 +453,7 @@ class Engine:
         self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
         """Complete all prompts (one Sampling for all, or one each), as many at once as there is room for."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            raise UserError("generate() takes a list of prompts; put the single prompt into a list")
-        if sampling is None or isinstance(sampling, Sampling):
-            samplings: list[Sampling | None] = [sampling] * len(prompts)
-        else:
-            samplings = list(sampling)
-        if len(samplings) != len(prompts):
-            raise UserError(
-                f"{len(prompts)} prompts but {len(samplings)} samplings; give one for all or one each"
-            )
+        samplings = samplings_for(prompts, sampling)
         # All are checked before the first runs: a bad prompt does not cost the time of the good ones.
         requests = [self._request(p, s) for p, s in zip(prompts, samplings, strict=True)]
         self.waiting.extend(requests)  # the caller waits for all of them: max_waiting is not for it

@@ -6,13 +6,14 @@ For B requests that each get g drafts the model is
 
     a_j       chance that draft j is accepted once those before it were: a moving average per position
     c_j       chance that the drafter offers a j-th draft when asked for it (a lookup often has none)
-    T_verify  seconds of a target pass by rows: measured at powers of two when first needed, corrected by
-              every real step, interpolated between
+    T_verify  seconds of a target pass by rows: measured at powers of two when first needed, then the median of
+              the last real steps of about that size, interpolated between
     T_draft   seconds per drafted position: lower quartile of the last calls, since some of the first capture
               graphs, which takes a hundred times as long
 
-`choose` returns the best g. Acceptance alone would be a bad signal: whether a draft pays depends on what a row
-costs at this batch size, which is why costs are measured.
+`choose` returns the best g of a few (LENGTHS): every length has programs of its own, which are made before the first
+request (prepare.py). A step in which one had to be made all the same is not counted. Acceptance alone would be a
+bad signal: whether a draft pays depends on what a row costs at this batch size, which is why costs are measured.
 
 What is not tried is not learned: at g = 0 the averages would stand still for ever. So now and then the longest
 draft is tried again (a probe), for a few requests only, in turn: a drafter that paused has their whole text to
@@ -29,9 +30,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+LENGTHS = (1, 2, 4, 8)  # drafts to choose from, and none
 START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
 SMOOTHING = 0.1  # weight of the newest observation, after the first few
 DRAFT_CALLS = 9  # calls that the draft cost is taken from
+STEPS = 9  # of a size, whose median counts
 MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
 PROBED = 4  # requests that get drafts in a probe of a pause
 RECONSIDER = 8  # steps
@@ -46,7 +49,7 @@ class StepCosts:
     def __init__(self, profile: Callable[[int], float]) -> None:
         self._profile = profile
         self._seconds: dict[int, float] = {}  # rows (a power of two) -> seconds
-        self._counts: dict[int, int] = {}  # the same -> real steps that corrected it
+        self._steps: dict[int, deque[float]] = {}  # the same -> the last real ones
         self._seen: set[int] = set()  # powers of two that a real step had at least as many rows as
 
     @property
@@ -64,8 +67,8 @@ class StepCosts:
         return self._seconds[rows]
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A real step. The first of about so many rows says nothing: it compiled, captured, touched memory. The next
-        few count most (a profile has other requests), and a slow outlier counts as four times at most."""
+        """A real step. The first of about so many rows says nothing: it compiled, touched memory. Of the others the
+        median counts, so that a busy moment of the machine does not."""
         low, share = _bracket(rows)
         if low not in self._seen:
             self._seen.add(low)
@@ -73,11 +76,12 @@ class StepCosts:
         sizes = [(size, weight) for size, weight in ((low, 1 - share), (2 * low, share)) if weight]
         if any(size not in self._seconds for size, _ in sizes):
             return  # nobody asked about such a step yet (a long prompt, say)
-        ratio = min(max(seconds / self(rows), 0.25), 4.0)
+        ratio = seconds / self(rows)
         for size, weight in sizes:
-            self._counts[size] = self._counts.get(size, 0) + 1
-            trust = max(SMOOTHING, 1 / (self._counts[size] + 1))
-            self._seconds[size] *= 1 + trust * weight * (ratio - 1)
+            steps = self._steps.setdefault(size, deque(maxlen=STEPS))
+            steps.append(self._seconds[size] * (1 + weight * (ratio - 1)))
+            if len(steps) >= STEPS // 2:
+                self._seconds[size] = sorted(steps)[len(steps) // 2]
 
 
 class Goodput:
@@ -87,6 +91,7 @@ class Goodput:
         """`profile(rows)` measures the seconds of one target pass; it is called once per power of two."""
         self.costs = StepCosts(profile)
         self.max_drafts, self.explore = max_drafts, explore
+        self.lengths = tuple(g for g in LENGTHS if g <= max_drafts)
         self.acceptance = [START_ACCEPTANCE] * max_drafts
         self.offered = [1.0] * max_drafts
         self._counts = [0] * max_drafts
@@ -106,8 +111,8 @@ class Goodput:
 
     # -- the decision ---------------------------------------------------------------------------------------
     def choose(self, num_requests: int, limit: int | None = None) -> int:
-        """Drafts per request for a step of this many requests, at most `limit`."""
-        limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
+        """Drafts per request for a step of this many requests, one of the lengths that `limit` allows."""
+        limit = self._longest(limit)
         best, self._best_rate, loss = self._pick(num_requests, limit)
         # What went well for long is no licence to lose for long.
         due = max(loss, self._dear)
@@ -129,7 +134,7 @@ class Goodput:
     def abstains(self, num_requests: int, limit: int | None = None) -> bool:
         """Whether `choose` would say 0 now; changes nothing. A pause is thought over anew every few steps only: little
         changes in it, and the host is busy."""
-        limit = self.max_drafts if limit is None else min(limit, self.max_drafts)
+        limit = self._longest(limit)
         asked = num_requests, limit
         if self._paused is not None and self._paused[0] == asked and self._age < RECONSIDER:
             self._age += 1
@@ -141,10 +146,14 @@ class Goodput:
                 return False
         return limit == 0 or self.credit < max(loss, self._dear)
 
+    def _longest(self, limit: int | None) -> int:
+        return max((g for g in self.lengths if limit is None or g <= limit), default=0)
+
     def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
         rates = self.rates(num_requests, limit)
-        best = max(range(limit + 1), key=lambda g: (rates[g], -g))
+        allowed = [0, *(g for g in self.lengths if g <= limit)]
+        best = max(allowed, key=lambda g: (rates[g], -g))
         asked = min(num_requests, PROBED) if best == 0 else num_requests
         tried = self.rate(num_requests, limit, asked)
         loss = self.seconds(num_requests, limit, asked) * (1 - tried / rates[best])
@@ -199,6 +208,11 @@ class Goodput:
         """How one request's drafts fared: those behind the first wrong one say nothing."""
         for j in range(min(num_drafted, num_accepted + 1, self.max_drafts)):
             _move(self.acceptance, self._counts, j, float(j < num_accepted))
+
+    def spoiled(self) -> None:
+        """The step in progress says nothing: something was made in it that will be there the next time."""
+        self.probing = self._partial = False
+        self.draft_seconds = 0.0
 
     def stepped(self, rows: int, seconds: float, num_new: int) -> None:
         """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""

@@ -10,7 +10,8 @@ Three ways to compute a step, the first that can:
     graph   few rows per request: a program with fixed addresses, on a GPU a CUDA graph (cuda_graphs.py)
     fused   any rows: the fused forward over blocks read in place (fused.py)
     plain   `Decoder.forward` over gathered keys and values: on a CPU, under tensor parallelism, with hooks, or
-            when somebody watches the residual stream
+            when somebody watches the residual stream. Layers that round their inputs to 8 bits, on a CPU,
+            compute a single row in one call (token_step.py) or few (cpu_step.py)
 
 `skip` is the set of sublayers that this step leaves out, None for the whole model. A batch holds one set.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -34,9 +35,21 @@ from shoestring.kernels.paged_attention import prefill_rows, splits_for
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
-from shoestring.serve.chain_graph import launch_chain
+from shoestring.serve.chain_graph import chain_fits, launch_chain, prepare_chains
 from shoestring.serve.cpu_step import CpuStep, steppable
-from shoestring.serve.cuda_graphs import ROWS_EACH, Flight, Guess, Spread, StepGraphs, as_it_is
+from shoestring.serve.cuda_graphs import (
+    MAX_ROWS,
+    REQUESTS,
+    REQUESTS_DRAFTED,
+    ROWS_EACH,
+    Flight,
+    Guess,
+    Kind,
+    Spread,
+    StepGraphs,
+    as_it_is,
+    up_to,
+)
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
 from shoestring.serve.kv_cache import KVCache, Span, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
@@ -64,9 +77,7 @@ class Runner:
         self.cache = KVCache(model.spec, pool)
         self._fused: FusedDecoder | None = None
         self._graphs: StepGraphs | None = None
-        self._cpu: CpuStep | TokenStep | None = (
-            None  # one row on a CPU, where layers round their inputs to 8 bits
-        )
+        self._cpu: CpuStep | TokenStep | None = None  # one row on a CPU, with inputs rounded to 8 bits
         self._weights: object = None  # what the fused weights were made of
         if graphs and not fusable(model):
             raise UserError(
@@ -112,14 +123,17 @@ class Runner:
 
     # -- a step ---------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def forward(self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None) -> Tensor:
-        """Logits [R, V] of the batch's `rows`, in compute dtype or fp32. `watch` is shown the residual stream."""
+    def forward(
+        self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None, *, once: bool = False
+    ) -> Tensor:
+        """Logits [R, V] of the batch's `rows`, in compute dtype or fp32. `watch` is shown the residual stream. `once`:
+        rows of a number that will hardly come again, not worth a graph."""
         if watch is not None or not self._ready():
             return self._plain(batch, skip, watch)
         assert self._graphs is not None
         num_rows = sum(s.num for s in batch.spans)
         single = not isinstance(batch.tokens, Tensor) or num_rows == len(batch.spans)
-        if single and self._graphs.fits(batch.spans):
+        if single and not once and self._graphs.fits(batch.spans):
             logits = self._graphs.logits(batch.spans, batch.tokens, skip)
             if len(batch.rows) == num_rows:
                 return logits
@@ -158,9 +172,33 @@ class Runner:
         if not self._ready() or len(batch.rows) != sum(s.num for s in batch.spans):
             return None
         assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
-        if num_tokens < 2 or not self._graphs.fits(batch.spans):
+        if not chain_fits(batch.spans):
             return None
         return launch_chain(self._graphs, batch.spans, batch.tokens, samplings, num_tokens, skip)
+
+    def prepare(
+        self, max_requests: int, kinds: Sequence[Kind], rows_each: Sequence[int], skip: SkipSet | None = None
+    ) -> None:
+        """Make the graphs of steps of 1 to max_requests requests with so many rows each."""
+        if self._ready():
+            assert self._graphs is not None
+            for each in rows_each:
+                sizes = up_to(max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
+                for num, kind in product(reversed(sizes), kinds):  # the most first: tables grow once
+                    if num * each <= MAX_ROWS:
+                        self._graphs.prepare(num, each, kind, skip)
+
+    def prepare_chains(self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int]) -> None:
+        """The same for `chain`, of so many tokens."""
+        if self._ready():
+            assert self._graphs is not None
+            for num, kind in product(reversed(up_to(max_requests, REQUESTS_DRAFTED)), kinds):
+                prepare_chains(self._graphs, num, kind, lengths)
+
+    @property
+    def num_made(self) -> int:
+        """Graphs made so far."""
+        return 0 if self._graphs is None else self._graphs.num_made
 
     def _ready(self) -> bool:
         if self._fused is None and self.fast:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoestring.model.skip import SkipSet
+from shoestring.serve.cuda_graphs import Kind
 from shoestring.serve.drafters import Drafter, Stacked, write_drafts
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.request import NO_DRAFT, Draft, Request
@@ -35,6 +36,12 @@ class SelfSkip:
 
     def release(self, request: Request) -> None:
         pass  # the blocks are the request's
+
+    def prepare(
+        self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int], max_context: int
+    ) -> None:
+        """One row each, whatever the length (serve/prepare.py)."""
+        self.runner.prepare(max_requests, kinds, [1], self.skip)
 
     @torch.no_grad()
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:

@@ -174,7 +174,9 @@ class LeadRunner(Runner):
         self._numbers: dict[str, int] = {}  # skip set id -> its number with the others
         ranks.send(Order.OPEN, [pool.num_blocks, pool.block_size])
 
-    def forward(self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None, *, once: bool = False
+    ) -> Tensor:
         with self._ranks.together():
             number = self._number(skip)
             body = pack_batch(batch, self.cache.pool.block_size)

@@ -1,0 +1,112 @@
+"""The tables of bench/drafter.py: drafters of a target, and the controller at several numbers of requests."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from shoestring.bench.results import markdown, newest, provenance
+
+BENCH = "drafter"
+BUDGETS = ("no training", "equal steps", "equal compute")
+
+
+def table() -> str:
+    lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] != "batches"])
+    order = {name: i for i, name in enumerate(BUDGETS)}
+    parts = []
+    for target in sorted({n["config"]["target"] for n in lines}, key=_largest):
+        own = [n for n in lines if n["config"]["target"] == target]
+        alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for n in own:
+            c = n["config"]
+            alike.setdefault((order.get(c["budget"], 3), -c.get("steps", 0), n["case"]), []).append(n)
+        rows = [_row(alike[key]) for key in sorted(alike, key=lambda key: key[:2])]
+        measured = {n["quality"]["tokens"] for n in own if "tokens" in n["quality"]}
+        over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
+        seeds = max(map(len, alike.values()))
+        over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else ""
+        parts.append(f"**{target}.**{over}\n\n" + markdown(HEADER, rows) + provenance(own))
+    return "\n\n".join(parts)
+
+
+def _timed_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Acceptance is recorded before speed: of two lines about one drafter the one with both."""
+    found: dict[str, dict[str, Any]] = {}
+    for n in lines:
+        key = json.dumps([n["case"], n["config"]], sort_keys=True)
+        if key in found:
+            timed = n if n["ratio"] is not None else found[key]
+            found[key] = {**timed, "quality": {**found[key]["quality"], **n["quality"]}}
+        else:
+            found[key] = n
+    return list(found.values())
+
+
+HEADER = [
+    "drafter",
+    "budget",
+    "steps",
+    "TFLOP",
+    "greedy: acceptance",
+    "tokens/pass",
+    "tokens/s",
+    "times plain",
+]
+HEADER += ["drawn: acceptance", "tokens/pass", "tokens/s", "times plain"]
+
+
+def _row(seeds: list[dict[str, Any]]) -> list[str]:
+    """A drafter's row, from the lines of its seeds."""
+    first, c = seeds[0], seeds[0]["config"]
+    timed = first["ratio"] is not None
+
+    def shown(name: str, form: str) -> str:
+        values = [n["quality"][name] for n in seeds if name in n["quality"]]
+        if not values:
+            return ""
+        spread = f" ({min(values):{form}}-{max(values):{form}})" if len(values) > 1 else ""
+        return f"{statistics.mean(values):{form}}{spread}"
+
+    return [
+        first["case"],
+        c["budget"],
+        f"{c['steps']}" if "steps" in c else "",
+        f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
+        shown("acceptance", ".3f"),
+        shown("accepted_length", ".2f"),
+        f"{first['value']:,.0f}" if timed else "",
+        f"{first['ratio']:.2f}" if timed else "",
+        shown("sampled_acceptance", ".3f"),
+        shown("sampled_accepted_length", ".2f"),
+        shown("sampled_tokens_per_s", ",.0f") if timed else "",
+        shown("sampled_ratio", ".2f") if timed else "",
+    ]
+
+
+def _largest(target: str) -> tuple[bool, str]:
+    """Targets that were timed first."""
+    return "trained on 0" in target, target
+
+
+def batches() -> str:
+    lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches"]
+    if not lines:
+        return "Not measured yet."
+    cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for n in lines:
+        c = n["config"]
+        cells.setdefault((c["target"], c["drafter"], c["text"]), {})[c["batch"]] = n
+    sizes = sorted({n["config"]["batch"] for n in lines})
+    rows = []
+    for (target, drafter, text), found in cells.items():
+        shown = [
+            f"{found[b]['baseline_value']:,.0f} -> {found[b]['value']:,.0f} ({found[b]['ratio']:.2f}x)"
+            if b in found
+            else ""
+            for b in sizes
+        ]
+        rows.append([target.split(",")[0], drafter, text, *shown])
+    header = ["target", "drafter", "text", *(f"{b} at once" for b in sizes)]
+    return markdown(header, rows) + provenance(lines)

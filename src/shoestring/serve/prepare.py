@@ -1,0 +1,63 @@
+"""What a request should not wait for, made before the first one: graphs of all steps with drafts, and their costs.
+
+A graph takes tens of milliseconds to make, the time of many steps. A controller that changes the number of drafts, and
+requests that end one by one, would meet new shapes for a long time, and each meeting would look like a slow step.
+So numbers of requests and of drafts are padded to few sizes (cuda_graphs.py, goodput.py), and here all of them that
+an engine can meet are made at once, for greedy and for drawn tokens; keys and values get their memory first, because
+graphs hold its address.
+
+Left out: tokens that are cut (top_k, top_p, min_p), whose graphs are made when first needed, as are those of an
+engine whose keys and values are too large to be reserved; such steps are not taken for slow ones (`num_made`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoestring.model.skip import SkipSet
+from shoestring.serve.cuda_graphs import Kind
+from shoestring.serve.drafters import Drafter
+from shoestring.serve.goodput import Goodput
+from shoestring.serve.runner import Runner
+
+KINDS: tuple[Kind, ...] = ("greedy", "drawn")
+SHARE = 0.25  # of the free memory that keys and values may take before they are needed
+
+
+def prepare_drafting(
+    runner: Runner,
+    drafter: Drafter | None,
+    goodput: Goodput,
+    max_requests: int,
+    max_context: int,
+    chunk: int,
+    skip: SkipSet | None = None,
+) -> None:
+    """For an engine that is about to draft under this controller; `skip`: the set that its requests mostly have."""
+    if not runner.fast:
+        return
+    reserve(runner, max_requests, max_context)
+    runner.prepare(max_requests, KINDS, [1, *(g + 1 for g in goodput.lengths)], skip)
+    if drafter is not None and hasattr(drafter, "prepare"):
+        drafter.prepare(max_requests, KINDS, goodput.lengths, max_context)
+    rows = 1
+    while rows <= min(2 * max_requests * (1 + max(goodput.lengths)), chunk):
+        goodput.costs(rows)
+        rows *= 2
+
+
+def reserve(runner: Runner, max_requests: int, max_context: int) -> None:
+    """Memory for so many requests of full length now, where that is a small part of what is free."""
+    pool, spec = runner.cache.pool, runner.model.spec
+    num = min(pool.num_blocks, max_requests * pool.blocks_for(max_context))
+    each = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * pool.block_size
+    if runner.device.type == "cuda":
+        free = torch.cuda.mem_get_info(runner.device)[0]
+        if num * each * runner.model.compute_dtype.itemsize > SHARE * free:
+            return
+    pool.num_touched = max(pool.num_touched, num)
+
+
+def num_made(runner: Runner, drafter: Drafter | None) -> int:
+    """Graphs that an engine has made so far."""
+    return runner.num_made + int(getattr(drafter, "num_made", 0))

@@ -1,0 +1,114 @@
+"""Nothing that a controller may choose is made while requests run: a fake clock, on which graphs are dear to make."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_serve import near_copy, tiny_decoder
+
+from shoestring.serve import DraftModel, Engine, Sampling
+from shoestring.serve import engine as engine_module
+from shoestring.serve.cuda_graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, StepGraph, up_to
+from shoestring.serve.goodput import LENGTHS, Goodput
+
+PRICE = 50.0  # seconds that a graph takes to make, on the fake clock; a step takes one
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.making = 0.0
+        made, clock = StepGraph.__init__, self
+
+        def make(graph: StepGraph, *args: Any) -> None:
+            clock.now += PRICE
+            clock.making += PRICE
+            made(graph, *args)
+
+        monkeypatch.setattr(StepGraph, "__init__", make)
+        monkeypatch.setattr(engine_module.time, "perf_counter", self.read)
+
+    def read(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+def requests(num: int, seed: int) -> tuple[list[list[int]], list[Sampling]]:
+    """Longer than 16 tokens: a shorter prompt is read by a graph, too, with a drafter or without one."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(29) for _ in range(draw.randint(17, 24))] for _ in range(num)]
+    samplings = [
+        Sampling(max_tokens=draw.randint(8, 30), temperature=draw.choice((0.0, 0.8)), seed=i)
+        for i in range(num)
+    ]
+    return prompts, samplings
+
+
+@pytest.mark.parametrize("max_requests", [1, 3, 6])
+def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_decoder(0)
+    asked = requests(6, max_requests)
+    want = [c.token_ids for c in Engine(target).generate(*asked)]
+    clock, draw = Clock(monkeypatch), random.Random(1)
+    drafter = DraftModel(near_copy(target, 0.03), graphs=True)
+    engine = Engine(
+        target, max_requests=max_requests, max_context=64, graphs=True, drafter=drafter, prefix_cache=False
+    )
+    assert engine.goodput is not None
+    engine.prepare()
+    assert clock.making > 0
+    before = clock.making
+    # Whatever it chooses, and however often it changes its mind.
+    monkeypatch.setattr(
+        Goodput,
+        "_pick",
+        lambda self, num, limit: (draw.choice([g for g in (0, *LENGTHS) if g <= limit]), 1.0, 0.1),
+    )
+    monkeypatch.setattr(Goodput, "abstains", lambda self, num, limit=None: draw.random() < 0.3)
+    assert [c.token_ids for c in engine.generate(*asked)] == want
+    assert engine.stats.num_accepted > 10
+    assert clock.making == before, "a graph was made while requests were running"
+    moved = engine.cache.num_moves, drafter.cache.num_moves
+    assert [c.token_ids for c in engine.generate(*asked)] == want
+    assert (engine.cache.num_moves, drafter.cache.num_moves) == moved and clock.making == before
+
+
+def test_unprepared_steps_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_decoder(0)
+    clock = Clock(monkeypatch)
+    drafter = DraftModel(near_copy(target, 0.0), graphs=True)
+    engine = Engine(target, max_requests=2, max_context=64, graphs=True, drafter=drafter)
+    assert engine.goodput is not None
+    engine.goodput.costs.__init__(lambda rows: 1.0)  # type: ignore[misc]
+    engine._prepared = True  # skipped: everything is made when first needed
+    prompts, _ = requests(10, 3)
+    engine.generate(prompts, Sampling(max_tokens=25))
+    assert clock.making > 2 * PRICE
+    assert max(engine.goodput.costs.known.values()) < PRICE / 2
+    assert max(engine.goodput.draft_costs.values()) < PRICE / 8
+
+
+def test_the_sizes_that_are_made_are_those_that_are_met() -> None:
+    assert up_to(1, REQUESTS) == [1] and up_to(3, REQUESTS_DRAFTED) == [1, 2, 4]
+    assert up_to(64, REQUESTS) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert {g + 1 for g in LENGTHS} <= set(ROWS_EACH)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_request_waits_for_a_graph_on_the_gpu() -> None:
+    target = tiny_decoder(0).float().cuda()
+    target.compute_dtype = torch.float32
+    copy = near_copy(tiny_decoder(0), 0.03).float().cuda()
+    copy.compute_dtype = torch.float32
+    asked = requests(9, 5)
+    want = [c.token_ids for c in Engine(target, max_requests=4).generate(*asked)]
+    engine = Engine(target, max_requests=4, max_context=64, drafter=DraftModel(copy), prefix_cache=False)
+    engine.prepare()
+    made = engine._made
+    assert made > 0
+    for _ in range(3):
+        assert [c.token_ids for c in engine.generate(*asked)] == want
+    assert engine._made == made
