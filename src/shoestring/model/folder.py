@@ -93,10 +93,12 @@ def load_into(model: Decoder, path: str | Path) -> None:
         )
     packed = {name for name, m in linears(model) if m.packed}
     if packed != set(source.formats):
-        raise UserError(
-            f"{where} holds {'packed' if source.formats else 'unpacked'} weights, the model does not; use "
-            "load_model, or unpack before saving"
-        )
+        if source.formats and not packed:
+            raise UserError(
+                f"{where} holds packed weights, which cannot be trained; write dense ones first: shoestring export "
+                f"{where} DIR"
+            )
+        raise UserError(f"{where} and the model are not packed in the same layers; use load_model")
     _fill(model, source)
 
 
