@@ -167,7 +167,7 @@ def test_packed_round_trip(name: str, format: str, tmp_path: Path) -> None:
     # transformers must stop, not go on with random weights.
     with pytest.raises((OSError, ValueError)):
         from_transformers(tmp_path / "m")
-    with pytest.raises(UserError, match="packed weights.*shoestring export"):
+    with pytest.raises(UserError, match=r"packed weights.*shoestring export"):
         load_into(build(SPECS[name]), tmp_path / "m")
 
     (tmp_path / "m" / "shoestring.json").write_text(json.dumps({**info, "version": 99}))
