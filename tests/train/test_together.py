@@ -49,7 +49,7 @@ def gradients(model: Decoder, objective: object) -> tuple[float, dict[str, torch
     model.zero_grad()
     loss = objective(model, micro)  # type: ignore[operator]
     loss.backward()
-    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("label", FORMATS)
