@@ -161,7 +161,7 @@ def test_a_profile_of_many_rows_is_of_several_requests(
     assert Runner(tiny_decoder(0), BlockPool(4, 16)).seconds(num_rows) > 0
     spans = seen[0].spans
     assert sum(s.num for s in spans) == num_rows and max(s.num for s in spans) <= 16
-    assert len(spans) == (1 if num_rows <= 16 else -(-num_rows // 4))
+    assert len(spans) == (1 if num_rows <= 16 else -(-num_rows // 2))
     used = [b for s in spans for b in s.blocks]
     assert len(set(used)) == len(used)
 

@@ -11,8 +11,10 @@ from tiny_serve import near_copy, tiny_decoder
 
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve import engine as engine_module
+from shoestring.serve.blocks import BlockPool
 from shoestring.serve.cuda_graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, StepGraph, up_to
 from shoestring.serve.goodput import LENGTHS, Goodput
+from shoestring.serve.runner import Runner
 
 PRICE = 50.0  # seconds that a graph takes to make, on the fake clock; a step takes one
 
@@ -94,6 +96,23 @@ def test_the_sizes_that_are_made_are_those_that_are_met() -> None:
     assert up_to(1, REQUESTS) == [1] and up_to(3, REQUESTS_DRAFTED) == [1, 2, 4]
     assert up_to(64, REQUESTS) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
     assert {g + 1 for g in LENGTHS} <= set(ROWS_EACH)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+def test_what_a_step_costs_is_measured_as_a_graph(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile that fell back to single launches would make long drafts look dear for ever."""
+    made: list[tuple[int, int]] = []
+    init = StepGraph.__init__
+
+    def noted(graph: StepGraph, owner: Any, num: int, each: int, *rest: Any) -> None:
+        made.append((num, each))
+        init(graph, owner, num, each, *rest)
+
+    monkeypatch.setattr(StepGraph, "__init__", noted)
+    assert Runner(tiny_decoder(0), BlockPool(4, 16), graphs=True).seconds(num_rows) > 0
+    assert len(made) == 1
+    num, each = made[0]
+    assert num_rows <= num * each <= num_rows + 1
 
 
 @pytest.mark.gpu

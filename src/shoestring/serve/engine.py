@@ -12,7 +12,6 @@ blocks.py and kv_cache.py, what a request gains is decided in verify.py, how muc
 This file joins them.
 
 No module-level state: several engines (a target and its drafter, say) live in one process.
-
 Left out: a server loop. A thread that owns the engine calls add, abort and step; nothing here locks.
 """
 
@@ -123,7 +122,7 @@ class Engine:
         self.stats, self._ids = Stats(), itertools.count()
         self._flight: Launched | None = None  # a step that runs ahead of what is known
         self._proposal = Proposal()  # guesses of the next step
-        self._made = 0  # graphs, when the last step ended
+        self._made, self._reads = 0, False  # graphs when the last step ended; whether this one reads prompts
         self._ended: float | None = None  # when the last step did, while steps of the same requests follow
 
     # -- requests in and out --------------------------------------------------------------------------------
@@ -210,8 +209,9 @@ class Engine:
             self._note(plan)
             if not plan.work:
                 return outputs
-            if plan.admitted or not all(r.ready for r, _ in plan.work):
-                self._ended = None  # prompts are read: not the time of a decoding step
+            self._reads = bool(plan.admitted) or not all(r.ready for r, _ in plan.work)
+            if self._reads:
+                self._ended = None  # not the time of a decoding step
             began = time.perf_counter()
             flight = self._launch(plan.work, began)
             if flight is None:
@@ -310,7 +310,7 @@ class Engine:
         now, made = time.perf_counter(), num_made(self.runner, self.drafter)
         if self._ended is not None:
             began = self._ended + self.goodput.draft_seconds
-        if made == self._made:
+        if made == self._made and not self._reads:
             self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained)
         else:
             self.goodput.spoiled()
@@ -453,9 +453,9 @@ class Engine:
         self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
         """Complete all prompts (one Sampling for all, or one each), as many at once as there is room for."""
-        samplings = samplings_for(prompts, sampling)
         # All are checked before the first runs: a bad prompt does not cost the time of the good ones.
-        requests = [self._request(p, s) for p, s in zip(prompts, samplings, strict=True)]
+        asked = zip(prompts, samplings_for(prompts, sampling), strict=True)
+        requests = [self._request(p, s) for p, s in asked]
         self.waiting.extend(requests)  # the caller waits for all of them: max_waiting is not for it
         try:
             while any(r.finish_reason is None for r in requests):

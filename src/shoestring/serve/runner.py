@@ -247,8 +247,8 @@ class Runner:
         """Seconds of a forward over this many rows, the best of a few; on a cache of its own. More rows than one
         request's drafts have belong to several requests."""
         size, positions = self.cache.pool.block_size, self.model.spec.max_positions
-        # Four each: as many requests fill a graph without padding, as real steps of so many rows mostly do.
-        each = min(num_rows if num_rows <= ROWS_EACH[-1] else 4, positions)
+        # Two each: as many requests fill a graph without padding, as real steps of so many rows mostly do.
+        each = min(num_rows if num_rows <= ROWS_EACH[-1] else 2, positions)
         pages, num = -(-each // size), -(-num_rows // each)
         pool = BlockPool(num * pages, size)
         spans = [
