@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.bench.lowbit_few import candidates
+from shoestring.bench.lowbit_few import candidates, refinements
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
@@ -214,6 +214,9 @@ def test_plans_that_are_timed_fit() -> None:
             plans = candidates(layout, rows, 14336, 4096)
             assert len(plans) > 5 and plans[0] == choose_plan(layout, rows, 14336, 4096)
             assert all(p.fits(layout, rows, 4096) and p.panel % p.k_warps == 0 for p in plans)
+            half = next((p for p in plans if p.beside and not p.panel), plans[0])
+            more = refinements(half, layout, rows, 4096)
+            assert more and all(p.fits(layout, rows, 4096) and p != half for p in more)
 
 
 def test_plans_on_file_are_those_that_are_chosen() -> None:

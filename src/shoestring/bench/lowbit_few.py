@@ -5,8 +5,8 @@
     python -m shoestring.bench.lowbit_few --formats int4:g128 --rows 1 4 --seconds 30
     python -m shoestring.bench.lowbit_gemm                       # then: the table, with them
 
-Times as in bench/lowbit_gemm.py: CUDA graphs over copies of the weight that do not fit in the cache. Two rounds: all
-candidates with few replays, then the best of them with more, in turn. The kernel for many rows runs along at 16 rows.
+Times as in bench/lowbit_gemm.py: CUDA graphs over copies of the weight that do not fit in the cache. All candidates are
+timed with few replays, the best of them with more, in turn; then the two best in other ways to fetch (`refinements`).
 """
 
 from __future__ import annotations
@@ -88,6 +88,18 @@ def candidates(layout: Layout, rows: int, out: int, width: int, multiprocessors:
                 ]
                 found |= dict.fromkeys([*fitting[:1], *fitting[2:-1:3], *fitting[-1:]])
     return list(found)
+
+
+def refinements(plan: Plan, layout: Layout, rows: int, width: int) -> list[Plan]:
+    """The same plan with x asked for earlier, weights by the copy engine, or a pause before them."""
+    ways: list[dict[str, int]] = [{}, {"early": 1}, {"depth": 5, "early": 2}]
+    if not plan.panel:
+        ways += [{"bulk": 1, "depth": 4}, {"bulk": 2, "depth": 4}, {"bulk": 2, "depth": 6}]
+    if plan.beside:
+        ways += [{"pause": 1000}, {"pause": 1000, "depth": 5}, {"pause": 1500, "depth": 6, "bulk": 2}]
+    plain = dataclasses.replace(plan, early=0, bulk=0, pause=0)
+    found = dict.fromkeys(dataclasses.replace(plain, **way) for way in ways)
+    return [p for p in found if p != plan and p.fits(layout, rows, width)]
 
 
 def compile_all(jobs: Sequence[tuple[Layout, int, Plan]]) -> int:
@@ -219,6 +231,11 @@ def tune(
                 say("out of time")
                 return
             timed, wrong = search(weight, rows, plans[rows])
+            best_two = [plan for _, plan in timed[:2]]
+            more = [p for plan in best_two for p in refinements(plan, layout, rows, width)]
+            compile_all([(layout, rows, plan) for plan in more])
+            again, not_right = search(weight, rows, [*best_two, *more])
+            timed, wrong = [*again, *timed[2:]], [*wrong, *not_right]
             for plan in wrong:
                 say(f"WRONG {label} {out}x{width} {rows} rows: {plan}")
             if not timed:
