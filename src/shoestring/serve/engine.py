@@ -259,7 +259,7 @@ class Engine:
         admits = self.waiting and len(self.running) < self.scheduler.max_requests
         if admits or not all(flight.alive) or len(requests) != len(self.running):
             return None
-        if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next(len(requests)):
+        if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next(requests):
             return None
         spans, checks = [], []
         for request in requests:
@@ -276,13 +276,11 @@ class Engine:
         self.stats.num_rows += len(requests)
         return Launched(requests, flight.tables, checks, flight.skip, handle, time.perf_counter())
 
-    def _drafts_next(self, num_requests: int) -> bool:
+    def _drafts_next(self, requests: Sequence[Request]) -> bool:
         """Whether the next step of these requests would have drafts."""
         if self.drafter is None or not self.num_drafts:
             return False
-        return self.goodput is None or not self.goodput.abstains(
-            num_requests, self._most_drafts(num_requests)
-        )
+        return self.goodput is None or not self.goodput.abstains(len(requests), self._most_drafts(requests))
 
     def _land(self, flight: Launched) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
@@ -333,7 +331,7 @@ class Engine:
             return
         n = self.num_drafts
         if self.goodput is not None:
-            n = self.goodput.choose(len(ready), self._most_drafts(len(ready)))
+            n = self.goodput.choose(len(ready), self._most_drafts(ready))
         if n == 0:
             return
         asked = ready if self.goodput is None else self.goodput.ask(ready)
@@ -352,9 +350,9 @@ class Engine:
             if self.goodput is not None:
                 self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
 
-    def _most_drafts(self, num_requests: int) -> int:
-        """The budget of rows holds this many each; more would be cut."""
-        return max(0, self.chunk // num_requests - 1)
+    def _most_drafts(self, requests: Sequence[Request]) -> int:
+        """The budget of rows holds this many each, and a text that may still grow so far uses them."""
+        return max(0, min(self.chunk // len(requests), max(map(self._room, requests))) - 1)
 
     def _room(self, request: Request) -> int:
         """How many tokens the request may still gain."""
