@@ -274,6 +274,8 @@ GPU_PLANS = [
     Plan(2, 4, 1, 3, split=4, panel=4),
     Plan(2, 4, 2, 6, beside=1),
     Plan(3, 4, 2, 4, panel=4, beside=1),
+    Plan(2, 4, 1, 5, early=2),
+    Plan(2, 4, 1, 6, beside=1, bulk=2, pause=1000),
 ]
 
 
@@ -284,7 +286,7 @@ def test_kernels_beside_each_other_read_what_the_one_before_wrote(label: str) ->
     """A chain of products in a graph, whose kernels overlap, against the same one with a pause after each."""
     layout, chunks, table, _ = packed(label, 1024, 1024, "cuda")
     digits = int(not layout.table)
-    plans = [Plan(1, 8, 1, 5, digits=digits, beside=1), Plan(2, 8, 1, 3), Plan(1, 4, 2, 5, beside=1)]
+    plans = [Plan(1, 8, 1, 5, digits=digits, beside=1), Plan(2, 8, 1, 3), Plan(1, 4, 2, 6, beside=1, bulk=2)]
     x = torch.randn(2, 1024, device="cuda").to(BF16)
 
     def chain(pause: bool) -> Tensor:
