@@ -316,6 +316,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="other than the size's own")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
+    torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
     rows = rows_of(args.rows, args.cases, args.seeds)
     size = SIZES[args.size]
     if args.steps:

@@ -201,7 +201,8 @@ def graphed(eager: Callable[[int], None], once: Callable[[], None]) -> Callable[
     with torch.cuda.graph(graph):
         once()
 
-    def replays(count: int) -> None:
+    def replays(count: int, held: object = (eager, once)) -> None:
+        # The graph reads the layer and its input where they lie: `held` keeps them there.
         for _ in range(count):
             graph.replay()
 
