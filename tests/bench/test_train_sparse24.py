@@ -1,0 +1,63 @@
+"""What can be said about the 2:4 training bench without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from shoestring.bench import results, train_sparse24
+
+
+class NoGraph:
+    """Stands for a CUDA graph or stream: it knows addresses only and keeps nothing alive."""
+
+    replayed = 0
+
+    def replay(self) -> None:
+        NoGraph.replayed += 1
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+def test_a_captured_layer_lives_as_long_as_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, NoGraph)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda thing: contextlib.nullcontext())
+
+    def capture() -> tuple[Any, Any]:
+        layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+        loop = train_sparse24.graphed(lambda count: None, lambda: layer(x).sum().backward())
+        return loop, weakref.ref(layer)
+
+    loop, layer = capture()
+    gc.collect()
+    assert layer() is not None
+    loop(3)
+    assert NoGraph.replayed == 3 and loop.__name__ == "replays"
+
+
+def test_every_row_of_the_table_is_a_command_of_its_own() -> None:
+    asked = train_sparse24.commands(5)
+    assert len(asked) == len(train_sparse24.AT_ONCE)
+    assert [c for c in asked if "step" in c and "4096" in c] == asked[:1]  # the most wanted first
+    for what, width, cases, _ in train_sparse24.AT_ONCE:
+        assert what in (*train_sparse24.WHAT, "parts") and width in train_sparse24.WIDTHS
+        assert set(cases) <= {*train_sparse24.FORMATS, "FP8"} - {"dense"}
+
+
+def test_the_table_shows_ratios_by_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    for width, ratio in ((768, 0.991), (4096, 1.25)):
+        results.record(
+            bench=train_sparse24.BENCH, case="FST", metric="ms", unit="ms", samples=[1.0], ratio=ratio,
+            config={"what": "block", "d_model": width},
+        )  # fmt: skip
+    assert train_sparse24.table().splitlines()[:3] == [
+        "| d_model | 768 | 4096 |", "| --- | --- | --- |", "| block: FST | 0.99 | 1.25 |",
+    ]  # fmt: skip
