@@ -158,13 +158,16 @@ def bitdistiller(
     return model, run.log.history[-1]["loss"]
 
 
-def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> tuple[Decoder, int]:
-    """Block-wise, then end to end from the cached top-64, together as many training tokens as BitDistiller, or what
-    the subject's time allows; returns the model and its training tokens.
+def ours(
+    subject: Subject, label: str, *, seed: int = 0, part: float = 1.0, live: bool = False
+) -> tuple[Decoder, int]:
+    """Block-wise, then end to end, together as many training tokens as BitDistiller, or what the subject's time
+    allows; returns the model and its training tokens.
 
-    `part` of the subject's rates end to end.
+    `part` of the subject's rates end to end. `live`: against the model itself instead of its cached top-64.
     """
     cache, model = subject.cache(), subject.fresh()
+    teacher = copy.deepcopy(model).to(model.compute_dtype) if live else None
     rules = subject.rules(parse_format(label))
     settings = replace(subject.blockwise, seed=seed, keep_masters=True)
     tokens = subject.blockwise_part * subject.training_tokens
@@ -191,7 +194,8 @@ def ours(subject: Subject, label: str, *, seed: int = 0, part: float = 1.0) -> t
     if subject.ends is not None:
         seconds = subject.ends - time.perf_counter()
         hooks.append(ByClock(steps, seconds, falling.at, now=True))
-    objective, often = Together(CachedCakld(cache), rows=subject.micro), max(1, steps // 10)
+    loss = CachedCakld(cache) if teacher is None else Cakld(teacher, cache.confidence)
+    objective, often = Together(loss, rows=subject.micro), max(1, steps // 10)
     try:
         train(run, subject.data(seed), objective, steps=steps, hooks=hooks, log_every=often, graph=True)
     except OutOfTime:
@@ -221,11 +225,16 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
         model, _ = bitdistiller(subject, label, lr=lr, seed=seed)
         return model, {"training_tokens": subject.training_tokens, "lr": lr}
     if name == "ours":
+        live, given = given.startswith("live"), given.removeprefix("live")
         part = float(given) if given else part_for([parse_format(label)])
-        model, tokens = ours(subject, label, seed=seed, part=part)
+        model, tokens = ours(subject, label, seed=seed, part=part, live=live)
         # Rounded down to whole steps; a run that was cut short says what it had.
         whole = tokens > subject.training_tokens - subject.batch * subject.train_context
-        return model, {"training_tokens": subject.training_tokens if whole else tokens, "rates": part}
+        return model, {
+            "training_tokens": subject.training_tokens if whole else tokens,
+            "rates": part,
+            "live": live,
+        }
     return after_training(subject, label, method), {"training_tokens": 0}
 
 
