@@ -83,3 +83,26 @@ def test_every_format_and_peer_is_measured_at_the_rows_of_the_table() -> None:
     for cases in lowbit_peers.PEERS.values():
         for _, _, _, rows in cases:
             assert set(rows) <= set(lowbit_gemm.ROWS)
+
+
+def test_the_table_against_peers_has_the_least_and_the_most_over_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def line(case: str, n: int, rows: int, value: float) -> dict[str, object]:
+        return {"case": case, "metric": "time", "value": value, "config": {"n": n, "k": 64, "rows": rows}}
+
+    lines = [
+        line("shoestring int4:g128", 16, 1, 10.0),
+        line("shoestring int4:g128", 32, 1, 20.0),
+        line("shoestring int3:g128", 16, 1, 4.0),
+        line("peer int4, plain", 16, 1, 15.0),
+        line("peer int4, plain", 32, 1, 25.0),
+        line("peer int4, plain", 32, 2, 25.0),  # ours was not measured there
+        line("peer int3", 16, 1, 8.0),
+    ]
+    monkeypatch.setattr(lowbit_peers, "newest", lambda bench: lines)
+    rows = lowbit_peers.against().splitlines()[2:]
+    assert [[c.strip() for c in row.split("|")[1:4]] for row in rows] == [
+        ["peer int4, plain", "1.25 to 1.50", ""],
+        ["peer int3", "2.00 to 2.00", ""],
+    ]

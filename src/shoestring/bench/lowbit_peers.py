@@ -12,6 +12,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from shoestring.bench.lowbit_gemm import (
     replays,
     say,
 )
+from shoestring.bench.results import markdown, newest
 
 MOST_ERROR = 0.05  # more than this is another product, not another rounding
 
@@ -184,6 +186,27 @@ def measure_case(
     except Exception as error:
         told.append(f"not measured ({type(error).__name__}: {str(error)[:300]})")
     say(f"{case} {out}x{width} {time.monotonic() - began:.1f}s  " + "  ".join(told))
+
+
+def against() -> str:
+    """Time of each library over ours of the same width, group 128: the least and the most over the shapes."""
+    times: dict[str, dict[tuple[int, int, int], float]] = {}
+    for n in newest("lowbit_gemm"):
+        if n["metric"] == "time":
+            place = n["config"]["n"], n["config"]["k"], n["config"]["rows"]
+            times.setdefault(n["case"], {})[place] = n["value"]
+    rows = []
+    for case, peer in times.items():
+        width = re.search(r"int\d", case)
+        if case.startswith("shoestring") or width is None:
+            continue
+        ours = times[f"shoestring {width[0]}:g128"]
+        cells = []
+        for count in ROWS:
+            found = [peer[place] / ours[place] for place in peer if place in ours and place[2] == count]
+            cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "")
+        rows.append([case, *cells])
+    return markdown(["library", *map(str, ROWS)], rows)
 
 
 def main() -> None:
