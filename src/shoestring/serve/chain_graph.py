@@ -65,11 +65,14 @@ def chain_size(spans: Sequence[Span]) -> tuple[int, int]:
     )
 
 
+def most_new(num_requests: int) -> int:
+    """Rows each that a chain's first pass can hold for so many requests; 0: there is no chain for them."""
+    num = next((n for n in REQUESTS_DRAFTED if n >= num_requests), MAX_ROWS)
+    return max((each for each in CHAIN_ROWS if num * each <= MAX_ROWS), default=0)
+
+
 def chain_fits(spans: Sequence[Span]) -> bool:
-    if len(spans) > REQUESTS_DRAFTED[-1] or max(s.num for s in spans) > CHAIN_ROWS[-1]:
-        return False
-    num, each = chain_size(spans)
-    return num * each <= MAX_ROWS
+    return max(s.num for s in spans) <= most_new(len(spans))
 
 
 def prepare_chains(graphs: StepGraphs, num: int, kind: Kind, lengths: Sequence[int]) -> None:

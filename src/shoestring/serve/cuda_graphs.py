@@ -25,7 +25,9 @@ Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -280,7 +282,10 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
+            with (
+                no_collection(),
+                torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"),
+            ):
                 self._program()
             self.replay = graph.replay
         except RuntimeError as error:  # a Format whose product waits for the host, say: launched one by one
@@ -360,6 +365,18 @@ def kind_of(samplings: Sequence[Sampling] | None) -> Kind:
     if any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawn):
         return "cut"
     return "drawn" if drawn else "greedy"
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """The garbage of an engine that is gone may hold graphs, and to destroy one spoils a capture that is under way."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def up_to(num: int, sizes: Sequence[int]) -> list[int]:

@@ -40,7 +40,7 @@ from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, Table
-from shoestring.serve.chain_graph import CHAIN_ROWS
+from shoestring.serve.chain_graph import most_new
 from shoestring.serve.cuda_graphs import Kind
 from shoestring.serve.kv_cache import Span, cache_root
 from shoestring.serve.request import NO_DRAFT, Awaited, Draft, Request
@@ -170,6 +170,7 @@ class DraftModel:
         self.runner = Runner(model, self.pool, graphs=graphs, spread=self._spread)
         self.cache = self.runner.cache
         self._kept: dict[int, _Kept] = {}
+        self.caught_up = False  # the last proposal had a long text to read first
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass  # what was accepted shows in the request's tokens
@@ -285,7 +286,9 @@ class DraftModel:
 
     def _read_long(self, requests: list[Request]) -> None:
         """Compute what is more than a chain's first pass holds, all but the last token."""
-        late = [r for r in requests if len(r.tokens) - len(self._kept[r.id].written) > CHAIN_ROWS[-1]]
+        most = most_new(len(requests))
+        late = [r for r in requests if len(r.tokens) - len(self._kept[r.id].written) > most > 0]
+        self.caught_up = bool(late)
         while late:
             part, budget = [], self.chunk
             for request in late:
@@ -376,6 +379,10 @@ class Stacked:
         for drafter in self.drafters:
             if hasattr(drafter, "prepare"):
                 drafter.prepare(max_requests, kinds, lengths, max_context)
+
+    @property
+    def caught_up(self) -> bool:
+        return any(getattr(drafter, "caught_up", False) for drafter in self.drafters)
 
     @property
     def num_made(self) -> int:

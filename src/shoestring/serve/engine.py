@@ -45,7 +45,7 @@ from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.serve.kv_cache import Span, cache_root
-from shoestring.serve.prepare import num_made, prepare_drafting
+from shoestring.serve.prepare import caught_up, num_made, prepare_drafting
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
 from shoestring.serve.runner import Runner
 from shoestring.serve.sampling import Sampling
@@ -337,8 +337,8 @@ class Engine:
         asked = ready if self.goodput is None else self.goodput.ask(ready)
         began = time.perf_counter()
         drafts = self.drafter.propose(asked, n)
-        clean = num_made(self.runner, self.drafter) == self._made
-        self._proposal = Proposal(drafts, n, time.perf_counter() - began if clean else None)
+        usual = num_made(self.runner, self.drafter) == self._made and not caught_up(self.drafter)
+        self._proposal = Proposal(drafts, n, time.perf_counter() - began, usual)
         if not self._proposal.awaited:
             self._proposal.settle(self.goodput)
         for request, draft in zip(asked, drafts, strict=True):

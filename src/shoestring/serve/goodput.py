@@ -190,14 +190,17 @@ class Goodput:
         return known[min(known, key=lambda b: abs(b - num_requests))] if known else 0.0
 
     # -- what happened --------------------------------------------------------------------------------------
-    def drafted(self, num_requests: int, g: int, seconds: float) -> None:
-        """One call of the drafter, asked for g drafts for each request."""
+    def drafted(self, num_requests: int, g: int, seconds: float, usual: bool = True) -> None:
+        """One call of the drafter, asked for g drafts for each request. Not `usual`: paid for, but no measure of others
+        (it read a whole prompt, say)."""
+        self.draft_seconds = seconds
+        if not usual:
+            return
         size = _bracket(num_requests)[0]
         calls = self._draft_calls.setdefault(size, deque(maxlen=DRAFT_CALLS))
         calls.append(seconds / g)
         if len(calls) >= MIN_DRAFT_CALLS:
             self.draft_costs[size] = sorted(calls)[len(calls) // 4]
-        self.draft_seconds = seconds
 
     def offer(self, asked: int, num_offered: int) -> None:
         """A request got num_offered of the drafts that were asked for."""

@@ -61,3 +61,8 @@ def reserve(runner: Runner, max_requests: int, max_context: int) -> None:
 def num_made(runner: Runner, drafter: Drafter | None) -> int:
     """Graphs that an engine has made so far."""
     return runner.num_made + int(getattr(drafter, "num_made", 0))
+
+
+def caught_up(drafter: Drafter | None) -> bool:
+    """Whether its last proposal took longer because of a text that it had not read yet."""
+    return bool(getattr(drafter, "caught_up", False))

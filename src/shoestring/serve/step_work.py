@@ -47,8 +47,11 @@ def check_of(request: Request) -> Check:
 class Proposal:
     """A drafter's answer, and those of its guesses that are still on the device."""
 
-    def __init__(self, drafts: Sequence[Draft] = (), num_each: int = 0, seconds: float | None = None) -> None:
-        """`seconds` until it answered; None: they say nothing about the next time."""
+    def __init__(
+        self, drafts: Sequence[Draft] = (), num_each: int = 0, seconds: float = 0.0, usual: bool = True
+    ) -> None:
+        """`seconds` until it answered; not `usual`: they say nothing about the next time."""
+        self._usual = usual
         self._num, self._each, self._seconds = len(drafts), num_each, seconds
         found = {id(d.awaited): d.awaited for d in drafts if d.awaited is not None}
         self.awaited: list[Awaited] = list(found.values())
@@ -58,9 +61,9 @@ class Proposal:
         awaited, self.awaited = self.awaited, []
         for guesses in awaited:
             guesses.resolve()
-        if goodput is not None and self._each and self._seconds is not None:
+        if goodput is not None and self._each:
             took = max(self._seconds, sum(g.seconds for g in awaited))
-            goodput.drafted(self._num, self._each, took)
+            goodput.drafted(self._num, self._each, took, self._usual)
         self._each = 0
 
 
