@@ -37,6 +37,7 @@ from typing import Any
 
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import (
+    GIVEN,
     NOTES,
     SCRATCH,
     SMOLLM2,
@@ -257,7 +258,7 @@ def known_dense(subject: Subject) -> float | None:
         for n in newest(BENCH)
         if n["device"] == device_name() and wanted.items() <= n["config"].items()
     ]
-    return found[-1] if found and subject.name != SCRATCH else None
+    return found[-1] if found and subject.name not in (SCRATCH, GIVEN) else None
 
 
 def known_cells(args: argparse.Namespace) -> set[Cell]:
@@ -350,7 +351,7 @@ def verdicts() -> list[str]:
     for model, label in itertools.product((SMOLLM2, STORIES), labels):
         what = f"ours below BitDistiller at {label}, {model}"
         compare(what, of("ours", label, model), of("bitdistiller", label, model))
-    for model, label in itertools.product((SMOLLM2, SCRATCH, STORIES), ("int4:g64", "int4:g192")):
+    for model, label in itertools.product(MODELS, ("int4:g64", "int4:g192")):
         limit = [1.05 * v for v in of("dense", "dense", model) or []]
         compare(f"ours within 5% at {label}, {model}", of("ours", label, model), limit)
     return said
@@ -401,10 +402,11 @@ def arguments() -> argparse.Namespace:
 TEXTS = {
     SMOLLM2: "the WikiText-2 test text (tokenised edition)",
     SCRATCH: "held-out text of its own corpus",
+    GIVEN: "held-out text of its own corpus",
     STORIES: "held-out TinyStories",
 }
 COLUMNS = {**{m: m for m in PLAIN}, "bitdistiller": "BitDistiller", "ours": "ours"}
-MODELS = (SMOLLM2, SCRATCH, STORIES)
+MODELS = (SMOLLM2, SCRATCH, GIVEN, STORIES)
 
 
 def table() -> str:

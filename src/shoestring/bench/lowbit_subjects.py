@@ -31,10 +31,12 @@ from shoestring.train.shards import TokenShards, open_prepared, prepare
 from shoestring.train.trainer import Run, train
 
 SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "124M trained here", "stories260K"
+GIVEN = "91M trained here"  # SCRATCH with a corpus that was given, whose vocabulary is smaller
 TASKS = ("lambada_openai", "arc_easy", "piqa", "openbook_qa")
 NOTES = {
     SMOLLM2: "linear layers only; training text written by the model itself",
     SCRATCH: "linear layers only; training text is the model's own corpus",
+    GIVEN: "linear layers only; training text is the model's own corpus",
     STORIES: "linear layers but the down projections (172 wide); trained on other stories than those measured",
 }
 SMALL_RATES = Rates(weight=1e-2, scale=5e-4, zero=3e-3, norm=5e-3, rest=2e-2)
@@ -133,7 +135,7 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
     tokens = steps * data.tokens_per_step
     print(f"{SCRATCH}: {tokens:,} tokens, {spec.num_params() / 1e6:.0f}M parameters", flush=True)
     return Subject(
-        SCRATCH,
+        SCRATCH if args.scratch_corpus is None else GIVEN,
         model,
         corpus.tokenizer,
         corpus.val.head(args.tokens or 1 << 18),
