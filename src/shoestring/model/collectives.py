@@ -21,6 +21,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Its name before torch 2.13, and since.
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+
 
 def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
@@ -55,7 +58,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.rank, ctx.width = group.rank(), x.shape[-1]
-        return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), x.dim() - 1, group))
+        return funcol.wait_tensor(_all_gather(x.contiguous(), x.dim() - 1, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
