@@ -57,3 +57,22 @@ def test_products_that_stay_dense_cost_nothing_but_the_pruning_of_the_weight() -
         assert pruned_backward == backward
         assert pruned_forward["mm"] == 3 and not forward - pruned_forward
         assert set(pruned_forward - forward) <= POINTWISE | VIEWS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the draws are a kernel there; needs a GPU")
+@pytest.mark.parametrize("act", ["swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("format", [Sparse24("tile", True, "mvue"), Sparse24("soft", weight_grad="mvue")])
+def test_a_layer_with_drawn_gradients_is_one_graph_on_a_gpu(act: str, format: Format) -> None:
+    spec = ModelSpec(
+        vocab_size=8, d_model=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=128, max_positions=8,
+        act=act, mlp_bias=act != "swiglu",  # type: ignore[arg-type]
+    )  # fmt: skip
+    torch._dynamo.reset()
+    mlp = Mlp(spec)
+    convert(mlp, [("*", format)])
+    mlp = mlp.cuda()
+    init_state(mlp)
+    x = torch.randn(1, 64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None

@@ -40,8 +40,13 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
+@of_the_machine
 def _has_triton() -> bool:
+    return _found_triton()
+
+
+@functools.cache
+def _found_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
