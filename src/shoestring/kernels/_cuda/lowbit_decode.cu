@@ -85,7 +85,6 @@ INLINE float widen(u16 h) {
 #endif
 }
 INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
-INLINE u32 both_narrow(float f) { return both(narrow(f)); }
 
 // ---- codes to pairs of floats --------------------------------------------------------------------------------
 // a[i] of step j: row (i & 1 ? g + 8 : g), k = 16 j + 2 t + (i & 2 ? 8 : 0) and the next; g = lane / 4, t = lane % 4.
