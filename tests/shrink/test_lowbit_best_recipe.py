@@ -76,6 +76,14 @@ def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path) -> None:
     assert "give one of them" in said
 
 
+def test_the_full_model_beside_the_student(cli: Callable[..., str], here: Path) -> None:
+    cli(*BEST, "run=live", "teacher=live")
+    assert 0 < json.loads((here / "live/gamma.json").read_text())["gamma"] < 1
+    assert (
+        not (here / "live/teacher").exists() and read_jsonl(here / "live/evals.jsonl")[-1]["model"] == "after"
+    )
+
+
 @pytest.mark.parametrize("stage", ["blocks", "training"])
 def test_a_stopped_run_goes_on_in_its_stage(
     cli: Callable[..., str],

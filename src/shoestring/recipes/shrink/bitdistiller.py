@@ -20,7 +20,6 @@ Leaves:  a run folder with the packed model/ (or out=), self_text.jsonl, checkpo
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,25 +31,21 @@ from shoestring.model import load_model, save_model
 from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
-    cache_teacher,
     check,
     finish,
     load_corpus,
+    make_objective,
     open_run,
     parallel_of,
     token_data,
     training_options,
     write_text,
 )
-from shoestring.runlog import write_atomically
 from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import build_student, build_teacher, clip_weights, once
+from shoestring.shrink.qat import build_student, clip_weights, once
 from shoestring.shrink.quantize import plan
-from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
-from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, constant
-from shoestring.train.teacher_cache import one_epoch
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
@@ -74,7 +69,7 @@ def main(cfg: Config) -> Path:
     once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
     corpus = load_corpus(cfg, run.folder, run.log)
     data = token_data(cfg, corpus, run.mesh)
-    objective = make_objective(cfg, run, data)
+    objective = make_objective(cfg, run, data, cfg.teacher)
     start = run.folder / "clipped" if cfg.calib_windows else cfg.model
     model = build_student(start, trained_rules, run.mesh, parallel_of(cfg, run))
     run.log.say(f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens, gamma {objective.gamma:.3f}")
@@ -104,18 +99,3 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
             settings = Clip(search=cfg.search)
             clip_weights(loaded.model, rules, steps, settings, progress=lambda done, total: bar.advance(1))
         save_model(run.folder / "clipped", loaded.model, loaded.tokenizer)
-
-
-def make_objective(cfg: Config, run: LowbitRun, data: TokenData) -> Cakld | CachedCakld:
-    if cfg.teacher == "cached":
-        return CachedCakld(cache_teacher(cfg, run, data), cfg.gamma)
-    teacher = build_teacher(cfg.model, run.mesh, run.compute)
-    gamma = cfg.gamma
-    kept = run.folder / "gamma.json"
-    if gamma is None and kept.is_file():
-        gamma = float(json.loads(kept.read_text())["gamma"])
-    if gamma is None:
-        gamma = teacher_confidence(teacher, one_epoch(data, cfg.steps), run.mesh)
-        if run.mesh.is_main:
-            write_atomically(kept, json.dumps({"gamma": gamma}) + "\n")
-    return Cakld(teacher, gamma)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,10 +40,10 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
-    cache_teacher,
     check,
     finish,
     load_corpus,
+    make_objective,
     open_run,
     parallel_of,
     token_data,
@@ -68,7 +68,6 @@ from shoestring.shrink.qat import (
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
-from shoestring.train.cakld import CachedCakld
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
@@ -87,6 +86,9 @@ class Config(Settings):
     epochs: int = option(4, "passes over those rows", least=1)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
+    teacher: Literal["cached", "live"] = option(
+        "cached", "the full model's top-k on disk, or beside the student"
+    )
     lr_weight: float = option(5e-3, "of the root mean square of a layer's weights; 0 freezes them", least=0)
     lr_scale: float = option(3e-4, "of the mean of a layer's scales", least=0)
     lr_zero: float = option(5e-3, "codes", least=0)
@@ -111,7 +113,7 @@ def main(cfg: Config) -> Path:
     rates = rates.softer(part_of(cfg, rules))
     corpus = load_corpus(cfg, run.folder, run.log)
     data = token_data(cfg, corpus, run.mesh)
-    objective = CachedCakld(cache_teacher(cfg, run, data), cfg.gamma)
+    objective = make_objective(cfg, run, data, cfg.teacher)
     model = build_student(run.folder / "blockwise", learned_rules(rules), run.mesh, parallel_of(cfg, run))
     hold_grids(model, load_grids(run.folder / "grids.safetensors"))
     run.log.say(

@@ -34,7 +34,7 @@ from shoestring.serve.sampling import Sampling
 from shoestring.shrink.qat import build_teacher
 from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
-from shoestring.train.cakld import check_gamma
+from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
@@ -209,6 +209,24 @@ def cache_teacher(cfg: Settings, run: LowbitRun, data: TokenData) -> TeacherCach
     )
     room = 8e9 if run.mesh.device.type == "cuda" else 0.0
     return cache.to(run.mesh.device) if cache.num_bytes < room else cache
+
+
+def make_objective(
+    cfg: Settings, run: LowbitRun, data: TokenData, teacher: Literal["live", "cached"]
+) -> Cakld | CachedCakld:
+    """CAKLD against the full model beside the student, or against its top-k on disk."""
+    if teacher == "cached":
+        return CachedCakld(cache_teacher(cfg, run, data), cfg.gamma)
+    live = build_teacher(cfg.model, run.mesh, run.compute)
+    gamma = cfg.gamma
+    kept = run.folder / "gamma.json"
+    if gamma is None and kept.is_file():
+        gamma = float(json.loads(kept.read_text())["gamma"])
+    if gamma is None:
+        gamma = teacher_confidence(live, one_epoch(data, cfg.steps), run.mesh)
+        if run.mesh.is_main:
+            write_atomically(kept, json.dumps({"gamma": gamma}) + "\n")
+    return Cakld(live, gamma)
 
 
 # -- training and after --------------------------------------------------------------------------------------
