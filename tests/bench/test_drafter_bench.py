@@ -71,7 +71,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert len(many) == 2 * 2 * 2 and {d for _, d, _ in many} == {"LK", "first layers, untrained"}
     rows = drafter.table().splitlines()
     assert sum(row.startswith("| LK |") for row in rows) == 1, "the timed line stands for both"
-    assert drafter.batches().count("x)") == 8
+    assert drafter.batches().count("x; ") == 8
 
 
 def test_expanded_blocks_add_nothing_yet() -> None:

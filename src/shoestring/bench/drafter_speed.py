@@ -43,7 +43,7 @@ from shoestring.shrink.drafter_acceptance import engine_for
 NUM_DRAFTS = 4
 NUM_PROMPTS = 4  # one after the other
 BATCHES = (1, 4, 16, 64)
-SERVED = ("LK", "DistillSpec", "AdaSPEC", "LK hybrid")
+SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
 WARM_TURNS = 1
 

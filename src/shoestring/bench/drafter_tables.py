@@ -101,12 +101,14 @@ def batches() -> str:
     sizes = sorted({n["config"]["batch"] for n in lines})
     rows = []
     for (target, drafter, text), found in cells.items():
-        shown = [
-            f"{found[b]['baseline_value']:,.0f} -> {found[b]['value']:,.0f} ({found[b]['ratio']:.2f}x)"
-            if b in found
-            else ""
-            for b in sizes
-        ]
+        shown = [_change(found[b]) if b in found else "" for b in sizes]
         rows.append([target.split(",")[0], drafter, text, *shown])
     header = ["target", "drafter", "text", *(f"{b} at once" for b in sizes)]
     return markdown(header, rows) + provenance(lines)
+
+
+def _change(line: dict[str, Any]) -> str:
+    """Tokens/s without and with guesses; of the ratios of all turns the median and where most of them lie."""
+    low, high = line["quality"].get("ratio_p20_p80", [line["ratio"]] * 2)
+    rates = f"{line['baseline_value']:,.0f} -> {line['value']:,.0f}"
+    return f"{rates} ({line['ratio']:.2f}x; {low:.2f} to {high:.2f})"

@@ -70,7 +70,7 @@ GPU = {
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
     "gpu": Size(
-        GPU, 4096, 4.0, 512, 8, 36.0, 6, 4e-4, 1, 0, 0, 256, 16, 50, 6e-4, 48, 32, 64, 64, 32, 4,
+        GPU, 4096, 6.0, 512, 8, 40.0, 6, 4e-4, 1, 0, 0, 256, 16, 300, 2e-4, 48, 32, 64, 96, 32, 4,
     ),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),

@@ -102,7 +102,7 @@ def table() -> str:
         said += f"; {DEVICES[device]}: the first {max(c['tokens'] for c in own):,} tokens, "
         said += f"last words of the first {max(c['items'] for c in own)} LAMBADA items"
     said += ". `measured` is ours."
-    return markdown(header, rows) + said + provenance(lines)
+    return markdown(header, rows) + said + provenance([*lines, *apart.values()])
 
 
 def online() -> str:
