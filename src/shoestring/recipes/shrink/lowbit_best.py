@@ -15,7 +15,8 @@ Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's 
 Time:    stories260K (260k parameters), 81,920 training tokens: 20 to 40 s on one CPU core. SmolLM2-135M, 1.05M training
          tokens: 2 minutes on an H200 that twenty other processes used
 Expect:  SmolLM2-135M on WikiText-2, 18.5 before: 38.0 at int2:g64 from 1.05M training tokens, a fifth of them block by
-         block, where shrink/bitdistiller gets 42.0 from as many and AWQ 776 (docs/methods/bitdistiller.md).
+         block, where shrink/bitdistiller gets 42.0 from as many and AWQ 776; 19.1 at int4:g64 (19.2); but 21.9 at
+         nf3:s2:g64, where shrink/bitdistiller gets 21.0: use that one at 3 bits (docs/methods/bitdistiller.md).
          stories260K at int2:g64, 4.97 before: 11.3 against 12.9; at nf3:s2:g64 5.76 against 5.92, with rates twice
          these and a fifth of them
 Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
