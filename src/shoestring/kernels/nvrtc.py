@@ -104,6 +104,9 @@ def _check(code: int, doing: str) -> None:
 
 
 # -- compiling -----------------------------------------------------------------------------------------------
+DIGEST = hashlib.sha256().digest_size
+
+
 def cache_folder() -> Path:
     given = os.environ.get("SHOESTRING_CACHE")
     if given:
@@ -152,13 +155,16 @@ def _nvrtc_text(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
 
 
 def cached_cubin(source: str, options: Sequence[str]) -> bytes:
-    """As compile_cubin, from the disk when it was compiled before. A folder that cannot be written is no error."""
+    """As compile_cubin, from the disk when it was compiled before. A folder that cannot be written is no error, and a
+    file that a full disk or a crash cut short is compiled anew: it begins with the digest of the rest."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc(nvrtc_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     key = "\0".join((source, *options, f"{major.value}.{minor.value}"))
     path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
-        return path.read_bytes()
+        kept = path.read_bytes()
+        if kept[:DIGEST] == hashlib.sha256(kept[DIGEST:]).digest():
+            return kept[DIGEST:]
     except OSError:
         pass
     cubin = compile_cubin(source, options)
@@ -166,7 +172,7 @@ def cached_cubin(source: str, options: Sequence[str]) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as f:
-            f.write(cubin)
+            f.write(hashlib.sha256(cubin).digest() + cubin)
         Path(temporary).replace(path)  # whole or not at all, also with several processes
     except OSError:
         pass
