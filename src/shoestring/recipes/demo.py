@@ -7,7 +7,7 @@ Time:    under 10 minutes on 2 slow cores (9.5 with other work beside it)
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
          installed), about the same at 4 and 3 bits, 78 when rounded to 2 bits and 77 when trained block by block, 78
          with half of its weights pruned; SmolLM2-135M goes from 15.3 to 19.8 on the Python reference and still knows
-         Paris
+         Paris; with 8-bit activations it writes several times as fast at 20.2 (where torch has kernels for that)
 Leaves:  runs/demo-DATE with report.html, the trained run and the packed models
 
 The demo is a list of stages; each takes the state of the demo, adds rows and texts to it, and is a few lines that
@@ -31,6 +31,8 @@ from torch import Tensor
 from shoestring.config import option, to_json
 from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
+from shoestring.formats.int8_activations import quantize_activations
+from shoestring.kernels.w4a8 import fast
 from shoestring.measure import (
     evaluate_row,
     measure_speed_of,
@@ -52,8 +54,9 @@ from shoestring.serve.drafters import Ngram
 PROMPT = "def main("
 ABOUT = (
     "MB counts packed layers at their stored bits and everything else at 16 bits. On a CPU packed layers are decoded "
-    "once when they are loaded: smaller on disk, in memory and speed like a dense model. Speeds are a quick look, not "
-    "a benchmark. Rounding to the nearest level is the simplest way to shrink a model, and costs a small model most."
+    "once when they are loaded: smaller on disk, in memory and speed like a dense model; with 8-bit activations "
+    "(--int8-activations) their codes are multiplied as they are. Speeds are a quick look, not a benchmark. Rounding "
+    "to the nearest level is the simplest way to shrink a model, and costs a small model most."
 )
 QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -260,12 +263,18 @@ def chat_pretrained(demo: Demo) -> None:
     loaded = demo.load(path)
     tokens = torch.tensor(need_tokenizer(loaded).encode(python_reference()))
     # Its weights lie on a 4-bit grid in blocks of 32 already, so rounding is honest only with larger groups.
-    for name in ("as published", "int4:g64"):
-        if name != "as published":
+    for name in ("as published", "int4:g64", "8-bit activations"):
+        label = "SmolLM2-135M"
+        if name == "int4:g64":
             convert(loaded.model, [("*", parse_format(name))])
             pack(loaded.model, dtype=demo.dtype)
             save_model(demo.folder / "smollm2-int4", loaded.model, loaded.tokenizer)
-        demo.evaluate(loaded, "SmolLM2-135M", tokens, "Python reference", context=512, quick=True)
+        elif name == "8-bit activations":
+            if demo.device.type != "cpu" or not fast():  # elsewhere prompts would take long
+                continue
+            quantize_activations(loaded.model)
+            label += ", 8-bit activations"
+        demo.evaluate(loaded, label, tokens, "Python reference", context=512, quick=True)
         answer = ask(loaded, QUESTION)
         demo.samples.append((f"SmolLM2-135M-Instruct, {name}", f"> {QUESTION}\n{answer}"))
         demo.log.say(f"  > {QUESTION}\n  {answer}")
