@@ -22,7 +22,6 @@ VIEWS = {"detach", "unbind", "getitem", "unsqueeze", "view"}
 
 def operators(format: Format) -> list[Counter[str]]:
     """How often each operator runs in a compiled feed-forward layer of bf16 activations: forward, backward."""
-    pytest.importorskip("torch._dynamo")
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import run_interpreted
 
 from shoestring.formats import parse_format
 from shoestring.kernels import byte_linear as bytes8
@@ -46,15 +43,7 @@ def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16,
 
 
 def test_the_kernel_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", "import test_byte_linear as t; t.check()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_interpreted("import test_byte_linear as t; t.check()")
 
 
 @pytest.mark.gpu

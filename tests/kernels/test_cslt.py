@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import run_interpreted
 from torch import Tensor
 
 from shoestring.formats import Sparse24
@@ -90,21 +86,12 @@ for tokens, dtype in ((192, torch.float16), (70, torch.float32)):
         assert torch.equal(prune_tokens(view, rows, CLOCKS), want)
         if tokens % 64 == 0:
             assert torch.equal(unpacked(cslt.pack_mvue(view, rows, CLOCKS), 64, tokens), want)
-print("kernels ran")
 """
 
 
 @pytest.mark.slow
 def test_kernels_match_the_references_bit_for_bit() -> None:
-    pytest.importorskip("triton", reason="the kernels are Triton's; install the gpu extra")
-    out = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert out.returncode == 0, out.stderr
-    assert "kernels ran" in out.stdout
+    run_interpreted(INTERPRETED)
 
 
 def test_without_a_gpu_all_products_are_dense() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import run_interpreted
 
 from shoestring.kernels.distill import distill_, distill_ref
 
@@ -81,21 +78,12 @@ full, half = torch.float32, torch.float16
 for settings in SETTINGS:
     for rows, vocab, dtype in [(5, 7, full), (3, 4096, full), (4, 5001, half), (1, 1, full)]:
         agree(rows, vocab, dtype, "cpu", settings)
-print("kernel ran")
 """
 
 
 @pytest.mark.slow
 def test_kernel_matches_reference_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="the kernel is Triton's; install the gpu extra")
-    out = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert out.returncode == 0, out.stderr
-    assert "kernel ran" in out.stdout
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import run_interpreted
 from test_cslt import CLOCKS, needs_gpu, unpacked
 from test_cslt8 import INTERPRETED as EIGHT_BITS
 
@@ -93,21 +89,12 @@ for format in (fst,):
         error = float((got - want).float().norm() / want.float().norm())
         assert error < (0.03 if format.weight_grad == "mvue" and name in ("dgate", "dup") else 3e-3), (name, error)
 assert not fusable(gate, up, FormatLinear(128, 64, bias=False, format=Sparse24()))
-print("kernels ran")
 """
 
 
 @pytest.mark.slow
 def test_kernels_match_the_references() -> None:
-    pytest.importorskip("triton", reason="the kernels are Triton's; install the gpu extra")
-    out = subprocess.run(
-        [sys.executable, "-c", EIGHT_BITS + INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert out.returncode == 0, out.stderr
-    assert "kernels ran" in out.stdout
+    run_interpreted(EIGHT_BITS + INTERPRETED)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------

@@ -3,14 +3,10 @@ is a GPU. The rule for kernels: RMS error against fp64 at most twice that of F.l
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import run_interpreted
 from torch import Tensor
 
 import shoestring.formats.serving as serving
@@ -217,21 +213,12 @@ for label in ("int4:g128", "int3:g64", "int2:g32", "int4:g0", "int3:g40", "nf4:s
         eager = F.linear(x, weight.to(dtype), bias)
         got = layer.format.linear(x, layer.parts(), bias)
         assert rms(got, want) <= 2 * rms(eager, want) + 1e-6, (label, rows, rms(got, want), rms(eager, want))
-print("kernel ran")
 """
 
 
 @pytest.mark.slow
 def test_triton_kernel_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="the kernel is Triton's; install the gpu extra")
-    out = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert out.returncode == 0, out.stderr
-    assert "kernel ran" in out.stdout
+    run_interpreted(INTERPRETED)
 
 
 # -- CUDA ----------------------------------------------------------------------------------------------------

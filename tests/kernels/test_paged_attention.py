@@ -3,15 +3,12 @@ interpreter against the references in fp64."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import run_interpreted
 from torch import Tensor
 
 from shoestring.kernels.add_norm import add_norm_, add_norm_ref_
@@ -221,15 +218,7 @@ def check_ends(device: str = "cpu") -> None:
 
 @pytest.mark.parametrize("check", ["check_attention", "check_rotate_store", "check_small", "check_ends"])
 def test_kernels_under_the_interpreter(check: str) -> None:
-    pytest.importorskip("triton")
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", f"import test_paged_attention as t; t.{check}()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_interpreted(f"import test_paged_attention as t; t.{check}()")
 
 
 @pytest.mark.gpu

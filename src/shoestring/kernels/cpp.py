@@ -34,7 +34,7 @@ OPTIONS = (
 
 @functools.cache
 def load_library(source: str) -> ctypes.CDLL | None:
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         return None
     try:
@@ -45,7 +45,8 @@ def load_library(source: str) -> ctypes.CDLL | None:
         return None
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Its path; None where the machine has none."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("c++", "g++", "clang++")
     return next((path for name in names if (path := shutil.which(name))), None)
 
