@@ -89,9 +89,10 @@ def test_few_requests_are_cut_into_ranges() -> None:
     assert prefill_rows(32, 8) == 32 and prefill_rows(9, 3) == 32 and prefill_rows(8, 8) == 128
 
 
-def check_attention(device: str = "cpu") -> None:
-    kinds = [torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu")
-    for dtype in kinds:
+def check_attention(
+    device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
+) -> None:
+    for dtype in dtypes:
         cases = [
             (DECODE, 4, 2, 16, 16, 1, 32, None),
             (DECODE, 9, 3, 8, 4, 1, 4, 40),
@@ -223,6 +224,13 @@ def test_kernels_under_the_interpreter(check: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("check", [check_attention, check_rotate_store, check_small, check_ends])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_attention_on_the_gpu(dtype: torch.dtype) -> None:
+    check_attention("cuda", (dtype,))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("check", [check_rotate_store, check_small, check_ends])
 def test_kernels_on_the_gpu(check: Callable[[str], None]) -> None:
     check("cuda")
