@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoestring.bench import lowbit_methods, lowbit_quality
+from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.evals.perplexity import perplexity
@@ -130,12 +130,12 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
         )
     )
     monkeypatch.setattr("shoestring.bench.results.RESULTS", tmp_path)
-    page = lowbit_quality.table()
+    page = lowbit_found.table()
     assert "| int2:g64 | 2.38 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |" in page
     assert page.index("| int4:g64 | 2.38 |  |  |  | 20.50 |") < page.index("| int2:g64")  # 4 bits before 2
-    assert "| nf3:s2:g64 | BitDistiller | 23.00 | 50.0 |" in lowbit_quality.accuracies()
-    assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_quality.settings()
-    said = lowbit_quality.verdicts()
+    assert "| nf3:s2:g64 | BitDistiller | 23.00 | 50.0 |" in lowbit_found.accuracies()
+    assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_found.settings()
+    said = lowbit_found.verdicts()
     assert (
         "holds: BitDistiller far below gptq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 400.00" in said
     )

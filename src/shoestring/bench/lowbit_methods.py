@@ -53,6 +53,42 @@ from shoestring.train.trainer import Run, train
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
 
 
+# What decides the block-wise stage of ours: Format, seed, part of the training tokens.
+Blocks = tuple[str, int, float]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A setting of ours: `ours@live,0.5,rest=0` has the full model beside the student, half of the rates for these
+    bits, and frozen embeddings."""
+
+    part: float | None = None  # of the rates end to end; None: by bits
+    live: bool = False  # the full model beside the student; else its cached top-k
+    gamma: float | None = None  # of CAKLD; None: the full model's confidence
+    blocks: float | None = None  # part of the training tokens for the block-wise stage; None: the subject's
+    batch: int = 0  # rows a step end to end; 0: the subject's
+    rates: tuple[tuple[str, float], ...] = ()  # instead of the subject's
+
+    def part_at(self, label: str) -> float:
+        return part_for([parse_format(label)]) if self.part is None else self.part
+
+    @classmethod
+    def parse(cls, given: str) -> Ours:
+        found: dict[str, Any] = {}
+        rates: list[tuple[str, float]] = []
+        for item in filter(None, given.split(",")):
+            key, _, value = item.partition("=")
+            if key in ("live", "cached"):
+                found["live"] = key == "live"
+            elif not value:
+                found["part"] = float(key)
+            elif key in ("gamma", "blocks", "batch"):
+                found[key] = int(value) if key == "batch" else float(value)
+            else:
+                rates.append((key, float(value)))
+        return cls(**found, rates=tuple(rates))
+
+
 @dataclass
 class Subject:
     """A full model, what it is measured on and what it may learn from."""
@@ -81,9 +117,7 @@ class Subject:
     shared: list[BlockStep] = field(default_factory=list)
     valid: Tensor | None = None  # to choose between settings on
     told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
-    blocks: dict[tuple[str, int], dict[str, Tensor]] = field(
-        default_factory=dict
-    )  # ours, after the block-wise stage
+    blocks: dict[Blocks, dict[str, Tensor]] = field(default_factory=dict)  # ours, after the block-wise stage
     ends: float | None = None  # of time.perf_counter: ours is trained until then at most
     known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
 
@@ -102,8 +136,9 @@ class Subject:
         self.model.load_state_dict(self.original)
         return self.model.requires_grad_(True)
 
-    def data(self, seed: int) -> TokenData:
-        return TokenData(self.text, context=self.train_context, batch=self.batch, seed=seed, micro=self.batch)
+    def data(self, seed: int, batch: int = 0) -> TokenData:
+        rows = batch or self.batch
+        return TokenData(self.text, context=self.train_context, batch=rows, seed=seed, micro=rows)
 
     def encode(self, text: str) -> list[int]:
         assert self.tokenizer is not None
@@ -158,50 +193,57 @@ def bitdistiller(
     return model, run.log.history[-1]["loss"]
 
 
-def ours(
-    subject: Subject, label: str, *, seed: int = 0, part: float = 1.0, live: bool = False
-) -> tuple[Decoder, int]:
+def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
     """Block-wise, then end to end, together as many training tokens as BitDistiller, or what the subject's time
-    allows; returns the model and its training tokens.
-
-    `part` of the subject's rates end to end. `live`: against the model itself instead of its cached top-64.
-    """
+    allows; returns the model and its training tokens."""
     cache, model = subject.cache(), subject.fresh()
-    teacher = copy.deepcopy(model).to(model.compute_dtype) if live else None
-    rules = subject.rules(parse_format(label))
-    settings = replace(subject.blockwise, seed=seed, keep_masters=True)
-    tokens = subject.blockwise_part * subject.training_tokens
-    num = max(4, int(tokens / settings.epochs / subject.train_context))
-    num = min(num, (len(subject.text) - 1) // subject.train_context)
-    if (label, seed) in subject.blocks:  # the same for every part of the rates
-        convert(model, learned_rules(rules), skip=HEADS)
-        model.load_state_dict(subject.blocks[label, seed])
-    else:
-        seen = windows(subject.text.head(), num, subject.train_context)
-        report = train_blocks(model, rules, seen, settings)
-        learn_grids(model, rules, report.masters)
-        subject.blocks = {(label, seed): {name: t.detach().clone() for name, t in model.state_dict().items()}}
-    used = num * settings.epochs * subject.train_context
-    steps = max(1, (subject.training_tokens - used) // (subject.batch * subject.train_context))
-    run = Run(
-        model,
-        relative_adamw(model, subject.rates.softer(part)),
-        open_mesh(device=str(data_device(model))),
-        RunLog(None, quiet=True),
-    )
+    teacher = copy.deepcopy(model).to(model.compute_dtype) if setting.live else None
+    gamma = cache.confidence if setting.gamma is None else setting.gamma
+    used = start_blocks(subject, label, setting, seed)
+    data = subject.data(seed, setting.batch)
+    steps = max(1, (subject.training_tokens - used) // data.tokens_per_step)
+    rates = replace(subject.rates, **dict(setting.rates)).softer(setting.part_at(label))
+    mesh = open_mesh(device=str(data_device(model)))
+    run = Run(model, relative_adamw(model, rates), mesh, RunLog(None, quiet=True))
     falling = FallingRates(steps, warmup=max(1, steps // 20))
     hooks: list[Hook] = [falling]
     if subject.ends is not None:
         seconds = subject.ends - time.perf_counter()
         hooks.append(ByClock(steps, seconds, falling.at, now=True))
-    loss = CachedCakld(cache) if teacher is None else Cakld(teacher, cache.confidence)
+    loss = CachedCakld(cache, gamma) if teacher is None else Cakld(teacher, gamma)
     objective, often = Together(loss, rows=subject.micro), max(1, steps // 10)
     try:
-        train(run, subject.data(seed), objective, steps=steps, hooks=hooks, log_every=often, graph=True)
+        train(run, data, objective, steps=steps, hooks=hooks, log_every=often, graph=True)
     except OutOfTime:
         print(f"  out of time after step {run.step} of {steps}", flush=True)
     tell(run)
-    return model, used + run.step * subject.batch * subject.train_context
+    return model, used + run.step * data.tokens_per_step
+
+
+def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
+    """The subject's full model becomes what end-to-end training starts from; returns the training tokens that took.
+
+    Without block-wise training these are AWQ's grids, from as many windows as BitDistiller's clip search sees."""
+    model, rules = subject.model, subject.rules(parse_format(label))
+    settings = replace(subject.blockwise, seed=seed, keep_masters=True)
+    part = subject.blockwise_part if setting.blocks is None else setting.blocks
+    most = (len(subject.text) - 1) // subject.train_context
+    num = min(most, max(4, int(part * subject.training_tokens / settings.epochs / subject.train_context)))
+    used = num * settings.epochs * subject.train_context
+    if not part:
+        num, used = min(most, 32), 0
+        settings = replace(settings, lr_weight=0.0, lr_scale=0.0, lr_zero=0.0, lr_norm=0.0)
+    key = (label, seed, part)
+    if key in subject.blocks:  # the same for every setting of the other stage
+        convert(model, learned_rules(rules), skip=HEADS)
+        model.load_state_dict(subject.blocks[key])
+    else:
+        report = train_blocks(
+            model, rules, windows(subject.text.head(), num, subject.train_context), settings
+        )
+        learn_grids(model, rules, report.masters)
+        subject.blocks = {key: {name: t.detach().clone() for name, t in model.state_dict().items()}}
+    return used
 
 
 def tell(run: Run) -> None:
@@ -218,23 +260,19 @@ def data_device(model: Decoder) -> torch.device:
 
 
 def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
-    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR, ours or ours@PART (of its rates)."""
+    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR, ours or ours@SETTING."""
     name, _, given = method.partition("@")
     if name == "bitdistiller":
         lr = float(given) if given else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
         model, _ = bitdistiller(subject, label, lr=lr, seed=seed)
         return model, {"training_tokens": subject.training_tokens, "lr": lr}
     if name == "ours":
-        live, given = given.startswith("live"), given.removeprefix("live")
-        part = float(given) if given else part_for([parse_format(label)])
-        model, tokens = ours(subject, label, seed=seed, part=part, live=live)
+        setting = Ours.parse(given)
+        model, tokens = ours(subject, label, setting, seed=seed)
         # Rounded down to whole steps; a run that was cut short says what it had.
         whole = tokens > subject.training_tokens - subject.batch * subject.train_context
-        return model, {
-            "training_tokens": subject.training_tokens if whole else tokens,
-            "rates": part,
-            "live": live,
-        }
+        told = {"rates": setting.part_at(label), "live": setting.live}
+        return model, {"training_tokens": subject.training_tokens if whole else tokens, **told}
     return after_training(subject, label, method), {"training_tokens": 0}
 
 
