@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from shoestring.bench import results, sparse24_quality
-from shoestring.bench.sparse24_quality import Deadline, Size, rows_of, table, thinned
+from shoestring.bench.sparse24_quality import Deadline, Size, Turn, gap_of, rows_of, table, thinned
 from shoestring.errors import UserError
 from shoestring.model import Tokenizer
+from shoestring.train.objectives import CrossEntropy
 from shoestring.train.shards import open_prepared, prepare
+from shoestring.train.trainer import train
 
 TINY = Size(
     {"d_model": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "d_ff": 64},
@@ -84,6 +91,34 @@ def test_a_thinned_curve_keeps_its_end() -> None:
     assert 24 <= len(thin) <= 30 and thin[-1] == [151, 0.00662] and thin == sorted(thin)
 
 
+def test_one_row_trains_at_a_time(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(step=0)
+    first, second = Turn(tmp_path / "turn", after=2), Turn(tmp_path / "turn", after=2)
+    first.after_step(run)
+    second.after_step(run)  # nobody waits before its steps are compiled
+    first.after_step(run)
+    waiting = threading.Thread(target=second.after_step, args=(run,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    first.done()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    second.done()
+    Turn(None, after=1).after_step(run)
+
+
+def test_rows_are_compared_part_by_part() -> None:
+    def line(parts: list[float]) -> dict[str, Any]:
+        return {"value": sum(parts) / len(parts), "quality": {"loss_by_part": parts}}
+
+    dense, even = line([1.0, 2.0, 3.0]), line([1.02, 2.02, 3.02])
+    assert gap_of([(even, dense)]) == "+1.00% ± 0.00"  # texts that differ are no doubt about the difference
+    uneven = line([1.00, 2.02, 3.04])
+    assert gap_of([(uneven, dense)]) == "+1.00% ± 0.58"  # 0.02 / sqrt(3) of 2
+    assert gap_of([({"value": 1.98, "quality": {}}, dense)]) == "-1.00%"
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared corpus with its tokenizer in it, as it is carried to another machine."""
@@ -122,6 +157,8 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     lines = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()]
     assert [n["case"] for n in lines] == ["dense", "FST"]
     assert lines[1]["baseline_value"] == lines[0]["value"]
+    parts = lines[1]["quality"]["loss_by_part"]
+    assert len(parts) > 0 and sum(parts) / len(parts) == pytest.approx(lines[1]["value"], abs=2e-4)
     assert lines[1]["quality"]["mu"] is not None and lines[1]["quality"]["flip_curve"][-1][0] == 24
     assert lines[0]["config"]["corpus"] == open_prepared(corpus).train.fingerprint[:8]
     capsys.readouterr()
@@ -145,6 +182,26 @@ def test_the_pace_of_rows_is_printed_and_nothing_recorded(
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pace:")]
     assert [line.split()[1] for line in told] == ["dense", "FST"] and "tokens/s" in told[1]
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize(("case", "graphs"), [("dense", 1), ("FST", 2)])
+def test_a_row_compiles_one_block_and_fst_its_sparse_one_too(
+    monkeypatch: pytest.MonkeyPatch, corpus: Path, case: str, graphs: int
+) -> None:
+    """Not one for each layer, and none for new masks, measured flips, decay, the dense finish or the evaluation."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_as_usual = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda block: compile_as_usual(block, backend=counter))
+    torch._dynamo.reset()
+    size = replace(
+        TINY, shape={**TINY.shape, "num_layers": 2}, steps=12, warmup=4, compile="blocks", measurements=2
+    )
+    text = open_prepared(corpus)
+    run, data = sparse24_quality.build(case, size, text, 0, None)
+    hooks = sparse24_quality.make_hooks(case, size, run.model, 0)
+    train(run, data, CrossEntropy(), steps=size.steps, hooks=hooks)
+    assert len(sparse24_quality.validation_losses(run, text, size)) > 0
+    assert counter.frame_count == graphs
 
 
 def test_a_corpus_without_its_own_tokenizer_is_refused(tmp_path: Path, corpus: Path) -> None:

@@ -329,7 +329,8 @@ class _Products(torch.autograd.Function):
                 dw = dz_NO.t() @ x_NI
             elif plan.weight_grad is None:
                 pruned = prune_tokens(dz_NO, rows, clocks)
-                dw = pruned @ F.pad(x_NI, (0, 0, 0, pruned.shape[1] - x_NI.shape[0]))
+                short = pruned.shape[1] - x_NI.shape[0]
+                dw = pruned @ (F.pad(x_NI, (0, 0, 0, short)) if short else x_NI)  # padding by nothing copies
             else:
                 dw = cslt.product(cslt.pack_mvue(dz_NO, rows, clocks), x_NI, list(plan.weight_grad))
         if ctx.needs_input_grad[2]:
