@@ -50,6 +50,37 @@ def taught(steps: int) -> tuple[Decoder, TokenShards]:
     return model, text
 
 
+def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
+    model, text = taught(3)
+    subject = Subject(
+        "chain",
+        model,
+        None,
+        torch.from_numpy(chain(512, 2).astype(np.int64)),
+        32,
+        windows(text.head(2_000), 8, 32),
+        text,
+        steps=4,
+        batch=8,
+        train_context=32,
+        blockwise=Blockwise(epochs=1, batch=4),
+        cache_folder=tmp_path / "cache",
+    )
+    subject.top = 16
+    embed = model.embed.weight.detach().clone()
+    got, told = shrink(subject, "ours@live,0.5,gamma=0,batch=4,rest=0,blocks=0", "int2:g32", 0)
+    assert torch.equal(got.embed.weight, embed) and not (tmp_path / "cache").exists()
+    assert told == {"training_tokens": 1024, "rates": 0.5, "live": True, "batch": 4}
+    unformat(got)
+    got, told = shrink(subject, "ours@norm=0", "int2:g32", 0)  # the defaults otherwise
+    assert not torch.equal(got.embed.weight, embed) and (tmp_path / "cache").exists()
+    assert told == {"training_tokens": 1024, "rates": 1.0, "live": False, "batch": 8}
+    unformat(got)
+    got, told = shrink(subject, "bitdistiller@1e-3,batch=4", "int2:g32", 0)
+    assert told == {"training_tokens": 1024, "lr": 1e-3, "batch": 4}
+    unformat(got)
+
+
 @pytest.mark.slow
 def test_orderings_at_two_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = taught(250)

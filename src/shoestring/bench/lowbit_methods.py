@@ -49,7 +49,7 @@ from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
-# BitDistiller's, by bits; bitdistiller@2e-4 is the method with another one.
+# BitDistiller's, by bits; bitdistiller@2e-4 has another one, bitdistiller@2e-4,batch=16 other batches as well.
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
 
 
@@ -173,19 +173,19 @@ def after_training(subject: Subject, label: str, name: str) -> Decoder:
 
 
 def bitdistiller(
-    subject: Subject, label: str, *, lr: float, seed: int = 0, steps: int | None = None
+    subject: Subject, label: str, *, lr: float, seed: int = 0, batch: int = 0
 ) -> tuple[Decoder, float]:
     """Clip, then QAT with CAKLD against the live model; returns it with the mean loss of the last tenth."""
     gamma = subject.cache().confidence
     teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
-    data, model = subject.data(seed), subject.fresh()
+    data, model = subject.data(seed, batch), subject.fresh()
     format = parse_format(label)
     seen = windows(subject.text.head(), min(32, data.num_windows), subject.train_context)
     clip_weights(model, subject.rules(format), walk(model, seen, Calibration(inputs="full")), Clip())
     convert(model, subject.rules(with_range_gradient(format)))
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
-    steps = steps or subject.steps
+    steps = subject.training_tokens // data.tokens_per_step
     objective = Together(Cakld(teacher, gamma), rows=subject.micro)
     often = max(1, steps // 10)  # looking at the loss waits for the GPU
     train(run, data, objective, steps=steps, schedule=constant(lr), log_every=often, graph=True)
@@ -196,9 +196,8 @@ def bitdistiller(
 def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
     """Block-wise, then end to end, together as many training tokens as BitDistiller, or what the subject's time
     allows; returns the model and its training tokens."""
-    cache, model = subject.cache(), subject.fresh()
-    teacher = copy.deepcopy(model).to(model.compute_dtype) if setting.live else None
-    gamma = cache.confidence if setting.gamma is None else setting.gamma
+    loss = teacher_loss(subject, setting)
+    model = subject.fresh()
     used = start_blocks(subject, label, setting, seed)
     data = subject.data(seed, setting.batch)
     steps = max(1, (subject.training_tokens - used) // data.tokens_per_step)
@@ -210,7 +209,6 @@ def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple
     if subject.ends is not None:
         seconds = subject.ends - time.perf_counter()
         hooks.append(ByClock(steps, seconds, falling.at, now=True))
-    loss = CachedCakld(cache, gamma) if teacher is None else Cakld(teacher, gamma)
     objective, often = Together(loss, rows=subject.micro), max(1, steps // 10)
     try:
         train(run, data, objective, steps=steps, hooks=hooks, log_every=often, graph=True)
@@ -218,6 +216,13 @@ def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple
         print(f"  out of time after step {run.step} of {steps}", flush=True)
     tell(run)
     return model, used + run.step * data.tokens_per_step
+
+
+def teacher_loss(subject: Subject, setting: Ours) -> Cakld | CachedCakld:
+    if not setting.live:
+        return CachedCakld(subject.cache(), setting.gamma)
+    gamma = subject.cache().confidence if setting.gamma is None else setting.gamma
+    return Cakld(copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype), gamma)
 
 
 def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
@@ -260,18 +265,24 @@ def data_device(model: Decoder) -> torch.device:
 
 
 def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
-    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR, ours or ours@SETTING."""
+    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR[,batch=ROWS], ours or ours@SETTING."""
     name, _, given = method.partition("@")
     if name == "bitdistiller":
-        lr = float(given) if given else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
-        model, _ = bitdistiller(subject, label, lr=lr, seed=seed)
-        return model, {"training_tokens": subject.training_tokens, "lr": lr}
+        rate, _, rows = given.partition(",batch=")
+        lr = float(rate) if rate else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
+        model, _ = bitdistiller(subject, label, lr=lr, seed=seed, batch=int(rows or 0))
+        told = {"training_tokens": subject.training_tokens, "lr": lr}
+        return model, {**told, "batch": int(rows)} if rows else told
     if name == "ours":
         setting = Ours.parse(given)
         model, tokens = ours(subject, label, setting, seed=seed)
         # Rounded down to whole steps; a run that was cut short says what it had.
         whole = tokens > subject.training_tokens - subject.batch * subject.train_context
-        told = {"rates": setting.part_at(label), "live": setting.live}
+        told = {
+            "rates": setting.part_at(label),
+            "live": setting.live,
+            "batch": setting.batch or subject.batch,
+        }
         return model, {"training_tokens": subject.training_tokens if whole else tokens, **told}
     return after_training(subject, label, method), {"training_tokens": 0}
 
