@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shoestring.bench import decode_sparse24, results
-from shoestring.bench.decode_sparse24 import candidates, layout_of, models, note_time, table
+from shoestring.bench.decode_sparse24 import candidates, layout_of, models, note_time, of_equal_blocks, table
+from shoestring.model import ModelSpec
 
 
 def test_tables_show_the_newest_ratio_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +45,16 @@ def test_every_candidate_fits_and_errors_are_caught() -> None:
     assert decode_sparse24.check(weight, "right", x, lambda x: (x.float() @ dense.t()).bfloat16()) < 0.01
     with pytest.raises(AssertionError, match="wrong with 3 rows"):
         decode_sparse24.check(weight, "wrong", x, lambda x: (x.float() @ dense.t() * 1.1).bfloat16())
+
+
+def test_equal_blocks_are_equal_but_not_the_same() -> None:
+    spec = ModelSpec(
+        vocab_size=32, d_model=64, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=128, max_positions=16
+    )  # fmt: skip
+    model = of_equal_blocks(spec, "sparse24", device="cpu")
+    assert model.spec == spec and [getattr(block.attn, "layer", None) for block in model.blocks] == [0, 1, 2]
+    first, last = (dict(model.blocks[i].named_buffers()) for i in (0, 2))
+    assert first.keys() == last.keys() and any("values" in name for name in first)
+    for name, part in first.items():
+        assert torch.equal(part, last[name]) and part.data_ptr() != last[name].data_ptr()
+    assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
