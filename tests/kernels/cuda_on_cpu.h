@@ -37,7 +37,7 @@ struct Grid {
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
 
-struct Copy { u32 to; const char* from; bool zero; };
+struct Copy { u32 to; const char* from; bool zero; int bytes; };
 struct Fiber {
     ucontext_t context;
     int x, rank;
@@ -82,8 +82,8 @@ static void check_shared(u32 at) {
     if (at % 16 || at + 16 > smem_bytes) fail("16 bytes outside of shared memory, or across their boundary");
 }
 static void land(const Copy& c) {
-    if (c.zero) memset(smem + c.to, 0, 16);
-    else memcpy(smem + c.to, c.from, 16);
+    if (c.zero) memset(smem + c.to, 0, c.bytes);
+    else memcpy(smem + c.to, c.from, c.bytes);
 }
 static void start_copy(u32 to, const void* from, bool zero) {
     const char* p = (const char*)from;
@@ -91,12 +91,16 @@ static void start_copy(u32 to, const void* from, bool zero) {
     bool inside = false;
     for (int i = 0; i < 2; i++) inside = inside || (p >= first[i] && p + 16 <= last[i]);
     if (!inside || (size_t)p % 16) fail("a copy from outside of the tensors, or not aligned");
-    const Copy copy = {to, p, zero};
+    const Copy copy = {to, p, zero, 16};
     if (draw(2)) land(copy);
     else current->open.push_back(copy);
 }
 static void copy_async(u32 to, const void* from) { start_copy(to, from, false); }
 static void copy_or_zero(u32 to, const void* from, bool inside) { start_copy(to, from, !inside); }
+static void copy_word_async(u32 to, const void* from) {
+    if (to % 4 || (size_t)from % 4) fail("a copy that is not aligned");
+    current->open.push_back({to, (const char*)from, false, 4});
+}
 static void commit() {
     current->groups.push_back(current->open);
     current->open.clear();

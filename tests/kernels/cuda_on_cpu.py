@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 REPLACED = (
-    "shared_address", "copy_async", "copy_or_zero", "commit", "wait_all_but", "mma", "load_x", "sub2", "mul2",
-    "mul_relu2", "half_float", "narrow", "magic_register", "field",
+    "shared_address", "copy_async", "copy_or_zero", "copy_word_async", "commit", "wait_all_but", "mma", "load_x",
+    "sub2", "mul2", "mul_relu2", "half_float", "narrow", "magic_register", "field",
 )  # fmt: skip
 SPARSE_REPLACED = (
     "shared_address", "copy_async", "copy_or_zero", "commit", "wait_all_but", "ask_for", "mma_sp", "load_x", "sub2",

@@ -67,12 +67,20 @@ static float __shfl_xor_sync(u32, float f, int by) {
     memcpy(&f, &v, 4);
     return f;
 }
+static u32 __shfl_xor_sync(u32, u32 v, int by) { return __shfl_sync(~0u, v, current->x % 32 ^ by); }
+static int __shfl_xor_sync(u32, int v, int by) { return __shfl_sync(~0u, v, current->x % 32 ^ by); }
 static float __expf(float f) { return __builtin_expf(f); }
 static float rsqrtf(float f) { return 1 / __builtin_sqrtf(f); }
 
 static u32 __float_as_uint(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 static float __int_as_float(int i) { return __uint_as_float(i); }
 static float max_abs(float a, float b) { return a != a || b != b ? a + b : max(a, b < 0 ? -b : b); }
+static u32 max_abs2(u32 a, u32 b) { return pairwise(a, b, max_abs); }
+static u32 fma2(u32 a, u32 b, u32 c) {  // one rounding: products of bf16 are exact in double, and so are these sums
+    auto one = [](u32 x, u32 y, u32 z) { return (u32)narrow((float)((double)wide(x) * wide(y) + wide(z))); };
+    return one(a & 0xffff, b & 0xffff, c & 0xffff) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
+static u32 narrow2(float a, float b) { return narrow(a) | (u32)narrow(b) << 16; }
 static int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 32; i += 8) c += (signed char)(a >> i) * (signed char)(b >> i);
     return c;

@@ -43,7 +43,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 REPLACED = (
     "launch_dependents", "grid_wait", "prefetch", "load_late", "load_late16", "barrier_init",
     "barrier_expect", "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks",
-    "mma_bytes", "max_abs", "join_workers", "workers_are_done", "wait_for_workers",
+    "mma_bytes", "max_abs", "max_abs2", "fma2", "narrow2", "join_workers", "workers_are_done", "wait_for_workers",
     "copy_async_if", "nap",
 )  # fmt: skip
 

@@ -32,8 +32,8 @@ from shoestring.kernels.lowbit_wgmma import (
 
 HERE = Path(__file__).parent
 SHARED = (
-    "shared_address", "copy_async", "copy_or_zero", "commit", "wait_all_but", "mma", "load_x", "sub2", "mul2",
-    "mul_relu2", "half_float", "narrow", "magic_register", "field",
+    "shared_address", "copy_async", "copy_or_zero", "copy_word_async", "commit", "wait_all_but", "mma", "load_x",
+    "sub2", "mul2", "mul_relu2", "half_float", "narrow", "magic_register", "field",
 )  # fmt: skip
 WIDE = (
     "bar_init", "bar_init_done", "bar_expect", "bar_arrive", "bar_passed", "load_box", "wgmma_fence",

@@ -32,6 +32,7 @@ INLINE void copy_async(u32 to, const void* from) {  // 16 bytes, past L1
 INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
+INLINE void copy_word_async(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
 INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
 
@@ -143,7 +144,23 @@ INLINE u32 pair_word(const u32* w, const int p) {
     return v;
 }
 INLINE u32 pair_index(const u32* w, const int p) { return pair_word(w, p) & INDEX_MASK; }
-// The table is at the start of shared memory; 4 * lane is its column of a lane.
+// The table is at the start of shared memory; 4 * lane is its column of a lane. A warp makes every `warps`-th entry. It asks
+// for the levels ahead of its weights, because they would arrive behind them, and puts them where its first entry will be.
+#define ENTRIES (1 << (2 * BITS))
+INLINE void ask_for_levels(const float* table, const int warp, const int lane) {
+    if (warp < ENTRIES && lane < 1 << BITS) copy_word_async(shared_address(smem) + warp * 128 + lane * 4, table + lane);
+    commit();
+}
+INLINE void make_pairs(const int warp, const int warps, const int lane) {  // once the levels are there
+    if (warp >= ENTRIES) return;
+    const float* const level = (const float*)(smem + warp * 128);
+    auto pair = [&](const int e) { return narrow(level[e & ((1 << BITS) - 1)]) | (u32)narrow(level[e >> BITS]) << 16; };
+    __syncwarp();
+    for (int e = warp + warps; e < ENTRIES; e += warps) *(u32*)(smem + e * 128 + lane * 4) = pair(e);
+    const u32 first = pair(warp);
+    __syncwarp();
+    *(u32*)(smem + warp * 128 + lane * 4) = first;
+}
 INLINE void decode(u32* a, const u32* w, const int j, const u32 lane4) {
     #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = *(const u32*)(smem + field(pair_word(w, 4 * j + i), INDEX_MASK, lane4));

@@ -8,7 +8,7 @@
 //
 //  - every warp streams its row tiles through a ring of its own in shared memory, DEPTH chunks long, and decodes in
 //    registers; no barrier of the block in the main loop while x is there whole.
-//  - DIGITS (integers, up to 8 rows): x by chunk is a scale times integers of 16 bits, in two digits of 8 bits, each digit a
+//  - DIGITS (integers, up to 8 rows): x by chunk is a scale times integers of two digits of 8 bits, each digit a
 //    column of B; codes are bytes where they lie in a word, so that one AND makes four of them, and sums are exact. Sums of
 //    x's digits by group turn zero points into one product a group.
 //  - else codes become pairs of floats (lowbit_decode.cu). x comes through registers where it is small (XREG: normalised
@@ -63,6 +63,9 @@ extern "C" __global__ void BOUNDS lowbit_few(
         from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + begin) * CHUNK + (BULK ? 0 : lane * 16);
     }
     int left = mine;
+#if TABLE
+    ask_for_levels(table, warp, lane);
+#endif
     if (PAUSE) nap(PAUSE);
 #if BULK  // one lane asks for BULK chunks of each tile at once; a barrier says that they are here
     u64* const arrived = full + 2 + warp * GROUPS;
@@ -102,9 +105,8 @@ extern "C" __global__ void BOUNDS lowbit_few(
     launch_dependents();
 
 #if TABLE
-    const u32 level = narrow(table[lane & ((1 << BITS) - 1)]);
-    for (int e = warp; e < 1 << (2 * BITS); e += WARPS)
-        *(u32*)(smem + e * 128 + lane * 4) = lane_value(level, e & ((1 << BITS) - 1)) | lane_value(level, e >> BITS) << 16;
+    wait_all_but<BULK ? 0 : EARLY>();
+    make_pairs(warp, WARPS, lane);
     const u32 lane_lut = lane * 4;
 #else
     const u32 magic = magic_register();

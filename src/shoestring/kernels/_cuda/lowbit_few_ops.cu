@@ -52,8 +52,14 @@ INLINE void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
 INLINE float max_abs(float a, float b) {  // not a number where one of them is not
     float d; asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(fabsf(b))); return d;
 }
+INLINE u32 max_abs2(u32 a, u32 b) {  // the same for pairs
+    u32 d; asm("{.reg .b32 t;\nabs." PAIR " t, %2;\nmax.NaN." PAIR " %0, %1, t;}" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+INLINE u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+INLINE u32 narrow2(float a, float b) {
+    u32 d; asm("cvt.rn." PAIR ".f32 %0, %2, %1;" : "=r"(d) : "f"(a), "f"(b)); return d;
+}
 INLINE float high_half_float(u32 bits) { return __uint_as_float(__byte_perm(bits, 0x4b000000u, 0x7432)) - 8388608.f; }
-INLINE u32 lane_value(u32 v, u32 lane) { return __shfl_sync(~0u, v, lane); }
 INLINE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 INLINE float load_rank(const float* here, u32 rank) {  // the same place in another block of the cluster
     u32 there;

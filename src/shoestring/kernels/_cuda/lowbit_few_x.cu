@@ -15,91 +15,137 @@
 #define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
 #define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
 
+#if DIGITS
+#define LOW_UNITS (HALF ? 256 : 128)     // units of the low digit in one of the high digit
+// What turns 128 inputs into digits, from the pair of their largest magnitudes.
+struct Digits {
+    float unit;  // what the high digit counts
+#if HALF
+    float by;
+    INLINE Digits(const u32 most) {
+        const float f = max_abs(widen(most & 0xffff), widen(most >> 16));
+        by = f > 0.f ? 32512.f / f : 0.f, unit = f * (256.f / 32512.f);
+    }
+    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {  // bytes of a, b, a, b
+        const u32 x[4] = {a & 0xffff, b & 0xffff, a >> 16, b >> 16};
+        u32 v[4];
+        #pragma unroll
+        for (int n = 0; n < 4; n++) v[n] = __float_as_uint(widen(x[n]) * by + SHIFTED);
+        low = __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+        #pragma unroll
+        for (int n = 0; n < 4; n++) v[n] += 128;  // the low digit has a sign
+        high = __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
+    }
+#else
+    // Two inputs an instruction: x times a power of two is below 64, and is n + l / 128 as integers n and l of up to 64 in
+    // size. 192 plus an integer of that size is a bf16 whose lower byte is the integer plus 64.
+    u32 by;
+    INLINE Digits(const u32 most) {
+        const u32 a = most >> 7 & 0xff, b = most >> 23, exponent = a > b ? a : b, at_least = exponent > 6 ? exponent : 6;
+        by = (259 - at_least) * 0x800080;
+        unit = __uint_as_float(exponent == 255 ? 0x7fffffff : (at_least - 5) << 23);  // infinite or not a number: neither is y
+    }
+    static INLINE u32 bytes(const u32 a, const u32 b) { return __byte_perm(a, b, 0x6240) + 0x40404040 ^ 0x80808080; }
+    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {  // bytes of a, b, a, b
+        const u32 base = 0x43404340, high_a = fma2(a, by, base), high_b = fma2(b, by, base);
+        const u32 rest_a = fma2(a, by, sub2(base, high_a)), rest_b = fma2(b, by, sub2(base, high_b));
+        high = bytes(high_a, high_b);
+        low = bytes(fma2(rest_a, 0x43004300, base), fma2(rest_b, 0x43004300, base));
+    }
+#endif
+};
+#endif
+
 #if XREG
 template <class Meanwhile>  // what is done while the first loads are on their way
 INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, float* sums, float* squares, const int first,
                    const int count, const int K, const int M, const int pitch_x, Meanwhile meanwhile) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #if DIGITS
-    // x by chunk as integers of 16 bits times a scale, in two digits of 8 bits. A thread takes 16 inputs of a row: those of
-    // word j of all lanes, where byte b for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or
+    // x by chunk as integers times a scale, in two digits of 8 bits. A thread takes 16 inputs of a row: those of word j of
+    // all lanes, where byte b for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or
     // 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
-    const int total = M * count * 8, apart = BITS == 4 ? 8 : 16;
+    const int words = count * 8, apart = BITS == 4 ? 8 : 16;
+    struct Place { int row, word; };
+    auto next = [&](Place at, const int by) {  // without a division
+        for (at.word += by; at.word >= words; at.row++) at.word -= words;
+        return at;
+    };
     auto input_of = [&](const int word) { return first * 128 + (BITS == 4 ? word * 16 : word / 2 * 32 + word % 2 * 8); };
-    uint4 got[2];
-    auto load = [&](const int e) {
-        const int row = e / (count * 8), k = input_of(e - row * (count * 8));
+    u32 got[2][4];  // pairs
+    auto load = [&](const Place at) {
+        const int k = input_of(at.word);
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            got[i] = make_uint4(0, 0, 0, 0);
-            if (e < total && k < K) got[i] = load_late(X + (u64)row * pitch_x + k + i * apart);
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (at.row < M && k < K) v = load_late(X + (u64)at.row * pitch_x + k + i * apart);
+            got[i][0] = v.x, got[i][1] = v.y, got[i][2] = v.z, got[i][3] = v.w;
         }
     };
+    Place at = next({0, 0}, threadIdx.x);
 #if NORM
     float by_norm[16];
-    auto load_norm = [&](const int e) {
-        const int k = input_of(e % (count * 8));
+    auto load_norm = [&](const Place at) {
+        const int k = input_of(at.word);
         #pragma unroll
         for (int i = 0; i < 16; i += 8 / NORM) {  // 16 bytes
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (e < total && k < K) v = *(const uint4*)((const char*)norm + (k + i / 8 * apart + i % 8) * 2 * NORM);
+            if (at.row < M && k < K) v = *(const uint4*)((const char*)norm + (k + i / 8 * apart + i % 8) * 2 * NORM);
             const u32 words[4] = {v.x, v.y, v.z, v.w};
             #pragma unroll
             for (int n = 0; n < 8 / NORM; n++)
                 by_norm[i + n] = NORM == 2 ? __uint_as_float(words[n]) : widen(words[n / 2] >> (n % 2 * 16));
         }
     };
-    load_norm(threadIdx.x);  // these are not written by the kernel before
+    load_norm(at);  // these are not written by the kernel before
 #endif
     grid_wait();
-    load(threadIdx.x);
+    load(at);
     meanwhile();
-    for (int e = threadIdx.x; e - lane < total; e += THREADS) {
-        const int row = e / (count * 8), word = e - row * (count * 8);
-        const bool inside = e < total;
-        float f[16];
+    for (int e = warp * 32; e < M * words; e += THREADS) {
+        const Place after = next(at, THREADS);
+        const bool inside = at.row < M, more = e + THREADS < M * words;
+        u32 x[2][4];
         #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 pairs[4] = {got[i].x, got[i].y, got[i].z, got[i].w};
-            #pragma unroll
-            for (int n = 0; n < 8; n++) f[i * 8 + n] = widen(pairs[n / 2] >> (n % 2 * 16));
-        }
-        if (e - lane + THREADS < total) load(e + THREADS);
+        for (int n = 0; n < 8; n++) x[n / 4][n % 4] = got[n / 4][n % 4];
+        if (more) load(after);
 #if NORM
         float square = 0.f;
         #pragma unroll
-        for (int i = 0; i < 16; i++) square += f[i] * f[i];
+        for (int n = 0; n < 8; n++) {
+            u32& pair = x[n / 4][n % 4];
+            const float a = widen(pair), b = widen(pair >> 16);
+            square += a * a + b * b;
+            pair = narrow2(a * by_norm[2 * n], b * by_norm[2 * n + 1]);
+        }
         square = add_lanes(square, 8);
-        if (inside && word % 8 == 0) squares[row * count + word / 8] = square;
-        #pragma unroll
-        for (int i = 0; i < 16; i++) f[i] *= by_norm[i];
-        if (e - lane + THREADS < total) load_norm(e + THREADS);
+        if (inside && at.word % 8 == 0) squares[at.row * count + at.word / 8] = square;
+        if (more) load_norm(after);
 #endif
-        float most = 0.f;
+        u32 most = 0;
         #pragma unroll
-        for (int i = 0; i < 16; i++) most = max_abs(most, f[i]);
+        for (int n = 0; n < 8; n++) most = max_abs2(most, x[n / 4][n % 4]);
         #pragma unroll
-        for (int i = 1; i < 8; i *= 2) most = max_abs(most, __shfl_xor_sync(~0u, most, i));
-        const float by = most > 0.f ? 32512.f / most : 0.f, scale = most * (1.f / 32512.f);
+        for (int i = 1; i < 8; i *= 2) most = max_abs2(most, __shfl_xor_sync(~0u, most, i));
+        const Digits digits(most);
         int sum_high = 0, sum_low = 0;
-        char* const to = x_smem + ((u64)(word / 4) * 2 * M + row) * 64 + word % 4 * 4;
+        char* const to = x_smem + ((u64)(at.word / 4) * 2 * M + at.row) * 64 + at.word % 4 * 4;
         #pragma unroll
         for (int c = 0; c < 4; c++) {
-            u32 v[4];
-            #pragma unroll
-            for (int b = 0; b < 4; b++) v[b] = __float_as_uint(f[2 * c + (b & 1 ? 8 : 0) + (b & 2 ? 1 : 0)] * by + SHIFTED);
-            const u32 low = __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
-            #pragma unroll
-            for (int b = 0; b < 4; b++) v[b] += 128;  // the low digit has a sign
-            const u32 high = __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
+            u32 high, low;
+            digits.split(x[0][c], x[1][c], high, low);
             sum_low = __dp4a((int)low, 0x01010101, sum_low), sum_high = __dp4a((int)high, 0x01010101, sum_high);
             if (inside) *(u32*)(to + c * 16) = high, *(u32*)(to + M * 64 + c * 16) = low;
         }
-        const float total_high = add_lanes((float)sum_high, GROUP / 16), total_low = add_lanes((float)sum_low, GROUP / 16);
-        if (inside && word % (GROUP / 16) == 0) {  // the sum of a group's digits, and what a digit is worth
-            float2* const line = (float2*)sums + word / (GROUP / 16) * (8 * MT);
-            line[row] = make_float2(total_high, scale * 256.f), line[LOW + row] = make_float2(total_low, scale);
+        int sum = sum_high * 65536 + sum_low;  // two numbers of 16 bits
+        #pragma unroll
+        for (int i = 1; i < GROUP / 16; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        if (inside && at.word % (GROUP / 16) == 0) {  // the sum of a group's digits, and what a digit is worth
+            float2* const line = (float2*)sums + at.word / (GROUP / 16) * (8 * MT);
+            line[at.row] = make_float2((float)((sum + 0x8000) >> 16), digits.unit);
+            line[LOW + at.row] = make_float2((float)(short)sum, digits.unit * (1.f / LOW_UNITS));
         }
+        at = after;
     }
 #else
     const int pieces = count * 16, total = M * pieces;

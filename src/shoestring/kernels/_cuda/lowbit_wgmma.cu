@@ -126,6 +126,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
         }
         commit();
     };
+#if TABLE
+    ask_for_levels(table, warp, lane);
+#endif
     if (warp < CONSUMERS)
         for (int p = 0; p < DEPTH - 1; p++) fetch(ring + p * CHUNK);
     let_successor_start();
@@ -135,8 +138,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
         bar_init_done();
     }
 #if TABLE
-    for (int e = warp; e < 1 << (2 * BITS); e += CONSUMERS + 4)
-        *(u32*)(smem + e * 128 + lane * 4) = narrow(table[e & ((1 << BITS) - 1)]) | (u32)narrow(table[e >> BITS]) << 16;
+    if (warp < CONSUMERS) wait_all_but<DEPTH - 1>();
+    else wait_all_but<0>();
+    make_pairs(warp, CONSUMERS + 4, lane);
     const u32 key = lane * 4;  // a lane's column of the table
 #else
     const u32 key = magic_register();
