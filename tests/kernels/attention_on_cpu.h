@@ -6,7 +6,6 @@
 #define RANKS 8
 #include "cuda_on_cpu.h"
 
-#define ON_CPU
 #define INLINE static inline
 struct float4 { float x, y, z, w; };
 struct Sent { float* to; float value; };
@@ -17,7 +16,7 @@ static u32 num_ranks;
 static void copy_or_zero(void* to, const void* from, bool inside) { copy_or_zero(shared_address(to), from, inside); }
 static void launch_dependents() {}
 static void grid_wait() {}
-static u16 load_late(const u16* p) { return *p; }
+static u16 load_late16(const void* p) { return *(const u16*)p; }
 static u32 cluster_rank() { return current->rank; }
 static void cluster_arrive() {
     for (auto& s : sent[current]) *s.to = s.value;
@@ -28,7 +27,7 @@ static void cluster_wait() {
     const long target = arrived[current] * blockDim.x * num_ranks;
     while (cluster_arrivals < target) swapcontext(&current->context, &scheduler);
 }
-static void send(float* to, u32 rank, float value) {
+static void store_rank(float* to, u32 rank, float value) {
     const long at = (char*)to - smem;
     if (rank >= num_ranks || at < 0 || at + 4 > smem_bytes) fail("sent to nowhere");
     float* there = (float*)(memory[rank] + at);
@@ -36,7 +35,7 @@ static void send(float* to, u32 rank, float value) {
     else *there = value;
 }
 static float given[RANKS][128];
-static float other_lane(float v, int bit) {
+static float __shfl_xor_sync(u32, float v, int bit) {
     given[current->rank][current->x] = v;
     __syncwarp();
     const float other = given[current->rank][current->x ^ bit];
@@ -47,7 +46,7 @@ static float power2(float v) { return exp2f(v); }
 static float root(float v) { return 1.f / sqrtf(v); }
 static float widen(u32 h) { return wide(h); }
 
-#include "row_attention.cu"
+#include "kernel.inc"
 
 extern "C" void run(const u16* qkv, u16* keys, u16* values, const int* tables, const int* tiles, const float* turns,
                     const void* q_norm, const void* k_norm, u16* out, long cache_bytes, float eps, float scale,

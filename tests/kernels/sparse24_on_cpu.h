@@ -1,6 +1,18 @@
 // kernels/_cuda/sparse24.cu on a CPU (see cuda_on_cpu.h): the sparse matrix instruction as the PTX manual defines it.
 #include "cuda_on_cpu.h"
 
+#define INLINE static inline
+#define __shared__ static
+#undef __align__
+#define __align__(n) __attribute__((aligned(n)))
+#define MAGIC16 0x4300u
+static void launch_dependents() {}
+static void grid_wait() {}
+static void cluster_barrier() { fail("a cluster"); }
+static float load_rank(const float*, u32) { fail("a cluster"); return 0; }
+static float widen(u32 h) { return wide(h); }
+static u32 both(u32 h) { return h * 0x10001u; }
+template <int bytes> static void ask_for(const void*) {}
 static u32 given_sparse[64][32][9];
 template <int selector> static void mma_sp(float* c, const u32* a, const u32* b, u32 meta) {
     const int warp = current->x / 32, lane = current->x % 32;
@@ -26,7 +38,6 @@ template <int selector> static void mma_sp(float* c, const u32* a, const u32* b,
     }
     __syncwarp();
 }
-static void ask_for(const void*) {}
 
 #include "kernel.inc"
 extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, u16* Y, int N, int K, int M, int tiles,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import ctypes
 import math
 import shutil
-import subprocess
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
 from test_paged_attention import paged_case, rms
@@ -18,7 +18,6 @@ from shoestring.kernels.paged_attention import paged_attention_ref
 from shoestring.kernels.rotate_store import rotate_store_ref_, turns_at
 from shoestring.kernels.row_attention import (
     KEYS,
-    SOURCE,
     macros,
     ranks_for,
     row_attention_,
@@ -100,7 +99,8 @@ def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = No
             assert torch.equal(again, got)
     else:
         got = torch.full((qkv.shape[0], heads, dim), torch.nan, dtype=dtype)
-        library = emulated(folder, macros(dim, heads // groups, page, dtype, norm, turn, ranks))
+        given = macros(dim, heads // groups, page, dtype, norm, turn, ranks)
+        library = emulated.library(folder, "attention_on_cpu.h", "row_attention", macros=given)
         pointers = (qkv, *mine, *rest[:5], got)
         library.run(
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers), ctypes.c_long(keys.nbytes),
@@ -112,15 +112,6 @@ def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = No
         assert torch.equal(a.isnan(), c.isnan())  # nothing else was written
         a, b, c = (torch.nan_to_num(t) for t in (a, b, c))
         assert rms(a, c) <= 1.5 * rms(b, c) + 1e-9
-
-
-def emulated(folder: Path, defines: dict[str, int]) -> ctypes.CDLL:
-    library = folder / "kernel.so"
-    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", f"-I{SOURCE.parent}"]
-    command += [f"-D{k}={v}" for k, v in defines.items()]
-    header = Path(__file__).parent / "attention_on_cpu.h"
-    subprocess.run([*command, str(header), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
-import cuda_on_cpu
+import emulated
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,11 +33,9 @@ from shoestring.kernels.sparse24_rows import (
     known_plans,
     macros,
     plans,
-    source,
 )
 from shoestring.serve.fused import join
 
-HERE = Path(__file__).parent
 LABELS = [
     "sparse24",
     "sparse24+int4:g64",
@@ -122,16 +119,13 @@ CASES = [
 
 
 def emulate(x: Tensor, chunks: Tensor, layout: SparseLayout, plan: Plan, folder: Path) -> Tensor:
-    (folder / "kernel.inc").write_text(cuda_on_cpu.cpu_source(source(), cuda_on_cpu.SPARSE_REPLACED))
-    given = [f"-D{k}={v}" for k, v in macros(layout, torch.bfloat16, x.shape[0], plan).items()]
-    library = folder / "kernel.so"
-    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", *given, f"-I{folder}"]
-    subprocess.run([*command, str(HERE / "sparse24_on_cpu.h"), "-o", str(library)], check=True)
+    given = macros(layout, torch.bfloat16, x.shape[0], plan)
+    library = emulated.library(folder, "sparse24_on_cpu.h", "sparse24", macros=given)
     (rows, width), (tiles, per_row) = x.shape, chunks.shape[:2]
     y = torch.full((rows, tiles * 16), torch.nan, dtype=torch.bfloat16)
     pointer, long = ctypes.c_void_p, ctypes.c_long
     size = chunks.numel() * chunks.element_size()
-    ctypes.CDLL(str(library)).run(
+    library.run(
         pointer(chunks.data_ptr()), long(size), pointer(x.data_ptr()), long(x.numel() * 2), pointer(y.data_ptr()),
         tiles * 16, width, rows, tiles, per_row, plan.grid(tiles * 16)[1], plan.memory(layout, rows),
     )  # fmt: skip

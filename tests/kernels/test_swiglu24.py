@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
-from cuda_on_cpu import without_function
 from test_cslt import CLOCKS, unpacked
 
 from shoestring.formats.sparse24 import prune_tokens
 from shoestring.kernels import ffn24
-
-HERE = Path(__file__).parent
-REPLACED = ("narrow2", "low_of", "high_of", "sigmoid", "other_half")
-
-
-def library(folder: Path) -> ctypes.CDLL:
-    source = (Path(ffn24.__file__).parent / "_cuda" / "swiglu24.cu").read_text()
-    for name in REPLACED:
-        source = without_function(source, name)
-    source = re.sub(r"^#if HALF\n.*?^#else\n(.*?)^#endif\n", r"\1", source, flags=re.MULTILINE | re.DOTALL)
-    source = re.sub(r"^typedef .*\n", "", source, flags=re.MULTILINE)
-    assert "asm" not in source
-    (folder / "kernel.inc").write_text(source)
-    shutil.copy(HERE / "cuda_on_cpu.h", folder)
-    (folder / "kernel.cpp").write_text((HERE / "swiglu24_on_cpu.h").read_text())
-    flags = [
-        "-O1",
-        "-std=c++17",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-I",
-        str(folder),
-        "-DBLOCKS=1",
-    ]
-    subprocess.run(["g++", *flags, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -60,7 +30,8 @@ def test_the_gradient_is_drawn_and_packed_as_the_reference_says(tmp_path: Path) 
     packed = torch.empty(2 * width, tokens * 9 // 16, dtype=torch.bfloat16)
     values, meta = ffn24._words(packed, 2 * width, tokens)
     tensors = (z, dh, dz, values, meta, rows, clocks)
-    library(tmp_path).run(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), width, tokens)
+    library = emulated.library(tmp_path, "swiglu24_on_cpu.h", "swiglu24", macros={"HALF": 0})
+    library.run(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), width, tokens)
 
     gate, up = z.float().chunk(2)
     s, d = torch.sigmoid(gate), dh.float()

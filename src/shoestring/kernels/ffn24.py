@@ -15,13 +15,11 @@ says what an operand is. Draws are those of kernels/mvue24_noise.py, bit for bit
 from __future__ import annotations
 
 import ctypes
-import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shoestring.kernels.nvrtc import compile_kernel
+from shoestring.kernels.nvrtc import compile_kernel, cuda_source
 
 TILE = 64  # rows and columns of all weights are multiples of it
 ROWS, COLS, WARPS = 32, 64, 4  # of one program of `prepare`
@@ -147,16 +145,11 @@ def _launch_grad(
 ) -> None:
     width, tokens = dh.shape
     kernel = compile_kernel(
-        _source(), "swiglu24_grad", {"HALF": int(z.dtype == torch.float16)}, z.device.index
+        cuda_source("swiglu24"), "swiglu24_grad", {"HALF": int(z.dtype == torch.float16)}, z.device.index
     )
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (z, dh, dz, values, meta, *rows, *clocks)]
     sizes = [ctypes.c_int(width), ctypes.c_int(tokens)]
     kernel.launch((-(-tokens // 256), width // 64, 1), 128, 0, [*pointers, *sizes], dependent=False)
-
-
-@functools.cache
-def _source() -> str:
-    return (Path(__file__).parent / "_cuda" / "swiglu24.cu").read_text()
 
 
 @swiglu_grad.register_fake

@@ -1,6 +1,6 @@
 """CUDA C++ compiled on first use with the NVRTC library that torch brings along: no toolkit, no headers.
 
-    kernel = compile_kernel(source, "name", {"BITS": 4})          # cached in memory and on disk
+    kernel = compile_kernel(cuda_source("sparse24"), "name", {"BITS": 4})   # cached in memory and on disk
     kernel.launch(grid, block, shared_bytes, args, cluster=2)     # on torch's current stream; capturable in a graph
 
 Compiled code is kept under $SHOESTRING_CACHE (else $XDG_CACHE_HOME/shoestring, else ~/.cache/shoestring), by a hash of
@@ -8,7 +8,7 @@ source, options, architecture and compiler version. A kernel that is launched fo
 capture would have to load its code there, which CUDA refuses: run once before capturing.
 
 Not torch.cuda._compile_kernel: it is private, keeps nothing on disk and cannot launch clusters or dependent grids.
-Left out on purpose: C++ templates with mangled names (macros do), includes, linking.
+Left out on purpose: C++ templates with mangled names (macros do), includes (sources are joined), linking.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def _check(code: int, doing: str) -> None:
 
 
 # -- compiling -----------------------------------------------------------------------------------------------
+SOURCES = Path(__file__).parent / "_cuda"
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -112,6 +113,12 @@ def cache_folder() -> Path:
     if given:
         return Path(given) / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shoestring" / "kernels"
+
+
+@functools.cache
+def cuda_source(*parts: str) -> str:
+    """Files of _cuda/ one behind the other, behind the instructions that all of them use."""
+    return "".join((SOURCES / f"{part}.cu").read_text() for part in ("instructions", *parts))
 
 
 def options_for(arch: str, defines: Mapping[str, int]) -> list[str]:

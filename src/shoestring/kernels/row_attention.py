@@ -22,17 +22,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoestring.kernels.lowbit import chunks_usable
-from shoestring.kernels.nvrtc import Kernel, compile_kernel
+from shoestring.kernels.nvrtc import Kernel, compile_kernel, cuda_source
 from shoestring.kernels.paged_attention import paged_attention_ref
 from shoestring.kernels.rotate_store import rotate_store_ref_
 
-SOURCE = Path(__file__).parent / "_cuda" / "row_attention.cu"
 KEYS, THREADS = 32, 128  # as in the source
 MAX_DIM, MAX_SHARED_HEADS = 256, 16
 BLOCKS = 256  # what a launch should have at most, where it can choose
@@ -119,7 +117,7 @@ def macros(
 
 @functools.cache
 def _kernel(device: int, *key: object) -> Kernel:
-    return compile_kernel(SOURCE.read_text(), "row_attention", macros(*key), device)  # type: ignore[arg-type]
+    return compile_kernel(cuda_source("row_attention"), "row_attention", macros(*key), device)  # type: ignore[arg-type]
 
 
 def row_attention_(

@@ -23,7 +23,6 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,15 +31,14 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.kernels.lowbit import chunks_usable
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, aligned
-from shoestring.kernels.nvrtc import Kernel, compile_kernel
+from shoestring.kernels.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source
 from shoestring.kernels.sparse24_layout import CHUNK_WIDTH, SparseLayout, decode_ref
 
 MOST_ROWS = 64
 ROW_CLASSES = (8, 16, 32, 64)
 SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
 ENOUGH_BYTES = 72 * 1024  # on their way to one multiprocessor
-SOURCE = Path(__file__).parent / "_cuda" / "sparse24.cu"
-PLANS = Path(__file__).parent / "_cuda" / "sparse24_plans.json"
+PLANS = SOURCES / "sparse24_plans.json"
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -199,11 +197,6 @@ def known_plans() -> dict[str, dict[str, int]]:
 
 
 # -- the CUDA kernels ----------------------------------------------------------------------------------------
-@functools.cache
-def source() -> str:
-    return SOURCE.read_text()
-
-
 def macros(layout: SparseLayout, dtype: torch.dtype, rows: int, plan: Plan) -> dict[str, int]:
     return {
         "BITS": layout.bits,
@@ -231,7 +224,7 @@ def _pointer(t: Tensor | None) -> ctypes.c_void_p:
 def _kernel(
     name: str, layout: SparseLayout, dtype: torch.dtype, size: int, plan: Plan, device: int
 ) -> Kernel:
-    return compile_kernel(source(), name, macros(layout, dtype, 8 * size, plan), device)
+    return compile_kernel(cuda_source("sparse24"), name, macros(layout, dtype, 8 * size, plan), device)
 
 
 def few_rows_cuda(

@@ -19,10 +19,6 @@
 // Macros: D head dim (a multiple of 32, at most 256)   HEADS query heads to a key head (at most 16)   PAGE positions to a
 //   block   HALF 0 bf16, 1 fp16   NORM 0 none, 1 weights in x's dtype, 2 in fp32   ROTATE 0 or 1   SPLIT blocks of a
 //   cluster   BLOCKS that shall fit on a multiprocessor
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
 #define THREADS 128
 #define WARPS 4
 #define KEYS 32
@@ -37,51 +33,7 @@ typedef unsigned long long u64;
 #define SHARE (HEADS * D / SPLIT)                          // outputs that a block of the cluster writes
 #define LEAST -1e30f
 
-#ifndef ON_CPU
-#define INLINE __device__ __forceinline__
-extern __shared__ __align__(128) char smem[];
-INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-INLINE void copy_or_zero(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-INLINE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-INLINE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-INLINE u16 load_late(const u16* p) {  // from L2: L1 may hold what was there before grid_wait
-    u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
-INLINE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-INLINE void send(float* to, u32 rank, float v) {  // to the same place in another block's shared memory
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(to)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
-}
 INLINE float other_lane(float v, int bit) { return __shfl_xor_sync(~0u, v, bit); }
-INLINE float power2(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
-INLINE float root(float v) { float r; asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(v)); return r * (1.5f - 0.5f * v * r * r); }
-INLINE float widen(u32 h) {
-#if HALF
-    float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h & 0xffff)); return f;
-#else
-    return __uint_as_float(h << 16);
-#endif
-}
-INLINE u16 narrow(float f) {
-    u16 h;
-#if HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#endif
-    return h;
-}
-#endif
-
 INLINE float add_lanes(float v, const int lanes) {
     for (int bit = 1; bit < lanes; bit *= 2) v += other_lane(v, bit);
     return v;
@@ -164,13 +116,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
         for (int p = 0; p < PAIRS; p++) {
             const int i = lane + 32 * p;
             const bool there = item < items && i < D / 2;
-            a[n][p] = there ? widen(load_late(from + i)) : 0.f;
-            b[n][p] = there ? widen(load_late(from + D / 2 + i)) : 0.f;
+            a[n][p] = there ? widen(load_late16(from + i)) : 0.f;
+            b[n][p] = there ? widen(load_late16(from + D / 2 + i)) : 0.f;
         }
     }
     if (rank == 0)
         for (int i = t; i < D; i += THREADS) {
-            const u16 v = load_late(base + (groups * (HEADS + 1) + group) * D + i);
+            const u16 v = load_late16(base + (groups * (HEADS + 1) + group) * D + i);
             values[own + i] = v, own_s[D + i] = widen(v);
         }
     #pragma unroll
@@ -296,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
     for (int n = 0; n < HEADS_OF; n++) {
         const int h = warp + n * WARPS;
         if (h < HEADS && lane < SPLIT) {
-            send(tops + (rank * HEADS + h) * 2, lane, peak[n]);
-            send(tops + (rank * HEADS + h) * 2 + 1, lane, total[n]);
+            store_rank(tops + (rank * HEADS + h) * 2, lane, peak[n]);
+            store_rank(tops + (rank * HEADS + h) * 2 + 1, lane, total[n]);
         }
     }
     __syncthreads();
@@ -308,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
                 float sum = acc[h][i];
                 for (int p = 0; p + 1 < PARTS; p++) sum += red[(p * HEADS + h) * D + dim + i];
                 const int e = h * D + dim + i;
-                send(box + rank * SHARE + e % SHARE, e / SHARE, sum);
+                store_rank(box + rank * SHARE + e % SHARE, e / SHARE, sum);
             }
     if (SPLIT > 1) cluster_arrive(), cluster_wait();
     else __syncthreads();

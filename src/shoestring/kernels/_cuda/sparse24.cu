@@ -22,10 +22,6 @@
 //   MT tiles of 8 rows of x   ROW_WARPS x K_WARPS warps a block   R row tiles a warp   SPLIT blocks a cluster
 //   WIDE chunks of a warp and tile in a stage   DEPTH stages in the ring   BLOCKS blocks an SM, at least
 //   AHEAD stages asked into L2 before x may be read
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
 #define WARPS (ROW_WARPS * K_WARPS)
 #define THREADS (WARPS * 32)
 #define NG (64 / GROUP)  // scale sets of a chunk
@@ -35,60 +31,9 @@ typedef unsigned long long u64;
 #define STAGE (WARPS * R * WIDE * CHUNK)       // bytes of weights in a stage
 #define PIECES (K_WARPS * WIDE * 16)           // 16-byte pieces of a row of x in a stage
 #define X_PITCH (PIECES * 16 + 16)             // the 16 keep ldmatrix free of bank conflicts
-#define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
-#define MAGIC (MAGIC16 | MAGIC16 << 16)
-#define INLINE __device__ __forceinline__
 
-extern __shared__ __align__(1024) char smem[];
-
-INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// ---- memory --------------------------------------------------------------------------------------------------
-INLINE void copy_async(u32 to, const void* from) {  // 16 bytes, past L1
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-INLINE void ask_for(const void* from) {  // the chunks of a stage, into L2
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(WIDE * CHUNK) : "memory");
-}
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
-
-// ---- arithmetic ----------------------------------------------------------------------------------------------
-#if HALF
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
-#define PAIR TYPE "x2"
-// The lanes 0, 1 (selector 0) or 2, 3 (selector 1) of every four give the metadata.
-template <int selector> INLINE void mma_sp(float* c, const u32* a, const u32* b, u32 meta) {
-    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE ".f32 "
-        "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9,%10,%11},{%0,%1,%2,%3},%12,%13;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta), "n"(selector));
-}
-INLINE void load_x(u32* f, u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
-}
-// (w & mask) | MAGIC. An instruction takes one constant of 32 bits; left alone, the compiler makes two of it.
-INLINE u32 magic_register() { u32 m; asm volatile("mov.b32 %0, %1;" : "=r"(m) : "r"(MAGIC)); return m; }
-INLINE u32 field(u32 w, u32 mask, u32 magic) {
-    u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "r"(mask), "r"(magic)); return d;
-}
-INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE float half_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
 INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
-INLINE u16 narrow(float f) {
-    u16 h; asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(h) : "f"(f)); return h;
-}
-INLINE float widen(u16 h) { return HALF ? half_float(h) : __uint_as_float((u32)h << 16); }
-INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
 
 // ---- fragments -----------------------------------------------------------------------------------------------
 // a[i] of step j: row (i & 1 ? g + 8 : g), the two kept of k = 32 j + 4 t + (i & 2 ? 16 : 0) ... + 3; g = lane / 4, t = lane % 4.
@@ -157,12 +102,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
 #if AHEAD
     fetch_weights(0, 0);
     if (lane < AHEAD && present(lane + 1) >= WIDE)
-        for (int r = 0; r < R; r++) ask_for(from[r] + (u64)(lane + 1) * (K_WARPS * WIDE * CHUNK));
+        for (int r = 0; r < R; r++) ask_for<WIDE * CHUNK>(from[r] + (u64)(lane + 1) * (K_WARPS * WIDE * CHUNK));
 #else
     for (int p = 0; p < DEPTH - 1; p++) fetch_weights(p, p);
 #endif
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    launch_dependents();
+    grid_wait();
     for (int p = 0; p < DEPTH - 1; p++) {
         if (AHEAD && p) fetch_weights(p, p);
         fetch_x(p, p);
@@ -303,22 +248,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse24_rows(
         else part[col * pitch + row] = sum;
     }
 #if SPLIT > 1
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    cluster_barrier();
     for (int e = rank * THREADS + threadIdx.x; e < M * rows; e += SPLIT * THREADS) {
         const int col = e / rows, row = e % rows;
-        const u32 here = shared_address(part + col * pitch + row);
         float v[SPLIT], sum = 0.f;
         #pragma unroll
-        for (int p = 0; p < SPLIT; p++) {
-            u32 there;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(p));
-            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v[p]) : "r"(there) : "memory");
-        }
+        for (int p = 0; p < SPLIT; p++) v[p] = load_rank(part + col * pitch + row, p);
         #pragma unroll
         for (int p = 0; p < SPLIT; p++) sum += v[p];
         write(col, row, sum);
     }
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    cluster_barrier();
 #endif
 }
 

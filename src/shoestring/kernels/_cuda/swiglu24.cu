@@ -8,56 +8,7 @@
 // permutations on pairs of 16-bit values.
 //
 // Macros given by the caller: HALF 0 bf16, 1 fp16
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define INLINE __device__ __forceinline__
-
-// ---- 16-bit floats -------------------------------------------------------------------------------------------
-INLINE u32 narrow2(float low, float high) {
-    u32 r;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
-    return r;
-}
-INLINE float wide_low(u32 pair) {
-#if HALF
-    float r;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(r) : "r"(pair));
-    return r;
-#else
-    return __uint_as_float(pair << 16);
-#endif
-}
-INLINE float wide_high(u32 pair) {
-#if HALF
-    float r;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(pair));
-    return r;
-#else
-    return __uint_as_float(pair & 0xffff0000u);
-#endif
-}
-
-// ---- arithmetic ----------------------------------------------------------------------------------------------
-INLINE float low_of(float a, float b) {
-    float r;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-INLINE float high_of(float a, float b) {
-    float r;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-INLINE float sigmoid(float x) {
-    float e, r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + e));
-    return r;
-}
+INLINE float sigmoid(float x) { return inverse(1.f + power2(x * -1.4426950408889634f)); }
 INLINE u32 other_half(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 2); }
 
 struct Random { u32 word[4]; };  // for four rows
@@ -74,8 +25,8 @@ INLINE Random philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 
 // Four values in two words and 32 random bits -> the two that are kept, in their order; nibble: their places.
 INLINE u32 draw(u32 low, u32 high, u32 bits, u32& nibble) {
-    const float a0 = fabsf(wide_low(low)), a1 = fabsf(wide_high(low));
-    const float a2 = fabsf(wide_low(high)), a3 = fabsf(wide_high(high));
+    const float a0 = fabsf(widen(low)), a1 = fabsf(widen_high(low));
+    const float a2 = fabsf(widen(high)), a3 = fabsf(widen_high(high));
     const float h0 = high_of(a0, a1), h2 = high_of(a2, a3);
     const float top = high_of(h0, h2), rest = (low_of(a0, a1) + low_of(a2, a3)) + low_of(h0, h2);
     const bool heavy = top > rest, big0 = a0 > rest, big1 = a1 > rest, big2 = a2 > rest;
@@ -158,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(128, 4) swiglu24_grad(
                     float dx[2], dy[2];
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const float xe = e ? wide_high(xs[p]) : wide_low(xs[p]), ye = e ? wide_high(ys[p]) : wide_low(ys[p]);
-                        const float de = e ? wide_high(ds[p]) : wide_low(ds[p]);
+                        const float xe = e ? widen_high(xs[p]) : widen(xs[p]), ye = e ? widen_high(ys[p]) : widen(ys[p]);
+                        const float de = e ? widen_high(ds[p]) : widen(ds[p]);
                         const float s = sigmoid(xe), ds_ = de * s;
                         dx[e] = ds_ * ye * (1.f + xe * (1.f - s)), dy[e] = ds_ * xe;
                     }
