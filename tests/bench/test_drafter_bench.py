@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     call(drafter.main, *size, "--prepare")
     assert not results.newest("drafter") and (tmp_path / "kept/ready.json").is_file()
     monkeypatch.setattr(drafter, "train_target", None)  # it is there
-    call(drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "LK")
+    call(
+        drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "LK", "--longer", "LK", "--longer-steps", "3"
+    )
     lines = results.newest("drafter")
     budgets = {(n["case"], n["config"]["budget"]) for n in lines}
     assert budgets == {
@@ -55,6 +58,8 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         ("LK", "equal steps"),
         ("AdaSPEC", "equal steps"),
         ("AdaSPEC", "equal compute"),
+        ("LK", "more steps"),
+        ("n-gram, then LK", "more steps"),
     }
     assert all(n["ratio"] is None and 0 <= n["quality"]["sampled_acceptance"] <= 1 for n in lines)
     assert drafter.table().count("\n| AdaSPEC |") == 2 and drafter.batches() == "Not measured yet."
@@ -62,16 +67,34 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     call(drafter_speed.main, "--repeats", "1", "--batches", "1", "2")
     lines = results.newest("drafter")
     timed = [n for n in lines if n["metric"] == "tokens_per_s" and n["config"]["budget"] != "batches"]
-    assert len(timed) == 5 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
+    assert len(timed) == 7 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
     many = [
         (n["config"]["batch"], n["config"]["drafter"], n["config"]["text"])
         for n in lines
         if "batch" in n["config"]
     ]
-    assert len(many) == 2 * 2 * 2 and {d for _, d, _ in many} == {"LK", "first layers, untrained"}
+    assert len(many) == 2 * 3 * 2
+    assert {d for _, d, _ in many} == {"LK", "n-gram, then LK", "first layers, untrained"}
     rows = drafter.table().splitlines()
-    assert sum(row.startswith("| LK |") for row in rows) == 1, "the timed line stands for both"
-    assert drafter.batches().count("x; ") == 8
+    assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
+    assert drafter.batches().count("x; ") == 12
+
+
+def test_who_serves() -> None:
+    def row(case: str, budget: str, drafter: str) -> dict[str, Any]:
+        return {"case": case, "drafter": drafter, "config": {"budget": budget}}
+
+    rows = [
+        row("AdaSPEC", "equal steps", "a"),
+        row("LK", "more steps", "b"),
+        row("LK", "equal compute", "c"),
+        row("n-gram, then LK", "more steps", "ngram+b"),
+        row("first layers, untrained", "no training", "d"),
+    ]
+    names = ["AdaSPEC", "LK"]
+    assert [r["drafter"] for r in drafter_speed.serve_rows(rows, names)] == ["b", "ngram+b", "d"]
+    assert [r["drafter"] for r in drafter_speed.serve_rows(rows[:1] + rows[2:], names)] == ["a", "d"]
+    assert drafter_speed.serve_rows(rows[2:4], names) == []
 
 
 def test_expanded_blocks_add_nothing_yet() -> None:
@@ -100,3 +123,5 @@ def test_a_turn_that_came_too_late_is_not_waited_for() -> None:
     assert len(found.warm) == drafter_speed.WARM_TURNS and len(found.turns) == 1
     assert found.ratios(1) == [1.8] and found.first(1) == 1.8
     assert len(Slow().measure(ways, 0.0, repeats=5, until=1e12).turns) == 5
+    (pairs,) = Slow().measure_pairs(ways[1:], 0.0, repeats=3, until=1e12)
+    assert pairs.turns == [[100.0, 180.0]] * 3 and len(pairs.warm) == 1 and pairs.first(1) == 1.8

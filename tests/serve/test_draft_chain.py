@@ -100,7 +100,7 @@ def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: p
     assert engine.goodput is not None
     pending: list[int] = []
 
-    def choose(num_requests: int, limit: int | None = None) -> int:
+    def choose(num_requests: int, limit: int | None = None, *, calm: bool = True) -> int:
         return pending.pop() if pending else draw.choice((0, 0, 0, 2, 3))
 
     def abstains(num_requests: int, limit: int | None = None) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.serve.goodput import Goodput, StepCosts
+from shoestring.serve.goodput import MARGIN, Goodput, StepCosts
 
 
 class World:
@@ -19,15 +19,20 @@ class World:
         per_row: float,
         draft: float,
         catch_up: float = 0.0,
+        wrong: float = 0.0,
         seed: int = 0,
         **changes: float,
     ) -> None:
         """`catch_up`: seconds for every step since the last draft (requests have 300 tokens), for each
-        request."""
+        request. `wrong`: how far a profile may be from real steps, as a power of two in either direction."""
         self.fixed, self.per_row, self.draft, self.catch_up = fixed, per_row, draft, catch_up
         self.num_steps = self.last_draft = 0
         self.rng = random.Random(seed)
-        self.goodput = Goodput(self.verify_seconds, **changes)  # type: ignore[arg-type]
+        drawn = random.Random(seed)
+        self.goodput = Goodput(
+            lambda rows: self.verify_seconds(rows) * 2 ** drawn.uniform(-wrong, wrong),
+            **changes,  # type: ignore[arg-type]
+        )
         self.time, self.num_tokens, self.chosen = 0.0, 0, [0]
 
     def verify_seconds(self, rows: int) -> float:
@@ -39,7 +44,8 @@ class World:
             g = self.goodput.choose(batch)
             rates = self.goodput.rates(batch, self.goodput.max_drafts)
             best = max(rates[k] for k in (0, *self.goodput.lengths))
-            assert self.goodput.probing or rates[g] == best >= rates[0]
+            silent = self.goodput.resting or self.goodput._owed(batch) or best < MARGIN * rates[0]
+            assert self.goodput.probing or (g == 0 if silent else rates[g] == best >= rates[0])
             self.chosen.append(g)
             asked = self.goodput.ask(range(batch)) if g else ()
             if g:
@@ -74,6 +80,13 @@ class World:
     @property
     def speedup(self) -> float:
         return self.num_tokens / self.time / self.plain_rate()
+
+
+def measure_plain(goodput: Goodput, num: int) -> None:
+    """The steps without drafts that come first."""
+    while goodput._owed(num):
+        assert goodput.choose(num) == 0 and goodput.abstains(num)
+        goodput.stepped(num, goodput.costs(num), num)
 
 
 def test_a_good_drafter_is_used_and_a_bad_one_is_not() -> None:
@@ -128,6 +141,7 @@ def test_a_large_batch_is_probed_with_a_few_requests_in_turn() -> None:
     goodput = Goodput(lambda rows: 0.001 * rows)
     for _ in range(20):
         goodput.accept(8, 0)
+    measure_plain(goodput, 10)
     turns: list[int] = []
     for _ in range(3):
         goodput.credit = 1.0
@@ -177,6 +191,70 @@ def test_it_never_loses_more_than_the_price_of_looking(
     assert world.num_tokens / world.time > 0.96 * world.plain_rate(batch)
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    per_row=st.floats(0.001, 1.0),
+    draft=st.floats(0.0, 0.5),
+    acceptance=st.sampled_from([0.0, 0.05, 0.3]),
+    batch=st.sampled_from([1, 4, 16, 64]),
+    catch_up=st.sampled_from([0.0, 0.002]),
+    seed=st.integers(0, 1000),
+)
+def test_a_useless_drafter_costs_less_than_two_percent(
+    per_row: float, draft: float, acceptance: float, batch: int, catch_up: float, seed: int
+) -> None:
+    """At any number of requests, even where profiles are wrong by up to two times in either direction, and where a
+    drafter that paused must read what was written meanwhile."""
+    world = World(
+        fixed=1.0, per_row=per_row, draft=draft, catch_up=catch_up / batch, wrong=1.0, seed=seed, max_drafts=8
+    )
+    num = 4000 // batch**0.5
+    world.run(int(num // 8), acceptance, batch)
+    world.run(int(num), acceptance, batch)
+    assert world.num_tokens / world.time > 0.98 * world.plain_rate(batch)
+
+
+def test_drafts_that_lose_against_all_expectation_are_stopped() -> None:
+    """A model that is wrong for ever: what it says about drafts is always too good."""
+    goodput = Goodput(lambda rows: 1.0)
+    goodput.costs.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    plain = spent = 0.0
+    for i in range(8_000):
+        g = goodput.choose(4)
+        taken = 1.0 if g == 0 else 2.0
+        goodput.stepped(4 * (1 + g), taken, 4)
+        goodput.acceptance = [0.9] * 8
+        if i >= 100:
+            plain, spent = plain + 1.0, spent + taken
+    assert spent > plain, "it never tried"
+    assert spent < 1.02 * plain
+
+
+def test_plain_steps_are_measured_first_and_again_where_drafting_wins_by_little() -> None:
+    goodput = Goodput(lambda rows: 1.0 + 0.01 * rows, explore=0.0)
+    chosen = []
+    for _ in range(600):
+        chosen.append(goodput.choose(2))
+        goodput.acceptance = [0.2, *[0.0] * 7]
+        rows = 2 * (1 + chosen[-1])
+        goodput.stepped(rows, 1.0 + 0.01 * rows, 3 if chosen[-1] else 2)
+    assert chosen[:6] == [0] * 6 and chosen[6:256] == [1] * 250
+    assert chosen[256:262] == [0] * 6 and chosen[262:512] == [1] * 250
+
+
+def test_no_probe_while_prompts_are_read() -> None:
+    """The time of such a step is not counted, so nobody would pay for the probe."""
+    goodput = Goodput(lambda rows: 0.001 * rows)
+    for _ in range(20):
+        goodput.accept(8, 0)
+    measure_plain(goodput, 4)
+    goodput.credit = 1.0
+    for _ in range(3):
+        assert goodput.choose(4, calm=False) == 0 and not goodput.probing
+        goodput.spoiled()
+    assert goodput.choose(4) == goodput.max_drafts and goodput.probing
+
+
 def test_costs_are_asked_once_and_follow_real_steps() -> None:
     asked: list[int] = []
 
@@ -217,6 +295,7 @@ def test_whether_it_would_abstain_changes_nothing() -> None:
     goodput = Goodput(lambda rows: 0.001 * rows)  # every row costs as much as a step: guesses never pay
     for _ in range(20):
         goodput.accept(8, 0)
+    measure_plain(goodput, 4)
     before = (goodput.credit, goodput.probing)
     assert goodput.abstains(4) and goodput.abstains(4)
     assert (goodput.credit, goodput.probing) == before and goodput.choose(4) == 0

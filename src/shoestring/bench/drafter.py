@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from shoestring.bench.drafter_tables import BENCH, BUDGETS, batches, table
+from shoestring.bench.drafter_tables import BENCH, BUDGETS, LONGER, batches, table
 from shoestring.bench.drafter_target import (
     SIZES,
     Size,
@@ -54,7 +54,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine
-from shoestring.serve.drafters import Drafter, DraftModel, Ngram, trim_head
+from shoestring.serve.drafters import Drafter, DraftModel, Ngram, Stacked, trim_head
 from shoestring.shrink.drafter import (
     Schedule,
     distil,
@@ -121,16 +121,19 @@ class Bench:
         name: str,
         folder: Path,
         seed: int = 1,
+        longer: int = 0,
     ) -> None:
+        """`longer`: steps of the one that is trained for longest."""
         self.target, self.size, self.layers, self.name = target, size, size.layers, name
         self.text, self.prompts, self.folder, self.seed = text, prompts, folder, seed
         self.device = target.embed.weight.device
         self.mesh = Mesh(0, 1, self.device)
         self.data = TokenData(text.train, context=size.draft_context, batch=size.draft_batch, seed=seed)
         self.log = RunLog(None, quiet=True)
-        with clock(f"the target's top {K} on {size.draft_steps} steps of text"):
+        steps = max(size.draft_steps, longer)
+        with clock(f"the target's top {K} on {min(steps, self.data.steps_per_epoch):.0f} steps of text"):
             self.cache: TeacherCache = score_text(
-                folder / f"targets-{seed}", target, self.data, k=K, steps=size.draft_steps
+                folder / f"targets-{seed}", target, self.data, k=K, steps=steps
             ).to(self.device)
         self.vocab_ids: list[int] | None = None
         if size.vocab:
@@ -240,6 +243,15 @@ class Bench:
         row.write()
         return row
 
+    def keep_stacked(self, other: Row) -> Row:
+        """N-gram lookup, and where it has nothing to say this drafter."""
+        told = {**other.told, "case": f"n-gram, then {other.told['case']}", "quality": {}}
+        told["drafter"] = f"ngram+{told['drafter']}"
+        path = other.path.with_name(f"ngram-{other.path.name}")
+        row = Row(path, Stacked([Ngram(), other.drafter]), told)
+        row.write()
+        return row
+
     def compile(self) -> None:
         """Every kernel that drafter_speed.py will ask for, so that they are in the cache of compiled ones."""
         engine = engine_for(self.target, self.prompts, self.size.new_tokens, max_requests=64)
@@ -302,10 +314,18 @@ def main() -> None:
     parser.add_argument("--no-speed", action="store_true", help="acceptance only, for a shared machine")
     names = [c.name for c in CASES]
     parser.add_argument("--cases", nargs="*", default=names, choices=names)
-    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS), choices=BUDGETS)
+    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
     parser.add_argument("--seconds", type=float, help="of the target's training")
     parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
+    parser.add_argument(
+        "--corpus", type=Path, help="a tokenised corpus for the target, brought from elsewhere"
+    )
     parser.add_argument("--steps", type=int, help="of a drafter's training")
+    parser.add_argument(
+        "--longer", default="DistillSpec", choices=names, help="trained for longer, as one more row"
+    )
+    parser.add_argument("--longer-steps", type=int, default=0, help="for how many steps; 0: not at all")
+    parser.add_argument("--longer-at", type=int, default=3, help="after so many of the others")
     parser.add_argument("--layers", type=int, help="of the drafter")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the text; the table shows means")
     parser.add_argument("--keep", type=Path, help="folder of target, scores and drafters, for further calls")
@@ -353,7 +373,7 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
         target, name = loaded.model, args.name or Path(args.model).stem
         corpus = prepare(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
     else:
-        target, corpus, name = train_target(size, device, dtype, args.target_steps)
+        target, corpus, name = train_target(size, device, dtype, args.target_steps, args.corpus)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -362,7 +382,7 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
     with ThreadPoolExecutor(1) as beside:
         saved = beside.submit(save_model, folder / "target", target, corpus.tokenizer)
         text = write_own_text(target, corpus, size, folder) if size.own_text else corpus
-        bench = Bench(target, text, prompts, size, name, folder, args.seed)
+        bench = Bench(target, text, prompts, size, name, folder, args.seed, args.longer_steps)
         saved.result()
     told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data}
     write_atomically(folder / "ready.json", json.dumps(told))
@@ -380,7 +400,7 @@ def open_kept(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
         text = open_own_text(tokenizer, folder)
     else:
         text = prepare(told["data"], tokenizer=tokenizer, max_bytes=int(size.max_mb * 1e6))
-    return Bench(target, text, told["prompts"], size, told["name"], folder, args.seed)
+    return Bench(target, text, told["prompts"], size, told["name"], folder, args.seed, args.longer_steps)
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
@@ -390,6 +410,9 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
     plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]
     plan = [p for p in plan if p[0].name in args.cases and p[1] in args.budgets]
     plan.sort(key=lambda p: args.cases.index(p[0].name))
+    if args.longer_steps:
+        case = next(c for c in CASES if c.name == args.longer)
+        plan.insert(args.longer_at, (case, LONGER, args.longer_steps))
 
     def late() -> bool:
         return time.perf_counter() - began > args.deadline
@@ -409,6 +432,8 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
         print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
         if budget.endswith("cut"):
             return
+    if rows:
+        rows.append(bench.keep_stacked(max(rows, key=lambda row: row.told["config"]["steps"])))
     if "no training" in args.budgets:
         rows.append(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
         rows.append(bench.keep("n-gram lookup", "no training", None))

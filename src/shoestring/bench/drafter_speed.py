@@ -1,51 +1,53 @@
 """Tokens per second with the drafters that bench/drafter.py kept, against the same engine without one.
 
-    python -m shoestring.bench.drafter_speed --keep DIR          about a minute, alone on the machine
+    python -m shoestring.bench.drafter_speed --keep DIR          about 80 seconds, alone on the machine
 
-Works with what is there: a drafter that was not finished is not in the table. All measurements of one batch size use
-one engine, and everything is measured in turns (plain, first drafter, second, ..., plain, ...), so that clocks and
-heat are shared; a ratio is taken within its turn, and what is reported is the median and the spread of ratios.
+Works with what is there: a drafter that was not finished is not in the table. One engine measures everything, in
+turns, so that clocks and heat are shared; a ratio is taken within its turn, and what is reported is the median and the
+spread of ratios.
 
 `one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
-                  plain decoding)
-`batches`         one drafter (--serve: the first of these cases that is there) and one that is hardly ever right (the
-                  target's first layers, untrained) with 1 to 64 requests at once; the goodput controller chooses the
-                  number of guesses, 0 included. Engines are prepared before (serve/prepare.py); the first turn, in
-                  which the controller learns, is not counted but recorded as `first`. Batch 1 shares the turns
-                  of `one at a time`.
+                  plain decoding), behind one run of plain decoding a turn
+`batches`         the drafter that was trained for longest (or the first of --serve that is there), n-gram lookup with
+                  it behind, and one that is hardly ever right (the target's first layers, untrained), with 1 to 64
+                  requests at once; the goodput controller chooses the number of guesses, 0 included. Each run has a
+                  run of plain decoding beside it, before or after it by turns. The engine is prepared before
+                  (serve/prepare.py); the first turn, in which the controller learns, is not counted but recorded as
+                  `first`. A drafter has one controller for all of this, as in a server whose load changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoestring.bench.drafter_tables import BENCH
+from shoestring.bench.drafter_tables import BENCH, LONGER
 from shoestring.bench.drafter_target import clock, inference
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
-from shoestring.serve import Sampling
-from shoestring.serve.drafters import Drafter, DraftModel, open_drafter
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.drafters import Drafter, DraftModel, Stacked, open_drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4
-NUM_PROMPTS = 4  # one after the other
+NUM_PROMPTS = 6  # at least, however many at once
 BATCHES = (1, 4, 16, 64)
 SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
 WARM_TURNS = 1
+SINGLE_TURNS = 4  # of drafters one at a time, at most
 
 
 @dataclass
@@ -76,14 +78,11 @@ class Rates:
 
 
 class Turns:
-    """Ways to decode the same prompts with one engine, in turns."""
+    """Ways to decode the same prompts with one engine, `batch` of them at once, in turns."""
 
-    def __init__(
-        self, target: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int
-    ) -> None:
-        self.engine = engine_for(target, prompts, new_tokens, batch)
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> None:
+        self.engine, self.batch, self.new_tokens = engine, batch, new_tokens
         self.prompts = [list(p) for p in prompts]
-        self.new_tokens = new_tokens
 
     def rate(self, way: Way, temperature: float) -> float:
         """Tokens per second of all prompts. Texts go on behind their end, so that every run has the same length."""
@@ -95,27 +94,65 @@ class Turns:
             Sampling(temperature=temperature, seed=i, max_tokens=self.new_tokens, ignore_eos=True)
             for i in range(len(self.prompts))
         ]
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         before, began = engine.stats.num_new_tokens, time.perf_counter()
-        engine.generate(self.prompts, samplings)
+        for i in range(0, len(self.prompts), self.batch):
+            engine.generate(self.prompts[i : i + self.batch], samplings[i : i + self.batch])
         return (engine.stats.num_new_tokens - before) / (time.perf_counter() - began)
 
     def measure(self, ways: Sequence[Way], temperature: float, *, repeats: int, until: float) -> Rates:
-        """Rates turn by turn, the warm ones apart: `repeats`, or fewer (but one) where `until` has passed."""
+        """Rates turn by turn, the warm ones apart: `repeats`, or fewer (but one) where `until` has passed. Every other
+        turn goes backwards."""
         turns: list[list[float]] = []
         while len(turns) < WARM_TURNS + repeats:
             if len(turns) > WARM_TURNS and time.perf_counter() > until:
                 break
-            turns.append([self.rate(way, temperature) for way in ways])
+            order = range(len(ways))[:: -1 if len(turns) % 2 else 1]
+            found = {i: self.rate(ways[i], temperature) for i in order}
+            turns.append([found[i] for i in range(len(ways))])
         return Rates(turns[:WARM_TURNS], turns[WARM_TURNS:])
+
+    def measure_pairs(
+        self, ways: Sequence[Way], temperature: float, *, repeats: int, until: float
+    ) -> list[Rates]:
+        """The same for each of these ways with plain decoding beside it."""
+        found = [Rates([], []) for _ in ways]
+        for turn in range(WARM_TURNS + repeats):
+            if turn > WARM_TURNS and time.perf_counter() > until:
+                break
+            for way, rates in zip(ways, found, strict=True):
+                pair = [Way("plain"), way][:: -1 if turn % 2 else 1]
+                both = [self.rate(w, temperature) for w in pair][:: -1 if turn % 2 else 1]
+                (rates.warm if turn < WARM_TURNS else rates.turns).append(both)
+        return found
+
+
+def read_kept(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Name, prompts and numbers of what bench/drafter.py left in a folder, and its rows."""
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
+    return json.loads((folder / "ready.json").read_text()), rows
+
+
+def serve_rows(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Those to serve with: the best trained drafter, a lookup before it, and the untrained one."""
+    trained = [r for r in rows if r["case"] in names and r["config"]["budget"] != "equal compute"]
+    trained.sort(key=lambda r: (r["config"]["budget"] != LONGER, names.index(r["case"])))
+    wanted = [r["drafter"] for r in trained[:1]]
+    wanted += [f"ngram+{name}" for name in wanted]
+    found = [r for name in wanted for r in rows if r["drafter"] == name]
+    return found + [r for r in rows if r["case"] == UNTRAINED]
 
 
 class Kept:
-    """What bench/drafter.py left in a folder."""
+    """The same with its models."""
 
-    def __init__(self, folder: Path, target: Decoder | None = None, tokens: int | None = None) -> None:
-        told = json.loads((folder / "ready.json").read_text())
+    def __init__(
+        self, folder: Path, target: Decoder | None = None, tokens: int | None = None, most: int = 1
+    ) -> None:
+        """`most`: requests at once."""
+        told, self.rows = read_kept(folder)
         self.folder, self.name = folder, told["name"]
         self.prompts, self.new_tokens = told["prompts"], tokens or told["new_tokens"]
         self.device = pick_device("auto")
@@ -124,43 +161,51 @@ class Kept:
             with clock("target read"):
                 target = load_model(folder / "target", device=self.device, dtype=self.dtype).model
         self.target = inference(target, self.dtype)
-        self.rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
+        self.engine = engine_for(self.target, self.prompts, self.new_tokens, most)
         self._drafters: dict[str, Drafter] = {}
+        self._goodputs: dict[str, Goodput] = {}
+
+    def controlled(self, row: dict[str, Any]) -> Way:
+        """Under the drafter's controller, all graphs made."""
+        way = Way(row["case"], self.drafter(row), None, self._goodputs.get(row["drafter"]))
+        self.engine.use_drafter(way.drafter, None, way.goodput)
+        self.engine.prepare()
+        assert self.engine.goodput is not None
+        way.goodput = self._goodputs[row["drafter"]] = self.engine.goodput
+        return way
 
     def drafter(self, row: dict[str, Any]) -> Drafter:
-        name = row["drafter"]
+        return self._drafter(row["drafter"])
+
+    def _drafter(self, name: str) -> Drafter:
         if name not in self._drafters:
-            path = name if name == "ngram" else str(self.folder / "drafters" / name)
-            drafter = open_drafter(path, self.target, device=str(self.device), dtype=self.dtype)
-            if isinstance(drafter, DraftModel):
-                drafter.pool.prefix_cache = False  # a repeat does the work of the first time
-            self._drafters[name] = drafter
+            first, _, rest = name.partition("+")
+            if rest:
+                self._drafters[name] = Stacked([self._drafter(first), self._drafter(rest)])
+            else:
+                path = name if name == "ngram" else str(self.folder / "drafters" / name)
+                drafter = open_drafter(path, self.target, device=str(self.device), dtype=self.dtype)
+                if isinstance(drafter, DraftModel):
+                    drafter.pool.prefix_cache = False  # a repeat does the work of the first time
+                self._drafters[name] = drafter
         return self._drafters[name]
 
     def turns(self, batch: int) -> Turns:
-        prompts = [self.prompts[i % len(self.prompts)] for i in range(max(batch, NUM_PROMPTS))]
-        return Turns(self.target, prompts, self.new_tokens, batch)
+        num = -(-max(batch, NUM_PROMPTS) // batch) * batch
+        prompts = [self.prompts[i % len(self.prompts)] for i in range(num)]
+        return Turns(self.engine, prompts, self.new_tokens, batch)
 
 
 def measure_one_at_a_time(
-    kept: Kept, served: Sequence[dict[str, Any]], repeats: int, until: float
-) -> Iterator[None]:
-    """A line for every drafter, with its acceptance from before, and the controller at batch 1; greedy first."""
+    kept: Kept, temperature: float, greedy: Rates | None, repeats: int, until: float
+) -> Rates:
+    """A line for every drafter, with its acceptance from before; drawn tokens join what was found of greedy ones."""
     turns = kept.turns(1)
     ways = [Way("plain")] + [Way(r["case"], kept.drafter(r), NUM_DRAFTS) for r in kept.rows]
-    drawn: Rates | None = None
-    for temperature in (0.0, 1.0):
-        controlled = [Way(r["case"], kept.drafter(r)) for r in served]
-        found = turns.measure([*ways, *controlled], temperature, repeats=repeats, until=until)
-        if temperature:
-            drawn = found
-        else:
-            greedy = found
-        for i, row in enumerate(kept.rows, start=1):
-            record_one(row, greedy, drawn, i, kept.new_tokens)
-        for i, (way, row) in enumerate(zip(controlled, served, strict=True), start=len(ways)):
-            record_batch(kept, turns, found, i, way, row, 1, temperature)
-        yield
+    found = turns.measure(ways, temperature, repeats=repeats, until=until)
+    for i, row in enumerate(kept.rows, start=1):
+        record_one(row, greedy or found, found if greedy else None, i, kept.new_tokens)
+    return found
 
 
 def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, num_new: int) -> None:
@@ -201,30 +246,24 @@ def measure_batch(
 ) -> None:
     """Under the controller, for each of these drafters."""
     turns = kept.turns(batch)
-    ways = [Way("plain")] + [Way(r["case"], kept.drafter(r)) for r in rows]
-    found = turns.measure(ways, temperature, repeats=repeats, until=until)
-    for i, (way, row) in enumerate(zip(ways[1:], rows, strict=True), start=1):
-        record_batch(kept, turns, found, i, way, row, batch, temperature)
+    ways = [kept.controlled(row) for row in rows]
+    found = turns.measure_pairs(ways, temperature, repeats=repeats, until=until)
+    for way, row, rates in zip(ways, rows, found, strict=True):
+        record_batch(kept, turns, rates, way, row, temperature)
 
 
 def record_batch(
-    kept: Kept,
-    turns: Turns,
-    found: Rates,
-    i: int,
-    way: Way,
-    row: dict[str, Any],
-    batch: int,
-    temperature: float,
+    kept: Kept, turns: Turns, found: Rates, way: Way, row: dict[str, Any], temperature: float
 ) -> None:
-    plain, ratios, text = found.of(0), found.ratios(i), "drawn" if temperature else "greedy"
-    config = {"target": kept.name, "budget": "batches", "layers": row["config"]["layers"], "batch": batch}
+    plain, ratios, text = found.of(0), found.ratios(1), "drawn" if temperature else "greedy"
+    batch, layers = turns.batch, row["config"]["layers"]
+    config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch}
     line = record(
         bench=BENCH,
         case=f"batch {batch}",
         metric="tokens_per_s",
         unit="tokens/s",
-        samples=found.of(i),
+        samples=found.of(1),
         baseline="the same engine without a drafter",
         baseline_value=statistics.median(plain),
         ratio=statistics.median(ratios),
@@ -232,7 +271,7 @@ def record_batch(
             "plain": [significant(min(plain), 4), significant(max(plain), 4)],
             "ratio_min": significant(min(ratios), 4),
             "ratio_p20_p80": _range(ratios),
-            "first": significant(found.first(i), 3),
+            "first": significant(found.first(1), 3),
         },
         config={**config, "drafter": way.name, "text": text},
         note=f"{len(turns.prompts)} requests of {turns.new_tokens} new tokens, {len(ratios)} turns; the goodput "
@@ -240,7 +279,7 @@ def record_batch(
     )
     print(
         f"{way.name}, {text}, batch {batch:3}: {line['value']:8.0f} against {line['baseline_value']:8.0f} tokens/s "
-        f"{line['ratio']:.3f}x {_range(ratios)} of {len(ratios)}, min {min(ratios):.3f} first {found.first(i):.3f}"
+        f"{line['ratio']:.3f}x {_range(ratios)} of {len(ratios)}, min {min(ratios):.3f} first {found.first(1):.3f}"
         f"{_learned(way.goodput)}",
         flush=True,
     )
@@ -249,39 +288,47 @@ def record_batch(
 def measure_all(
     folder: Path,
     target: Decoder | None = None,
-    repeats: int = 5,
+    repeats: int = 8,
     *,
     batches: Sequence[int] = BATCHES,
     served: Sequence[str] = SERVED,
     seconds: float = 1e9,
     tokens: int | None = None,
 ) -> None:
-    """`seconds`: for everything, the loading apart. What matters most comes first."""
-    kept = Kept(folder, target, tokens)
-    by_case = {r["case"]: r for r in kept.rows if r["config"]["budget"] != "equal compute"}
-    names = [*[n for n in served if n in by_case][:1], *[n for n in (UNTRAINED,) if n in by_case]]
-    rows = [by_case[n] for n in names]
-    missing = [n for n in (*served, UNTRAINED) if n not in by_case]
+    """`seconds`: for everything, the loading apart. What matters most comes first; a part that has had twice its share
+    of the time ends with the turns it has."""
+    kept = Kept(folder, target, tokens, max(batches))
+    rows = serve_rows(kept.rows, served)
+    missing = [n for n in (*served, UNTRAINED) if n not in {r["case"] for r in kept.rows}]
     print(f"{len(kept.rows)} drafters; not there: {missing or 'none'}", flush=True)
     if not kept.rows:
         return
     began = time.perf_counter()
     until = began + seconds
-    single = measure_one_at_a_time(kept, rows, repeats, until)
+    for row in rows:
+        with clock(f"graphs for {row['case']}"):
+            kept.controlled(row)
     many = sorted((b for b in batches if b > 1), reverse=True)
-    tasks: list[Callable[[], object]] = [
-        *(partial(measure_batch, kept, rows, b, 0.0, repeats, until) for b in many[:1]),
-        partial(next, single),
-        *(partial(measure_batch, kept, rows, b, 0.0, repeats, until) for b in many[1:]),
-        partial(next, single),
-        *(partial(measure_batch, kept, rows, b, 1.0, repeats, until) for b in many[:1]),
+    rest = [b for b in batches if b == 1] + many[1:]
+    tasks = [  # batch (0: one drafter at a time), temperature
+        *((b, 0.0) for b in (*many[:1], 0, *rest)),
+        *((b, 1.0) for b in (*many[:1], 0, *rest)),
     ]
-    for task in tasks:
-        if time.perf_counter() > until:
+    share = 1.6 * (until - time.perf_counter()) / len(tasks)
+    greedy: Rates | None = None
+    for batch, temperature in tasks:
+        now = time.perf_counter()
+        if now > until:
             print("no time for the rest", flush=True)
             break
+        soon = min(until, now + share)
         try:
-            task()
+            if batch:
+                measure_batch(kept, rows, batch, temperature, repeats, soon)
+            else:
+                few = min(repeats, SINGLE_TURNS)
+                found = measure_one_at_a_time(kept, temperature, greedy, few, soon)
+                greedy = greedy or found
         except Exception:  # the next may still be worth its time on a borrowed machine
             traceback.print_exc()
         print(f"[{time.perf_counter() - began:.1f} s]", flush=True)
@@ -306,7 +353,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", type=Path, required=True, help="the folder of bench/drafter.py")
-    parser.add_argument("--repeats", type=int, default=5, help="counted turns")
+    parser.add_argument("--repeats", type=int, default=8, help="counted turns")
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--serve", nargs="*", default=list(SERVED))
     parser.add_argument("--seconds", type=float, default=1e9, help="for everything, the loading apart")

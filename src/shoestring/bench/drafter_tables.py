@@ -9,11 +9,13 @@ from typing import Any
 from shoestring.bench.results import markdown, newest, provenance
 
 BENCH = "drafter"
-BUDGETS = ("no training", "equal steps", "equal compute")
+LONGER = "more steps"
+PEER = "peer"
+BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
 def table() -> str:
-    lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] != "batches"])
+    lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] not in ("batches", PEER)])
     order = {name: i for i, name in enumerate(BUDGETS)}
     parts = []
     for target in sorted({n["config"]["target"] for n in lines}, key=_largest):
@@ -21,7 +23,9 @@ def table() -> str:
         alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for n in own:
             c = n["config"]
-            alike.setdefault((order.get(c["budget"], 3), -c.get("steps", 0), n["case"]), []).append(n)
+            alike.setdefault(
+                (order.get(c["budget"], len(BUDGETS)), -c.get("steps", 0), n["case"]), []
+            ).append(n)
         rows = [_row(alike[key]) for key in sorted(alike, key=lambda key: key[:2])]
         measured = {n["quality"]["tokens"] for n in own if "tokens" in n["quality"]}
         over = f" Acceptance over {min(measured):,} new tokens a row, each kind." if measured else ""
@@ -88,6 +92,21 @@ def _row(seeds: list[dict[str, Any]]) -> list[str]:
 def _largest(target: str) -> tuple[bool, str]:
     """Targets that were timed first."""
     return "trained on 0" in target, target
+
+
+def peers() -> str:
+    """transformers' assisted generation, with the same target and drafter."""
+    lines = [n for n in newest(BENCH) if n["config"]["budget"] == PEER]
+    if not lines:
+        return "Not measured yet."
+    rows = []
+    for n in lines:
+        c, low_high = n["config"], n["quality"]["ratio_p20_p80"]
+        times = f"{n['ratio']:.2f} ({low_high[0]:.2f} to {low_high[1]:.2f})"
+        plain = f"{n['baseline_value']:,.0f}"
+        rows.append([n["case"], c["target"].split(",")[0], c["drafter"], plain, f"{n['value']:,.0f}", times])
+    header = ["peer", "target", "drafter", "tokens/s without", "with", "times"]
+    return markdown(header, rows) + provenance(lines)
 
 
 def batches() -> str:

@@ -12,6 +12,7 @@ begins as one of fewer layers, whose steps are cheaper; after two thirds of the 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -22,19 +23,17 @@ from typing import Any
 
 import torch
 
-from shoestring.errors import UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer
 from shoestring.model.parallel import init_weights, materialize
-from shoestring.runlog import RunLog
-from shoestring.serve import Sampling
+from shoestring.runlog import RunLog, write_atomically
+from shoestring.serve import Engine, Sampling
 from shoestring.shrink.drafter import piece_prompts
-from shoestring.shrink.self_text import generate_text
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine
-from shoestring.train.shards import Corpus, prepare
+from shoestring.train.shards import Corpus, open_prepared, prepare
 from shoestring.train.trainer import Run, train
 
 
@@ -61,6 +60,7 @@ class Size:
     new_tokens: int
     at_once: int  # requests at once where acceptance is measured
     repeats: int
+    text_seconds: float = 1e9  # of that writing
 
 
 # Wide layers: a pass over 5 rows then costs about what a pass over one does, which is what speculation lives on.
@@ -70,7 +70,7 @@ GPU = {
 CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 SIZES = {
     "gpu": Size(
-        GPU, 4096, 6.0, 512, 8, 40.0, 6, 4e-4, 1, 0, 0, 256, 16, 300, 2e-4, 48, 32, 64, 96, 32, 4,
+        GPU, 4096, 9.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 4096, 256, 32, 250, 3e-4, 48, 64, 64, 96, 64, 8, 22.0,
     ),
     # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
@@ -80,11 +80,19 @@ SIZES = {
 
 
 def train_target(
-    size: Size, device: torch.device, dtype: torch.dtype, steps: int | None = None
+    size: Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    steps: int | None = None,
+    prepared: Path | None = None,
 ) -> tuple[Decoder, Corpus, str]:
-    """A model, its corpus and what to call it in the results. `steps` None: as many as the seconds allow."""
+    """A model, its corpus and what to call it in the results. `steps` None: as many as the seconds allow. `prepared`:
+    a tokenised corpus of Python that was brought here."""
     with clock("corpus"):
-        corpus = prepare("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
+        if prepared is not None:
+            corpus = open_prepared(prepared)
+        else:
+            corpus = prepare("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
     spec = ModelSpec(
         vocab_size=corpus.tokenizer.vocab_size,
         max_positions=size.context,
@@ -166,17 +174,39 @@ def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:
 
 
 def write_own_text(target: Decoder, corpus: Corpus, size: Size, folder: Path) -> Corpus:
-    """What the target writes after pieces of its corpus, half at temperature 1 and half near greedy, as a corpus."""
-    tokenizer, length = corpus.tokenizer, size.draft_context
-    prompts = piece_prompts(corpus.train, tokenizer, size.own_text, length // 8)
-    for i, temperature in enumerate((1.0, 0.3)):
-        sampling = Sampling(temperature=temperature, seed=0, max_tokens=length - length // 8)
-        out = folder / f"text/{temperature}.jsonl"
-        with clock(f"{len(prompts[i::2])} texts at temperature {temperature}"):
-            try:
-                generate_text(target, tokenizer, prompts[i::2], out, sampling=sampling)
-            except UserError as error:  # a target that learned little may write nothing but spaces
-                print(error, flush=True)
+    """What the target writes after pieces of its corpus, half of it greedy and half drawn at temperature 1, as it will
+    be measured; as a corpus in which the pieces do not count. Batch by batch, until the time is over."""
+    tokenizer, length, began = corpus.tokenizer, size.draft_context, time.perf_counter()
+    pieces = piece_prompts(corpus.train, tokenizer, size.own_text, size.prompt_tokens)
+    prompts = [tokenizer.encode(piece)[: length - 1] for piece in pieces]
+    at_once = min(len(prompts), 256 if target.embed.weight.is_cuda else 16)
+    engine = Engine(
+        target, max_requests=at_once, max_context=length, chunk=max(512, 8 * at_once), prefix_cache=False
+    )
+    # Every batch is spread over the corpus: a text that is cut short is still a sample of all of it.
+    batches = [prompts[i :: -(-len(prompts) // at_once)] for i in range(-(-len(prompts) // at_once))]
+    lines: list[str] = []
+    num_new = 0
+    for i, batch in enumerate(batches):
+        if i > 1 and time.perf_counter() - began > size.text_seconds:
+            break
+        samplings = [
+            Sampling(
+                temperature=float(i % 2), seed=i * at_once + j, max_tokens=length - len(p), ignore_eos=True
+            )
+            for j, p in enumerate(batch)
+        ]
+        for prompt, done in zip(batch, engine.generate(batch, samplings), strict=True):
+            num_new += len(done.token_ids)
+            told = {"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(done.token_ids)}
+            if told["completion"].strip():
+                lines.append(json.dumps(told) + "\n")
+    (folder / "text").mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "text" / "own.jsonl", "".join(lines))
+    print(
+        f"[{time.perf_counter() - began:.1f} s: {len(lines)} texts, {num_new / 1e3:,.0f}k new tokens]",
+        flush=True,
+    )
     return open_own_text(tokenizer, folder)
 
 

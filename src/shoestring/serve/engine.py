@@ -264,7 +264,7 @@ class Engine:
         spans, checks = [], []
         for request in requests:
             assert request.table is not None
-            position = len(request.tokens)  # of the token that is on its way
+            position = len(request.tokens)  # of the token on its way
             if request.until_switch(position - 1) is not None:
                 return None  # its set may be about to change
             if not self.cache.pool.grow(request.table, position + 1):
@@ -331,7 +331,9 @@ class Engine:
             return
         n = self.num_drafts
         if self.goodput is not None:
-            n = self.goodput.choose(len(ready), self._most_drafts(ready))
+            num = min(len(self.running) + len(self.waiting), self.scheduler.max_requests)
+            calm = num == len(self.running) and all(r.ready for r in self.running)  # no prompt is read
+            n = self.goodput.choose(len(ready) if calm else num, self._most_drafts(ready), calm=calm)
         if n == 0:
             return
         asked = ready if self.goodput is None else self.goodput.ask(ready)

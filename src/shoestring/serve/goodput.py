@@ -21,6 +21,14 @@ catch up on. Probes spend a credit that grows by `explore` (1%) of the time that
 against the best choice, and one that gained tokens costs nothing, so the next follows at once. None is begun
 before the credit holds what the last one cost. That bounds the price of looking and makes the way back quick.
 
+The model may be wrong, so two things do not rest on it. Plain steps are measured before anything is drafted at a size,
+and again now and then where drafting wins by little. And there is an account of what drafting won and lost against
+them: `balance` grows by half a percent of the time, a step with drafts adds the seconds it saved or takes those it
+lost, up to a limit (gains of long ago are no licence). Below zero nothing is drafted until it has grown again. So in
+the long run at most `explore` of the time goes into probes and half as much into drafts that did not pay.
+
+Steps that read prompts are not probes and are not counted: their time says nothing.
+
 Left out: classes of requests with different acceptance, lengths that differ between requests of one step.
 """
 
@@ -39,6 +47,10 @@ MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, dra
 PROBED = 4  # requests that get drafts in a probe of a pause
 RECONSIDER = 8  # steps
 DEAREST_PROBE = 20.0  # times its expected loss: beyond this something was captured or compiled, once
+MARGIN = 1.02  # times the rate without drafts, for drafts to be worth it
+PLAIN_STEPS = 6  # measured at a size before anything is drafted there
+CLOSE, AGAIN = 1.25, 250  # a win by less is looked at again after so many steps
+TRIAL = 4  # plain steps that the balance must hold to draft again after it was empty
 
 T = TypeVar("T")
 
@@ -99,6 +111,13 @@ class Goodput:
         self._draft_calls: dict[int, deque[float]] = {}  # batch (a power of two) -> seconds per position
         self.draft_costs: dict[int, float] = {}  # the same -> their lower quartile
         self.credit = 0.0
+        self.balance: float | None = None  # seconds that drafting may still lose; None: nothing happened yet
+        self.resting = False  # it was empty and has not grown enough
+        self._plain: dict[
+            int, int
+        ] = {}  # requests (a power of two) -> plain steps that are still to be measured
+        self._drafted: dict[int, int] = {}  # the same -> steps with drafts since
+        self._step = (0, 0)  # requests and drafts of the step in progress
         self.probing = False
         self._partial = False  # a probe of a few requests
         self._turn = 0  # whose turn it is in the next of those
@@ -110,18 +129,21 @@ class Goodput:
         self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
-    def choose(self, num_requests: int, limit: int | None = None) -> int:
-        """Drafts per request for a step of this many requests, one of the lengths that `limit` allows."""
+    def choose(self, num_requests: int, limit: int | None = None, *, calm: bool = True) -> int:
+        """Drafts per request for a step of this many requests, one of the lengths that `limit` allows. Not `calm`:
+        the step reads prompts, too, which is no time for a probe."""
         limit = self._longest(limit)
         best, self._best_rate, loss = self._pick(num_requests, limit)
         # What went well for long is no licence to lose for long.
         due = max(loss, self._dear)
         self.credit = min(self.credit, 2 * due) if best < limit else self.credit
-        self.probing = best < limit and self.credit >= due
+        self.probing = calm and best < limit and self.credit >= due and not self._owed(num_requests)
         self._partial = self.probing and best == 0 and num_requests > PROBED
         self._expected_loss = loss
         self.draft_seconds = 0.0
-        return limit if self.probing else best
+        chosen = limit if self.probing else best
+        self._step = num_requests, chosen
+        return chosen
 
     def ask(self, requests: Sequence[T]) -> Sequence[T]:
         """Those of the step's requests that are to get drafts: all of them, or a few in turn."""
@@ -144,7 +166,7 @@ class Goodput:
             self._paused, self._age = (None if best else (asked, loss)), 0
             if best:
                 return False
-        return limit == 0 or self.credit < max(loss, self._dear)
+        return limit == 0 or self._owed(num_requests) or self.credit < max(loss, self._dear)
 
     def _longest(self, limit: int | None) -> int:
         return max((g for g in self.lengths if limit is None or g <= limit), default=0)
@@ -152,12 +174,19 @@ class Goodput:
     def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
         rates = self.rates(num_requests, limit)
-        allowed = [0, *(g for g in self.lengths if g <= limit)]
-        best = max(allowed, key=lambda g: (rates[g], -g))
+        best = 0
+        if not self.resting and not self._owed(num_requests):
+            best = max((g for g in (0, *self.lengths) if g <= limit), key=lambda g: (rates[g], -g))
+            if rates[best] < MARGIN * rates[0]:
+                best = 0
         asked = min(num_requests, PROBED) if best == 0 else num_requests
         tried = self.rate(num_requests, limit, asked)
-        loss = self.seconds(num_requests, limit, asked) * (1 - tried / rates[best])
+        loss = self.seconds(num_requests, limit, asked) * max(0.0, 1 - tried / rates[best])
         return best, rates[best], loss
+
+    def _owed(self, num_requests: int) -> bool:
+        """Whether plain steps of about this size are to be measured first."""
+        return self._plain.get(_bracket(num_requests)[0], PLAIN_STEPS) > 0
 
     def rates(self, num_requests: int, limit: int) -> list[float]:
         """Expected tokens per second with 0 to `limit` drafts for each request, in one pass: a step waits for it."""
@@ -215,6 +244,7 @@ class Goodput:
     def spoiled(self) -> None:
         """The step in progress says nothing: something was made in it that will be there the next time."""
         self.probing = self._partial = False
+        self._step = (0, 0)
         self.draft_seconds = 0.0
 
     def stepped(self, rows: int, seconds: float, num_new: int) -> None:
@@ -222,14 +252,39 @@ class Goodput:
         if not self._partial:  # rows so uneven take another path than the same number of drafted ones
             self.costs.observe(rows, seconds)
         spent = seconds + self.draft_seconds
+        plain = self._account(rows, spent, num_new)
         if self.probing and self._best_rate > 0:
-            lost = min(spent - num_new / self._best_rate, DEAREST_PROBE * self._expected_loss)
+            lost = min(spent - num_new / self._best_rate, DEAREST_PROBE * self._expected_loss + plain)
             self._dear = max(0.0, lost)
             self.credit -= lost
         else:
             self.credit += self.explore * spent
         self.probing = self._partial = False
+        self._step = (0, 0)
         self.draft_seconds = 0.0
+
+    def _account(self, rows: int, spent: float, num_new: int) -> float:
+        """Note what the step in progress won or lost against a plain one of its size; the seconds of such a one."""
+        num, drafts = self._step
+        num = num or rows  # steps that run ahead have no drafts, and nobody was asked
+        size, plain = _bracket(num)[0], self.costs(num)
+        # A step gains a random number of tokens, the more even the more requests it has.
+        most = plain * (4 + 28 / num**0.5)
+        balance = most if self.balance is None else self.balance
+        saved = num_new * plain / num - spent
+        if drafts == 0:
+            self._plain[size] = max(0, self._plain.get(size, PLAIN_STEPS) - 1)
+            self._drafted[size] = 0
+        elif not self.probing:
+            balance += saved
+            self._drafted[size] = self._drafted.get(size, 0) + 1
+            if self._drafted[size] >= AGAIN and self._best_rate < CLOSE * num / plain:
+                self._plain[size], self._drafted[size] = PLAIN_STEPS, 0
+        else:
+            balance += max(0.0, saved)
+        self.balance = min(most, balance + self.explore / 2 * spent)
+        self.resting = self.balance < (TRIAL * plain if self.resting else 0.0)
+        return plain
 
 
 def _bracket(rows: float) -> tuple[int, float]:
