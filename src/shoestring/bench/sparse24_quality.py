@@ -414,16 +414,21 @@ def smoke_table() -> str:
     return table_of("cpu")
 
 
-def table_of(model: str) -> str:
-    """The mean over seeds, and how far it is from dense; rows with the settings and the corpus of the newest one."""
+def lines_of(model: str) -> list[dict[str, Any]]:
+    """Lines with the settings and the corpus of the newest one."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
 
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
+    return [n for n in lines if settings(n) == settings(lines[-1])]
+
+
+def table_of(model: str) -> str:
+    """The mean over seeds, and how far it is from dense."""
+    lines = lines_of(model)
     if not lines:
         return "No row has been finished yet."
-    lines = [n for n in lines if settings(n) == settings(lines[-1])]
     found = {case: [n for n in lines if n["case"] == case] for case in CASES}
     dense = {n["config"]["seed"]: n for n in found["dense"]}
     rows = []

@@ -1,0 +1,35 @@
+"""The flip-rate curves as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoestring.bench import results, sparse24_curves
+from shoestring.bench.sparse24_curves import columns
+
+
+def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert sparse24_curves.table() == "No row has been finished yet."
+    for case, seed, curve in (
+        ("FST", 0, [[10, 0.004], [21, 0.002]]),
+        ("dense", 0, [[10, 0.003], [20, 0.001]]),
+        ("dense", 1, [[10, 0.009], [20, 0.009]]),
+    ):
+        results.record(
+            bench="sparse24_quality", case=case, metric="validation loss", unit="nats per token", samples=[1.0],
+            quality={"flip_curve": curve}, config={"model": "gpt2-124m", "seed": seed, "d_ff": 8},
+        )  # fmt: skip
+    assert sparse24_curves.table().splitlines() == [
+        "| flips per thousand weights, at step | 10 | 21 |",
+        "| --- | --- | --- |",
+        "| dense | 3.00 | 1.00 |",
+        "| FST | 4.00 | 2.00 |",
+    ]
+
+
+def test_columns_are_spread_evenly() -> None:
+    assert columns([[step, 0.0] for step in range(1, 25)]) == [1, 4, 8, 11, 14, 17, 21, 24]
+    assert columns([[3, 0.0], [9, 0.0]]) == [3, 9]
