@@ -28,6 +28,7 @@ from shoestring.kernels.sparse24_layout import (
     unpack_values,
 )
 from shoestring.kernels.sparse24_rows import (
+    MOST_ROWS,
     Plan,
     choose_plan,
     known_plans,
@@ -276,8 +277,13 @@ def test_cuda_kernels_match_fp64(label: str, dtype: torch.dtype) -> None:
         got = layer(x)
         assert rms(got, want) <= 2 * rms(F.linear(x, weight.to(dtype), layer.bias), want), rows
         assert torch.equal(got, layer(x)), "the order of summation is fixed"
-        elsewhere = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # begins between two copies
-        assert torch.equal(got, layer(elsewhere))
+        if (
+            rows <= MOST_ROWS
+        ):  # above it the product is torch's, whose order of summation depends on where x begins
+            elsewhere = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(
+                x.shape
+            )  # begins between two copies
+            assert torch.equal(got, layer(elsewhere)), rows
 
 
 @pytest.mark.gpu
