@@ -239,7 +239,7 @@ class DraftModel:
         host waits once, for the target's tokens; None where that is not possible: no kernels, drafts that are drawn."""
         if any(r.rule != "coupled" and not r.sampling.greedy for r in requests):
             return None
-        if not self.runner.fast:
+        if not self.runner.ready():
             return None
         self._read_long(requests)
         tables = [self._kept[r.id].table for r in requests]

@@ -128,7 +128,7 @@ class Runner:
     ) -> Tensor:
         """Logits [R, V] of the batch's `rows`, in compute dtype or fp32. `watch` is shown the residual stream. `once`:
         rows of a number that will hardly come again, not worth a graph."""
-        if watch is not None or not self._ready():
+        if watch is not None or not self.ready():
             return self._plain(batch, skip, watch)
         assert self._graphs is not None
         num_rows = sum(s.num for s in batch.spans)
@@ -146,7 +146,7 @@ class Runner:
     ) -> Flight | None:
         """Launch a step whose every row is followed by a token chosen on the device, one Sampling a span; None
         where that is not possible. `flight.tokens()` has the tokens."""
-        if not self._ready() or len(batch.rows) != sum(s.num for s in batch.spans):
+        if not self.ready() or len(batch.rows) != sum(s.num for s in batch.spans):
             return None
         assert self._graphs is not None
         if not self._graphs.fits(batch.spans):
@@ -169,7 +169,7 @@ class Runner:
     ) -> Flight | None:
         """`choose` for the last row of each span, and then num_tokens - 1 times the same for the token just
         chosen, in one launch; None where that is not possible. The spans' blocks must hold those rows, too."""
-        if not self._ready() or len(batch.rows) != sum(s.num for s in batch.spans):
+        if not self.ready() or len(batch.rows) != sum(s.num for s in batch.spans):
             return None
         assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
         if not chain_fits(batch.spans):
@@ -180,7 +180,7 @@ class Runner:
         self, max_requests: int, kinds: Sequence[Kind], rows_each: Sequence[int], skip: SkipSet | None = None
     ) -> None:
         """Make the graphs of steps of 1 to max_requests requests with so many rows each."""
-        if self._ready():
+        if self.ready():
             assert self._graphs is not None
             for each in rows_each:
                 sizes = up_to(max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
@@ -190,7 +190,7 @@ class Runner:
 
     def prepare_chains(self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int]) -> None:
         """The same for `chain`, of so many tokens."""
-        if self._ready():
+        if self.ready():
             assert self._graphs is not None
             for num, kind in product(reversed(up_to(max_requests, REQUESTS_DRAFTED)), kinds):
                 prepare_chains(self._graphs, num, kind, lengths)
@@ -200,7 +200,8 @@ class Runner:
         """Graphs made so far."""
         return 0 if self._graphs is None else self._graphs.num_made
 
-    def _ready(self) -> bool:
+    def ready(self) -> bool:
+        """Whether the next step runs fused; weights and hooks that changed are noticed by `refresh`."""
         if self._fused is None and self.fast:
             self.refresh()
         return self._fused is not None
@@ -256,7 +257,7 @@ class Runner:
             for n in range(num)
         ]
         apart = Runner(self.model, pool, graphs=self._wanted, spread=self._spread)
-        if self._ready():
+        if self.ready():
             assert self._fused is not None
             apart._fused = self._fused
             apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
