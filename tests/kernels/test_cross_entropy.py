@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreted import run_interpreted
+from layers import rms
 
 from shoestring.kernels.cross_entropy import cross_entropy_, cross_entropy_ref
 
@@ -39,6 +40,7 @@ def test_overwrites_its_input_and_survives_huge_logits() -> None:
 INTERPRETED = """
 import torch
 from shoestring.kernels.cross_entropy import _cross_entropy_op, cross_entropy_ref, cross_entropy_
+from layers import rms
 from test_cross_entropy import case
 full, half = torch.float32, torch.float16
 for rows, vocab, dtype in [(5, 7, full), (3, 8192, full), (4, 9001, half), (1, 1, full)]:
@@ -51,7 +53,6 @@ for rows, vocab, dtype in [(5, 7, full), (3, 8192, full), (4, 9001, half), (1, 1
     ref_loss, ref_grad = cross_entropy_ref(logits, target)
     loss, grad = cross_entropy_(view, target)
     assert grad.data_ptr() == buffer.data_ptr()
-    rms = lambda a, b: (a.double() - b).square().mean().sqrt().item()
     assert rms(loss, want_loss) <= 2 * rms(ref_loss, want_loss) + 1e-6, (rows, vocab)
     assert rms(grad, want_grad) <= 2 * rms(ref_grad, want_grad) + 1e-9, (rows, vocab)
     assert (buffer[:, vocab:] == 7.0).all()
@@ -72,9 +73,5 @@ def test_kernel_matches_reference_on_the_gpu(rows: int, vocab: int, dtype: torch
     want_loss, want_grad = cross_entropy_ref(logits.double(), target)
     ref_loss, ref_grad = cross_entropy_ref(logits, target)
     loss, grad = cross_entropy_(logits, target)
-
-    def rms(a: torch.Tensor, b: torch.Tensor) -> float:
-        return (a.double() - b).square().mean().sqrt().item()
-
     assert rms(loss, want_loss) <= 2 * rms(ref_loss, want_loss) + 1e-6
     assert rms(grad, want_grad) <= 2 * rms(ref_grad, want_grad) + 1e-9

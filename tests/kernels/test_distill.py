@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreted import run_interpreted
+from layers import rms
 
 from shoestring.kernels.distill import distill_, distill_ref
 
@@ -59,10 +60,6 @@ def agree(rows: int, vocab: int, dtype: torch.dtype, device: str, settings: dict
     want_loss, want_grad = distill_ref(logits.double(), teacher.double(), target, **settings)
     ref_loss, ref_grad = distill_ref(logits, teacher, target, **settings)
     loss, grad = distill_(view, teacher, target, **settings)
-
-    def rms(a: torch.Tensor, b: torch.Tensor) -> float:
-        return (a.double() - b).square().mean().sqrt().item()
-
     assert grad.data_ptr() == buffer.data_ptr()
     assert rms(loss, want_loss) <= 2 * rms(ref_loss, want_loss) + 1e-6
     # Both are fp32 inside; few values may all be rounded well in one of them, hence one rounding more.

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreted import run_interpreted
-from torch import Tensor
+from layers import check_served, packed_layer, rms
 
 import shoestring.formats.serving as serving
-from shoestring.formats import FormatLinear, parse_format
+from shoestring.formats import parse_format
 from shoestring.kernels.lowbit import lowbit_linear
 from shoestring.kernels.lowbit_layout import Layout, aligned, bit_map, chunk_group, pack_chunks, unpack_chunks
 
@@ -18,17 +18,6 @@ LABELS = [
     "int4:g128", "int4:g64", "int3:g128", "int3:g192", "int2:g32", "int4:g0", "int4:g64:sym", "int3:g64:bfloat16",
     "nf4:s2:g64", "nf4:s1:g128", "nf3:s2:g128", "nf2:s2:g32", "fp4:s1:g64", "fp3:s2:g192",
 ]  # fmt: skip
-
-
-def packed_layer(label: str, out: int, width: int, bias: bool = True, device: str = "cpu") -> FormatLinear:
-    torch.manual_seed(out * 1000 + width)
-    layer = FormatLinear(width, out, bias=bias, format=parse_format(label)).to(device)
-    layer.pack()
-    return layer.requires_grad_(False)
-
-
-def rms(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).square().mean().sqrt().item()
 
 
 # -- layout --------------------------------------------------------------------------------------------------
@@ -139,24 +128,13 @@ def test_a_served_layer_multiplies_saves_and_loads_as_before(
 ) -> None:
     monkeypatch.setattr(serving, "chunks_usable", lambda t: True)
     layer = packed_layer(label, 48, 384)
-    before = {n: t.clone() for n, t in layer.state_dict().items()}
-    x = torch.randn(5, 384)
-    want, weight = layer(x), layer.effective_weight(torch.float32)
-    size = sum(t.numel() * t.element_size() for t in layer.parts().values())
-    assert layer.serve() and layer.serve()
+    size = sum(t.nbytes for t in layer.parts().values())
+    _, weight = check_served(layer)
     assert [n for n, _ in layer.named_buffers()] == [f"weight_{n}" for n in layer.operands()]
     assert "chunks" in layer.operands() and "codes" in layer.parts()
-    held = sum(t.numel() * t.element_size() for t in layer.operands().values())
     if parse_format(label).group in (64, 128):
-        assert held <= 1.02 * size + 512  # zero points take 16 bits; nothing is held twice
-    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(layer.effective_weight(torch.float32), weight)
-    after = layer.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[n], before[n]) for n in before)
-    layer.load_state_dict({n: t.clone() for n, t in before.items()})
-    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
-    layer.to(torch.float16)
-    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+        # Zero points take 16 bits; nothing is held twice.
+        assert sum(t.nbytes for t in layer.operands().values()) <= 1.02 * size + 512
     layer.unpack()
     assert torch.equal(layer.weight, weight)
 
@@ -198,7 +176,7 @@ def test_compiled_and_with_other_leading_dims(monkeypatch: pytest.MonkeyPatch) -
 # -- Triton --------------------------------------------------------------------------------------------------
 INTERPRETED = """
 import torch, torch.nn.functional as F
-from test_lowbit import packed_layer, rms
+from layers import packed_layer, rms
 from shoestring.kernels.lowbit import lowbit_parts_linear, parts_usable
 for label in ("int4:g128", "int3:g64", "int2:g32", "int4:g0", "int3:g40", "nf4:s2:g64", "nf3:s2:g64", "fp4:s1:g32"):
     for rows, out, width, dtype in ((1, 20, 320, torch.float32), (17, 40, 320, torch.float16)):

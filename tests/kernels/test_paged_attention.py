@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreted import run_interpreted
+from layers import rms
 from torch import Tensor
 
 from shoestring.kernels.add_norm import add_norm_, add_norm_ref_
@@ -45,10 +46,6 @@ def paged_case(
         tiles.append((i, first, position, num))
         first += num
     return q, keys, values, tables, torch.tensor(tiles, dtype=torch.int32)
-
-
-def rms(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).square().mean().sqrt().item()
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -11,7 +11,8 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from test_paged_attention import paged_case, rms
+from layers import rms
+from test_paged_attention import paged_case
 from torch import Tensor
 
 from shoestring.kernels.paged_attention import paged_attention_ref

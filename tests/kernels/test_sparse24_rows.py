@@ -5,18 +5,20 @@ weight."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 from pathlib import Path
 
 import emulated
+import layers
 import pytest
 import torch
 import torch.nn.functional as F
+from layers import check_served, rms
 from torch import Tensor
 
 import shoestring.formats.serving24 as serving24
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, parse_format
 from shoestring.kernels.sparse24 import mask24, pack24
 from shoestring.kernels.sparse24_layout import (
     SparseLayout,
@@ -61,10 +63,6 @@ def make_codes(out: int, width: int, group: int) -> tuple[Tensor, SparseLayout, 
     high = torch.randint(0, 16, (out, kept // group), dtype=torch.int16)
     layout = SparseLayout(4, chunk_group(group))
     return pack_codes(codes, low, high, meta, layout), layout, (codes, low, high, meta)
-
-
-def rms(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).square().mean().sqrt().item()
 
 
 # -- layout --------------------------------------------------------------------------------------------------
@@ -154,18 +152,7 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
 
 
 # -- serving -------------------------------------------------------------------------------------------------
-def packed_layer(
-    label: str,
-    out: int,
-    width: int,
-    bias: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
-) -> FormatLinear:
-    torch.manual_seed(out * 1000 + width)
-    layer = FormatLinear(width, out, bias=bias, format=parse_format(label)).to(device)
-    layer.pack(dtype)
-    return layer.requires_grad_(False)
+packed_layer = functools.partial(layers.packed_layer, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("label", [*LABELS, "sparse24+slorb16", "sparse24+int4:g64+slorb16:trained"])
@@ -174,23 +161,12 @@ def test_a_served_layer_multiplies_saves_and_loads_as_before(
 ) -> None:
     monkeypatch.setattr(serving24, "chunks_usable", lambda t: True)
     layer = packed_layer(label, 48, 768)
-    before = {n: t.clone() for n, t in layer.state_dict().items()}
-    x = torch.randn(5, 768)
-    want, weight = layer(x), layer.effective_weight(torch.float32)
-    size = sum(t.numel() * t.element_size() for t in layer.parts().values())
-    assert layer.serve() and layer.serve()
+    size = sum(t.nbytes for t in layer.parts().values())
+    before, weight = check_served(layer)
     assert "chunks" in layer.operands() and "meta" not in layer.operands() and "meta" in layer.parts()
     if label in LABELS[:3]:  # others store fewer scales than a chunk holds, or a branch
         # Zero points take 16 bits; nothing is held twice.
         assert layer.operands()["chunks"].nbytes <= 1.04 * size
-    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(layer.effective_weight(torch.float32), weight)
-    after = layer.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[n], before[n]) for n in before)
-    layer.load_state_dict({n: t.clone() for n, t in before.items()})
-    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
-    layer.to(torch.float16)
-    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
     monkeypatch.setattr(serving24, "chunks_usable", lambda t: False)
     layer.to("cpu")
     assert not layer.serving_names
