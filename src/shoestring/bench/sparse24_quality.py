@@ -441,17 +441,12 @@ def table_of(model: str) -> str:
         against = gap_of(pairs) if pairs and case != "dense" else ""
         peak = statistics.mean(n["quality"]["flip_rate_peak"] for n in runs)
         late = statistics.mean(n["quality"]["flip_rate_at_5/6"] for n in runs)
+        ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
+        fitted = f"{statistics.mean(ends):.2f}" if ends else ""
         rows.append([case, DELIVERED.get(case, "dense"), str(len(runs)), f"{statistics.mean(losses):.4f}{spread}",
-                     against, f"{peak:.4f}", f"{late:.5f}"])  # fmt: skip
-    header = [
-        "",
-        "delivered as",
-        "seeds",
-        "validation loss",
-        "against dense",
-        "flip rate, highest",
-        "at 5/6 of the steps",
-    ]
+                     against, fitted, f"{peak:.4f}", f"{late:.5f}"])  # fmt: skip
+    header = ["", "delivered as", "seeds", "validation loss", "against dense", "training loss at the end",
+              "flip rate, highest", "at 5/6 of the steps"]  # fmt: skip
     return markdown(header, rows) + provenance(lines)
 
 
