@@ -53,8 +53,8 @@ from shoestring.train.trainer import Run, train
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
 
 
-# What decides the block-wise stage of ours: Format, seed, part of the training tokens.
-Blocks = tuple[str, int, float]
+# What decides the block-wise stage of ours: Format, seed, part of the training tokens, start.
+Blocks = tuple[str, int, float, str]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Ours:
     gamma: float | None = None  # of CAKLD; None: the full model's confidence
     blocks: float | None = None  # part of the training tokens for the block-wise stage; None: the subject's
     batch: int = 0  # rows a step end to end; 0: the subject's
+    init: str = ""  # the method whose grids it starts from; empty: the subject's
     rates: tuple[tuple[str, float], ...] = ()  # instead of the subject's
 
     def part_at(self, label: str) -> float:
@@ -82,8 +83,8 @@ class Ours:
                 found["live"] = key == "live"
             elif not value:
                 found["part"] = float(key)
-            elif key in ("gamma", "blocks", "batch"):
-                found[key] = int(value) if key == "batch" else float(value)
+            elif key in ("gamma", "blocks", "batch", "init"):
+                found[key] = {"batch": int, "init": str}.get(key, float)(value)
             else:
                 rates.append((key, float(value)))
         return cls(**found, rates=tuple(rates))
@@ -230,7 +231,8 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
 
     Without block-wise training these are AWQ's grids, from as many windows as BitDistiller's clip search sees."""
     model, rules = subject.model, subject.rules(parse_format(label))
-    settings = replace(subject.blockwise, seed=seed, keep_masters=True)
+    init = setting.init or subject.blockwise.init
+    settings = replace(subject.blockwise, init=init, seed=seed, keep_masters=True)
     part = subject.blockwise_part if setting.blocks is None else setting.blocks
     most = (len(subject.text) - 1) // subject.train_context
     num = min(most, max(4, int(part * subject.training_tokens / settings.epochs / subject.train_context)))
@@ -238,7 +240,7 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
     if not part:
         num, used = min(most, 32), 0
         settings = replace(settings, lr_weight=0.0, lr_scale=0.0, lr_zero=0.0, lr_norm=0.0)
-    key = (label, seed, part)
+    key = (label, seed, part, init)
     if key in subject.blocks:  # the same for every setting of the other stage
         convert(model, learned_rules(rules), skip=HEADS)
         model.load_state_dict(subject.blocks[key])
