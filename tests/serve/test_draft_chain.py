@@ -100,10 +100,10 @@ def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: p
     assert engine.goodput is not None
     pending: list[int] = []
 
-    def choose(num_requests: int, limit: int | None = None, *, calm: bool = True) -> int:
+    def choose(num_requests: int, *prospects: object) -> int:
         return pending.pop() if pending else draw.choice((0, 0, 0, 2, 3))
 
-    def abstains(num_requests: int, limit: int | None = None) -> bool:
+    def abstains(num_requests: int, *prospects: object) -> bool:
         pending[:] = [draw.choice((0, 0, 0, 2, 3))]
         return pending == [0]
 

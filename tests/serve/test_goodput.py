@@ -44,7 +44,8 @@ class World:
             g = self.goodput.choose(batch)
             rates = self.goodput.rates(batch, self.goodput.max_drafts)
             best = max(rates[k] for k in (0, *self.goodput.lengths))
-            silent = self.goodput.resting or self.goodput._owed(batch) or best < MARGIN * rates[0]
+            account = self.goodput.account(batch)
+            silent = account.resting or account.owed or best < MARGIN * rates[0]
             assert self.goodput.probing or (g == 0 if silent else rates[g] == best >= rates[0])
             self.chosen.append(g)
             asked = self.goodput.ask(range(batch)) if g else ()
@@ -84,7 +85,7 @@ class World:
 
 def measure_plain(goodput: Goodput, num: int) -> None:
     """The steps without drafts that come first."""
-    while goodput._owed(num):
+    while goodput.account(num).owed:
         assert goodput.choose(num) == 0 and goodput.abstains(num)
         goodput.stepped(num, goodput.costs(num), num)
 
@@ -242,17 +243,20 @@ def test_plain_steps_are_measured_first_and_again_where_drafting_wins_by_little(
     assert chosen[256:262] == [0] * 6 and chosen[262:512] == [1] * 250
 
 
-def test_no_probe_while_prompts_are_read() -> None:
-    """The time of such a step is not counted, so nobody would pay for the probe."""
-    goodput = Goodput(lambda rows: 0.001 * rows)
-    for _ in range(20):
-        goodput.accept(8, 0)
-    measure_plain(goodput, 4)
-    goodput.credit = 1.0
-    for _ in range(3):
-        assert goodput.choose(4, calm=False) == 0 and not goodput.probing
-        goodput.spoiled()
-    assert goodput.choose(4) == goodput.max_drafts and goodput.probing
+def test_what_is_to_be_read_first_must_pay() -> None:
+    """A drafter that is behind: what reading took is spread over the tokens that may still come."""
+    goodput = Goodput(lambda rows: 1.0 + 0.001 * rows, explore=0.0)
+    measure_plain(goodput, 1)
+    goodput.acceptance = [0.5] * 8
+    assert goodput.choose(1, 8, 40, lambda: True) > 0, "nobody knows yet"
+    goodput.drafted(1, 8, 10.0, usual=False)
+    before = goodput.costs(16)
+    goodput.stepped(9, 1.0, 1)
+    assert goodput.costs(16) == before, "no measure of others"
+    assert not goodput.draft_costs and goodput.account(1).entry == pytest.approx(10.0, rel=0.02)
+    assert goodput.choose(1, 8, 10, lambda: True) == 0 and goodput.abstains(1, 8, 10, lambda: True)
+    assert goodput.choose(1, 8, 400, lambda: True) > 0
+    assert goodput.choose(1, 8, 10, lambda: False) > 0, "it has read them"
 
 
 def test_costs_are_asked_once_and_follow_real_steps() -> None:

@@ -71,9 +71,9 @@ def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         Goodput,
         "_pick",
-        lambda self, num, limit: (draw.choice([g for g in (0, *LENGTHS) if g <= limit]), 1.0, 0.1),
+        lambda self, num, limit, *rest: (draw.choice([g for g in (0, *LENGTHS) if g <= limit]), 1.0, 0.1),
     )
-    monkeypatch.setattr(Goodput, "abstains", lambda self, num, limit=None: draw.random() < 0.3)
+    monkeypatch.setattr(Goodput, "abstains", lambda self, num, *rest: draw.random() < 0.3)
     assert [c.token_ids for c in engine.generate(*asked)] == want
     assert engine.stats.num_accepted > 10
     assert clock.making == before, "a graph was made while requests were running"

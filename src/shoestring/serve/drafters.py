@@ -194,6 +194,12 @@ class DraftModel:
     def num_made(self) -> int:
         return self.runner.num_made
 
+    def behind(self, requests: Sequence[Request]) -> bool:
+        """Whether texts are to be read before the next drafts."""
+        most = most_new(len(requests))
+        written = (len(k.written) if (k := self._kept.get(r.id)) else 0 for r in requests)
+        return any(len(r.tokens) - num > most for r, num in zip(requests, written, strict=True))
+
     @torch.no_grad()
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
         able = [r for r in requests if self._make_room(r, n)]
@@ -371,6 +377,7 @@ class Stacked:
         if not drafters:
             raise UserError("a stack of no drafters; give at least one")
         self.drafters = list(drafters)
+        self.caught_up = False  # one of those asked last had a long text to read first
         self._spoke: dict[int, Drafter] = {}
 
     def prepare(
@@ -380,9 +387,8 @@ class Stacked:
             if hasattr(drafter, "prepare"):
                 drafter.prepare(max_requests, kinds, lengths, max_context)
 
-    @property
-    def caught_up(self) -> bool:
-        return any(getattr(drafter, "caught_up", False) for drafter in self.drafters)
+    def behind(self, requests: Sequence[Request]) -> bool:
+        return any(drafter.behind(requests) for drafter in self.drafters if hasattr(drafter, "behind"))
 
     @property
     def num_made(self) -> int:
@@ -390,7 +396,7 @@ class Stacked:
 
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
         found: dict[int, Draft] = {}
-        silent = list(requests)
+        silent, self.caught_up = list(requests), False
         for drafter in self.drafters:
             if not silent:
                 break
@@ -398,6 +404,7 @@ class Stacked:
                 if draft.tokens:
                     found[request.id] = draft
                     self._spoke[request.id] = drafter
+            self.caught_up |= bool(getattr(drafter, "caught_up", False))
             silent = [r for r in silent if r.id not in found]
         return [found.get(r.id, NO_DRAFT) for r in requests]
 

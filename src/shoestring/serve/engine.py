@@ -45,7 +45,7 @@ from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
 from shoestring.serve.kv_cache import Span, cache_root
-from shoestring.serve.prepare import caught_up, num_made, prepare_drafting
+from shoestring.serve.prepare import Prospects, caught_up, num_made, prepare_drafting, prospects
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
 from shoestring.serve.runner import Runner
 from shoestring.serve.sampling import Sampling
@@ -280,7 +280,7 @@ class Engine:
         """Whether the next step of these requests would have drafts."""
         if self.drafter is None or not self.num_drafts:
             return False
-        return self.goodput is None or not self.goodput.abstains(len(requests), self._most_drafts(requests))
+        return self.goodput is None or not self.goodput.abstains(len(requests), *self._prospects(requests))
 
     def _land(self, flight: Launched) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
@@ -331,9 +331,9 @@ class Engine:
             return
         n = self.num_drafts
         if self.goodput is not None:
-            num = min(len(self.running) + len(self.waiting), self.scheduler.max_requests)
-            calm = num == len(self.running) and all(r.ready for r in self.running)  # no prompt is read
-            n = self.goodput.choose(len(ready) if calm else num, self._most_drafts(ready), calm=calm)
+            reads = self.waiting and len(self.running) < self.scheduler.max_requests
+            calm = not reads and all(r.ready for r in self.running)
+            n = self.goodput.choose(len(ready), *self._prospects(ready)) if calm else 0
         if n == 0:
             return
         asked = ready if self.goodput is None else self.goodput.ask(ready)
@@ -352,9 +352,8 @@ class Engine:
             if self.goodput is not None:
                 self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
 
-    def _most_drafts(self, requests: Sequence[Request]) -> int:
-        """The budget of rows holds this many each, and a text that may still grow so far uses them."""
-        return max(0, min(self.chunk // len(requests), max(map(self._room, requests))) - 1)
+    def _prospects(self, requests: Sequence[Request]) -> Prospects:
+        return prospects(self.drafter, requests, [self._room(r) for r in requests], self.chunk)
 
     def _room(self, request: Request) -> int:
         """How many tokens the request may still gain."""

@@ -21,19 +21,24 @@ catch up on. Probes spend a credit that grows by `explore` (1%) of the time that
 against the best choice, and one that gained tokens costs nothing, so the next follows at once. None is begun
 before the credit holds what the last one cost. That bounds the price of looking and makes the way back quick.
 
+A drafter that was not asked for a while has a text to read first (`behind`). What that costs is measured by number of
+requests, and spread over the tokens that these may still gain: drafting begins where it pays in spite of it.
+
 The model may be wrong, so two things do not rest on it. Plain steps are measured before anything is drafted at a size,
-and again now and then where drafting wins by little. And there is an account of what drafting won and lost against
-them: `balance` grows by half a percent of the time, a step with drafts adds the seconds it saved or takes those it
+and again now and then where drafting wins by little. And every size has an account of what drafting won and lost
+against them: it grows by half of `explore` of the time, a step with drafts adds the seconds it saved or takes those it
 lost, up to a limit (gains of long ago are no licence). Below zero nothing is drafted until it has grown again. So in
 the long run at most `explore` of the time goes into probes and half as much into drafts that did not pay.
 
-Steps that read prompts are not probes and are not counted: their time says nothing.
+While prompts are read nothing is drafted: the time of such a step says nothing, and those who are ready first are not
+all who will be there.
 
 Left out: classes of requests with different acceptance, lengths that differ between requests of one step.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -46,13 +51,18 @@ STEPS = 9  # of a size, whose median counts
 MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
 PROBED = 4  # requests that get drafts in a probe of a pause
 RECONSIDER = 8  # steps
-DEAREST_PROBE = 20.0  # times its expected loss: beyond this something was captured or compiled, once
+DEAREST_PROBE = 20.0  # times its expected loss and a plain step: beyond this the machine did something else
+ENTRIES = 5  # times that a drafter read texts first, whose median counts
 MARGIN = 1.02  # times the rate without drafts, for drafts to be worth it
 PLAIN_STEPS = 6  # measured at a size before anything is drafted there
 CLOSE, AGAIN = 1.25, 250  # a win by less is looked at again after so many steps
-TRIAL = 4  # plain steps that the balance must hold to draft again after it was empty
+TRIAL = 4  # plain steps that an account must hold to draft again after it was empty
 
 T = TypeVar("T")
+
+
+def no() -> bool:
+    return False
 
 
 class StepCosts:
@@ -96,6 +106,29 @@ class StepCosts:
                 self._seconds[size] = sorted(steps)[len(steps) // 2]
 
 
+class Account:
+    """What drafting may still lose at one size, and what is to be measured there."""
+
+    def __init__(self) -> None:
+        self.balance: float | None = None  # seconds; None: nothing happened yet
+        self.resting = False  # it was empty and has not grown enough
+        self.owed = PLAIN_STEPS  # plain steps to measure first
+        self.num_drafted = 0  # steps with drafts since the last plain one
+        self.entries: deque[float] = deque(maxlen=ENTRIES)  # seconds that texts to be read first took
+
+    @property
+    def entry(self) -> float:
+        return sorted(self.entries)[len(self.entries) // 2] if self.entries else 0.0
+
+    def note(self, num: int, plain: float, saved: float, grown: float) -> None:
+        """A step of `num` requests that saved so many seconds against `plain` ones, and the growth of its time."""
+        # A step gains a random number of tokens, the more even the more requests it has.
+        most = plain * (4 + 28 / num**0.5) + 2 * self.entry
+        balance = most if self.balance is None else self.balance
+        self.balance = max(-most, min(most, balance + saved + grown))
+        self.resting = self.balance < (TRIAL * plain + self.entry if self.resting else 0.0)
+
+
 class Goodput:
     def __init__(
         self, profile: Callable[[int], float], *, max_drafts: int = 8, explore: float = 0.01
@@ -111,12 +144,10 @@ class Goodput:
         self._draft_calls: dict[int, deque[float]] = {}  # batch (a power of two) -> seconds per position
         self.draft_costs: dict[int, float] = {}  # the same -> their lower quartile
         self.credit = 0.0
-        self.balance: float | None = None  # seconds that drafting may still lose; None: nothing happened yet
-        self.resting = False  # it was empty and has not grown enough
-        self._plain: dict[
-            int, int
-        ] = {}  # requests (a power of two) -> plain steps that are still to be measured
-        self._drafted: dict[int, int] = {}  # the same -> steps with drafts since
+        self.accounts: dict[int, Account] = {}  # by requests (a power of two)
+        self._usual = (
+            True  # the drafts of the step in progress took no longer because of a text to be read first
+        )
         self._step = (0, 0)  # requests and drafts of the step in progress
         self.probing = False
         self._partial = False  # a probe of a few requests
@@ -129,20 +160,26 @@ class Goodput:
         self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
-    def choose(self, num_requests: int, limit: int | None = None, *, calm: bool = True) -> int:
-        """Drafts per request for a step of this many requests, one of the lengths that `limit` allows. Not `calm`:
-        the step reads prompts, too, which is no time for a probe."""
+    def choose(
+        self,
+        num_requests: int,
+        limit: int | None = None,
+        left: float = math.inf,
+        behind: Callable[[], bool] = no,
+    ) -> int:
+        """Drafts per request for a step of this many requests, one of the lengths that `limit` allows. `left`: tokens
+        that a request may still gain; `behind`: whether the drafter has texts to read first."""
         limit = self._longest(limit)
-        best, self._best_rate, loss = self._pick(num_requests, limit)
+        best, self._best_rate, loss = self._pick(num_requests, limit, left, behind)
         # What went well for long is no licence to lose for long.
         due = max(loss, self._dear)
         self.credit = min(self.credit, 2 * due) if best < limit else self.credit
-        self.probing = calm and best < limit and self.credit >= due and not self._owed(num_requests)
+        self.probing = best < limit and self.credit >= due and not self.account(num_requests).owed
         self._partial = self.probing and best == 0 and num_requests > PROBED
         self._expected_loss = loss
         self.draft_seconds = 0.0
         chosen = limit if self.probing else best
-        self._step = num_requests, chosen
+        self._step, self._usual = (num_requests, chosen), True
         return chosen
 
     def ask(self, requests: Sequence[T]) -> Sequence[T]:
@@ -153,50 +190,63 @@ class Goodput:
         self._turn += PROBED
         return (*requests[first:], *requests[:first])[:PROBED]
 
-    def abstains(self, num_requests: int, limit: int | None = None) -> bool:
+    def abstains(
+        self,
+        num_requests: int,
+        limit: int | None = None,
+        left: float = math.inf,
+        behind: Callable[[], bool] = no,
+    ) -> bool:
         """Whether `choose` would say 0 now; changes nothing. A pause is thought over anew every few steps only: little
         changes in it, and the host is busy."""
         limit = self._longest(limit)
         asked = num_requests, limit
         if self._paused is not None and self._paused[0] == asked and self._age < RECONSIDER:
             self._age += 1
-            loss = self._paused[1]
-        else:
-            best, _, loss = self._pick(num_requests, limit)
-            self._paused, self._age = (None if best else (asked, loss)), 0
-            if best:
-                return False
-        return limit == 0 or self._owed(num_requests) or self.credit < max(loss, self._dear)
+            if self._waits(num_requests, limit, self._paused[1]):
+                return True
+        best, _, loss = self._pick(num_requests, limit, left, behind)
+        self._paused, self._age = (None if best else (asked, loss)), 0
+        return best == 0 and self._waits(num_requests, limit, loss)
+
+    def _waits(self, num_requests: int, limit: int, loss: float) -> bool:
+        """Whether a pause goes on without a probe."""
+        return limit == 0 or self.account(num_requests).owed > 0 or self.credit < max(loss, self._dear)
+
+    def account(self, num_requests: int) -> Account:
+        return self.accounts.setdefault(_bracket(num_requests)[0], Account())
 
     def _longest(self, limit: int | None) -> int:
         return max((g for g in self.lengths if limit is None or g <= limit), default=0)
 
-    def _pick(self, num_requests: int, limit: int) -> tuple[int, float, float]:
+    def _pick(
+        self, num_requests: int, limit: int, left: float = math.inf, behind: Callable[[], bool] = no
+    ) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
-        rates = self.rates(num_requests, limit)
+        account = self.account(num_requests)
+        entry = account.entry if account.entry and behind() else 0.0
+        rates = self.rates(num_requests, limit, entry / max(1.0, left))
         best = 0
-        if not self.resting and not self._owed(num_requests):
+        if not account.resting and not account.owed:
             best = max((g for g in (0, *self.lengths) if g <= limit), key=lambda g: (rates[g], -g))
             if rates[best] < MARGIN * rates[0]:
                 best = 0
         asked = min(num_requests, PROBED) if best == 0 else num_requests
-        tried = self.rate(num_requests, limit, asked)
-        loss = self.seconds(num_requests, limit, asked) * max(0.0, 1 - tried / rates[best])
-        return best, rates[best], loss
+        seconds = self.seconds(num_requests, limit, asked)
+        won = seconds * self.rate(num_requests, limit, asked) / rates[best]
+        return best, rates[best], max(0.0, seconds + entry * asked / num_requests - won)
 
-    def _owed(self, num_requests: int) -> bool:
-        """Whether plain steps of about this size are to be measured first."""
-        return self._plain.get(_bracket(num_requests)[0], PLAIN_STEPS) > 0
-
-    def rates(self, num_requests: int, limit: int) -> list[float]:
-        """Expected tokens per second with 0 to `limit` drafts for each request, in one pass: a step waits for it."""
+    def rates(self, num_requests: int, limit: int, entry: float = 0.0) -> list[float]:
+        """Expected tokens per second with 0 to `limit` drafts for each request, in one pass: a step waits for it.
+        `entry`: seconds for every token that a request gains with drafts, before they begin."""
         gain, alive, num_offered, cost = 1.0, 1.0, 1.0, self._draft_cost(num_requests)
         found = [num_requests / self.costs(num_requests)]
         for j in range(limit):
             alive *= self.acceptance[j]
             gain += self.offered[j] * alive
             num_offered += self.offered[j]
-            found.append(num_requests * gain / (self.costs(num_requests * num_offered) + (j + 1) * cost))
+            seconds = self.costs(num_requests * num_offered) + (j + 1) * cost + gain * entry
+            found.append(num_requests * gain / seconds)
         return found
 
     def rate(self, num_requests: int, g: int, asked: int | None = None) -> float:
@@ -222,7 +272,7 @@ class Goodput:
     def drafted(self, num_requests: int, g: int, seconds: float, usual: bool = True) -> None:
         """One call of the drafter, asked for g drafts for each request. Not `usual`: paid for, but no measure of others
         (it read a whole prompt, say)."""
-        self.draft_seconds = seconds
+        self.draft_seconds, self._usual = seconds, usual
         if not usual:
             return
         size = _bracket(num_requests)[0]
@@ -242,48 +292,46 @@ class Goodput:
             _move(self.acceptance, self._counts, j, float(j < num_accepted))
 
     def spoiled(self) -> None:
-        """The step in progress says nothing: something was made in it that will be there the next time."""
+        """The step in progress says nothing (more)."""
         self.probing = self._partial = False
-        self._step = (0, 0)
+        self._step, self._usual = (0, 0), True
         self.draft_seconds = 0.0
 
     def stepped(self, rows: int, seconds: float, num_new: int) -> None:
         """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""
-        if not self._partial:  # rows so uneven take another path than the same number of drafted ones
+        # Rows so uneven take another path than the same number of drafted ones; a text read first is not their cost.
+        if not self._partial and self._usual:
             self.costs.observe(rows, seconds)
         spent = seconds + self.draft_seconds
-        plain = self._account(rows, spent, num_new)
+        num, drafts = self._step
+        num = num or rows  # steps that run ahead have no drafts, and nobody was asked
+        plain = self._account(num, drafts, spent, num_new)
         if self.probing and self._best_rate > 0:
-            lost = min(spent - num_new / self._best_rate, DEAREST_PROBE * self._expected_loss + plain)
+            most = DEAREST_PROBE * (self._expected_loss + plain)
+            lost = min(spent - num_new / self._best_rate, most)
             self._dear = max(0.0, lost)
             self.credit -= lost
         else:
             self.credit += self.explore * spent
-        self.probing = self._partial = False
-        self._step = (0, 0)
-        self.draft_seconds = 0.0
+        self.spoiled()
 
-    def _account(self, rows: int, spent: float, num_new: int) -> float:
-        """Note what the step in progress won or lost against a plain one of its size; the seconds of such a one."""
-        num, drafts = self._step
-        num = num or rows  # steps that run ahead have no drafts, and nobody was asked
-        size, plain = _bracket(num)[0], self.costs(num)
-        # A step gains a random number of tokens, the more even the more requests it has.
-        most = plain * (4 + 28 / num**0.5)
-        balance = most if self.balance is None else self.balance
+    def _account(self, num: int, drafts: int, spent: float, num_new: int) -> float:
+        """Note what the step won or lost against a plain one of its size; the seconds of such a one."""
+        account, plain = self.account(num), self.costs(num)
         saved = num_new * plain / num - spent
         if drafts == 0:
-            self._plain[size] = max(0, self._plain.get(size, PLAIN_STEPS) - 1)
-            self._drafted[size] = 0
-        elif not self.probing:
-            balance += saved
-            self._drafted[size] = self._drafted.get(size, 0) + 1
-            if self._drafted[size] >= AGAIN and self._best_rate < CLOSE * num / plain:
-                self._plain[size], self._drafted[size] = PLAIN_STEPS, 0
+            account.owed, account.num_drafted, saved = max(0, account.owed - 1), 0, 0.0
+        elif self.probing:
+            saved = max(0.0, saved)
         else:
-            balance += max(0.0, saved)
-        self.balance = min(most, balance + self.explore / 2 * spent)
-        self.resting = self.balance < (TRIAL * plain if self.resting else 0.0)
+            if not self._usual:
+                first = not account.entries
+                account.entries.append(max(0.0, spent - self.seconds(num, drafts)))
+                saved += account.entry if first else 0.0  # nobody knew
+            account.num_drafted += 1
+            if account.num_drafted >= AGAIN and self._best_rate < CLOSE * num / plain:
+                account.owed, account.num_drafted = PLAIN_STEPS, 0
+        account.note(num, plain, saved, self.explore / 2 * spent)
         return plain
 
 

@@ -12,14 +12,19 @@ engine whose keys and values are too large to be reserved; such steps are not ta
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
 from shoestring.model.skip import SkipSet
 from shoestring.serve.cuda_graphs import Kind
 from shoestring.serve.drafters import Drafter
-from shoestring.serve.goodput import Goodput
+from shoestring.serve.goodput import Goodput, no
+from shoestring.serve.request import Request
 from shoestring.serve.runner import Runner
 
+Prospects = tuple[int, float, Callable[[], bool]]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 SHARE = 0.25  # of the free memory that keys and values may take before they are needed
 
@@ -61,6 +66,16 @@ def reserve(runner: Runner, max_requests: int, max_context: int) -> None:
 def num_made(runner: Runner, drafter: Drafter | None) -> int:
     """Graphs that an engine has made so far."""
     return runner.num_made + int(getattr(drafter, "num_made", 0))
+
+
+def prospects(
+    drafter: Drafter | None, requests: Sequence[Request], rooms: Sequence[int], chunk: int
+) -> Prospects:
+    """What a controller asks about requests that may gain `rooms` tokens: drafts that the budget of rows holds for each
+    and a text can use, tokens that a text may still gain, and whether the drafter has to read texts first."""
+    limit = max(0, min(chunk // len(requests), max(rooms)) - 1)
+    behind = getattr(drafter, "behind", None)
+    return limit, sum(rooms) / len(rooms), no if behind is None else partial(behind, requests)
 
 
 def caught_up(drafter: Drafter | None) -> bool:
