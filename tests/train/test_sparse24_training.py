@@ -198,10 +198,37 @@ def test_the_controller_probes_then_servoes_the_decay() -> None:
         controller.mu = None
         controller._servo(mu)
         assert controller.decay.strength == pytest.approx(want)
+    for _ in range(40):  # masks seem frozen for long: the decay shrinks, but not out of reach
+        controller._servo(0.1)
+    assert controller.decay.strength == pytest.approx(first / 100)
+    other, fresh = new_run("controlled")
+    resumed = next(h for h in fresh if isinstance(h, FlipController))
+    resumed.load_state_dict(controller.state_dict())
+    resumed._servo(0.1)
+    assert resumed.decay.strength == pytest.approx(first / 100) and sparse_layers(other.model)
     fit(run, 14, hooks)
     assert sorted(series(run, "mu")) == sorted(series(run, "masked_decay")) == [6, 8, 10, 12, 14]
     with pytest.raises(UserError, match="at least 20"):
         FlipController(run.model, FlipMeter(10), MaskedDecay(0.0), probe=10)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_growing_weights_flip_less_and_the_controller_may_know_that(follow: bool) -> None:
+    run, hooks = new_run("controlled")
+    meter = next(h for h in hooks if isinstance(h, FlipMeter))
+    servo = FlipController(run.model, meter, MaskedDecay(0.0), probe=4, follow=follow)
+    servo.decay.strength = 1.0
+    for step, rate, magnitude in ((2, 0.02, 0.1), (4, 0.02, 0.1), (6, 0.01, 0.2)):
+        run.step, meter.rate, meter.magnitude = step, rate, magnitude
+        servo.after_step(run)
+    assert servo.mu == pytest.approx(1.0 if follow else 0.5)
+    meter.measures = lambda finished: True  # type: ignore[method-assign]
+    meter.before_step(run)
+    meter.after_step(run)
+    weights = [x.linear.weight.detach().abs() for x in sparse_layers(run.model, resting=True)]
+    assert meter.magnitude == pytest.approx(
+        float(sum(w.sum() for w in weights)) / sum(w.numel() for w in weights)
+    )
 
 
 @pytest.mark.parametrize("rule", ["ast", "cast"])
