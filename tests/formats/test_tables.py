@@ -116,6 +116,9 @@ def test_cast_weight_keeps_the_gradient_of_a_cast() -> None:
         ("int4:q", "no option 'q'"),
         ("dense:g64", "no option"),
         ("", "There is no format"),
+        ("int4:g64:g32", "says its group twice"),
+        ("nf3:g64:learned:fixed", "says its grid twice"),
+        ("sparse24:tile:soft", "says its select twice"),
     ],
 )
 def test_bad_spellings(text: str, message: str) -> None:

@@ -57,29 +57,33 @@ def parse_format(text: str) -> Format:
     settings: dict[str, Any] = {}
     for option in options:
         letter, number = option[:1], option[1:]
+        said: dict[str, Any]
         if head == "sparse24":
             if option not in SPARSE24_OPTIONS:
                 raise UserError(
                     f"Format {text!r} has no option {option!r}: sparse24 has {', '.join(SPARSE24_OPTIONS)}."
                     f"{suggest(option, list(SPARSE24_OPTIONS))}"
                 )
-            settings.update(SPARSE24_OPTIONS[option])
+            said = SPARSE24_OPTIONS[option]
         elif option in SCALE_DTYPES and head != "dense":
-            settings["scale_dtype"] = option
+            said = {"scale_dtype": option}
         elif option in ("fixed", "learned") and head != "dense":
-            settings["grid"] = option
+            said = {"grid": option}
         elif option == "per-channel" and head != "dense":
-            settings["group"] = 0
+            said = {"group": 0}
         elif option == "sym" and head.startswith("int"):
-            settings["symmetric"] = True
+            said = {"symmetric": True}
         elif letter == "g" and number.isdigit() and head != "dense":
-            settings["group"] = int(number)
+            said = {"group": int(number)}
         elif letter == "s" and number.isdigit() and head in TABLES:
-            settings["scales"] = int(number)
+            said = {"scales": int(number)}
         else:
             raise UserError(
                 f"Format {text!r} has no option {option!r}: write for example int4:g64, nf3:s1:g32 or dense."
             )
+        if said.keys() & settings.keys():
+            raise UserError(f"Format {text!r} says its {', '.join(said)} twice; leave out all but one.")
+        settings.update(said)
     if head == "dense":
         return Dense()
     if head == "sparse24":
