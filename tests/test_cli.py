@@ -84,6 +84,8 @@ def assert_one_line_error(result: Result, *needles: str) -> None:
         (["run", "train/dense", "stesp=3"], "Did you mean 'steps'?"),
         (["run", "train/dense", "steps=many"], "is not a value of type int"),
         (["run", "train/dense", "size=huge"], "allowed are tiny, small"),
+        (["run", "train/dense", "context=1"], "give 2 or more"),
+        (["run", "train/dense", "resume="], "resume= is empty"),
         (["run", "train/dense", "resume=nowhere"], "is no run folder"),
         (["run", "shrink/rtn"], "model=... is required"),
         (["run", "shrink/rtn", "model=x", "format=int5"], "int5"),
@@ -109,7 +111,9 @@ def test_bad_commands(
 def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"caf\xe9 \xff\xfe")
-    assert_one_line_error(cli("generate", model_folder, "the " * 100), "tokens, but the context holds 64")
+    long = cli("generate", model_folder, "the " * 100)
+    assert_one_line_error(long, "tokens, but the context holds 64")
+    assert long.out == ""  # the prompt is shown with what comes behind it
     assert_one_line_error(cli("generate", model_folder, "the", "--temperature", "-1"), "temperature")
     assert_one_line_error(cli("generate", model_folder, "th\udce9"), "not text in UTF-8")
     bench = ("bench", "serve", model_folder)
@@ -143,6 +147,8 @@ def test_my_own_recipe(cli: Cli, tmp_path: Path) -> None:
     assert_one_line_error(cli("run", write_recipe(tmp_path / "half.py", "")), "defines no main")
     (tmp_path / "typo.py").write_text("import json\ndef main(:\n")
     assert_one_line_error(cli("run", tmp_path / "typo.py"), "typo.py, line 2: invalid syntax")
+    (tmp_path / "early.py").write_text("import json\njson.loads('{')\n")
+    assert_one_line_error(cli("run", tmp_path / "early.py"), "early.py, line 2: JSONDecodeError: ")
     (tmp_path / "plain.py").write_text("class Config: ...\ndef main(config): ...\n")
     assert_one_line_error(cli("run", tmp_path / "plain.py"), "plain.py is no dataclass")
 
@@ -165,6 +171,13 @@ def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         assert err in result.err
         assert ("Traceback" in result.err) == (code == 1)
     assert errno.ENOSPC and issubclass(Interrupted, ValueError)
+
+
+def test_no_command_shows_the_help_and_nothing_else(cli: Cli) -> None:
+    for argv in ((), ("bench",)):
+        result = cli(*argv)
+        assert result.code == 2 and "Usage: shoestring" in result.out + result.err
+        assert "error" not in result.err
 
 
 def test_a_wrong_command_is_answered_by_one_rank(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

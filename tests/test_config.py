@@ -73,6 +73,9 @@ def test_every_type_is_read_from_its_annotation() -> None:
         ("limit=x", "limit='x' is not a value of type int | none"),
         ("steps", "'steps' is not key=value"),
         ("widths=1,b", "widths='b' is not a value of type int"),
+        ("text=", "text= is empty; give a value, or none to unset it"),
+        ("limit=", "limit= is empty"),
+        ("out=", "out= is empty; give a value"),
     ],
 )
 def test_mistakes_say_what_to_write(override: str, message: str) -> None:

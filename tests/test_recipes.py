@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.recipes import demo
 from shoestring.runlog import read_jsonl
 
@@ -204,6 +205,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
     "tokenizer": (["data=CORPUS", "tokenizer=nowhere"], "nowhere"),
     "init": (["data=CORPUS", "init_from=nowhere"], "nowhere"),
+    "init without a tokenizer": (["data=CORPUS", "init_from=BARE"], "BARE has no tokenizer"),
     "dtype": (["data=CORPUS", "dtype=int8"], "allowed are auto, fp32, bf16"),
     "device": (["data=CORPUS", "device=cuda:99"], "device"),
     "context": (["data=CORPUS", "context=1000000"], "context"),
@@ -216,9 +218,15 @@ def test_bad_inputs_leave_nothing_behind(
 ) -> None:
     (tmp_path / "EMPTY.txt").write_text("")
     (tmp_path / "BINARY.txt").write_bytes(b"caf\xe9 \xff\xfe" * 1000)
-    places = {"EMPTY": tmp_path / "EMPTY.txt", "BINARY": tmp_path / "BINARY.txt", "CORPUS": corpus}
+    bare = save_model(tmp_path / "BARE", Decoder(ModelSpec(300, 64, 1, 2, 2, 32, 64, 64)))
+    places = {
+        "EMPTY": tmp_path / "EMPTY.txt",
+        "BINARY": tmp_path / "BINARY.txt",
+        "CORPUS": corpus,
+        "BARE": bare,
+    }
     argv, needle = BAD[name]
-    argv = [f"data={places.get(a[5:], a[5:])}" if a.startswith("data=") else a for a in argv]
+    argv = [f"{key}={places.get(value, value)}" for key, value in (a.split("=") for a in argv)]
     small = [s for s in (*TINY, *SHORT) if s.split("=")[0] not in {a.split("=")[0] for a in argv}]
     assert needle in cli("run", "train/dense", *argv, *small, "steps=2", fails=True)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -143,8 +143,7 @@ def generate(
         limit = loaded.spec.max_positions
         context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
         engine = open_engine(loaded, context, drafter, skip, ranks)
-        print(text, end="", flush=True)
-        stream_text(engine, tokens, sampling, stats)
+        stream_text(engine, tokens, sampling, stats, echo=text)
 
     lead(write, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
 
@@ -429,7 +428,8 @@ def run_cli(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except usage_error as error:
-        return _complain(f"error: {error.format_message()} (see shoestring --help)", 2)  # type: ignore[attr-defined]
+        text = error.format_message()  # type: ignore[attr-defined]
+        return _complain(f"error: {text} (see shoestring --help)", 2) if text else 2  # none: help was shown
     except BrokenPipeError:
         # The reader of our output went away (| head); Python must not complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

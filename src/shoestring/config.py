@@ -113,8 +113,11 @@ def type_name(hint: Any) -> str:
 
 def parse_value(hint: Any, text: str, key: str = "value") -> Any:
     """`text` as a value of the annotated type."""
+    optional = _is_union(hint) and type(None) in typing.get_args(hint)
+    if text == "" and (optional or hint in (str, Path)):  # resume=$RUN with a RUN that is not set
+        raise UserError(f"{key}= is empty; give a value{', or none to unset it' if optional else ''}")
     if _is_union(hint):
-        if type(None) in typing.get_args(hint) and text.lower() in ("none", "null", ""):
+        if optional and text.lower() in ("none", "null"):
             return None
         return _first_that_parses([a for a in typing.get_args(hint) if a is not type(None)], hint, text, key)
     if typing.get_origin(hint) is Literal:

@@ -85,17 +85,18 @@ def find_skips(loaded: Loaded, skip: str, context: int) -> tuple[SkipPolicy | No
     return found.policy, found.draft
 
 
-def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool) -> str:
-    """Print a completion as it comes; returns it."""
+def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool, *, echo: str = "") -> str:
+    """Print a completion as it comes, behind `echo` once the engine has taken the prompt; returns it."""
     import time
 
-    began, pieces, first = time.perf_counter(), [], 0.0
+    pieces: list[str] = []
+    began, first = time.perf_counter(), 0.0
     before = engine.stats.num_new_tokens
     for piece in engine.stream(tokens, sampling):
         first = first or time.perf_counter() - began
+        print("" if pieces else echo, piece, sep="", end="", flush=True)
         pieces.append(piece)
-        print(piece, end="", flush=True)
-    print(flush=True)
+    print("" if pieces else echo, flush=True)
     if stats:
         num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
         rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"

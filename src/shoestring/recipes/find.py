@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +59,11 @@ def load_recipe(name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{name}, line {error.lineno}: {error.msg}") from None
+    except UserError:
+        raise
+    except Exception as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        raise UserError(f"{name}, line {lines[-1]}: {type(error).__name__}: {error}") from error
     missing = [part for part in ("Config", "main") if not hasattr(module, part)]
     if missing:
         raise UserError(

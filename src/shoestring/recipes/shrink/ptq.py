@@ -1,5 +1,4 @@
-"""Shrink a model to 2, 3, 4 or 8 bits, guided by a calibration text: GPTQ, AWQ, a clip search, or training
-block by block.
+"""Shrink a model to 2, 3, 4 or 8 bits, guided by a calibration text: GPTQ, AWQ, clip search, block-wise training.
 
 Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.txt text=other.txt
          shoestring run shrink/ptq model=RUN format=int2 method=gptq+clip

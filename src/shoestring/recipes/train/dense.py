@@ -85,7 +85,7 @@ class Config:
     d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1)
     steps: int = option(2000, "optimizer steps", least=0)
     batch: int = option(16, "rows per step over all ranks", least=1)
-    context: int = option(256, "tokens per row", least=1)
+    context: int = option(256, "tokens per row", least=2)
     micro: int | None = option(
         None, "rows per forward pass on one rank, to save memory; none: all at once", least=1
     )
@@ -184,6 +184,8 @@ def load_corpus(cfg: Config, mesh: Mesh, log: RunLog) -> Corpus:
         tokenizer = Tokenizer.from_file(cfg.tokenizer)
     elif cfg.init_from is not None:
         tokenizer = read_spec(cfg.init_from)[1]
+        if tokenizer is None:
+            raise UserError(f"init_from={cfg.init_from} has no tokenizer; give its own with tokenizer=")
     max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
     options: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": cfg.vocab_size, "max_bytes": max_bytes}
     return prepare(cfg.data, **options, progress=log.progress)
