@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import build, logits
 from safetensors.torch import load_file, save_file
 
 from shoestring.errors import UserError
@@ -35,15 +36,6 @@ GPT2 = ModelSpec(
 KINDS = ["int4:g8", "int4:sym:g8", "int8:g0", "int8:sym:g0", "int4:g0:bfloat16", "int8:sym:g8:bfloat16"]
 
 
-def build(spec: ModelSpec = SPEC, seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    model = Decoder(spec)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn_like(p) * 0.2 + (p.ndim == 1))
-    return model
-
-
 def quantized(
     spec: ModelSpec = SPEC, *rules: tuple[str, str], packed: bool = True, skip: tuple[str, ...] = ("head",)
 ) -> Decoder:
@@ -52,13 +44,6 @@ def quantized(
     if packed:
         pack(model)
     return model
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        out = model(tokens)
-    return out if isinstance(out, torch.Tensor) else out.logits
 
 
 def from_transformers(path: Path) -> torch.nn.Module:
@@ -157,7 +142,7 @@ def compress_elsewhere(folder: Path, scheme: dict[str, Any], scale: Callable[[to
     """A dense Llama folder, quantized by the real package with grids of the test's own."""
     package = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    save_model(folder, build())
+    save_model(folder, build(SPEC))
     tensors = load_file(folder / "model.safetensors")
     layers = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
     made = quantization.QuantizationScheme(
@@ -318,7 +303,7 @@ def test_what_the_layout_cannot_hold(format: str, words: list[str], tmp_path: Pa
 
 
 def test_other_refusals(tmp_path: Path) -> None:
-    save_model(tmp_path / "dense", build())
+    save_model(tmp_path / "dense", build(SPEC))
     with pytest.raises(UserError, match=r"no quantized layer.*shrink/ptq"):
         export_model(tmp_path / "dense", tmp_path / "out", "compressed-tensors")
     with pytest.raises(UserError, match="no packed layer"):

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_models import build, logits
 from safetensors.torch import load_file, save_file
 
 from shoestring.errors import UserError
 from shoestring.formats import IntAsym, convert, pack, packed_state, parse_format
-from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
+from shoestring.model import ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
 from shoestring.model.hf import spec_from_hf
 
 transformers = pytest.importorskip("transformers")
@@ -29,22 +30,6 @@ GPT2 = ModelSpec(
     qkv_bias=True, out_bias=True, mlp_bias=True, bos_id=1, eos_id=2,
 )  # fmt: skip
 SPECS = {"llama": SPEC, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2}
-
-
-def build(spec: ModelSpec = SPEC, seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    model = Decoder(spec)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn_like(p) * 0.2 + (p.ndim == 1))
-    return model
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        out = model(tokens)
-    return out if isinstance(out, torch.Tensor) else out.logits
 
 
 def from_transformers(path: Path) -> torch.nn.Module:
@@ -70,7 +55,7 @@ def test_saved_folder_loads_in_transformers_and_here_with_the_same_logits(name: 
 
 
 def test_bfloat16_round_trip(tmp_path: Path) -> None:
-    model = build()
+    model = build(SPEC)
     save_model(tmp_path / "m", model, dtype=torch.bfloat16)
     theirs = from_transformers(tmp_path / "m")
     assert next(theirs.parameters()).dtype == torch.bfloat16
@@ -132,7 +117,7 @@ def test_a_run_folder_loads_its_model_or_says_what_it_has(tmp_path: Path) -> Non
         UserError, match=r"run without a finished model .*step-00000200.*run train/dense resume="
     ):
         load_model(run)
-    model = build()
+    model = build(SPEC)
     save_model(run / "model", model)
     loaded = load_model(run)
     assert loaded.path == run / "model" and torch.equal(logits(loaded.model), logits(model))
@@ -179,9 +164,9 @@ def test_packed_round_trip(name: str, format: str, tmp_path: Path) -> None:
 
 
 def test_load_into_fills_a_converted_model(tmp_path: Path) -> None:
-    model = build()
+    model = build(SPEC)
     save_model(tmp_path / "m", model)
-    other = build(seed=1)
+    other = build(SPEC, seed=1)
     convert(other, [("*", IntAsym(bits=4, group=16))])
     load_into(other, tmp_path / "m")
     assert torch.equal(other.blocks[0].mlp.up.weight, model.blocks[0].mlp.up.weight)
@@ -199,7 +184,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "m", build())
+    return save_model(tmp_path / "m", build(SPEC))
 
 
 def test_paths_that_are_no_model(tmp_path: Path, good: Path) -> None:
@@ -304,24 +289,24 @@ def test_fused_gpt2_weight_of_the_wrong_height(tmp_path: Path) -> None:
 
 
 def test_saving_replaces_only_model_folders(tmp_path: Path, good: Path) -> None:
-    other = build(seed=3)
+    other = build(SPEC, seed=3)
     save_model(good, other)
     assert torch.equal(logits(load_model(good).model), logits(other))
     (good / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"'notes.txt'"):
-        save_model(good, build())
+        save_model(good, build(SPEC))
     assert (good / "notes.txt").read_text() == "mine"
     assert torch.equal(logits(load_model(good).model), logits(other))
 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "data.json").write_text("{}")
     with pytest.raises(UserError, match=r"no config.json"):
-        save_model(tmp_path / "thesis", build())
+        save_model(tmp_path / "thesis", build(SPEC))
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"):
-        save_model(tmp_path / "file", build())
+        save_model(tmp_path / "file", build(SPEC))
     with pytest.raises(UserError, match=r"Not a directory|is a file|exists"):
-        save_model(tmp_path / "file" / "m", build())
+        save_model(tmp_path / "file" / "m", build(SPEC))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "m", "thesis"]
 
 
@@ -331,8 +316,8 @@ def test_a_spec_that_no_config_can_say_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lack 'norm.weight'"):
         save_model(
             tmp_path / "m",
-            build(),
-            weights={k: v for k, v in build().state_dict().items() if k != "norm.weight"},
+            build(SPEC),
+            weights={k: v for k, v in build(SPEC).state_dict().items() if k != "norm.weight"},
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -369,7 +354,7 @@ def test_no_room_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.M
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match=r"the disk has 0.0 MB left"):
-        save_model(tmp_path / "m", build())
+        save_model(tmp_path / "m", build(SPEC))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -381,7 +366,7 @@ def test_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save_model(tmp_path / "m", build(), Stops())  # type: ignore[arg-type]
+        save_model(tmp_path / "m", build(SPEC), Stops())  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
