@@ -51,7 +51,7 @@ def taught(steps: int) -> tuple[Decoder, TokenShards]:
 
 
 def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
-    model, text = taught(3)
+    model, text = taught(3)[0], TokenShards(chain(3_000, 1), None, "short")
     subject = Subject(
         "chain",
         model,
@@ -75,6 +75,11 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
     got, told = shrink(subject, "ours@norm=0", "int2:g32", 0)  # the defaults otherwise
     assert not torch.equal(got.embed.weight, embed) and (tmp_path / "cache").exists()
     assert told == {"training_tokens": 1024, "rates": 1.0, "live": False, "batch": 8}
+    unformat(got)
+    got, told = shrink(subject, "ours@live,derived,gamma=0.5,weight=0,norm=0,rest=1e-2", "int2:g32", 0)
+    assert told["training_tokens"] == 1024  # none of them block by block
+    w, full = (state["blocks.0.attn.v.weight"] for state in (got.state_dict(), subject.original))
+    assert w.abs().max() <= full.abs().max() and not torch.equal(w, full)  # clamped, as BitDistiller's
     unformat(got)
     got, told = shrink(subject, "bitdistiller@1e-3,batch=4", "int2:g32", 0)
     assert told == {"training_tokens": 1024, "lr": 1e-3, "batch": 4}

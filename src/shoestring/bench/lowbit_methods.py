@@ -64,6 +64,7 @@ class Ours:
 
     part: float | None = None  # of the rates end to end; None: by bits
     live: bool = False  # the full model beside the student; else its cached top-k
+    derived: bool = False  # BitDistiller's start and grids: clipped weights, whose extremes the scales follow
     gamma: float | None = None  # of CAKLD; None: the full model's confidence
     blocks: float | None = None  # part of the training tokens for the block-wise stage; None: the subject's
     batch: int = 0  # rows a step end to end; 0: the subject's
@@ -79,8 +80,8 @@ class Ours:
         rates: list[tuple[str, float]] = []
         for item in filter(None, given.split(",")):
             key, _, value = item.partition("=")
-            if key in ("live", "cached"):
-                found["live"] = key == "live"
+            if key in ("live", "derived"):
+                found[key] = True
             elif not value:
                 found["part"] = float(key)
             elif key in ("gamma", "blocks", "batch", "init"):
@@ -180,10 +181,7 @@ def bitdistiller(
     gamma = subject.cache().confidence
     teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
     data, model = subject.data(seed, batch), subject.fresh()
-    format = parse_format(label)
-    seen = windows(subject.text.head(), min(32, data.num_windows), subject.train_context)
-    clip_weights(model, subject.rules(format), walk(model, seen, Calibration(inputs="full")), Clip())
-    convert(model, subject.rules(with_range_gradient(format)))
+    start_clipped(subject, label)
     optimizer = adamw(model, lr=lr, weight_decay=0.0)
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     steps = subject.training_tokens // data.tokens_per_step
@@ -194,12 +192,25 @@ def bitdistiller(
     return model, run.log.history[-1]["loss"]
 
 
+def start_clipped(subject: Subject, label: str) -> None:
+    """BitDistiller's start: groups clamped to searched ranges, scales that follow their extremes."""
+    model, format = subject.model, parse_format(label)
+    most = (len(subject.text) - 1) // subject.train_context
+    seen = windows(subject.text.head(), min(32, most), subject.train_context)
+    clip_weights(model, subject.rules(format), walk(model, seen, Calibration(inputs="full")), Clip())
+    convert(model, subject.rules(with_range_gradient(format)))
+
+
 def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
     """Block-wise, then end to end, together as many training tokens as BitDistiller, or what the subject's time
     allows; returns the model and its training tokens."""
     loss = teacher_loss(subject, setting)
     model = subject.fresh()
-    used = start_blocks(subject, label, setting, seed)
+    if setting.derived:
+        start_clipped(subject, label)
+        used = 0
+    else:
+        used = start_blocks(subject, label, setting, seed)
     data = subject.data(seed, setting.batch)
     steps = max(1, (subject.training_tokens - used) // data.tokens_per_step)
     rates = replace(subject.rates, **dict(setting.rates)).softer(setting.part_at(label))
