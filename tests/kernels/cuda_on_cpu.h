@@ -120,6 +120,7 @@ static float wide(u32 h) { return __uint_as_float(h << 16); }
 static u16 narrow(float f) {
     u32 u;
     memcpy(&u, &f, 4);
+    if (f != f) return 0x7fff;
     return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 static float half_float(u32 h) {

@@ -85,6 +85,20 @@ static int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 32; i += 8) c += (signed char)(a >> i) * (signed char)(b >> i);
     return c;
 }
+static float load_now(const float* p) { return *p; }
+static float fabsf(float f) { return f < 0 ? -f : f; }
+static u32 __reduce_or_sync(u32, u32 v) {
+    for (int i = 1; i < 32; i *= 2) v |= __shfl_xor_sync(~0u, v, i);
+    return v;
+}
+static u32 select_bytes(u32 low, u32 high, u32 by) {
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 byte = ((u64)high << 32 | low) >> 8 * (by >> 4 * i & 7) & 255;
+        r |= (by >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return r;
+}
 static void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
     const int warp = current->x / 32, lane = current->x % 32;
     memcpy(given_a[warp][lane], a, 16);
@@ -99,6 +113,10 @@ static void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
         }
     }
     __syncwarp();
+}
+static void mma_bytes_new(int* c, const u32* a, u32 b0, u32 b1) {
+    c[0] = c[1] = c[2] = c[3] = 0;
+    mma_bytes(c, a, b0, b1);
 }
 
 #include "kernel.inc"

@@ -95,19 +95,23 @@ def field_pairs(w: list[int], j: int, bits: int) -> list[tuple[int, int]]:
     return [((v & 0xFFFF) // size, (v >> 16) // size) for v, size in masked]
 
 
+def turned(word: int, right: int) -> int:
+    right %= 32
+    return (word >> right | word << 32 - right) & 0xFFFFFFFF
+
+
 def table_pairs(w: list[int], j: int, bits: int) -> list[tuple[int, int]]:
-    pairs = []
-    for p in range(4 * j, 4 * j + 4):
-        if bits == 3 and p >= 30:
-            b = (p - 30) * 3
-            v = w[b] << 2 & 0x180 | w[b + 1] << 4 & 0x600 | w[b + 2] << 6 & 0x1800
-        else:
-            word, place = divmod(p, 32 // (2 * bits))
-            turn = 2 * bits * place
-            v = (w[word] >> turn | w[word] << 32 - turn) & 0xFFFFFFFF
-        index = v >> 7 & (1 << 2 * bits) - 1
-        pairs.append((index & (1 << bits) - 1, index >> bits))
-    return pairs
+    if bits == 2:
+        index = [turned(w[j // 2], 7 + 16 * (j % 2) + 4 * i) for i in range(4)]
+        return [(v & 3, v >> 2 & 3) for v in index]
+    if bits == 4 or j < 6:
+        nibbles = turned(w[j], 7)
+    else:
+        one, two, four = (turned(v, 7) for v in w[3 * (j - 6) : 3 * (j - 6) + 3])
+        nibbles = one >> 3 & 0x11111111 | two >> 2 & 0x22222222 | four >> 1 & 0x44444444
+    low, high = nibbles & 0xFFFF, nibbles >> 16  # rows g and g + 8, k = 2t, 2t + 1, 2t + 8, 2t + 9
+    bytes_ = (low & 0xFF, high & 0xFF, low >> 8, high >> 8)
+    return [(v & (1 << bits) - 1, v >> 4 & (1 << bits) - 1) for v in bytes_]
 
 
 @pytest.mark.parametrize("table", [False, True])
@@ -147,6 +151,15 @@ def test_served_layers_stack_as_their_rows_do(monkeypatch: pytest.MonkeyPatch) -
     a.serve(), b.serve()
     both = {"chunks": torch.cat([m.operands()["chunks"] for m in (a, b)]), "table": a.operands()["table"]}
     torch.testing.assert_close(a.format.linear(x, both, None), want, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_whose_zero_is_elsewhere_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "chunks_usable", lambda codes: True)
+    layer = packed_layer("nf4:s2:g64", 32, 256)
+    layout, parts = layer.format.layout(256), layer.parts()
+    assert serving.to_chunks(parts, layout) is not None
+    shifted = {**parts, "table": parts["table"] + 0.1}
+    assert serving.to_chunks(shifted, layout) is None
 
 
 def test_without_a_kernel_serving_changes_nothing() -> None:

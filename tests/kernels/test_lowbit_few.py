@@ -41,10 +41,10 @@ from shoestring.kernels.row_linear import row_linear_ref
 HERE = Path(__file__).parent
 BF16, FP32 = torch.bfloat16, torch.float32
 REPLACED = (
-    "launch_dependents", "grid_wait", "prefetch", "load_late", "load_late16", "barrier_init",
-    "barrier_expect", "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks",
-    "mma_bytes", "max_abs", "max_abs2", "fma2", "narrow2", "join_workers", "workers_are_done", "wait_for_workers",
-    "copy_async_if", "nap",
+    "launch_dependents", "grid_wait", "prefetch", "load_late", "load_late16", "barrier_init", "barrier_expect",
+    "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks", "mma_bytes",
+    "mma_bytes_new", "load_now", "select_bytes", "max_abs", "max_abs2", "fma2", "narrow2", "join_workers",
+    "workers_are_done", "wait_for_workers", "copy_async_if", "nap",
 )  # fmt: skip
 
 
@@ -111,6 +111,10 @@ CASES = [
     ("nf4:s2:g128", 2, 48, 1152, Plan(1, 4, 2, 3, bulk=1), "norm", BF16),
     ("nf4:s1:g64", 7, 48, 1600, Plan(2, 2, 1, 4, early=2), "residual", BF16),
     ("int2:g128", 10, 48, 1152, Plan(2, 2, 1, 6, panel=4, beside=1, early=1), "", BF16),
+    ("nf4:s2:g128", 1, 64, 1152, Plan(2, 2, 2, digits=1), "", BF16),
+    ("nf3:s2:g64", 4, 48, 1408, Plan(1, 3, 1, 5, digits=1), "norm residual", FP32),
+    ("fp4:s1:g32", 3, 48, 800, Plan(1, 3, 2, digits=1, beside=1), "bias", BF16),
+    ("fp3:s2:g128", 2, 48, 1152, Plan(3, 2, 1, 4, digits=1, bulk=2), "", BF16),
 ]
 
 
@@ -126,23 +130,59 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
     names = set(words.split())
     around = surroundings(names, rows, out, width, norm)
     bias = torch.randn(out).to(BF16) if "bias" in names else None
-    norm_K, residual = around.get("norm_K"), around.get("residual_1N")
-    assert plan.fits(layout, rows, width, norm_K is not None)
-
-    (tmp_path / "kernel.inc").write_text(
-        cuda_on_cpu.cpu_source(few_source(), cuda_on_cpu.REPLACED + REPLACED)
-    )
-    macros = few_macros(
-        layout, BF16, row_class(rows), plan, None if norm_K is None else norm, "swiglu" in names
-    )
-    library = tmp_path / "kernel.so"
-    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", f"-I{tmp_path}"]
-    command += [f"-D{k}={v}" for k, v in macros.items()]
-    subprocess.run([*command, str(HERE / "few_on_cpu.h"), "-o", str(library)], check=True)
+    assert plan.fits(layout, rows, width, "norm" in names)
 
     x = torch.randn(rows, width).to(BF16)
     want = around_ref(x.double(), weight.double(), bias, **around)
-    y = torch.full(want.shape, torch.nan, dtype=BF16)
+    y = run_on_cpu(tmp_path, layout, chunks, table, plan, x, want.shape[1], bias, around)
+    assert rms(y, want) <= allowed_error(x, weight, bias, around, want)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_digits_of_inputs_of_any_size(tmp_path: Path) -> None:
+    """A group of zeros, tiny and large ones; what is not a number stays in its row."""
+    layout, chunks, table, weight = packed("nf4:s2:g128", 32, 640)
+    x = torch.randn(2, 5, 128) * torch.tensor([0.0, 1e-30, 1e-3, 1.0, 300.0])[None, :, None]
+    x = x.view(2, 640).to(BF16)
+    x[1, 3] = torch.nan
+    y = run_on_cpu(tmp_path, layout, chunks, table, Plan(1, 2, 2, digits=1), x, 32)
+    assert y[1].isnan().all()
+    for part in (
+        slice(0, 256),
+        slice(256, 384),
+        slice(0, 640),
+    ):  # each alone, so that none hides behind the next
+        some = torch.zeros_like(x[:1])
+        some[:, part] = x[:1, part]
+        want = some.double() @ weight.double().t()
+        y = run_on_cpu(tmp_path, layout, chunks, table, Plan(1, 2, 2, digits=1), some.clone(), 32)
+        assert rms(y, want) <= allowed_error(some, weight, None, {}, want)
+
+
+def run_on_cpu(
+    folder: Path,
+    layout: Layout,
+    chunks: Tensor,
+    table: Tensor | None,
+    plan: Plan,
+    x: Tensor,
+    out: int,
+    bias: Tensor | None = None,
+    around: dict | None = None,
+) -> Tensor:
+    """The kernel's source as C++, with the instructions of few_on_cpu.h."""
+    around = around or {}
+    (rows, width), norm_K = x.shape, around.get("norm_K")
+    swiglu = bool(around.get("swiglu"))
+    (folder / "kernel.inc").write_text(cuda_on_cpu.cpu_source(few_source(), cuda_on_cpu.REPLACED + REPLACED))
+    norm = None if norm_K is None else norm_K.dtype
+    macros = few_macros(layout, BF16, row_class(rows), plan, norm, swiglu)
+    library = folder / f"kernel{rows}.so"  # a library that is loaded stays
+    if not library.exists():
+        command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", f"-I{folder}"]
+        command += [f"-D{k}={v}" for k, v in macros.items()]
+        subprocess.run([*command, str(HERE / "few_on_cpu.h"), "-o", str(library)], check=True)
+    y = torch.full((rows, out), torch.nan, dtype=BF16)
 
     def pointer(t: Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(0 if t is None else t.data_ptr())
@@ -150,10 +190,10 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
     shared_bytes = plan.shared_bytes(layout, rows, width, norm_K is not None)
     ctypes.CDLL(str(library)).run(
         pointer(chunks), ctypes.c_long(chunks.numel()), pointer(x), ctypes.c_long(x.numel() * 2),
-        *map(pointer, (y, table, bias, norm_K, residual)), ctypes.c_float(1e-5), width, rows,
-        *chunks.shape[:2], plan.panel_chunks(width), plan.grid(out)[1], shared_bytes,
+        *map(pointer, (y, table, bias, norm_K, around.get("residual_1N"))), ctypes.c_float(1e-5), width, rows,
+        *chunks.shape[:2], plan.panel_chunks(width), plan.grid(chunks.shape[0] * 16)[1], shared_bytes,
     )  # fmt: skip
-    assert rms(y, want) <= allowed_error(x, weight, bias, around, want)
+    return y
 
 
 # -- plans and the definition --------------------------------------------------------------------------------

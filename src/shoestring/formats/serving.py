@@ -36,7 +36,15 @@ def to_chunks(parts: Parts, layout: Layout) -> Tensor | None:
     rows = parts["codes"].shape[0]
     if not chunks_usable(parts["codes"]) or rows % CHUNK_ROWS or layout.bits > 4 or not layout.group:
         return None
+    if layout.table and not zero_in_the_middle(parts["table"]):
+        return None
     return lay_out(parts, layout)
+
+
+def zero_in_the_middle(table: Tensor) -> bool:
+    """Whether the lower half of the codes stands for no positive level and the upper half for no negative one."""
+    below, above = table.float().chunk(2)
+    return bool((below <= 0).all() and (above >= 0).all())
 
 
 def lay_out(parts: Parts, layout: Layout) -> Tensor:

@@ -41,6 +41,11 @@ class Layout:
         return 256 * self.bits
 
     @property
+    def pair_table_bytes(self) -> int:
+        """Shared memory for a table of pairs of levels, a copy for each lane; 3 bits are read as 7 with a hole."""
+        return 128 * (0, 0, 16, 128, 256)[self.bits] if self.table else 0
+
+    @property
     def chunk_bytes(self) -> int:
         return self.code_bytes + 64 * (CHUNK_WIDTH // self.group)
 
@@ -64,13 +69,15 @@ def bit_map(bits: int, table: bool) -> tuple[tuple[tuple[int, int], ...], ...]:
     pairs = []
     for p in range(PAIRS):
         j, i = divmod(p, 4)
-        if table:
-            if bits == 3 and p >= 30:
-                places = [((p - 30) * 3 + n // 2, 5 + n % 2) for n in range(6)]
+        if table and bits == 2:
+            places = [(p // 8, (7 + n + 4 * (p % 8)) % 32) for n in range(4)]
+        elif table:
+            # eight nibbles a step, from bit 7 on; with 3 bits their fourth bits are the codes of the last two steps
+            nibbles = [7 + 16 * (i % 2) + 8 * (i // 2) + 4 * n for n in range(2)]
+            if bits == 4 or j < 6:
+                places = [(j, (n + b) % 32) for n in nibbles for b in range(bits)]
             else:
-                per_word = 32 // (2 * bits)
-                word, place = divmod(p, per_word)
-                places = [(word, (7 + n + 2 * bits * place) % 32) for n in range(2 * bits)]
+                places = [(3 * (j - 6) + b, (n + 3) % 32) for n in nibbles for b in range(3)]
         else:
             low = _field(bits, j, i)
             places = [(w, (b + half) % 32) for half in (0, 16) for w, b in low]

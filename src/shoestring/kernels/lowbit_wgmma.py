@@ -89,7 +89,7 @@ class WidePlan:
 
     def sizes(self, layout: Layout) -> tuple[int, int, int]:
         """Bytes of shared memory: table and barriers, rings, sums that come from the rest of a cluster."""
-        lut = 128 << (2 * layout.bits) if layout.table else 0
+        lut = layout.pair_table_bytes
         rings = self.stages * self.tile * 2 * BOX_WIDTH + self.groups * 4 * self.depth * layout.chunk_bytes
         sums = (self.split - 1) * ceil_div(self.tile // 8, self.split) * self.groups * 128 * 16
         return lut + 1024, rings, sums

@@ -4,6 +4,9 @@
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
 //   HALF 0 bf16, 1 fp16 activations   SBF16 1: scales are bf16, 0: fp16   GROUP 32,64,128
+#ifndef DIGITS
+#define DIGITS 0  // only lowbit_few.cu has them
+#endif
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -18,7 +21,7 @@ typedef unsigned long long u64;
 #define BASE (HALF ? 1024.f : 128.f)
 // Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
 #define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
-#define LUT_BYTES (TABLE ? (128 << (2 * BITS)) : 0)
+#define LUT_BYTES (TABLE && !DIGITS ? 128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16) : 0)
 #define INLINE __device__ __forceinline__
 
 extern __shared__ __align__(1024) char smem[];
@@ -126,27 +129,31 @@ INLINE void decode(u32* a, const u32* w, const int j, const u32 magic) {
 #endif
 }
 #else
-// A pair of codes is an index of 2*BITS bits, read at bit 7: times 128 bytes, the distance of entries.
-#define INDEX_MASK (((1u << (2 * BITS)) - 1) << 7)
-INLINE u32 pair_word(const u32* w, const int p) {
-    u32 v;
-#if BITS == 4
-    v = rotate(w[p / 4], p % 4 * 8);
-#elif BITS == 2
-    v = rotate(w[p / 8], p % 8 * 4);
-#else
-    if (p < 30) v = rotate(w[p / 5], p % 5 * 6);
-    else {
-        const int b = (p - 30) * 3;
-        v = (w[b] << 2 & 0x180) | (w[b + 1] << 4 & 0x600) | (w[b + 2] << 6 & 0x1800);
-    }
+// The codes of step j are the nibbles of a word, the first at bit 7: those of row g for k = 2t, 2t + 1, 2t + 8, 2t + 9 (beside
+// 16 j), then those of row g + 8. With 3 bits the fourth bits of the first six words are the codes of the last two steps. (2 bits:
+// pairs of codes one after the other.)
+#if BITS > 2
+INLINE u32 step_word(const u32* w, const int j) {  // with 3 bits, fourth bits may be anything
+    if (BITS == 4 || j < 6) return w[j];
+    const int b = (j - 6) * 3;
+    return (rotate(w[b], 3) & 0x88888888) | (rotate(w[b + 1], 2) & 0x11111111) | (rotate(w[b + 2], 1) & 0x22222222);
+}
+INLINE u32 nibbles(const u32* w, const int j) { return rotate(step_word(w, j), 7) & (BITS == 4 || j > 5 ? ~0u : 0x77777777); }
 #endif
-    return v;
+// A pair of codes is an index, read at bit 7: times 128 bytes, the distance of entries.
+#define ENTRIES (BITS == 4 ? 256 : BITS == 3 ? 128 : 16)
+#define SECOND (BITS == 2 ? 2 : 4)       // the bit of an index where the second code begins
+#define INDEX_MASK ((BITS == 4 ? 0xffu : BITS == 3 ? 0x77u : 0xfu) << 7)
+INLINE u32 pair_word(const u32* w, const int p) {
+#if BITS == 2
+    return rotate(w[p / 8], p % 8 * 4);
+#else
+    return rotate(step_word(w, p / 4), p % 2 * 16 + p % 4 / 2 * 8);
+#endif
 }
 INLINE u32 pair_index(const u32* w, const int p) { return pair_word(w, p) & INDEX_MASK; }
 // The table is at the start of shared memory; 4 * lane is its column of a lane. A warp makes every `warps`-th entry. It asks
 // for the levels ahead of its weights, because they would arrive behind them, and puts them where its first entry will be.
-#define ENTRIES (1 << (2 * BITS))
 INLINE void ask_for_levels(const float* table, const int warp, const int lane) {
     if (warp < ENTRIES && lane < 1 << BITS) copy_word_async(shared_address(smem) + warp * 128 + lane * 4, table + lane);
     commit();
@@ -154,7 +161,7 @@ INLINE void ask_for_levels(const float* table, const int warp, const int lane) {
 INLINE void make_pairs(const int warp, const int warps, const int lane) {  // once the levels are there
     if (warp >= ENTRIES) return;
     const float* const level = (const float*)(smem + warp * 128);
-    auto pair = [&](const int e) { return narrow(level[e & ((1 << BITS) - 1)]) | (u32)narrow(level[e >> BITS]) << 16; };
+    auto pair = [&](const int e) { return narrow(level[e & ((1 << BITS) - 1)]) | (u32)narrow(level[e >> SECOND & ((1 << BITS) - 1)]) << 16; };
     __syncwarp();
     for (int e = warp + warps; e < ENTRIES; e += warps) *(u32*)(smem + e * 128 + lane * 4) = pair(e);
     const u32 first = pair(warp);

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) lowbit_dense(
                     float v[2];
 #if TABLE
                     const u32 pair = pair_index(w, 4 * j + i) >> 7;
-                    v[0] = levels[pair & ((1 << BITS) - 1)][lane], v[1] = levels[pair >> BITS][lane];
+                    v[0] = levels[pair & ((1 << BITS) - 1)][lane], v[1] = levels[pair >> SECOND][lane];
                     v[0] *= v[0] > 0 ? up[h] : down[h], v[1] *= v[1] > 0 ? up[h] : down[h];
 #else
                     const int rs = h ? RS : 1;

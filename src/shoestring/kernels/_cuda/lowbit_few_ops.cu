@@ -15,6 +15,9 @@ INLINE void copy_async_if(u32 to, const void* from, bool inside) {  // 16 bytes,
 }
 INLINE void nap(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 INLINE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+INLINE float load_now(const float* p) {  // not later, though it is needed later
+    float f; asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(f) : "l"(p) : "memory"); return f;
+}
 INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there before grid_wait
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
@@ -49,6 +52,11 @@ INLINE void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+INLINE void mma_bytes_new(int* c, const u32* a, u32 b0, u32 b1) {  // c = a b
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+}
 INLINE float max_abs(float a, float b) {  // not a number where one of them is not
     float d; asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(fabsf(b))); return d;
 }
@@ -59,6 +67,9 @@ INLINE u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn." PAIR " %0, %1, %2, %
 INLINE u32 narrow2(float a, float b) {
     u32 d; asm("cvt.rn." PAIR ".f32 %0, %2, %1;" : "=r"(d) : "f"(a), "f"(b)); return d;
 }
+// Four of eight bytes, by four nibbles; one with its fourth bit set gives the sign of its byte eight times. (__byte_perm takes
+// the fourth bits for zero.)
+INLINE u32 select_bytes(u32 low, u32 high, u32 by) { u32 d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(by)); return d; }
 INLINE float high_half_float(u32 bits) { return __uint_as_float(__byte_perm(bits, 0x4b000000u, 0x7432)) - 8388608.f; }
 INLINE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 INLINE float load_rank(const float* here, u32 rank) {  // the same place in another block of the cluster
