@@ -34,6 +34,7 @@ from shoestring.shrink.qat import (
     read_grids,
     relative_adamw,
 )
+from shoestring.train.cakld import Cakld
 from shoestring.train.trainer import Run
 
 
@@ -52,7 +53,7 @@ def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:
     before, after = read_jsonl(here / "best/evals.jsonl")
     assert before["format"] == "dense" and after["format"] == "int2:g32" and after["bits_per_weight"] == 2.75
     told = json.loads((here / "best/model/quantization.json").read_text())
-    assert told["method"] == "shrink/lowbit_best" and 0 < told["gamma"] < 1
+    assert told["method"] == "shrink/lowbit_best" and told["gamma"] == 0
     assert len(told["blocks"]) == 3 and all(b["after"] <= b["before"] for b in told["blocks"])
     assert told["blocks"][0]["after"] < 0.95 * told["blocks"][0]["before"]
     losses = [row["loss"] for row in read_jsonl(here / "best/metrics.jsonl")]
@@ -76,12 +77,12 @@ def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path) -> None:
     assert "give one of them" in said
 
 
-def test_the_full_model_beside_the_student(cli: Callable[..., str], here: Path) -> None:
-    cli(*BEST, "run=live", "teacher=live")
-    assert 0 < json.loads((here / "live/gamma.json").read_text())["gamma"] < 1
-    assert (
-        not (here / "live/teacher").exists() and read_jsonl(here / "live/evals.jsonl")[-1]["model"] == "after"
-    )
+@pytest.mark.parametrize("teacher", ["live", "cached"])
+def test_as_sure_as_the_full_model(cli: Callable[..., str], here: Path, teacher: str) -> None:
+    cli(*BEST, f"run={teacher}", f"teacher={teacher}", "gamma=none")
+    assert read_jsonl(here / teacher / "evals.jsonl")[-1]["model"] == "after"
+    told = json.loads((here / teacher / "model/quantization.json").read_text())
+    assert 0 < told["gamma"] < 1 and (here / teacher / "gamma.json").exists() == (teacher == "live")
 
 
 @pytest.mark.parametrize("stage", ["blocks", "training"])
@@ -99,9 +100,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
         if stage == "blocks":
             patch.setattr(blockwise, "train_block", dying(2, blockwise.train_block))
         else:
-            from shoestring.train.cakld import CachedCakld
-
-            patch.setattr(CachedCakld, "__call__", dying(9, CachedCakld.__call__))
+            patch.setattr(Cakld, "__call__", dying(9, Cakld.__call__))
         assert run_cli(["run", "shrink/lowbit_best", *BEST, f"run={name}", "device=cpu"]) != 0
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
         patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(0, print))

@@ -87,9 +87,14 @@ class Config(Settings):
     epochs: int = option(4, "passes over those rows", least=1)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
-    teacher: Literal["cached", "live"] = option(
-        "cached", "the full model's top-k on disk, or beside the student"
+    teacher: Literal["live", "cached"] = option(
+        "live", "the full model beside the student, or only its top-k on disk"
     )
+    gamma: float | None = option(
+        0.0, "weight of the reverse divergence; none: the full model's confidence, as BitDistiller's"
+    )
+    batch: int = option(8, "rows per step over all ranks", least=1)
+    steps: int = option(800, "optimizer steps end to end", least=1)
     lr_weight: float = option(5e-3, "of the root mean square of a layer's weights; 0 freezes them", least=0)
     lr_scale: float = option(3e-4, "of the mean of a layer's scales", least=0)
     lr_zero: float = option(5e-3, "codes", least=0)
