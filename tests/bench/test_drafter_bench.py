@@ -73,11 +73,11 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         for n in lines
         if "batch" in n["config"]
     ]
-    assert len(many) == 2 * 3 * 2
+    assert len(many) == 2 * (4 + 3)
     assert {d for _, d, _ in many} == {"LK", "n-gram, then LK", "first layers, untrained"}
     rows = drafter.table().splitlines()
     assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
-    assert drafter.batches().count("x; ") == 12
+    assert drafter.batches().count("x; ") == 14
 
 
 def test_who_serves() -> None:

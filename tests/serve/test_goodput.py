@@ -259,6 +259,33 @@ def test_what_is_to_be_read_first_must_pay() -> None:
     assert goodput.choose(1, 8, 10, lambda: False) > 0, "it has read them"
 
 
+def test_a_first_reading_that_compiled_is_forgotten() -> None:
+    """500 ms where the others take 5: nothing is learned from it for good, and a good drafter is soon used."""
+    rng, text = random.Random(0), 0
+    goodput = Goodput(lambda rows: 2.0 if rows > 1 else 1.68)
+    spent = gained = kept = 0.0
+    for i in range(1200):
+        if i % 60 == 0:
+            text, kept = 64, 0  # another request
+        left = 96 - (text - 64)
+        g = goodput.choose(1, 8, max(1, left), lambda t=text, k=kept: t - k > 9)  # type: ignore[misc]
+        seconds = 2.0 if g else 1.68
+        reads = (500.0 if not spent else 5.0) if g and text - kept > 9 else 0.0
+        if g:
+            goodput.drafted(1, g, 0.1 * g + reads, usual=not reads)
+            kept = text
+        fate = 0
+        while fate < g and rng.random() < 0.83:
+            fate += 1
+        goodput.offer(g, g)
+        goodput.stepped(1 + g, seconds, 1 + fate)
+        goodput.accept(g, fate)
+        text += 1 + fate
+        if i >= 300 or (g and not spent):
+            spent, gained = spent + seconds + reads + 0.1 * g, gained + 1 + fate
+    assert gained / (spent - 500.0) > 1.8 / 1.68
+
+
 def test_costs_are_asked_once_and_follow_real_steps() -> None:
     asked: list[int] = []
 

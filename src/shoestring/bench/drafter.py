@@ -211,10 +211,10 @@ class Bench:
 
     # -- measuring ------------------------------------------------------------------------------------------
     def drafter(self, model: Decoder) -> DraftModel:
-        """With the head that was trained; launched step by step: its graphs would be made for a few seconds."""
+        """With the head that was trained."""
         if self.vocab_ids is not None:
             trim_head(model, self.vocab_ids)
-        return DraftModel(model, vocab_ids=self.vocab_ids, graphs=False)
+        return DraftModel(model, vocab_ids=self.vocab_ids)
 
     def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
         """Write a drafter, with the head of the full vocabulary, and what is known of it; None: n-gram lookup."""
@@ -316,6 +316,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=names, choices=names)
     parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
     parser.add_argument("--seconds", type=float, help="of the target's training")
+    parser.add_argument("--text-seconds", type=float, help="of the target's writing")
     parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
     parser.add_argument(
         "--corpus", type=Path, help="a tokenised corpus for the target, brought from elsewhere"
@@ -340,6 +341,7 @@ def main() -> None:
     size = replace(
         size,
         seconds=args.seconds or size.seconds,
+        text_seconds=args.text_seconds or size.text_seconds,
         draft_steps=args.steps or size.draft_steps,
         layers=args.layers or size.layers,
     )

@@ -8,12 +8,16 @@ spread of ratios.
 
 `one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
                   plain decoding), behind one run of plain decoding a turn
-`batches`         the drafter that was trained for longest (or the first of --serve that is there), n-gram lookup with
-                  it behind, and one that is hardly ever right (the target's first layers, untrained), with 1 to 64
-                  requests at once; the goodput controller chooses the number of guesses, 0 included. Each run has a
-                  run of plain decoding beside it, before or after it by turns. The engine is prepared before
-                  (serve/prepare.py); the first turn, in which the controller learns, is not counted but recorded as
-                  `first`. A drafter has one controller for all of this, as in a server whose load changes.
+`batches`         the drafter that was trained for longest (or the first of --serve that is there) and one that is
+                  hardly ever right (the target's first layers, untrained), with 1 to 64 requests at once; one at a time
+                  also n-gram lookup with the trained one behind it. The goodput controller chooses the number of
+                  guesses, 0 included. Each run has a run of plain decoding beside it, before or after it by turns. The
+                  engine is prepared before (serve/prepare.py); the first turn, in which the controller learns, is not
+                  counted but recorded as `first`. The trained drafter is measured twice: with a controller of its own
+                  for every number of requests, and with one for all of them (`carried`), as in a server whose load
+                  changes.
+
+What the controller did in a turn is printed behind it (`Watched`), so that a loss explains itself.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,15 +43,48 @@ from shoestring.model import Decoder, load_model
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.drafters import Drafter, DraftModel, Stacked, open_drafter
 from shoestring.serve.goodput import Goodput
+from shoestring.serve.prepare import num_made
 from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4
-NUM_PROMPTS = 6  # at least, however many at once
+NUM_PROMPTS = 4  # at least, however many at once
 BATCHES = (1, 4, 16, 64)
 SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
 WARM_TURNS = 1
 SINGLE_TURNS = 4  # of drafters one at a time, at most
+
+
+class Watched(Goodput):
+    """A controller that keeps count of what it does."""
+
+    def __init__(self, profile: Callable[[int], float]) -> None:
+        super().__init__(profile)
+        self.done: dict[str, list[float]] = {}  # kind of step -> how many, their milliseconds, their tokens
+
+    def stepped(self, rows: int, seconds: float, num_new: int) -> None:
+        drafts = self._step[1]
+        kind = (
+            f"{'probe' if self.probing else 'draft' if self._usual else 'read'} {drafts}"
+            if drafts
+            else "plain"
+        )
+        found = self.done.setdefault(kind, [0, 0.0, 0])
+        for i, value in enumerate((1, 1e3 * (seconds + self.draft_seconds), num_new)):
+            found[i] += value
+        super().stepped(rows, seconds, num_new)
+
+    def told(self, num_requests: int) -> str:
+        """What happened since the last time."""
+        steps = ", ".join(
+            f"{k}: {n:.0f} in {ms:.0f} ms gave {new:.0f}" for k, (n, ms, new) in self.done.items()
+        )
+        account = self.account(num_requests)
+        self.done = {}
+        return (
+            f"{steps}; balance {1e3 * (account.balance or 0):.1f} ms{' resting' * account.resting}, reading "
+            f"{1e3 * account.entry:.1f} ms, credit {1e3 * self.credit:.1f} of {1e3 * self._dear:.1f} ms"
+        )
 
 
 @dataclass
@@ -57,7 +94,8 @@ class Way:
     name: str
     drafter: Drafter | None = None
     num_drafts: int | None = None
-    goodput: Goodput | None = None
+    goodput: Watched | None = None
+    controller: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +126,6 @@ class Turns:
         """Tokens per second of all prompts. Texts go on behind their end, so that every run has the same length."""
         engine = self.engine
         engine.use_drafter(way.drafter, way.num_drafts, way.goodput)
-        way.goodput = engine.goodput
         engine.prepare()  # as a server does before its first request
         samplings = [
             Sampling(temperature=temperature, seed=i, max_tokens=self.new_tokens, ignore_eos=True)
@@ -124,8 +161,13 @@ class Turns:
                 break
             for way, rates in zip(ways, found, strict=True):
                 pair = [Way("plain"), way][:: -1 if turn % 2 else 1]
+                made = num_made(self.engine.runner, way.drafter)
                 both = [self.rate(w, temperature) for w in pair][:: -1 if turn % 2 else 1]
                 (rates.warm if turn < WARM_TURNS else rates.turns).append(both)
+                if way.goodput is not None:
+                    made = num_made(self.engine.runner, way.drafter) - made
+                    said = f"{both[1] / both[0]:.3f}x, {made} graphs made; {way.goodput.told(self.batch)}"
+                    print(f"      {self.batch} {way.name} {way.controller}: {said}", flush=True)
         return found
 
 
@@ -163,16 +205,26 @@ class Kept:
         self.target = inference(target, self.dtype)
         self.engine = engine_for(self.target, self.prompts, self.new_tokens, most)
         self._drafters: dict[str, Drafter] = {}
-        self._goodputs: dict[str, Goodput] = {}
+        self._carried: dict[str, Watched] = {}
+        self._seconds: dict[int, float] = {}
 
-    def controlled(self, row: dict[str, Any]) -> Way:
-        """Under the drafter's controller, all graphs made."""
-        way = Way(row["case"], self.drafter(row), None, self._goodputs.get(row["drafter"]))
-        self.engine.use_drafter(way.drafter, None, way.goodput)
+    def controlled(self, row: dict[str, Any], *, carried: bool = False) -> Way:
+        """Under a controller, new or the one of all loads; all graphs made."""
+        name = row["drafter"]
+        goodput = self._carried.get(name) if carried else None
+        goodput = goodput or Watched(self._profile)
+        if carried:
+            self._carried[name] = goodput
+        drafter = self.drafter(row)
+        self.engine.use_drafter(drafter, None, goodput)
         self.engine.prepare()
-        assert self.engine.goodput is not None
-        way.goodput = self._goodputs[row["drafter"]] = self.engine.goodput
-        return way
+        return Way(row["case"], drafter, None, goodput, "carried" if carried else "")
+
+    def _profile(self, rows: int) -> float:
+        """Measured once for all controllers."""
+        if rows not in self._seconds:
+            self._seconds[rows] = self.engine.runner.seconds(rows)
+        return self._seconds[rows]
 
     def drafter(self, row: dict[str, Any]) -> Drafter:
         return self._drafter(row["drafter"])
@@ -246,9 +298,12 @@ def measure_batch(
 ) -> None:
     """Under the controller, for each of these drafters."""
     turns = kept.turns(batch)
-    ways = [kept.controlled(row) for row in rows]
+    if batch > 1:
+        rows = [row for row in rows if not row["drafter"].startswith("ngram+")]
+    both = [(row, carried) for row in rows for carried in (False, True) if not carried or row is rows[0]]
+    ways = [kept.controlled(row, carried=carried) for row, carried in both]
     found = turns.measure_pairs(ways, temperature, repeats=repeats, until=until)
-    for way, row, rates in zip(ways, rows, found, strict=True):
+    for way, (row, _), rates in zip(ways, both, found, strict=True):
         record_batch(kept, turns, rates, way, row, temperature)
 
 
@@ -273,13 +328,19 @@ def record_batch(
             "ratio_p20_p80": _range(ratios),
             "first": significant(found.first(1), 3),
         },
-        config={**config, "drafter": way.name, "text": text},
+        config={
+            **config,
+            "drafter": way.name,
+            "text": text,
+            **({"controller": way.controller} if way.controller else {}),
+        },
         note=f"{len(turns.prompts)} requests of {turns.new_tokens} new tokens, {len(ratios)} turns; the goodput "
         "controller chooses the number of guesses",
     )
     print(
-        f"{way.name}, {text}, batch {batch:3}: {line['value']:8.0f} against {line['baseline_value']:8.0f} tokens/s "
-        f"{line['ratio']:.3f}x {_range(ratios)} of {len(ratios)}, min {min(ratios):.3f} first {found.first(1):.3f}"
+        f"{way.name} {way.controller}, {text}, batch {batch:3}: {line['value']:8.0f} against "
+        f"{line['baseline_value']:8.0f} tokens/s {line['ratio']:.3f}x {_range(ratios)} of {len(ratios)}, "
+        f"min {min(ratios):.3f} first {found.first(1):.3f}"
         f"{_learned(way.goodput)}",
         flush=True,
     )
@@ -295,8 +356,8 @@ def measure_all(
     seconds: float = 1e9,
     tokens: int | None = None,
 ) -> None:
-    """`seconds`: for everything, the loading apart. What matters most comes first; a part that has had twice its share
-    of the time ends with the turns it has."""
+    """`seconds`: for everything, the loading apart. What matters most comes first, drawn texts with what is left; a
+    part that has had its share of the time ends with the turns it has."""
     kept = Kept(folder, target, tokens, max(batches))
     rows = serve_rows(kept.rows, served)
     missing = [n for n in (*served, UNTRAINED) if n not in {r["case"] for r in kept.rows}]
@@ -309,12 +370,9 @@ def measure_all(
         with clock(f"graphs for {row['case']}"):
             kept.controlled(row)
     many = sorted((b for b in batches if b > 1), reverse=True)
-    rest = [b for b in batches if b == 1] + many[1:]
-    tasks = [  # batch (0: one drafter at a time), temperature
-        *((b, 0.0) for b in (*many[:1], 0, *rest)),
-        *((b, 1.0) for b in (*many[:1], 0, *rest)),
-    ]
-    share = 1.6 * (until - time.perf_counter()) / len(tasks)
+    order = [*(b for b in batches if b == 1), *many, 0]
+    tasks = [(b, temperature) for temperature in (0.0, 1.0) for b in order]  # 0: one drafter at a time
+    share = (until - time.perf_counter()) / max(1, len(order) - 1)
     greedy: Rates | None = None
     for batch, temperature in tasks:
         now = time.perf_counter()
@@ -342,10 +400,11 @@ def _learned(goodput: Goodput | None) -> str:
     """What the controller believes, for whoever reads the output."""
     if goodput is None:
         return ""
+    plain = {rows: round(1e3 * s, 2) for rows, s in sorted(goodput.plain.known.items())}
     costs = {rows: round(1e3 * s, 2) for rows, s in sorted(goodput.costs.known.items())}
     drafts = {b: round(1e3 * s, 2) for b, s in goodput.draft_costs.items()}
     chances = [round(a, 2) for a in goodput.acceptance]
-    return f"\n    chances {chances}, ms by rows {costs}, ms a draft by requests {drafts}"
+    return f"\n    chances {chances}, ms plain {plain}, with drafts by rows {costs}, a draft by requests {drafts}"
 
 
 def main() -> None:

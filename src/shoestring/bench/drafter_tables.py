@@ -116,7 +116,8 @@ def batches() -> str:
     cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
     for n in lines:
         c = n["config"]
-        cells.setdefault((c["target"], c["drafter"], c["text"]), {})[c["batch"]] = n
+        drafter = c["drafter"] + (", one controller for all" if c.get("controller") else "")
+        cells.setdefault((c["target"], drafter, c["text"]), {})[c["batch"]] = n
     sizes = sorted({n["config"]["batch"] for n in lines})
     rows = []
     for (target, drafter, text), found in cells.items():

@@ -7,7 +7,7 @@ For B requests that each get g drafts the model is
     a_j       chance that draft j is accepted once those before it were: a moving average per position
     c_j       chance that the drafter offers a j-th draft when asked for it (a lookup often has none)
     T_verify  seconds of a target pass by rows: measured at powers of two when first needed, then the median of
-              the last real steps of about that size, interpolated between
+              the last real steps of about that size, interpolated between; those without drafts apart
     T_draft   seconds per drafted position: lower quartile of the last calls, since some of the first capture
               graphs, which takes a hundred times as long
 
@@ -17,7 +17,7 @@ bad signal: whether a draft pays depends on what a row costs at this batch size,
 
 What is not tried is not learned: at g = 0 the averages would stand still for ever. So now and then the longest
 draft is tried again (a probe), for a few requests only, in turn: a drafter that paused has their whole text to
-catch up on. Probes spend a credit that grows by `explore` (1%) of the time that passes; a probe costs what it lost
+catch up on. Probes spend a credit that grows by `explore` (0.7%) of the time that passes; a probe costs what it lost
 against the best choice, and one that gained tokens costs nothing, so the next follows at once. None is begun
 before the credit holds what the last one cost. That bounds the price of looking and makes the way back quick.
 
@@ -41,6 +41,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 LENGTHS = (1, 2, 4, 8)  # drafts to choose from, and none
@@ -51,9 +52,12 @@ STEPS = 9  # of a size, whose median counts
 MIN_DRAFT_CALLS = 3  # the first calls read whole prompts; before this many, drafting counts as free
 PROBED = 4  # requests that get drafts in a probe of a pause
 RECONSIDER = 8  # steps
-DEAREST_PROBE = 20.0  # times its expected loss and a plain step: beyond this the machine did something else
-ENTRIES = 5  # times that a drafter read texts first, whose median counts
-MARGIN = 1.02  # times the rate without drafts, for drafts to be worth it
+DEAREST = 20.0  # plain steps that a step can lose: beyond this the machine did something else
+ENTRIES = 5  # times that a drafter read texts first, of which the shortest counts
+MARGIN, ENTER = (
+    1.02,
+    1.1,
+)  # times the rate without drafts, for drafts to be worth it; where texts are to be read first
 PLAIN_STEPS = 6  # measured at a size before anything is drafted there
 CLOSE, AGAIN = 1.25, 250  # a win by less is looked at again after so many steps
 TRIAL = 4  # plain steps that an account must hold to draft again after it was empty
@@ -118,7 +122,7 @@ class Account:
 
     @property
     def entry(self) -> float:
-        return sorted(self.entries)[len(self.entries) // 2] if self.entries else 0.0
+        return min(self.entries, default=0.0)
 
     def note(self, num: int, plain: float, saved: float, grown: float) -> None:
         """A step of `num` requests that saved so many seconds against `plain` ones, and the growth of its time."""
@@ -131,10 +135,12 @@ class Account:
 
 class Goodput:
     def __init__(
-        self, profile: Callable[[int], float], *, max_drafts: int = 8, explore: float = 0.01
+        self, profile: Callable[[int], float], *, max_drafts: int = 8, explore: float = 0.007
     ) -> None:
         """`profile(rows)` measures the seconds of one target pass; it is called once per power of two."""
-        self.costs = StepCosts(profile)
+        profile = lru_cache(maxsize=None)(profile)
+        # Apart: a step with drafts holds the drafter's time on the device, too, and other numbers of requests.
+        self.plain, self.costs = StepCosts(profile), StepCosts(profile)
         self.max_drafts, self.explore = max_drafts, explore
         self.lengths = tuple(g for g in LENGTHS if g <= max_drafts)
         self.acceptance = [START_ACCEPTANCE] * max_drafts
@@ -224,12 +230,13 @@ class Goodput:
     ) -> tuple[int, float, float]:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
         account = self.account(num_requests)
-        entry = account.entry if account.entry and behind() else 0.0
+        late = limit > 0 and behind()
+        entry = account.entry if late else 0.0
         rates = self.rates(num_requests, limit, entry / max(1.0, left))
         best = 0
         if not account.resting and not account.owed:
             best = max((g for g in (0, *self.lengths) if g <= limit), key=lambda g: (rates[g], -g))
-            if rates[best] < MARGIN * rates[0]:
+            if rates[best] < (ENTER if late else MARGIN) * rates[0]:
                 best = 0
         asked = min(num_requests, PROBED) if best == 0 else num_requests
         seconds = self.seconds(num_requests, limit, asked)
@@ -240,7 +247,7 @@ class Goodput:
         """Expected tokens per second with 0 to `limit` drafts for each request, in one pass: a step waits for it.
         `entry`: seconds for every token that a request gains with drafts, before they begin."""
         gain, alive, num_offered, cost = 1.0, 1.0, 1.0, self._draft_cost(num_requests)
-        found = [num_requests / self.costs(num_requests)]
+        found = [num_requests / self.plain(num_requests)]
         for j in range(limit):
             alive *= self.acceptance[j]
             gain += self.offered[j] * alive
@@ -261,6 +268,8 @@ class Goodput:
     def seconds(self, num_requests: int, g: int, asked: int | None = None) -> float:
         """Expected seconds of a step with g drafts for each of `asked` requests."""
         asked = num_requests if asked is None else asked
+        if g == 0:
+            return self.plain(num_requests)
         rows = num_requests + asked * sum(self.offered[:g])
         return self.costs(rows) + g * self._draft_cost(asked)
 
@@ -300,15 +309,14 @@ class Goodput:
     def stepped(self, rows: int, seconds: float, num_new: int) -> None:
         """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""
         # Rows so uneven take another path than the same number of drafted ones; a text read first is not their cost.
-        if not self._partial and self._usual:
-            self.costs.observe(rows, seconds)
-        spent = seconds + self.draft_seconds
         num, drafts = self._step
+        if not self._partial and self._usual:
+            (self.costs if drafts else self.plain).observe(rows, seconds)
+        spent = seconds + self.draft_seconds
         num = num or rows  # steps that run ahead have no drafts, and nobody was asked
         plain = self._account(num, drafts, spent, num_new)
         if self.probing and self._best_rate > 0:
-            most = DEAREST_PROBE * (self._expected_loss + plain)
-            lost = min(spent - num_new / self._best_rate, most)
+            lost = min(spent - num_new / self._best_rate, DEAREST * (self._expected_loss + plain))
             self._dear = max(0.0, lost)
             self.credit -= lost
         else:
@@ -317,17 +325,18 @@ class Goodput:
 
     def _account(self, num: int, drafts: int, spent: float, num_new: int) -> float:
         """Note what the step won or lost against a plain one of its size; the seconds of such a one."""
-        account, plain = self.account(num), self.costs(num)
-        saved = num_new * plain / num - spent
+        account, plain = self.account(num), self.plain(num)
+        saved = max(num_new * plain / num - spent, -DEAREST * plain)
+        if drafts and not self._usual:
+            first, asked = not account.entries, min(num, PROBED) if self._partial else num
+            read = (spent - self.seconds(num, drafts, asked)) * num / asked
+            account.entries.append(min(max(0.0, read), DEAREST * plain))
+            saved = max(0.0, saved) if first else saved  # nobody knew
         if drafts == 0:
             account.owed, account.num_drafted, saved = max(0, account.owed - 1), 0, 0.0
         elif self.probing:
             saved = max(0.0, saved)
         else:
-            if not self._usual:
-                first = not account.entries
-                account.entries.append(max(0.0, spent - self.seconds(num, drafts)))
-                saved += account.entry if first else 0.0  # nobody knew
             account.num_drafted += 1
             if account.num_drafted >= AGAIN and self._best_rate < CLOSE * num / plain:
                 account.owed, account.num_drafted = PLAIN_STEPS, 0

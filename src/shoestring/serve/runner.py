@@ -256,11 +256,7 @@ class Runner:
             Span(list(range(n * pages, (n + 1) * pages)), 0, min(each, num_rows - n * each))
             for n in range(num)
         ]
-        apart = Runner(self.model, pool, graphs=self._wanted, spread=self._spread)
-        if self.ready():
-            assert self._fused is not None
-            apart._fused = self._fused
-            apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
+        apart = self._apart(pool)
         batch = Batch(spans, [0] * num_rows, range(num_rows))
         seconds = []
         for _ in range(6 if apart.fast else 2):  # the first fused one compiles and captures
@@ -268,6 +264,25 @@ class Runner:
             apart.forward(batch, skip).argmax(-1).tolist()  # waits for the device
             seconds.append(time.perf_counter() - began)
         return min(seconds)
+
+    def warm_reading(self, num_rows: int) -> None:
+        """A pass over a text of so many rows, and one over as many behind others, so that the kernels that read texts
+        are compiled."""
+        if self.ready():
+            pages = self.cache.pool.blocks_for(2 * num_rows)
+            for start in (0, num_rows):
+                span = Span(list(range(pages)), start, num_rows)
+                apart = self._apart(BlockPool(pages, self.cache.pool.block_size))
+                apart.forward(Batch([span], [0] * num_rows, [num_rows - 1]), once=True)
+
+    def _apart(self, pool: BlockPool) -> Runner:
+        """The same model with a cache of its own."""
+        apart = Runner(self.model, pool, graphs=self._wanted, spread=self._spread)
+        if self.ready():
+            assert self._fused is not None
+            apart._fused = self._fused
+            apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
+        return apart
 
 
 def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int) -> Rows:
