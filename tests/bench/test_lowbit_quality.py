@@ -14,6 +14,8 @@ from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.evals.perplexity import perplexity
+from shoestring.formats import parse_format
+from shoestring.formats.convert import format_linears
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
@@ -76,6 +78,10 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
     assert not torch.equal(got.embed.weight, embed) and (tmp_path / "cache").exists()
     assert told == {"training_tokens": 1024, "rates": 1.0, "live": False, "batch": 8}
     unformat(got)
+    got, told = shrink(subject, "ours@blocks=0,norm=0,mix=nf2:s1:g32+nf3:s1:g32", "nf2:s2:g32", 0)
+    chosen = {m.format.label for _, m in format_linears(got)}
+    assert len(chosen) > 1 and unformat(got) <= parse_format("nf2:s2:g32").bits_per_weight((32, 32)) + 1e-6
+
     got, told = shrink(subject, "ours@live,derived,gamma=0.5,weight=0,norm=0,rest=1e-2", "int2:g32", 0)
     assert told["training_tokens"] == 1024  # none of them block by block
     w, full = (state["blocks.0.attn.v.weight"] for state in (got.state_dict(), subject.original))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
+from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage
 from shoestring.shrink.qat import (
     FallingRates,
     Rates,
@@ -53,8 +55,10 @@ from shoestring.train.trainer import Run, train
 LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
 
 
-# What decides the block-wise stage of ours: Format, seed, part of the training tokens, start.
-Blocks = tuple[str, int, float, str]
+MIX_WINDOWS = 4  # of the training text, that the damage of a Format in a layer is measured on
+
+# What decides the block-wise stage of ours: Format, seed, part of the training tokens, start, other formats.
+Blocks = tuple[str, int, float, str, str]
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Ours:
     blocks: float | None = None  # part of the training tokens for the block-wise stage; None: the subject's
     batch: int = 0  # rows a step end to end; 0: the subject's
     init: str = ""  # the method whose grids it starts from; empty: the subject's
+    mix: str = ""  # formats, joined by "+", that layers may have instead, at equal bits per weight altogether
     rates: tuple[tuple[str, float], ...] = ()  # instead of the subject's
 
     def part_at(self, label: str) -> float:
@@ -84,8 +89,8 @@ class Ours:
                 found[key] = True
             elif not value:
                 found["part"] = float(key)
-            elif key in ("gamma", "blocks", "batch", "init"):
-                found[key] = {"batch": int, "init": str}.get(key, float)(value)
+            elif key in ("gamma", "blocks", "batch", "init", "mix"):
+                found[key] = {"batch": int, "init": str, "mix": str}.get(key, float)(value)
             else:
                 rates.append((key, float(value)))
         return cls(**found, rates=tuple(rates))
@@ -120,6 +125,7 @@ class Subject:
     valid: Tensor | None = None  # to choose between settings on
     told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
     blocks: dict[Blocks, dict[str, Tensor]] = field(default_factory=dict)  # ours, after the block-wise stage
+    mixes: dict[tuple[str, str], Mix] = field(default_factory=dict)  # by Format and what else was allowed
     ends: float | None = None  # of time.perf_counter: ours is trained until then at most
     known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
 
@@ -241,7 +247,7 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
     """The subject's full model becomes what end-to-end training starts from; returns the training tokens that took.
 
     Without block-wise training these are AWQ's grids, from as many windows as BitDistiller's clip search sees."""
-    model, rules = subject.model, subject.rules(parse_format(label))
+    model, rules = subject.model, rules_of(subject, label, setting)
     init = setting.init or subject.blockwise.init
     settings = replace(subject.blockwise, init=init, seed=seed, keep_masters=True)
     part = subject.blockwise_part if setting.blocks is None else setting.blocks
@@ -251,7 +257,7 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
     if not part:
         num, used = min(most, 32), 0
         settings = replace(settings, lr_weight=0.0, lr_scale=0.0, lr_zero=0.0, lr_norm=0.0)
-    key = (label, seed, part, init)
+    key = (label, seed, part, init, setting.mix)
     if key in subject.blocks:  # the same for every setting of the other stage
         convert(model, learned_rules(rules), skip=HEADS)
         model.load_state_dict(subject.blocks[key])
@@ -262,6 +268,27 @@ def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
         learn_grids(model, rules, report.masters)
         subject.blocks = {key: {name: t.detach().clone() for name, t in model.state_dict().items()}}
     return used
+
+
+def rules_of(subject: Subject, label: str, setting: Ours) -> list[Rule]:
+    """The Format everywhere or, with other ones to choose from, the mix of the same bits per weight whose layers
+    together do the least damage to the full model, which the subject's model is when this is called."""
+    if not setting.mix:
+        return subject.rules(parse_format(label))
+    key = label, setting.mix
+    if key not in subject.mixes:
+        began = time.perf_counter()
+        formats = [parse_format(x) for x in (label, *setting.mix.split("+"))]
+        seen = windows(subject.text.head(), MIX_WINDOWS, subject.train_context)
+        units = measure_damage(subject.model, formats, seen, skip=(*HEADS, *subject.kept_dense))
+        budget = sum(u.options[0].bits for u in units) / sum(u.num_weights for u in units)
+        mix = subject.mixes[key] = choose_formats(units, budget)
+        counts = Counter(option.format.label for option in mix.chosen)
+        print(
+            f"  {dict(counts)}, {mix.bits_per_weight:.3f} bits, {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+    return [*subject.rules(Dense())[:-1], *subject.mixes[key].rules]
 
 
 def tell(run: Run) -> None:
