@@ -6,6 +6,7 @@ indexing, rings, panels, sums) is the source that NVRTC compiles.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import subprocess
 from collections.abc import Mapping
@@ -20,8 +21,11 @@ def library(folder: Path, header: str, *parts: str, macros: Mapping[str, int]) -
     """Files of kernels/_cuda behind `header`, which calls the kernel; compiled into `folder`."""
     source = "".join((nvrtc.SOURCES / f"{part}.cu").read_text() for part in parts)
     assert not re.search(r"\basm\b", re.sub(r"//.*", "", source)), "assembly that the emulation does not know"
+    name = hashlib.sha256(repr((header, source, sorted(macros.items()))).encode()).hexdigest()[:16]
+    compiled = folder / f"{name}.so"  # a name of its own: what is loaded stays
     (folder / "kernel.inc").write_text(source)
     command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-ffp-contract=off", f"-I{folder}"]
     command += [f"-D{k}={v}" for k, v in macros.items()]
-    subprocess.run([*command, "-x", "c++", str(HERE / header), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    if not compiled.exists():
+        subprocess.run([*command, "-x", "c++", str(HERE / header), "-o", str(compiled)], check=True)
+    return ctypes.CDLL(str(compiled))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
-import cuda_on_cpu
+import emulated
 import pytest
 import torch
+from layers import rms
 from torch import Tensor
 
 from shoestring.bench.lowbit_few import candidates, refinements
@@ -28,7 +28,6 @@ from shoestring.kernels.lowbit_few import (
     choose_plan,
     few_macros,
     few_rows_cuda,
-    few_source,
     known_plans,
     registers_beside,
     row_class,
@@ -38,14 +37,7 @@ from shoestring.kernels.lowbit_few import (
 from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.row_linear import row_linear_ref
 
-HERE = Path(__file__).parent
 BF16, FP32 = torch.bfloat16, torch.float32
-REPLACED = (
-    "launch_dependents", "grid_wait", "prefetch", "load_late", "load_late16", "barrier_init", "barrier_expect",
-    "barrier_wait", "bulk_copy", "cluster_barrier", "load_rank", "cluster_rank", "cluster_ranks", "mma_bytes",
-    "mma_bytes_new", "load_now", "select_bytes", "max_abs", "max_abs2", "fma2", "narrow2", "join_workers",
-    "workers_are_done", "wait_for_workers", "copy_async_if", "nap",
-)  # fmt: skip
 
 
 def packed(
@@ -72,10 +64,6 @@ def surroundings(
         "swiglu": True,
     }
     return {"eps": 1e-5, **{n: v for n, v in values.items() if n.split("_")[0] in names}}
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    return (got.double() - want).square().mean().sqrt().item()
 
 
 def allowed_error(x: Tensor, weight: Tensor, bias: Tensor | None, around: dict, want: Tensor) -> float:
@@ -115,6 +103,8 @@ CASES = [
     ("nf3:s2:g64", 4, 48, 1408, Plan(1, 3, 1, 5, digits=1), "norm residual", FP32),
     ("fp4:s1:g32", 3, 48, 800, Plan(1, 3, 2, digits=1, beside=1), "bias", BF16),
     ("fp3:s2:g128", 2, 48, 1152, Plan(3, 2, 1, 4, digits=1, bulk=2), "", BF16),
+    ("int4:g128", 1, 80, 1664, Plan(2, 2, 1, 4, 2, digits=1), "residual", BF16),  # a cluster
+    ("nf3:s2:g64", 12, 48, 1600, Plan(1, 2, 1, 3, 4, panel=2), "bias", BF16),
 ]
 
 
@@ -147,11 +137,7 @@ def test_digits_of_inputs_of_any_size(tmp_path: Path) -> None:
     x[1, 3] = torch.nan
     y = run_on_cpu(tmp_path, layout, chunks, table, Plan(1, 2, 2, digits=1), x, 32)
     assert y[1].isnan().all()
-    for part in (
-        slice(0, 256),
-        slice(256, 384),
-        slice(0, 640),
-    ):  # each alone, so that none hides behind the next
+    for part in (slice(0, 256), slice(256, 384), slice(0, 640)):  # so that none hides behind the next
         some = torch.zeros_like(x[:1])
         some[:, part] = x[:1, part]
         want = some.double() @ weight.double().t()
@@ -170,28 +156,23 @@ def run_on_cpu(
     bias: Tensor | None = None,
     around: dict | None = None,
 ) -> Tensor:
-    """The kernel's source as C++, with the instructions of few_on_cpu.h."""
     around = around or {}
     (rows, width), norm_K = x.shape, around.get("norm_K")
     swiglu = bool(around.get("swiglu"))
-    (folder / "kernel.inc").write_text(cuda_on_cpu.cpu_source(few_source(), cuda_on_cpu.REPLACED + REPLACED))
     norm = None if norm_K is None else norm_K.dtype
     macros = few_macros(layout, BF16, row_class(rows), plan, norm, swiglu)
-    library = folder / f"kernel{rows}.so"  # a library that is loaded stays
-    if not library.exists():
-        command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-std=c++17", "-x", "c++", f"-I{folder}"]
-        command += [f"-D{k}={v}" for k, v in macros.items()]
-        subprocess.run([*command, str(HERE / "few_on_cpu.h"), "-o", str(library)], check=True)
+    parts = ("lowbit_decode", "lowbit_few_x", "lowbit_few")
+    library = emulated.library(folder, "few_on_cpu.h", *parts, macros=macros)
     y = torch.full((rows, out), torch.nan, dtype=BF16)
 
     def pointer(t: Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(0 if t is None else t.data_ptr())
 
     shared_bytes = plan.shared_bytes(layout, rows, width, norm_K is not None)
-    ctypes.CDLL(str(library)).run(
+    library.run(
         pointer(chunks), ctypes.c_long(chunks.numel()), pointer(x), ctypes.c_long(x.numel() * 2),
         *map(pointer, (y, table, bias, norm_K, around.get("residual_1N"))), ctypes.c_float(1e-5), width, rows,
-        *chunks.shape[:2], plan.panel_chunks(width), plan.grid(chunks.shape[0] * 16)[1], shared_bytes,
+        *chunks.shape[:2], plan.panel_chunks(width), *plan.grid(chunks.shape[0] * 16)[:2], shared_bytes,
     )  # fmt: skip
     return y
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
-import cuda_on_cpu
+import emulated
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
-from shoestring.kernels import lowbit_wgmma
 from shoestring.kernels.lowbit import decode_chunks_ref
 from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.lowbit_wgmma import (
@@ -30,44 +28,7 @@ from shoestring.kernels.lowbit_wgmma import (
     wide_macros,
 )
 
-HERE = Path(__file__).parent
-SHARED = (
-    "shared_address", "copy_async", "copy_or_zero", "copy_word_async", "commit", "wait_all_but", "mma", "load_x",
-    "sub2", "mul2", "mul_relu2", "half_float", "narrow", "magic_register", "field",
-)  # fmt: skip
-WIDE = (
-    "bar_init", "bar_init_done", "bar_expect", "bar_arrive", "bar_passed", "load_box", "wgmma_fence",
-    "wgmma_commit", "transpose8", "from_neighbour", "cluster_rank", "cluster_arrive", "cluster_wait",
-    "store_to", "twice",
-)  # fmt: skip
-DECLARED = """
-static void bar_init(u32, u32); static void bar_init_done(); static void bar_expect(u32, u32);
-static void bar_arrive(u32); static bool bar_passed(u32, u32); static void wgmma_fence();
-static void wgmma_commit(); static u32 transpose8(u32); static u32 from_neighbour(u32);
-static void wgmma(float*, const u32*, u32); static void wgmma_new(float*, const u32*, u32);
-static void load_box(u32, const TensorMap*, int, int, u32);
-"""
-
-
 # -- the source on the CPU -----------------------------------------------------------------------------------
-def cpu_source() -> str:
-    """The kernel as C++: functions of inline assembly give way to those of wgmma_on_cpu.h."""
-    shared, wide = (path.read_text() for path in lowbit_wgmma.SOURCES)
-    for name in SHARED:
-        shared = cuda_on_cpu.without_function(shared, name)
-    for name in WIDE:
-        wide = cuda_on_cpu.without_function(wide, name)
-    shared = shared.replace("extern __shared__ __align__(1024) char smem[];", "")
-    shared = re.sub(r"^typedef .*\n", "", shared, flags=re.MULTILINE)
-    # TensorMap is the kernel's, and what works on it the emulation's: declared between them
-    at = wide.index("// ---- barriers and clusters")
-    wide = re.sub(r"asm volatile\((\"[^\"]*\"\s*)+[^;]*\);", "", wide[:at] + DECLARED + wide[at:])
-    assert not re.search(r"\basm\b", re.sub(r"//.*", "", shared + wide)), (
-        "assembly that the emulation does not know"
-    )
-    return shared + wide
-
-
 CASES = [
     # format, rows, out, in, plan
     ("int4:g128", 19, 80, 768, WidePlan(24, 1, stages=2, depth=3)),  # sums are scaled
@@ -95,30 +56,14 @@ def test_kernel_source_runs_right_on_the_cpu(case: tuple, tmp_path: Path) -> Non
     layer.pack()
     layout, parts = layer.format.layout(width), layer.parts()
     chunks, table = lay_out(parts, layout), parts.get("table")
-    (tmp_path / "kernel.inc").write_text(cpu_source())
     given = wide_macros(layout, torch.bfloat16, plan) | {"OVERLAY": int(label == "int3:g128")}
-    macros = [f"-D{k}={v}" for k, v in given.items()]
-    library = tmp_path / "kernel.so"
-    command = [
-        "g++",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        "-std=c++17",
-        "-x",
-        "c++",
-        *macros,
-        f"-I{tmp_path}",
-        f"-I{HERE}",
-    ]
-    subprocess.run([*command, str(HERE / "wgmma_on_cpu.h"), "-o", str(library)], check=True)
+    library = emulated.library(tmp_path, "wgmma_on_cpu.h", "lowbit_decode", "lowbit_wgmma", macros=given)
 
     x = torch.randn(rows, width).bfloat16()
     y = torch.full((rows, out), torch.nan, dtype=torch.bfloat16)
     pointer = ctypes.c_void_p
     _, blocks, _ = plan.grid(rows, out, sms=3)
-    ctypes.CDLL(str(library)).run_wide(
+    library.run(
         pointer(chunks.data_ptr()), ctypes.c_long(chunks.numel()), pointer(x.data_ptr()), pointer(y.data_ptr()),
         pointer(0 if table is None else table.data_ptr()), out, width, rows, *chunks.shape[:2], blocks,
         plan.memory(layout),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,11 @@ def test_a_kernel_runs_on_the_current_stream_and_in_a_graph() -> None:
     assert x.tolist() == [4.0] * 6 + [0.0] * 2
     with pytest.raises(nvrtc.NvrtcError, match="nonsense"):
         nvrtc.compile_kernel("nonsense", "add", {})
+
+
+def test_assembly_is_in_one_file_that_stands_in_front_of_every_kernel() -> None:
+    instructions = (nvrtc.SOURCES / "instructions.cu").read_text()
+    assert nvrtc.cuda_source("sparse24").startswith(instructions) and "asm" in instructions
+    for path in nvrtc.SOURCES.glob("*.cu"):
+        code = re.sub(r"//.*", "", path.read_text())
+        assert path.name == "instructions.cu" or not re.search(r"\basm\b", code), path.name

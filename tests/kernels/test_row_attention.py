@@ -106,7 +106,7 @@ def check(device: str, dtype: torch.dtype, case: tuple, folder: Path | None = No
         library.run(
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers), ctypes.c_long(keys.nbytes),
             ctypes.c_float(1e-6), ctypes.c_float(dim**-0.5 * math.log2(math.e)), tables.stride(0), groups,
-            window or 0, len(tiles), ranks, shared_bytes(dim, heads // groups, ranks),
+            window or 0, len(tiles), shared_bytes(dim, heads // groups, ranks),
         )  # fmt: skip
     assert rms(got, want) <= 1.5 * rms(ref, want), (case, rms(got, want), rms(ref, want))
     for a, b, c in zip(mine, plain, exact, strict=True):

@@ -114,6 +114,7 @@ CASES = [
     (4, 64, 3, 48, 1536, Plan(3, 2, depth=3)),
     (4, 32, 9, 64, 1600, Plan(1, 2, 2, depth=3, ahead=1, wide=2)),
     (4, 128, 33, 32, 1280, Plan(2, 1, depth=5)),
+    (16, 0, 3, 48, 1536, Plan(1, 2, split=2, depth=3)),  # a cluster
 ]
 
 

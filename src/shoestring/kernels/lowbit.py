@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ from torch import Tensor
 from shoestring.kernels import lowbit_few, lowbit_wgmma
 from shoestring.kernels.backend import fall_back, interpreting, triton_usable
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, Layout, unpack_chunks
-from shoestring.kernels.nvrtc import NvrtcError, compile_kernel, driver_library, nvrtc_library
+from shoestring.kernels.nvrtc import NvrtcError, compile_kernel, cuda_source, driver_library, nvrtc_library
 
 MOST_ROWS = 64  # of the Triton kernel
-HERE = Path(__file__).parent / "_cuda"
 
 
 # -- the definition ------------------------------------------------------------------------------------------
@@ -71,11 +69,6 @@ def chunks_usable(t: Tensor) -> bool:
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
-@functools.cache
-def dense_source() -> str:
-    return "".join((HERE / f"lowbit_{part}.cu").read_text() for part in ("decode", "dense"))
-
-
 def dense_macros(layout: Layout, dtype: torch.dtype) -> dict[str, int]:
     return {
         "BITS": layout.bits,
@@ -93,7 +86,8 @@ def decode_chunks_cuda(
     """The dense weight in bf16 or fp16, bit for bit what decode_chunks_ref rounds to."""
     tiles, per_row = chunks.shape[:2]
     dense = torch.empty(tiles * CHUNK_ROWS, width, dtype=dtype, device=chunks.device)
-    kernel = compile_kernel(dense_source(), "lowbit_dense", dense_macros(layout, dtype), chunks.device.index)
+    text = cuda_source("lowbit_decode", "lowbit_dense")
+    kernel = compile_kernel(text, "lowbit_dense", dense_macros(layout, dtype), chunks.device.index)
     total = tiles * per_row
     blocks = min(
         ceil_div(total, 8), 6 * torch.cuda.get_device_properties(chunks.device).multi_processor_count

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +25,14 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout
-from shoestring.kernels.nvrtc import Kernel, compile_kernel
+from shoestring.kernels.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source
 
 MOST_ROWS = 16
 SHARED_LIMIT, SHARED_SM = 227 * 1024, 228 * 1024  # bytes for a block and for a multiprocessor of sm_90
 MORE_THAN_HALF = 116 * 1024  # two blocks of so much shared memory do not fit (each also costs 1 KiB)
 LESS_THAN_HALF = SHARED_SM - MORE_THAN_HALF - 2048
 REGISTERS = 16384  # of each of the four parts of a multiprocessor
-HERE = Path(__file__).parent / "_cuda"
-PLANS = HERE / "lowbit_few_plans.json"
+PLANS = SOURCES / "lowbit_few_plans.json"
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -273,9 +271,8 @@ def shape_beside(registers: int, plan: Plan, shared: int) -> tuple[int, int]:
 
 
 # -- the kernel ----------------------------------------------------------------------------------------------
-@functools.cache
 def few_source() -> str:
-    return "".join((HERE / f"lowbit_{part}.cu").read_text() for part in ("decode", "few_ops", "few_x", "few"))
+    return cuda_source("lowbit_decode", "lowbit_few_x", "lowbit_few")
 
 
 def few_macros(

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoestring.kernels.lowbit_few import HERE, SHARED_LIMIT, SHARED_SM, ceil_div
+from shoestring.kernels.lowbit_few import SHARED_LIMIT, SHARED_SM, ceil_div
 from shoestring.kernels.lowbit_layout import CHUNK_ROWS, CHUNK_WIDTH, Layout, aligned
-from shoestring.kernels.nvrtc import Kernel, NvrtcError, compile_kernel, driver_library
+from shoestring.kernels.nvrtc import SOURCES, Kernel, NvrtcError, compile_kernel, cuda_source, driver_library
 
-PLANS = HERE / "lowbit_wgmma_plans.json"
-SOURCES = HERE / "lowbit_decode.cu", HERE / "lowbit_wgmma.cu"
+PLANS = SOURCES / "lowbit_wgmma_plans.json"
 GROUP_ROWS = 64  # outputs of a warpgroup
 BOX_WIDTH = 64  # inputs of a stage
 BOX_UPPER = 1 << 30 | 1024 >> 4  # upper word of a descriptor: 128-byte swizzle, 8 rows are 1024 bytes
@@ -54,11 +53,10 @@ def wgmma_function(columns: int, half: bool, name: str, add: bool) -> str:
 
 @functools.cache
 def source(columns: int, half: bool) -> str:
-    decode, wide = (path.read_text() for path in SOURCES)
     products = (
         wgmma_function(columns, half, name, add) for name, add in (("wgmma", True), ("wgmma_new", False))
     )
-    return decode + "".join(products) + wide
+    return cuda_source("lowbit_decode") + "".join(products) + (SOURCES / "lowbit_wgmma.cu").read_text()
 
 
 # -- plans ---------------------------------------------------------------------------------------------------

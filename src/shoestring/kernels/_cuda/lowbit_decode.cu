@@ -1,5 +1,5 @@
-// Codes of 2, 3 and 4 bits to pairs of floats in the registers of a lane, and the instructions that the low-bit kernels
-// share. Not a file of its own to compile: it is put in front of lowbit_few.cu, lowbit_wgmma.cu and lowbit_dense.cu.
+// Codes of 2, 3 and 4 bits to pairs of floats in the registers of a lane. Not a file of its own to compile: it is put in
+// front of lowbit_few.cu, lowbit_wgmma.cu and lowbit_dense.cu.
 //
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
@@ -7,88 +7,19 @@
 #ifndef DIGITS
 #define DIGITS 0  // only lowbit_few.cu has them
 #endif
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
 #define NG (128 / GROUP)             // scale sets of a chunk
 #define SPG (8 / NG)                 // steps of 16 k in a group
 #define NW (2 * BITS)                // words of a lane
 #define CODES (256 * BITS)           // bytes of codes in a chunk
 #define CHUNK (CODES + 64 * NG)
-#define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
-#define MAGIC (MAGIC16 | MAGIC16 << 16)
 #define BASE (HALF ? 1024.f : 128.f)
 // Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
 #define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
 #define LUT_BYTES (TABLE && !DIGITS ? 128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16) : 0)
-#define INLINE __device__ __forceinline__
 
-extern __shared__ __align__(1024) char smem[];
-
-INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// ---- memory --------------------------------------------------------------------------------------------------
-INLINE void copy_async(u32 to, const void* from) {  // 16 bytes, past L1
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-INLINE void copy_or_zero(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-INLINE void copy_word_async(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
-INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups> INLINE void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-
-// ---- arithmetic ----------------------------------------------------------------------------------------------
-INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
-#if HALF
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-#endif
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-INLINE void load_x(u32* f, u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
-}
-// (w & mask) | MAGIC. An instruction takes one constant of 32 bits; left alone, the compiler makes two of it.
-INLINE u32 magic_register() { u32 m; asm volatile("mov.b32 %0, %1;" : "=r"(m) : "r"(MAGIC)); return m; }
-INLINE u32 field(u32 w, u32 mask, u32 magic) {
-    u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "r"(mask), "r"(magic)); return d;
-}
-#if HALF
-#define PAIR "f16x2"
-#else
-#define PAIR "bf16x2"
-#endif
-INLINE u32 sub2(u32 a, u32 b) { u32 d; asm("sub.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-INLINE u32 mul_relu2(u32 a, u32 b) {
-    u32 d; asm("fma.rn.relu." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0u)); return d;
-}
 // times one: the multiplier has nothing else to do, the integer unit, where max runs, has
 INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }
-INLINE float half_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
 INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
-INLINE u16 narrow(float f) {
-    u16 h;
-#if HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#endif
-    return h;
-}
-INLINE float widen(u16 h) {
-#if HALF
-    return half_float(h);
-#else
-    return __uint_as_float((u32)h << 16);
-#endif
-}
-INLINE u32 both(u32 h) { return __byte_perm(h, 0, 0x1010); }
 
 // ---- codes to pairs of floats --------------------------------------------------------------------------------
 // a[i] of step j: row (i & 1 ? g + 8 : g), k = 16 j + 2 t + (i & 2 ? 8 : 0) and the next; g = lane / 4, t = lane % 4.

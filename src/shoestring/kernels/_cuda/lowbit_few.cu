@@ -1,5 +1,5 @@
 // y = [norm] x[M, K] w[N, K]^T [+ bias] [swiglu] [+ residual] for 1 to 16 rows, weights of 2, 3 or 4 bits, sm_90 and later.
-// (In front of this file stand lowbit_decode.cu, lowbit_few_ops.cu and lowbit_few_x.cu: decoding, instructions, x.)
+// (In front of this file stand instructions.cu, lowbit_decode.cu and lowbit_few_x.cu: instructions, decoding, x.)
 //
 // Weights are the A operand of the tensor cores (16 output rows), activations the B operand, so 8 columns of activations
 // cost one instruction. Weights are read once from memory; what counts is that nothing else takes longer. Measured: the

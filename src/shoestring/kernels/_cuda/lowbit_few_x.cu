@@ -1,5 +1,5 @@
 // x for lowbit_few.cu where a block takes it whole (XREG): through registers, in the order of the fragments, on the way
-// normalised, summed by group, or taken apart into digits. It stands between lowbit_few_ops.cu and lowbit_few.cu, whose
+// normalised, summed by group, or taken apart into digits. It stands between lowbit_decode.cu and lowbit_few.cu, whose
 // macros are here.
 #define THREADS (WARPS * 32)
 #define RW (WARPS / KW)
@@ -16,6 +16,21 @@
 #define X_GROUP (DIGITS ? M * 128 + 16 : M * 64 + 16)  // XREG: bytes from 64 inputs (DIGITS), or 32, to the next; 16 against bank conflicts
 #define BY_STEP (TABLE || BITS == 4)     // DIGITS: a word of a lane is 16 inputs, else every other 8 of 32
 #define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
+
+// A barrier of the warps that work, and one that the others wait at until those are done.
+INLINE void join_workers() {
+    if (BESIDE) threads_meet<1>(WARPS * 32);
+    else __syncthreads();
+}
+INLINE void workers_are_done() { threads_arrive<2>(blockDim.x); }
+INLINE void wait_for_workers() { threads_meet<2>(blockDim.x); }
+INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
+    #pragma unroll
+    for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
+    return v;
+}
+INLINE float max_abs(float a, float b) { return high_of(a, fabsf(b)); }
+INLINE float high_half_float(u32 bits) { return __uint_as_float(__byte_perm(bits, 0x4b000000u, 0x7432)) - 8388608.f; }
 
 #if DIGITS
 #define LOW_UNITS (HALF ? 256 : 128)     // units of the low digit in one of the high digit

@@ -28,8 +28,6 @@
 //   SPLIT (every block of a cluster has at least one chunk)   BLOCKS on a multiprocessor   LATE 0 or 1
 //   MORE registers of a thread that multiplies, 0: as many as all others
 //   OVERLAY 1: sums from the cluster take the place of the rings, where there is no room for both
-struct __align__(64) TensorMap { u64 opaque[16]; };
-
 #define HALF_K 64                        // k of a stage: 128 bytes, one row of the swizzle
 #define STAGE_BYTES (TN * 128)
 #define CONSUMERS (WGS * 4)              // warps that multiply, 16 outputs each
@@ -41,57 +39,7 @@ struct __align__(64) TensorMap { u64 opaque[16]; };
 #define PLACES (CONSUMERS * 512)         // bytes of 4 sums of every thread
 #define PART_AT (OVERLAY ? X_AT : RINGS_AT + CONSUMERS * DEPTH * CHUNK)  // sums from the others
 
-// ---- barriers and clusters -----------------------------------------------------------------------------------
-INLINE void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
-INLINE void bar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-INLINE void bar_expect(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-INLINE void bar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-INLINE bool bar_passed(u32 bar, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-    return done;
-}
-INLINE void bar_wait(u32 bar, u32 parity) { while (!bar_passed(bar, parity)) {} }
-INLINE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-INLINE void store_to(u32 rank, u32 address, const float* v) {  // the same place in another block of the cluster
-    asm volatile("{.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "st.shared::cluster.v4.f32 [there], {%2,%3,%4,%5};}"
-                 ::"r"(address), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-INLINE void announce(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-INLINE void load_box(u32 to, const TensorMap* map, int k, int m, u32 bar) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(m), "r"(bar) : "memory");
-}
-INLINE u32 twice(float f) {  // rounded, in both halves
-    u32 d;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(f));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(f));
-#endif
-    return d;
-}
-INLINE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-template <int count> INLINE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
-template <int count> INLINE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
-INLINE u32 transpose8(u32 v) {  // pairs of an 8 x 8 matrix over a warp, row lane / 4, columns 2 (lane % 4) and the next
-    u32 d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v)); return d;
-}
-INLINE u32 from_neighbour(u32 v) {
-    u32 d; asm volatile("shfl.sync.bfly.b32 %0, %1, 1, 0x1f, 0xffffffff;" : "=r"(d) : "r"(v)); return d;
-}
-INLINE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-// ---- wgmma ---------------------------------------------------------------------------------------------------
-INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int groups> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory"); }
+INLINE u32 twice(float f) { return narrow2(f, f); }
 // Descriptor of a box, its lower word: K-major, 128-byte swizzle, rows of 128 bytes, groups of 8 rows 1024 bytes apart
 // (that is in the upper word, see wgmma()). 16 k further is 32 bytes further, 2 in the descriptor.
 INLINE u32 descriptor(u32 address) { return 1 << 16 | address >> 4; }
@@ -131,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
 #endif
     if (warp < CONSUMERS)
         for (int p = 0; p < DEPTH - 1; p++) fetch(ring + p * CHUNK);
-    let_successor_start();
+    launch_dependents();
     if (threadIdx.x == CONSUMERS * 32) {
         announce(&X);
         for (int s = 0; s < STAGES; s++) bar_init(full + 8 * s, 1), bar_init(full + EMPTY + 8 * s, CONSUMERS);
@@ -151,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
     if (warp >= CONSUMERS) {  // ---- x -----------------------------------------------------------------------
         if (MORE) fewer_registers<24>();
         if (warp == CONSUMERS && lane == 0) {
-            wait_for_predecessor();
+            grid_wait();
             int stage = 0, turn = 1;
             for (int item = blockIdx.y; item < items; item += gridDim.y)
                 for (int u = 0; u < 2 * count; u++) {
@@ -250,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
 #if LATE
             scale_sums();
 #endif
-            wait_for_predecessor();
+            grid_wait();
 
             // ---- sums: 8 rows of x belong to one block of the cluster, which gets them from the others --------------
 #if SPLIT > 1
@@ -261,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, BLOCKS) lowbi
             for (int q = 0; q < TN / 8; q++) {
                 const int owner = q % SPLIT, distance = rank - owner + (rank < owner ? SPLIT : 0);
                 const u32 there = shared_address(smem) + place + ((distance - 1) * OWNED + q / SPLIT) * PLACES;
-                if (distance) store_to(owner, there, sum + 4 * q);
+                if (distance) store_rank4(there, owner, sum + 4 * q);
             }
             cluster_arrive();
             cluster_wait();

@@ -42,7 +42,7 @@ INLINE void eight(float* f, const void* p) {
     const uint4 v = *(const uint4*)p;
     const u32 w[4] = {v.x, v.y, v.z, v.w};
     #pragma unroll
-    for (int i = 0; i < 4; i++) f[2 * i] = widen(w[i] & 0xffff), f[2 * i + 1] = widen(w[i] >> 16);
+    for (int i = 0; i < 4; i++) f[2 * i] = widen_low(w[i]), f[2 * i + 1] = widen_high(w[i]);
 }
 INLINE float norm_weight(const void* weights, const int i) {
 #if NORM == 2
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_attention(
             #pragma unroll 4
             for (int key = part; key < live; key += PARTS) {
                 const u32 v = *(const u32*)(v_s + key * 2 * D + dim * 2);
-                const float v0 = widen(v & 0xffff), v1 = widen(v >> 16);
+                const float v0 = widen_low(v), v1 = widen_high(v);
                 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
                     const float weight = weight_s[key * PITCH + h];

@@ -25,8 +25,8 @@ INLINE Random philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 
 // Four values in two words and 32 random bits -> the two that are kept, in their order; nibble: their places.
 INLINE u32 draw(u32 low, u32 high, u32 bits, u32& nibble) {
-    const float a0 = fabsf(widen(low)), a1 = fabsf(widen_high(low));
-    const float a2 = fabsf(widen(high)), a3 = fabsf(widen_high(high));
+    const float a0 = fabsf(widen_low(low)), a1 = fabsf(widen_high(low));
+    const float a2 = fabsf(widen_low(high)), a3 = fabsf(widen_high(high));
     const float h0 = high_of(a0, a1), h2 = high_of(a2, a3);
     const float top = high_of(h0, h2), rest = (low_of(a0, a1) + low_of(a2, a3)) + low_of(h0, h2);
     const bool heavy = top > rest, big0 = a0 > rest, big1 = a1 > rest, big2 = a2 > rest;
@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(128, 4) swiglu24_grad(
                     float dx[2], dy[2];
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const float xe = e ? widen_high(xs[p]) : widen(xs[p]), ye = e ? widen_high(ys[p]) : widen(ys[p]);
-                        const float de = e ? widen_high(ds[p]) : widen(ds[p]);
+                        const float xe = e ? widen_high(xs[p]) : widen_low(xs[p]), ye = e ? widen_high(ys[p]) : widen_low(ys[p]);
+                        const float de = e ? widen_high(ds[p]) : widen_low(ds[p]);
                         const float s = sigmoid(xe), ds_ = de * s;
                         dx[e] = ds_ * ye * (1.f + xe * (1.f - s)), dy[e] = ds_ * xe;
                     }
