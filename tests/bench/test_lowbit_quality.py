@@ -168,13 +168,16 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
                 line("ours", "nf3:s2:g64", 0, 22.5, 1_310_720),
                 line("ours", "nf3:s2:g64", 1, 23.1, 1_310_720),
                 line("ours", "nf3:s2:g64", 0, 21.0, 2_621_440),  # more tokens than the other had
+                line("bitdistiller", "int2:g192", 0, 80.0, 1_310_720),
+                line("ours", "int2:g192", 0, 75.0, 1_310_720),
+                line("ours@live,mix=int3:g192", "int2:g192", 0, 60.0, 1_310_720),
             )
         )
     )
     monkeypatch.setattr("shoestring.bench.results.RESULTS", tmp_path)
     page = lowbit_found.table()
-    assert "| int2:g64 | 2.38 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |" in page
-    assert page.index("| int4:g64 | 2.38 |  |  |  | 20.50 |") < page.index("| int2:g64")  # 4 bits before 2
+    assert "| int2:g64 | 2.38 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |  |" in page
+    assert page.index("| int4:g64 | 2.38 |  |  |  | 20.50 |  |") < page.index("| int2:g64")  # 4 bits before 2
     assert "| nf3:s2:g64 | BitDistiller | 23.00 | 50.0 |" in lowbit_found.accuracies()
     assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_found.settings()
     said = lowbit_found.verdicts()
@@ -183,7 +186,9 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     )
     assert "FAILS: BitDistiller far below awq at int2:g64, SmolLM2-135M-Instruct: 70.00 against 90.00" in said
     assert "holds: ours below BitDistiller at int2:g64, SmolLM2-135M-Instruct: 51.00 against 70.00" in said
-    assert any(s.startswith("holds: ours within 5% at int4:g64") for s in said) and len(said) == 5
+    assert any(s.startswith("holds: ours within 5% at int4:g64") for s in said) and len(said) == 6
+    assert any(s.startswith("holds: ours, mixed below BitDistiller at int2:g192") for s in said)
+    assert "| int2:g192 | 2.38 |  |  | 80.00 | 75.00 | 60.00 |" in page
     assert "ties: ours below BitDistiller at nf3:s2:g64, SmolLM2-135M-Instruct: 22.80 against 23.00" in said
 
 
