@@ -161,7 +161,7 @@ class Turns:
                 break
             for way, rates in zip(ways, found, strict=True):
                 pair = [Way("plain"), way][:: -1 if turn % 2 else 1]
-                made = num_made(self.engine.runner, way.drafter)
+                made = 0 if way.goodput is None else num_made(self.engine.runner, way.drafter)
                 both = [self.rate(w, temperature) for w in pair][:: -1 if turn % 2 else 1]
                 (rates.warm if turn < WARM_TURNS else rates.turns).append(both)
                 if way.goodput is not None:
@@ -374,6 +374,8 @@ def measure_all(
     tasks = [(b, temperature) for temperature in (0.0, 1.0) for b in order]  # 0: one drafter at a time
     share = (until - time.perf_counter()) / max(1, len(order) - 1)
     greedy: Rates | None = None
+    gc.collect()
+    gc.freeze()  # what is there now is looked at no more: collections between runs are short
     for batch, temperature in tasks:
         now = time.perf_counter()
         if now > until:
@@ -390,6 +392,7 @@ def measure_all(
         except Exception:  # the next may still be worth its time on a borrowed machine
             traceback.print_exc()
         print(f"[{time.perf_counter() - began:.1f} s]", flush=True)
+    gc.unfreeze()
 
 
 def _range(values: list[float]) -> list[float]:

@@ -11,6 +11,7 @@ from shoestring.bench.results import markdown, newest, provenance
 BENCH = "drafter"
 LONGER = "more steps"
 PEER = "peer"
+FEW_STEPS = 100
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
@@ -18,7 +19,7 @@ def table() -> str:
     lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] not in ("batches", PEER)])
     order = {name: i for i, name in enumerate(BUDGETS)}
     parts = []
-    for target in sorted({n["config"]["target"] for n in lines}, key=_largest):
+    for target in sorted(_lasting(lines), key=_largest):
         own = [n for n in lines if n["config"]["target"] == target]
         alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for n in own:
@@ -33,6 +34,22 @@ def table() -> str:
         over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else ""
         parts.append(f"**{target}.**{over}\n\n" + markdown(HEADER, rows) + provenance(own))
     return "\n\n".join(parts)
+
+
+def _lasting(lines: list[dict[str, Any]]) -> set[str]:
+    """Targets without those whose drafters were hardly trained where another of the same shape has better ones."""
+    most: dict[str, int] = {}
+    for n in lines:
+        c = n["config"]
+        most[c["target"]] = max(most.get(c["target"], 0), c.get("steps", 0))
+    best = {_shape(t): max(most[u] for u in most if _shape(u) == _shape(t)) for t in most}
+    return {
+        target for target, steps in most.items() if 2 * steps >= best[_shape(target)] or steps >= FEW_STEPS
+    }
+
+
+def _shape(target: str) -> str:
+    return target.split(",")[0]
 
 
 def _timed_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,7 +94,7 @@ def _row(seeds: list[dict[str, Any]]) -> list[str]:
         first["case"],
         c["budget"],
         f"{c['steps']}" if "steps" in c else "",
-        f"{c['teraflops']:,.3g}" if "teraflops" in c else "",
+        _flops(c["teraflops"]) if "teraflops" in c else "",
         shown("acceptance", ".3f"),
         shown("accepted_length", ".2f"),
         f"{first['value']:,.0f}" if timed else "",
@@ -87,6 +104,10 @@ def _row(seeds: list[dict[str, Any]]) -> list[str]:
         shown("sampled_tokens_per_s", ",.0f") if timed else "",
         shown("sampled_ratio", ".2f") if timed else "",
     ]
+
+
+def _flops(tera: float) -> str:
+    return f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
 
 
 def _largest(target: str) -> tuple[bool, str]:
@@ -113,6 +134,8 @@ def batches() -> str:
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches"]
     if not lines:
         return "Not measured yet."
+    last = {_shape(n["config"]["target"]): n["config"]["target"] for n in lines}  # the newest of a shape
+    lines = [n for n in lines if n["config"]["target"] in last.values()]
     cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
     for n in lines:
         c = n["config"]
@@ -122,7 +145,7 @@ def batches() -> str:
     rows = []
     for (target, drafter, text), found in cells.items():
         shown = [_change(found[b]) if b in found else "" for b in sizes]
-        rows.append([target.split(",")[0], drafter, text, *shown])
+        rows.append([_shape(target), drafter, text, *shown])
     header = ["target", "drafter", "text", *(f"{b} at once" for b in sizes)]
     return markdown(header, rows) + provenance(lines)
 
