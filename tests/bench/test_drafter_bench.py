@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.bench import drafter, drafter_speed, drafter_target, results
+from shoestring.bench import drafter, drafter_speed, drafter_tables, drafter_target, results
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 
@@ -95,6 +95,38 @@ def test_who_serves() -> None:
     assert [r["drafter"] for r in drafter_speed.serve_rows(rows, names)] == ["b", "ngram+b", "d"]
     assert [r["drafter"] for r in drafter_speed.serve_rows(rows[:1] + rows[2:], names)] == ["a", "d"]
     assert drafter_speed.serve_rows(rows[2:4], names) == []
+
+
+def test_tables_show_trained_drafters_and_the_newest_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def note(target: str, budget: str, ratio: float, **config: Any) -> None:
+        results.record(
+            bench="drafter",
+            case=config.pop("case", "LK"),
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=[100.0 * ratio],
+            baseline="plain",
+            baseline_value=100.0,
+            ratio=ratio,
+            quality={"ratio_p20_p80": [ratio, ratio]},
+            config={"target": target, "budget": budget, "drafter": "LK", "text": "greedy", **config},
+        )
+
+    for target, steps in (("Llama 2x3, old", 50), ("Llama 2x3, new", 250), ("Llama 1x1, small", 9)):
+        note(target, "equal steps", 1.5, steps=steps, teraflops=1390.0, layers=1)
+        note(target, "batches", 1.1 if "old" in target else 1.3, batch=4)
+    found = drafter.table()
+    assert "Llama 2x3, new" in found and "Llama 1x1, small" in found and "old" not in found
+    assert "| 1,390 |" in found
+    assert drafter.batches().count("1.30x") == 2 and "1.10x" not in drafter.batches()
+    assert drafter_tables.peers() == "Not measured yet."
+    note("Llama 2x3, new", drafter_tables.PEER, 1.2, case="transformers, assisted generation")
+    assert "| 100 | 120 | 1.20 (1.20 to 1.20) |" in drafter_tables.peers()
+    assert "assisted" not in drafter.table()
 
 
 def test_expanded_blocks_add_nothing_yet() -> None:
