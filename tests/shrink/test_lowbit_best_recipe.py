@@ -77,6 +77,13 @@ def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path) -> None:
     assert "give one of them" in said
 
 
+def test_at_three_bits_nothing_is_trained_block_by_block(cli: Callable[..., str], here: Path) -> None:
+    argv = [a for a in BEST if not a.startswith(("format", "windows"))]
+    cli(*argv, "run=three", "format=nf3:s2:g32")
+    told = json.loads((here / "three/model/quantization.json").read_text())
+    assert len(told["blocks"]) == 3 and all(b["after"] == b["before"] for b in told["blocks"])
+
+
 @pytest.mark.parametrize("teacher", ["live", "cached"])
 def test_as_sure_as_the_full_model(cli: Callable[..., str], here: Path, teacher: str) -> None:
     cli(*BEST, f"run={teacher}", f"teacher={teacher}", "gamma=none")
@@ -140,7 +147,7 @@ def test_the_finer_the_grid_the_smaller_the_rates() -> None:
     def part(*labels: str) -> float:
         return part_for(parse_format(label) for label in labels)
 
-    assert [part(f) for f in ("int2:g64", "nf3:s2:g64", "int4:g64", "int8:g0")] == [1.0, 0.5, 0.25, 0.25]
+    assert [part(f) for f in ("int2:g64", "nf3:s2:g64", "int4:g64", "int8:g0")] == [1.0, 0.25, 0.25, 0.25]
     assert part("int4:g64", "int2:g64", "dense") == 1.0 and part("dense") == 0.25  # the coarsest decides
     assert Rates(weight=1e-2, scale=0.0).softer(0.5) == Rates(5e-3, 0.0, 2.5e-3, 1e-3, 2.5e-3)
 

@@ -170,13 +170,17 @@ class Rates:
         return Rates(**{name: value * part for name, value in asdict(self).items()})
 
 
-SOFTER = {2: 1.0, 3: 0.5, 4: 0.25}  # parts of the rates, by bits: the finer the grid, the less has to move
+SOFTER = {2: 1.0, 3: 0.25, 4: 0.25}  # parts of the rates, by bits: the finer the grid, the less has to move
 
 
 def part_for(formats: Iterable[object]) -> float:
-    """Of the rates, for the coarsest of these Formats; those without bits do not count."""
-    bits = [b for f in formats if isinstance(b := getattr(f, "bits", None), int)]
-    return SOFTER.get(min(bits, default=4), min(SOFTER.values()))
+    """Of the rates, for the coarsest of these Formats."""
+    return SOFTER.get(coarsest(formats), min(SOFTER.values()))
+
+
+def coarsest(formats: Iterable[object]) -> int:
+    """The fewest bits of these Formats; those without bits do not count, and 4 where none has any."""
+    return min((b for f in formats if isinstance(b := getattr(f, "bits", None), int)), default=4)
 
 
 def relative_adamw(

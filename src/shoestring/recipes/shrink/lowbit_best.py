@@ -26,7 +26,7 @@ Leaves:  a run folder with the packed model/ (or out=), errors by block in model
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ from shoestring.shrink.qat import (
     FallingRates,
     Rates,
     build_student,
+    coarsest,
     hold_grids,
     learned_rules,
     once,
@@ -82,8 +83,12 @@ class Config(Settings):
     damage_windows: int = option(
         4, "bits_budget: rows of the training text that damage is measured on", least=1
     )
-    windows: int = option(512, "rows of the training text for the block-wise stage", least=1)
-    init: str = option("awq", "the method whose grids it starts from: rtn clip awq gptq gptq+clip")
+    windows: int | None = option(
+        None, "rows of the training text for the block-wise stage, 0: none; none: by the bits", least=0
+    )
+    init: str | None = option(
+        None, "the method whose grids it starts from: rtn clip awq gptq gptq+clip; none: by the bits"
+    )
     epochs: int = option(4, "passes over those rows", least=1)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
@@ -101,7 +106,7 @@ class Config(Settings):
     lr_norm: float = option(2e-3, "of the root mean square of a norm or bias", least=0)
     lr_rest: float = option(5e-3, "of the root mean square of embeddings and head; 0 freezes them", least=0)
     part: float | None = option(
-        None, "of all these rates; none: by the bits, 1 at 2, 0.5 at 3, 0.25 at 4", least=0
+        None, "of all these rates; none: by the bits, 1 at 2, 0.25 at 3 and 4", least=0
     )
 
 
@@ -110,7 +115,7 @@ def main(cfg: Config) -> Path:
     pick_candidates(cfg)
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
     rates.softer(part_of(cfg, rules))  # what is not possible is said now
-    block_settings(cfg)
+    block_settings(cfg, rules)
     run = open_run(cfg, "shrink/lowbit_best")
     once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
     told = json.loads((run.folder / "blockwise.json").read_text())
@@ -149,12 +154,15 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     if (folder / "blockwise").exists():
         return
     corpus = load_corpus(cfg, folder, log)
-    seen = windows(corpus.train.head(), cfg.windows, cfg.context)
     told: dict[str, Any] = {}
     if cfg.bits_budget is not None:
+        seen = windows(corpus.train.head(), cfg.damage_windows, cfg.context)
         mix = choose_mix(cfg, loaded.model, seen, folder, log)
         rules, told = mix.rules, {"mixed_bits": mix.to_json()}
-    settings = block_settings(cfg)
+    settings, num = block_settings(cfg, rules)
+    if not cfg.windows:  # nobody asked for so many
+        num = max(1, min(num, (len(corpus.train) - 1) // cfg.context))
+    seen = windows(corpus.train.head(), num, cfg.context)
     with log.progress(len(loaded.model.blocks), "block by block") as bar:
         report = train_blocks(
             loaded.model,
@@ -184,7 +192,7 @@ def choose_mix(cfg: Config, model: Decoder, seen: Tensor, folder: Path, log: Run
         units = measure_damage(
             model,
             formats,
-            seen[: cfg.damage_windows],
+            seen,
             progress=lambda done, total, damage: bar.advance(1, damage=damage),
             file=folder / "damage.jsonl",
         )
@@ -197,10 +205,22 @@ def rules_of(mix: dict[str, Any]) -> list[Rule]:
     return [(layer, parse_format(unit["format"])) for unit in mix["units"] for layer in unit["layers"]]
 
 
-def block_settings(cfg: Config) -> Blockwise:
-    return Blockwise(
-        init=cfg.init, epochs=cfg.epochs, batch=cfg.block_batch, seed=cfg.seed, keep_masters=True
+# By bits: the method whose grids training starts from, and the rows of the block-wise stage. At 3 bits that stage
+# makes the text it is trained on better and others worse (docs/methods/bitdistiller.md).
+STARTS = {2: ("awq", 512), 3: ("clip", 0), 4: ("awq", 512)}
+NUM_SEEN = 32  # rows that the grids are chosen on where nothing is trained block by block
+
+
+def block_settings(cfg: Config, rules: list[Rule]) -> tuple[Blockwise, int]:
+    """Of the block-wise stage, and the rows it sees."""
+    init, num = STARTS[min(4, max(2, coarsest(format for _, format in rules)))]
+    init, num = init if cfg.init is None else cfg.init, num if cfg.windows is None else cfg.windows
+    settings = Blockwise(
+        init=init, epochs=cfg.epochs, batch=cfg.block_batch, seed=cfg.seed, keep_masters=True
     )
+    if num:
+        return settings, num
+    return replace(settings, lr_weight=0.0, lr_scale=0.0, lr_zero=0.0, lr_norm=0.0), NUM_SEEN
 
 
 def save_grids(path: Path, grids: dict[str, Parts]) -> None:
