@@ -77,11 +77,20 @@ def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path) -> None:
     assert "give one of them" in said
 
 
-def test_at_three_bits_nothing_is_trained_block_by_block(cli: Callable[..., str], here: Path) -> None:
+@pytest.mark.parametrize("grids", ["derived", "learned"])
+def test_at_three_bits_nothing_is_trained_block_by_block(
+    cli: Callable[..., str], here: Path, grids: str
+) -> None:
     argv = [a for a in BEST if not a.startswith(("format", "windows"))]
-    cli(*argv, "run=three", "format=nf3:s2:g32")
-    told = json.loads((here / "three/model/quantization.json").read_text())
-    assert len(told["blocks"]) == 3 and all(b["after"] == b["before"] for b in told["blocks"])
+    name = f"three-{grids}"
+    out = cli(*argv, f"run={name}", "format=nf3:s2:g32", *(["grids=learned"] if grids == "learned" else []))
+    told = json.loads((here / name / "model/quantization.json").read_text())
+    if grids == "learned":  # from the clipped grids
+        assert len(told["blocks"]) == 3 and all(b["after"] == b["before"] for b in told["blocks"])
+    else:
+        assert told["grids"] == "derived" and "clip by block: 3/3" in out and "blocks" not in told
+    losses = [row["loss"] for row in read_jsonl(here / name / "metrics.jsonl")]
+    assert losses[-1] < losses[0] and read_jsonl(here / name / "evals.jsonl")[-1]["format"] == "nf3:s2:g32"
 
 
 @pytest.mark.parametrize("teacher", ["live", "cached"])

@@ -1,24 +1,31 @@
-"""Shrink a model to 4, 3 or 2 bits with the least loss we know of: block by block, then end to end.
+"""Shrink a model to 4, 3 or 2 bits with the least loss we know of.
 
-BitDistiller trains weights only, and its scales follow them. Here scales and zero points are trained with the weights,
-first in every block against that block's own outputs (the largest gain for the least text), then all of them together
-against what the full model says, read from its cached top-k, so that it needs no room beside the student.
+BitDistiller trains weights only, at a constant rate, and its scales follow them. Here
+  - the full model stays beside the student and is matched over the whole vocabulary, by the forward divergence alone
+    (gamma=0): words that the training text does not have are likelier elsewhere, and a cached top-k says nothing of them;
+  - rates are parts of what they move, small at more bits, rise and fall; a step sees few rows, so there are many steps;
+  - at 2 bits scales and zero points are trained with the weights, first in every block against that block's own outputs
+    (the largest gain for the least text). At 3 bits that stage fits its text and loses elsewhere: training starts from
+    clipped weights, and scales follow them;
+  - with bits_budget= every layer gets the format that does the least damage for its bits: at 3.5 bits per weight this is
+    the largest gain of all.
 
 Run:     shoestring run shrink/lowbit_best model=DIR format=int2:g64 prompts=some.txt text=other.txt
-         shoestring run shrink/lowbit_best model=DIR format=nf3:g64 data=my/texts steps=400
+         shoestring run shrink/lowbit_best model=DIR bits_budget=3.501 candidates=nf3:s1:g64,nf3:s2:g64,nf4:s1:g64 ...
+         shoestring run shrink/lowbit_best model=DIR format=nf3:s2:g64 data=my/texts steps=1600
          shoestring run shrink/lowbit_best model=DIR "rules=*.mlp.down=int4:g64;*=int2:g64" data=my/texts
-         shoestring run shrink/lowbit_best model=DIR bits_budget=3 prompts=some.txt
          shoestring run shrink/lowbit_best resume=RUN       goes on in the stage it was in, after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/lowbit_best mesh.dp=4 model=DIR ...
-Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight), and 261
-         bytes of disk a training token. Block-wise training runs on the first process and holds one block at a time
-Time:    stories260K (260k parameters), 81,920 training tokens: 20 to 40 s on one CPU core. SmolLM2-135M, 1.05M training
-         tokens: 2 minutes on an H200 that twenty other processes used
-Expect:  SmolLM2-135M on WikiText-2, 18.5 before: 38.0 at int2:g64 from 1.05M training tokens, a fifth of them block by
-         block, where shrink/bitdistiller gets 42.0 from as many and AWQ 776; 19.1 at int4:g64 (19.2); but 21.9 at
-         nf3:s2:g64, where shrink/bitdistiller gets 21.0: use that one at 3 bits (docs/methods/bitdistiller.md).
-         stories260K at int2:g64, 4.97 before: 11.3 against 12.9; at nf3:s2:g64 5.76 against 5.92, with rates twice
-         these and a fifth of them
+Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight) and the full
+         model beside them (2; teacher=cached: 261 bytes of disk a training token instead). Block-wise training runs on
+         the first process and holds one block at a time
+Time:    stories260K (260k parameters), 81,920 training tokens: 30 s on one CPU core. SmolLM2-135M, 1.05M training
+         tokens, on an H200: 35 s for the mix, of which measuring damage takes 17 beside another process
+Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens (bench/lowbit_quality; there in rows of 512,
+         16 in a step): 34.8 at int2:g64, where shrink/bitdistiller gets 42.0 from as many and AWQ 776; 20.6 at 3.50 bits
+         as a mix and 20.9 in nf3:s2:g64 (gamma=0.5, part=0.6, 32 rows), where shrink/bitdistiller gets 21.0; 19.1 at
+         int4:g64 (19.2; teacher=cached, 32 rows). stories260K, 5.0 before: 9.5 to 9.7 at int2:g64 against 11.6 to 12.2;
+         5.5 as a mix and 5.6 to 5.7 in nf3:s2:g64 (windows=20 init=awq) against 5.8 to 5.9
 Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
          report.html
 """
@@ -37,7 +44,9 @@ from torch import Tensor
 from shoestring.config import option
 from shoestring.formats import Dense, FormatLinear, Parts, parse_format
 from shoestring.formats.convert import Rule
+from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.folder import Loaded
 from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
@@ -54,12 +63,14 @@ from shoestring.recipes.shrink.lowbit_run import (
 from shoestring.recipes.shrink.ptq import pick_candidates
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
-from shoestring.shrink.calibrate import Calibration, windows
+from shoestring.shrink.calibrate import Calibration, walk, windows
+from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
 from shoestring.shrink.qat import (
     FallingRates,
     Rates,
     build_student,
+    clip_weights,
     coarsest,
     hold_grids,
     learned_rules,
@@ -70,6 +81,7 @@ from shoestring.shrink.qat import (
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
+from shoestring.train.shards import Corpus
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
@@ -89,6 +101,10 @@ class Config(Settings):
     init: str | None = option(
         None, "the method whose grids it starts from: rtn clip awq gptq gptq+clip; none: by the bits"
     )
+    grids: Literal["learned", "derived"] | None = option(
+        None,
+        "trained, or following their weights from clipped ones on; none: derived at 3 bits without a budget",
+    )
     epochs: int = option(4, "passes over those rows", least=1)
     block_batch: int = option(4, "rows in a step of the block-wise stage", least=1)
     memory_gb: float = option(8.0, "activations beyond this go to a file", least=0)
@@ -106,7 +122,7 @@ class Config(Settings):
     lr_norm: float = option(2e-3, "of the root mean square of a norm or bias", least=0)
     lr_rest: float = option(5e-3, "of the root mean square of embeddings and head; 0 freezes them", least=0)
     part: float | None = option(
-        None, "of all these rates; none: by the bits, 1 at 2, 0.25 at 3 and 4", least=0
+        None, "of all these rates; none: by the bits, 1 at 2, 0.25 at 3 and 4 (derived: twice that)", least=0
     )
 
 
@@ -116,6 +132,7 @@ def main(cfg: Config) -> Path:
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
     rates.softer(part_of(cfg, rules))  # what is not possible is said now
     block_settings(cfg, rules)
+    trained_rules(cfg, rules)
     run = open_run(cfg, "shrink/lowbit_best")
     once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
     told = json.loads((run.folder / "blockwise.json").read_text())
@@ -125,8 +142,11 @@ def main(cfg: Config) -> Path:
     corpus = load_corpus(cfg, run.folder, run.log)
     data = token_data(cfg, corpus, run.mesh)
     objective = make_objective(cfg, run, data, cfg.teacher)
-    model = build_student(run.folder / "blockwise", learned_rules(rules), run.mesh, parallel_of(cfg, run))
-    hold_grids(model, load_grids(run.folder / "grids.safetensors"))
+    model = build_student(
+        run.folder / "blockwise", trained_rules(cfg, rules), run.mesh, parallel_of(cfg, run)
+    )
+    if not is_derived(cfg, rules):
+        hold_grids(model, load_grids(run.folder / "grids.safetensors"))
     run.log.say(
         f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens end to end, gamma {objective.gamma:.3f}"
     )
@@ -142,7 +162,23 @@ def main(cfg: Config) -> Path:
 
 
 def part_of(cfg: Config, rules: list[Rule]) -> float:
-    return part_for(format for _, format in rules) if cfg.part is None else cfg.part
+    if cfg.part is not None:
+        return cfg.part
+    return min(1.0, part_for(format for _, format in rules) * (2 if is_derived(cfg, rules) else 1))
+
+
+def is_derived(cfg: Config, rules: list[Rule]) -> bool:
+    """Whether scales follow their weights, as BitDistiller's, instead of being trained."""
+    if cfg.grids is not None:
+        return cfg.grids == "derived"
+    usual = cfg.windows is None and cfg.init is None and cfg.bits_budget is None
+    return usual and coarsest(format for _, format in rules) == 3
+
+
+def trained_rules(cfg: Config, rules: list[Rule]) -> list[Rule]:
+    if not is_derived(cfg, rules):
+        return learned_rules(rules)
+    return [(glob, f if isinstance(f, Dense) else with_range_gradient(f)) for glob, f in rules]
 
 
 def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
@@ -159,6 +195,9 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
         seen = windows(corpus.train.head(), cfg.damage_windows, cfg.context)
         mix = choose_mix(cfg, loaded.model, seen, folder, log)
         rules, told = mix.rules, {"mixed_bits": mix.to_json()}
+    if is_derived(cfg, rules):
+        clip_start(cfg, loaded, rules, corpus, run)
+        return
     settings, num = block_settings(cfg, rules)
     if not cfg.windows:  # nobody asked for so many
         num = max(1, min(num, (len(corpus.train) - 1) // cfg.context))
@@ -185,6 +224,17 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     save_model(folder / "blockwise", loaded.model, loaded.tokenizer)
 
 
+def clip_start(cfg: Config, loaded: Loaded, rules: list[Rule], corpus: Corpus, run: LowbitRun) -> None:
+    """BitDistiller's start: groups clamped to searched ranges."""
+    num = max(1, min(NUM_SEEN, (len(corpus.train) - 1) // cfg.context))
+    seen = windows(corpus.train.head(), num, cfg.context)
+    steps = walk(loaded.model, seen, Calibration(inputs="full", memory_gb=cfg.memory_gb))
+    with run.log.progress(len(loaded.model.blocks), "clip by block") as bar:
+        clip_weights(loaded.model, rules, steps, Clip(), progress=lambda done, total: bar.advance(1))
+    write_atomically(run.folder / "blockwise.json", json.dumps({"grids": "derived"}) + "\n")
+    save_model(run.folder / "blockwise", loaded.model, loaded.tokenizer)
+
+
 def choose_mix(cfg: Config, model: Decoder, seen: Tensor, folder: Path, log: RunLog) -> Mix:
     assert cfg.bits_budget is not None
     formats = pick_candidates(cfg)
@@ -206,7 +256,7 @@ def rules_of(mix: dict[str, Any]) -> list[Rule]:
 
 
 # By bits: the method whose grids training starts from, and the rows of the block-wise stage. At 3 bits that stage
-# makes the text it is trained on better and others worse (docs/methods/bitdistiller.md).
+# is good for the text it is trained on and bad for others (docs/methods/bitdistiller.md).
 STARTS = {2: ("awq", 512), 3: ("clip", 0), 4: ("awq", 512)}
 NUM_SEEN = 32  # rows that the grids are chosen on where nothing is trained block by block
 
