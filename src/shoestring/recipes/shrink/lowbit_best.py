@@ -2,13 +2,13 @@
 
 BitDistiller trains weights only, at a constant rate, and its scales follow them. Here
   - the full model stays beside the student and is matched over the whole vocabulary, by the forward divergence alone
-    (gamma=0): words that the training text does not have are likelier elsewhere, and a cached top-k says nothing of them;
-  - rates are parts of what they move, small at more bits, rise and fall; a step sees few rows, so there are many steps;
-  - at 2 bits scales and zero points are trained with the weights, first in every block against that block's own outputs
-    (the largest gain for the least text). At 3 bits that stage fits its text and loses elsewhere: training starts from
-    clipped weights, and scales follow them;
-  - with bits_budget= every layer gets the format that does the least damage for its bits: at 3.5 bits per weight this is
-    the largest gain of all.
+    (gamma=0): other texts have words that the training text lacks, and a cached top-k says nothing of them;
+  - rates are parts of what they move, smaller at more bits, rise and fall; few rows a step, and so many steps;
+  - at 2 bits scales and zero points are trained with the weights, first in every block against that block's own
+    outputs (the largest gain for the least text). At 3 bits that stage fits its text and loses elsewhere: training
+    starts from clipped weights, and scales follow them;
+  - with bits_budget= every layer gets the format that does the least damage for its bits. At 3.5 bits per weight this
+    gains most of all.
 
 Run:     shoestring run shrink/lowbit_best model=DIR format=int2:g64 prompts=some.txt text=other.txt
          shoestring run shrink/lowbit_best model=DIR bits_budget=3.501 candidates=nf3:s1:g64,nf3:s2:g64,nf4:s1:g64 ...
@@ -21,11 +21,12 @@ Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's 
          the first process and holds one block at a time
 Time:    stories260K (260k parameters), 81,920 training tokens: 30 s on one CPU core. SmolLM2-135M, 1.05M training
          tokens, on an H200: 35 s for the mix, of which measuring damage takes 17 beside another process
-Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens (bench/lowbit_quality; there in rows of 512,
-         16 in a step): 34.8 at int2:g64, where shrink/bitdistiller gets 42.0 from as many and AWQ 776; 20.6 at 3.50 bits
-         as a mix and 20.9 in nf3:s2:g64 (gamma=0.5, part=0.6, 32 rows), where shrink/bitdistiller gets 21.0; 19.1 at
-         int4:g64 (19.2; teacher=cached, 32 rows). stories260K, 5.0 before: 9.5 to 9.7 at int2:g64 against 11.6 to 12.2;
-         5.5 as a mix and 5.6 to 5.7 in nf3:s2:g64 (windows=20 init=awq) against 5.8 to 5.9
+Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens in rows of 512 (bench/lowbit_quality):
+         34.8 at int2:g64 (16 rows a step), where shrink/bitdistiller gets 42.0 from as many and AWQ 776; at 3.50 bits
+         20.6 as a mix (16 rows, part=0.3) and 20.9 in nf3:s2:g64 (32 rows, part=0.6 gamma=0.5), where
+         shrink/bitdistiller gets 21.0; 19.1 at int4:g64 (32 rows, teacher=cached gamma=none; 19.2). stories260K, 5.0
+         before, at other rates and with the block-wise stage at 3 bits too: 9.5 to 9.7 at int2:g64 against 11.6 to
+         12.2; 5.5 as a mix and 5.6 to 5.7 in nf3:s2:g64 against 5.8 to 5.9
 Leaves:  a run folder with the packed model/ (or out=), errors by block in model/quantization.json, evals.jsonl,
          report.html
 """
