@@ -189,7 +189,10 @@ def settings() -> str:
             told = [c["model"], c["format"], c["method"], str(c["seed"]), f"{c['training_tokens']:,}"]
             rows.append([*told, judged, f"{q['perplexity']:.2f}"])
     header = ["model", "format", "method", "seed", "training tokens", "validation", "test"]
-    return markdown(header, rows) + "\n\n@: BitDistiller's learning rate, or the part of ours' rates."
+    return markdown(header, rows) + (
+        "\n\n@: BitDistiller's learning rate; of ours the part of its rates (else by the bits), and what differs from "
+        "the setting it had first."
+    )
 
 
 def _order(label: str) -> tuple[int, int, str]:
