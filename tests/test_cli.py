@@ -240,6 +240,21 @@ def test_chat_reads_lines_from_a_pipe(
     assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
 
 
+def test_chat_with_a_broken_template_does_not_wait_for_a_message(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = "{{ bos_token }}\n{% for m in %}"
+    folder = save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    result = cli("chat", folder)
+    assert_one_line_error(result, f"the chat template of {folder} is broken, line 2: Expected an expression")
+    assert result.out == ""
+    (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+    assert_one_line_error(cli("chat", folder), f"cannot read the chat template {folder}")
+
+
 def test_eval_reports_what_the_evals_compute(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

@@ -167,6 +167,7 @@ def chat(
 ) -> None:
     """Talk to a chat model, with its own chat template. Also reads one message per line from a pipe."""
     from shoestring.measure import need_tokenizer
+    from shoestring.model.chat import fault
     from shoestring.serve import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens)
@@ -177,6 +178,8 @@ def chat(
             raise UserError(
                 f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
             )
+        if (broken := fault(tokenizer.chat_template)) is not None:
+            raise UserError(f"the chat template of {model} is broken, {broken}")
         engine = open_engine(loaded, min(context, loaded.spec.max_positions), None, skip, ranks)
         messages = [{"role": "system", "content": system}] if system else []
         for line in user_lines():

@@ -302,7 +302,10 @@ def test_templates_have_what_hugging_face_offers() -> None:
     ("template", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "broken at line 1"),
+        ("{% if %}", "broken, line 1: Expected an expression"),
+        ("{% break %}", "broken, 'break' outside loop"),  # Jinja lets it through, Python does not
+        ("{{ " + "(" * 9999 + " }}", "nested too deeply"),
+        ("\n", "broken, it is empty"),
         ("{{ messages[9].content.x }}", "does not accept"),
         ("{{ messages.append(1) }}", "does not accept"),  # the sandbox is immutable
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "does not accept"),

@@ -27,7 +27,7 @@ from shoestring.errors import UserError  # noqa: E402
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
 from shoestring.serve.loop import Delta, Mailbox, kv_usage  # noqa: E402
-from shoestring.serve.server import ServeOptions, listen  # noqa: E402
+from shoestring.serve.server import ServeOptions, Service, listen, main  # noqa: E402
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
@@ -213,10 +213,42 @@ def test_a_drain_that_takes_too_long_says_so() -> None:
 def test_bad_options_are_said_before_the_model_is_loaded() -> None:
     with pytest.raises(UserError, match="port=70000"):
         ServeOptions(port=70000)
+    with pytest.raises(UserError, match=r"host='' is not allowed; give .* 0\.0\.0\.0 for all"):
+        ServeOptions(host="")  # a socket would take it for every address
     with pytest.raises(UserError, match="API key is empty"):
         ServeOptions(api_keys=(" ",))
     with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{{ bos_token }}\n{% for m in %}", "line 2: Expected an expression"), ("", "it is empty")],
+)
+def test_a_broken_chat_template_is_said_before_the_model_is_loaded(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "chat.jinja").write_text(text)
+    with pytest.raises(UserError, match=rf"chat\.jinja is broken, {message}"):
+        main(tmp_path / "no model", ServeOptions(port=0, chat_template=tmp_path / "chat.jinja"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_with_a_broken_chat_template_is_served_with_a_warning(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tiny_tokenizer()
+    working, tokenizer.chat_template = tokenizer.chat_template, "{% endfor %}"
+    folder = save_model(tmp_path / "tiny", tiny_model(tokenizer.vocab_size), tokenizer)
+    (tmp_path / "chat.jinja").write_text(str(working))
+    monkeypatch.setattr("shoestring.serve.server._log_to_stderr", lambda: None)
+    monkeypatch.setattr(Service, "run", lambda self: None)
+    with caplog.at_level("INFO", logger="shoestring.serve"):
+        main(folder, ServeOptions(port=0, chat_template=tmp_path / "chat.jinja" if own else None))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "serving tiny at http://127.0.0.1:" in caplog.text
+    assert len(warnings) == (0 if own else 1)
+    assert own or "tiny is broken, line 1: Encountered unknown tag 'endfor'" in warnings[0]
 
 
 def test_without_fastapi_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,23 @@ def _compile(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
+def fault(template: str) -> str | None:
+    """Why a template cannot be read ("line 3: ..."), or None. Which chats it accepts, only rendering shows."""
+    if not template.strip():
+        return "it is empty"
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {(error.message or '').rstrip('.')}"
+    except (
+        SyntaxError
+    ) as error:  # of the Python that Jinja makes ('break' outside loop); its lines say nothing
+        return error.msg
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
+
+
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -73,6 +90,9 @@ def render(
             raise UserError(
                 f"message {position} of the chat is {message!r}; each needs a 'role' and a 'content'"
             )
+    broken = fault(template)
+    if broken is not None:
+        raise UserError(f"the model's chat template is broken, {broken}")
     try:
         return _compile(template).render(
             messages=messages,
@@ -81,10 +101,6 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **special,
         )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"the model's chat template is broken at line {error.lineno}: {error.message}"
-        ) from error
     except Exception as error:  # a template can raise whatever Python raises
         reason = f"{error}" or type(error).__name__
         raise UserError(f"the model's chat template does not accept this chat: {reason}") from error

@@ -25,6 +25,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.formats import keep_decoded
 from shoestring.formats.int8_activations import quantize_activations
+from shoestring.model.chat import fault
 from shoestring.model.folder import Loaded, load_model
 from shoestring.model.skip import SkipSet
 from shoestring.model.tokenizer import Tokenizer
@@ -76,6 +77,11 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         for name, good, allowed in (
+            (
+                "host",
+                self.host.strip() != "",  # to a socket, no name means every address
+                "an address or name of this machine, such as 127.0.0.1, ::1 or localhost, or 0.0.0.0 for all",
+            ),
             ("port", 0 <= self.port < 65536, "0 to 65535"),
             ("max_requests", self.max_requests >= 1, "1 or more"),
             ("max_queue", self.max_queue >= 0, "0 or more"),
@@ -263,7 +269,14 @@ def _serve(
     )
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
         log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
-    chat = "" if loaded.tokenizer.chat_template else " (no chat template: completions only)"
+    template = loaded.tokenizer.chat_template
+    chat = " (no chat template: completions only)" if template is None else ""
+    if template is not None and (broken := fault(template)) is not None:
+        log.warning(
+            "the chat template of %s is broken, %s; chats are refused (400), completions work; "
+            "--chat-template gives another",
+            *(model_path, broken),
+        )
     log.info("serving %s%s at %s/v1, playground at %s/", name, chat, service.url, service.url)
     service.run()
     log.info("stopped")
@@ -279,9 +292,13 @@ def _prepare(model: Decoder, options: ServeOptions, dtype: torch.dtype) -> None:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the chat template {path}: {error}") from None
+    broken = fault(template)
+    if broken is not None:
+        raise UserError(f"the chat template {path} is broken, {broken}")
+    return template
 
 
 def _log_to_stderr() -> None:
