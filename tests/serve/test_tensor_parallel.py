@@ -5,16 +5,22 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tiny_serve import tiny_decoder
 
 from shoestring.cli import run_cli
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh
 from shoestring.model import Tokenizer
 from shoestring.model.folder import save_model
+from shoestring.model.parallel import tensor_parallel_
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.runner import Batch
-from shoestring.serve.tensor_parallel import open_ranks, pack_batch, unpack_batch
+from shoestring.serve.tensor_parallel import Ranks, open_ranks, pack_batch, unpack_batch
 
 
 def test_a_batch_travels_as_numbers() -> None:
@@ -27,6 +33,18 @@ def test_a_batch_travels_as_numbers() -> None:
 def test_one_process_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert open_ranks("cpu") is None
+
+
+def test_a_wrong_number_of_processes_is_said_as_it_was_given() -> None:
+    model = tiny_decoder()
+    num = model.spec.num_kv_heads + 1
+    axis: Any = SimpleNamespace(size=lambda: num)
+    ranks = object.__new__(Ranks)  # no group is needed to see that it does not go
+    ranks.mesh, ranks._axis = Mesh(0, num, torch.device("cpu")), axis
+    with pytest.raises(UserError, match=rf"torchrun's {num} processes \(--nproc-per-node\) cannot share"):
+        ranks.share(model)
+    with pytest.raises(UserError, match=rf"mesh\.tp={num} cannot share .* evenly; allowed are 1, 2$"):
+        tensor_parallel_(model, axis)
 
 
 @pytest.mark.ranks

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,8 +76,9 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
 # --------------------------------------------------------------------------------------------
 
 
-def tensor_parallel_(model: Decoder, tp: DeviceMesh) -> None:
-    check_divides(model.spec, tp.size())
+def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None) -> None:
+    """`asked`: how the user gave the number of ranks, where that was not mesh.tp; errors say it."""
+    check_divides(model.spec, tp.size(), asked or f"mesh.tp={tp.size()}")
     group = tp.get_group()
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -108,11 +110,14 @@ def replicate_rest_(model: nn.Module, tp: DeviceMesh) -> None:
                 module.register_parameter(name, nn.Parameter(whole, requires_grad=param.requires_grad))
 
 
-def check_divides(spec: ModelSpec, tp: int) -> None:
-    for field in ("num_heads", "num_kv_heads", "d_ff"):
-        count = getattr(spec, field)
+def check_divides(spec: ModelSpec, tp: int, asked: str) -> None:
+    """That `tp` ranks can share every layer evenly; `asked` is what the error calls them."""
+    counts = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "d_ff")}
+    for name, count in counts.items():
         if count % tp:
-            raise UserError(f"mesh.tp={tp} does not divide {field}={count}; choose a tp that divides it")
+            most = math.gcd(*counts.values())
+            allowed = ", ".join(str(n) for n in range(1, min(most, 64) + 1) if most % n == 0)
+            raise UserError(f"{asked} cannot share {name}={count} evenly; allowed are {allowed}")
 
 
 def column_parallel_(linear: FormatLinear, tp: DeviceMesh) -> None:
@@ -147,7 +152,7 @@ def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
         raise UserError(
             f"tensor parallel over {tp.size()} ranks would cut a {shape[0]}x{shape[1]} weight into pieces of "
             f"{shape[dim] / tp.size():g} along dim {dim}, but its format {linear.format} can only be cut at "
-            f"multiples of {block}; use a smaller mesh.tp or a smaller group"
+            f"multiples of {block}; use fewer ranks or a format with a smaller group"
         )
     if linear.packed:
         mine = slice(tp.get_local_rank() * share, (tp.get_local_rank() + 1) * share)

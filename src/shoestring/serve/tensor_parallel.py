@@ -88,7 +88,8 @@ class Ranks:
 
     def share(self, model: Decoder) -> Decoder:
         """Keep this process's share of a whole model, on this process's device; the same object."""
-        tensor_parallel_(model, self._axis)
+        asked = f"torchrun's {self.mesh.world_size} processes (--nproc-per-node)"
+        tensor_parallel_(model, self._axis, asked=asked)
         return model.to(self.device)
 
     def dismiss(self) -> None:
