@@ -15,6 +15,7 @@ from tiny_serve import near_copy, tiny_decoder
 
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve import engine as engine_module
+from shoestring.serve import fused as fused_module
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.chain_graph import most_new
 from shoestring.serve.cuda_graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, StepGraph, up_to
@@ -80,6 +81,83 @@ def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.Mon
     moved = engine.cache.num_moves, drafter.cache.num_moves
     assert [c.token_ids for c in engine.generate(*asked)] == want
     assert (engine.cache.num_moves, drafter.cache.num_moves) == moved and clock.making == before
+
+
+class Variants:
+    """Kernels of passes that are no graphs, as often as they would be compiled: what their compilation depends on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.met: set[tuple[object, ...]] = set()
+        self._eager, met = False, self.met
+        run, attend, store = Runner._run_fused, fused_module.paged_attention, fused_module.rotate_store_
+
+        def ran(runner: Runner, *args: Any) -> Any:
+            self._eager = True
+            try:
+                return run(runner, *args)
+            finally:
+                self._eager = False
+
+        def attended(q: Any, keys: Any, values: Any, tables: Any, *rest: Any, **options: Any) -> Any:
+            if self._eager:
+                width = tables.stride(0)
+                rows = 1 << (options["rows_per_tile"] - 1).bit_length()
+                met.add(("attention", rows, options["num_splits"], width == 1, width % 16 == 0))
+            return attend(q, keys, values, tables, *rest, **options)
+
+        def stored(qkv: Any, *rest: Any) -> Any:
+            if self._eager:
+                met.add(("store", len(qkv) < 256))
+            return store(qkv, *rest)
+
+        monkeypatch.setattr(Runner, "_run_fused", ran)
+        monkeypatch.setattr(fused_module, "paged_attention", attended)
+        monkeypatch.setattr(fused_module, "rotate_store_", stored)
+
+
+def test_nothing_is_compiled_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in pieces, drafters that pause and read, steps in which a few have drafts: all kernels are there."""
+    target, draw = tiny_decoder(0), random.Random(2)
+    variants = Variants(monkeypatch)
+    engine = Engine(
+        target,
+        max_requests=12,
+        max_context=64,
+        chunk=300,
+        graphs=True,
+        drafter=DraftModel(near_copy(target, 0.03), graphs=True),
+        prefix_cache=False,
+    )
+    engine.prepare()
+    known = set(variants.met)
+    assert len(known) > 4
+    monkeypatch.setattr(
+        Goodput,
+        "_pick",
+        lambda self, num, limit, *rest: (draw.choice([g for g in (0, *LENGTHS) if g <= limit]), 1.0, 0.0),
+    )
+    monkeypatch.setattr(Goodput, "abstains", lambda self, num, *rest: draw.random() < 0.8)
+    monkeypatch.setattr(
+        Goodput, "ask", lambda self, requests: draw.sample(requests, draw.randint(1, min(len(requests), 3)))
+    )
+    for _ in range(8):
+        prompts = [
+            [draw.randrange(29) for _ in range(draw.randint(1, 40))] for _ in range(draw.randint(1, 14))
+        ]
+        engine.generate(
+            prompts, [Sampling(max_tokens=draw.randint(1, 24), seed=i) for i in range(len(prompts))]
+        )
+    assert engine.stats.num_drafted > 100 and variants.met == known
+
+
+def test_a_chain_of_more_requests_than_any_step_before() -> None:
+    """Chains are padded to other numbers of requests than steps with one row each: tables must hold those."""
+    target = tiny_decoder(0)
+    prompts = [[1 + i % 20] * 3 for i in range(20)]
+    want = [c.token_ids for c in Engine(target, max_requests=20).generate(prompts, Sampling(max_tokens=6))]
+    drafter = DraftModel(near_copy(target, 0.03), graphs=True)
+    engine = Engine(target, max_requests=20, graphs=True, drafter=drafter, num_drafts=2)
+    assert [c.token_ids for c in engine.generate(prompts, Sampling(max_tokens=6))] == want
 
 
 def test_unprepared_steps_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,9 @@ class StepGraphs:
 
     def graph(self, key: tuple[object, ...], spans: Sequence[Span], make: Callable[[], StepGraph]) -> Any:
         """The graph of this key, made when first needed; tables and cache are ready for these rows."""
-        found = self.find(key, _at_least(len(spans), REQUESTS), make)
+        num_requests = key[0]
+        assert isinstance(num_requests, int)
+        found = self.find(key, num_requests, make)
         self._send_tables(spans)
         return found
 

@@ -189,8 +189,7 @@ class DraftModel:
         need = 2 * max_requests * self.pool.blocks_for(context) + 1  # texts of before are kept beside
         self.pool.num_touched = max(self.pool.num_touched, min(self.pool.num_blocks, need))
         self.runner.prepare_chains(max_requests, kinds, lengths)
-        for num_rows in (24, min(self.chunk, context // 2)):  # a chain reads fewer
-            self.runner.warm_reading(num_rows)
+        self.runner.warm()
 
     @property
     def num_made(self) -> int:

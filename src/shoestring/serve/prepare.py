@@ -4,7 +4,9 @@ A graph takes tens of milliseconds to make, the time of many steps. A controller
 requests that end one by one, would meet new shapes for a long time, and each meeting would look like a slow step.
 So numbers of requests and of drafts are padded to few sizes (cuda_graphs.py, goodput.py), and here all of them that
 an engine can meet are made at once, for greedy and for drawn tokens; keys and values get their memory first, because
-graphs hold its address.
+graphs hold its address. What runs as no graph (texts that a drafter reads, steps in which few requests have drafts)
+has kernels in a few variants, which are compiled here, too (`Runner.warm`): a compilation takes the time of a hundred
+steps.
 
 Left out: tokens that are cut (top_k, top_p, min_p), whose graphs are made when first needed, as are those of an
 engine whose keys and values are too large to be reserved; such steps are not taken for slow ones (`num_made`).
@@ -43,6 +45,7 @@ def prepare_drafting(
         return
     reserve(runner, max_requests, max_context)
     runner.prepare(max_requests, KINDS, [1, *(g + 1 for g in goodput.lengths)], skip)
+    runner.warm()
     if drafter is not None and hasattr(drafter, "prepare"):
         drafter.prepare(max_requests, KINDS, goodput.lengths, max_context)
     rows = 1

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.kernels.backend import triton_usable
-from shoestring.kernels.paged_attention import prefill_rows, splits_for
+from shoestring.kernels.paged_attention import PROGRAMS, prefill_rows, splits_for
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool
@@ -55,6 +55,9 @@ from shoestring.serve.kv_cache import KVCache, Span, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.token_step import TokenStep, compilable
+
+EAGER_SPLITS = 8  # ranges that keys are cut into where few requests are no graph; else 1
+WIDTH = 16  # tables have a multiple of so many blocks
 
 
 @dataclass(frozen=True)
@@ -265,15 +268,28 @@ class Runner:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    def warm_reading(self, num_rows: int) -> None:
-        """A pass over a text of so many rows, and one over as many behind others, so that the kernels that read texts
-        are compiled."""
-        if self.ready():
-            pages = self.cache.pool.blocks_for(2 * num_rows)
-            for start in (0, num_rows):
-                span = Span(list(range(pages)), start, num_rows)
-                apart = self._apart(BlockPool(pages, self.cache.pool.block_size))
-                apart.forward(Batch([span], [0] * num_rows, [num_rows - 1]), once=True)
+    def warm(self) -> None:
+        """Passes like those that run as no graph (prompts, what a drafter reads first, uneven steps), for nobody, so
+        that all of their kernels are compiled."""
+        if not self.ready():
+            return
+        size, spec = self.cache.pool.block_size, self.model.spec
+        many = PROGRAMS // (EAGER_SPLITS * spec.num_kv_heads) + 1  # requests whose keys are not cut
+        prompt, later, few, one = (0, 24), (24, 24), (16, 2), (16, 1)  # start, rows
+        # Products choose their kernels by the number of rows, and load each when first met.
+        passes = [[kind] * num for kind in (prompt, later) for num in (1, 3, 6, 11, 21)]
+        passes += [[row] * num + more for row in (few, one) for num in (1, many) for more in ([], [later])]
+        for kinds in passes:
+            pages = -(-max(start + rows for start, rows in kinds) // size)
+            spans = [
+                Span(list(range(n * pages, (n + 1) * pages)), start, rows)
+                for n, (start, rows) in enumerate(kinds)
+                if start + rows <= spec.max_positions
+            ]
+            if spans:
+                tokens = [0] * sum(span.num for span in spans)
+                apart = self._apart(BlockPool(len(kinds) * pages, size))
+                apart.forward(Batch(spans, tokens, [0]), once=True)
 
     def _apart(self, pool: BlockPool) -> Runner:
         """The same model with a cache of its own."""
@@ -286,11 +302,12 @@ class Runner:
 
 
 def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int) -> Rows:
-    """Where the rows of a step lie, as tensors on the host."""
+    """Where the rows of a step lie, as tensors on the host. Kernels are compiled for rows of a tile, ranges of keys and
+    whether a table's width is a multiple of 16, so each has few values here, which `Runner.warm` meets."""
     positions, slots, tiles_few, tiles_many = [], [], [], []
     each = prefill_rows(num_heads, num_groups)
     width = max(-(-s.stop // size) for s in spans)
-    tables_LW = torch.zeros(len(spans), width, dtype=torch.int32)
+    tables_LW = torch.zeros(len(spans), -(-width // WIDTH) * WIDTH, dtype=torch.int32)
     row = 0
     for n, span in enumerate(spans):
         blocks = torch.tensor(list(span.blocks[: -(-span.stop // size)]))
@@ -307,8 +324,8 @@ def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int
         row += span.num
     tiles = []
     if tiles_few:
-        most = max(tile[3] for tile in tiles_few)
-        splits = splits_for(len(tiles_few), num_groups)
+        most = 1 if max(tile[3] for tile in tiles_few) == 1 else ROWS_EACH[-1]
+        splits = EAGER_SPLITS if splits_for(len(tiles_few), num_groups) >= EAGER_SPLITS else 1
         tiles.append(Tiles(torch.tensor(tiles_few, dtype=torch.int32), most, splits))
     if tiles_many:
         # The last tiles of a prompt see the most keys: first in the queue, they are not what all wait for.
