@@ -139,7 +139,7 @@ def write_recipe(path: Path, body: str) -> Path:
     return path
 
 
-def test_my_own_recipe(cli: Cli, tmp_path: Path) -> None:
+def test_my_own_recipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path / "mine.py", "def main(config):\n    print('steps', config.steps)\n")
     assert cli("run", recipe, "steps=7") == Result(0, "steps 7\n", "")
     assert "how many" in cli("recipes", recipe).out
@@ -149,6 +149,10 @@ def test_my_own_recipe(cli: Cli, tmp_path: Path) -> None:
     assert_one_line_error(cli("run", tmp_path / "typo.py"), "typo.py, line 2: invalid syntax")
     (tmp_path / "early.py").write_text("import json\njson.loads('{')\n")
     assert_one_line_error(cli("run", tmp_path / "early.py"), "early.py, line 2: JSONDecodeError: ")
+    monkeypatch.chdir(tmp_path)
+    assert_one_line_error(cli("run", "early.py"), "error: early.py, line 2: JSONDecodeError: ")
+    (tmp_path / "binary.py").write_bytes(b"\0")
+    assert_one_line_error(cli("run", "binary.py"), "error: binary.py", "cannot contain null bytes")
     (tmp_path / "plain.py").write_text("class Config: ...\ndef main(config): ...\n")
     assert_one_line_error(cli("run", tmp_path / "plain.py"), "plain.py is no dataclass")
 

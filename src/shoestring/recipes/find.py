@@ -58,12 +58,16 @@ def load_recipe(name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise UserError(f"{name}, line {error.lineno}: {error.msg}") from None
+        where = name if error.lineno is None else f"{name}, line {error.lineno}"
+        raise UserError(f"{where}: {error.msg}") from None
     except UserError:
         raise
     except Exception as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        raise UserError(f"{name}, line {lines[-1]}: {type(error).__name__}: {error}") from error
+        frames = traceback.extract_tb(
+            error.__traceback__
+        )  # the loader has made a path of its own, an absolute one
+        line = next((f.lineno for f in reversed(frames) if f.filename == spec.origin), 1)
+        raise UserError(f"{name}, line {line}: {type(error).__name__}: {error}") from error
     missing = [part for part in ("Config", "main") if not hasattr(module, part)]
     if missing:
         raise UserError(
