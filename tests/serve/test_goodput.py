@@ -257,6 +257,10 @@ def test_what_is_to_be_read_first_must_pay() -> None:
     assert goodput.choose(1, 8, 10, lambda: True) == 0 and goodput.abstains(1, 8, 10, lambda: True)
     assert goodput.choose(1, 8, 400, lambda: True) > 0
     assert goodput.choose(1, 8, 10, lambda: False) > 0, "it has read them"
+    measure_plain(goodput, 4)
+    goodput.acceptance = [0.5] * 8
+    assert goodput.choose(4, 8, 10, lambda: True) == 0, "four texts take no less than one"
+    assert goodput.choose(4, 8, 400, lambda: True) > 0
 
 
 def test_a_first_reading_that_compiled_is_forgotten() -> None:

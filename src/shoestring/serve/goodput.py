@@ -54,6 +54,7 @@ PROBED = 4  # requests that get drafts in a probe of a pause
 RECONSIDER = 8  # steps
 DEAREST = 20.0  # plain steps that a step can lose: beyond this the machine did something else
 ENTRIES = 5  # times that a drafter read texts first, of which the shortest counts
+FADE = 0.9  # of that, after a probe of a few
 MARGIN, ENTER = (
     1.02,
     1.1,
@@ -222,6 +223,15 @@ class Goodput:
     def account(self, num_requests: int) -> Account:
         return self.accounts.setdefault(_bracket(num_requests)[0], Account())
 
+    def _entry(self, num_requests: int) -> float:
+        """Seconds that texts to be read first take: as measured at this size, or by what the nearest one took."""
+        known = {size: a.entry for size, a in self.accounts.items() if a.entries}
+        size = _bracket(num_requests)[0]
+        if not known or size in known:
+            return known.get(size, 0.0)
+        near = min(known, key=lambda other: max(other, size) / min(other, size))
+        return known[near] * math.sqrt(size / near)  # more texts, in passes of more rows
+
     def _longest(self, limit: int | None) -> int:
         return max((g for g in self.lengths if limit is None or g <= limit), default=0)
 
@@ -231,7 +241,7 @@ class Goodput:
         """The best number of drafts, its rate, and what trying `limit` of them instead is expected to lose."""
         account = self.account(num_requests)
         late = limit > 0 and behind()
-        entry = account.entry if late else 0.0
+        entry = self._entry(num_requests) if late else 0.0
         rates = self.rates(num_requests, limit, entry / max(1.0, left))
         best = 0
         if not account.resting and not account.owed:
@@ -330,6 +340,10 @@ class Goodput:
         if drafts and not self._usual:
             first, asked = not account.entries, min(num, PROBED) if self._partial else num
             read = (spent - self.seconds(num, drafts, asked)) * num / asked
+            if (
+                self._partial and not first
+            ):  # few texts say little about many, but what was dear once may not be now
+                read = min(read, FADE * self._entry(num))
             account.entries.append(min(max(0.0, read), DEAREST * plain))
             saved = max(0.0, saved) if first else saved  # nobody knew
         if drafts == 0:
