@@ -15,6 +15,7 @@ from tiny_serve import LookupDrafter, naive, near_copy, tiny_decoder
 from shoestring.errors import UserError
 from shoestring.model import Decoder
 from shoestring.serve import Draft, Drafter, DraftModel, Engine, Ngram, QueueFull, Request, Sampling, Stacked
+from shoestring.serve.goodput import Goodput
 
 decoder = functools.cache(tiny_decoder)
 
@@ -256,15 +257,17 @@ def test_goodput_drives_the_engine() -> None:
     engine = Engine(model, drafter=DraftModel(model))
     assert engine.goodput is not None
     assert engine.generate([[3, 1, 4]], sampling)[0].token_ids == want
-    engine.goodput.costs.__init__(lambda rows: 1.0)  # type: ignore[misc]
-    engine.goodput.costs.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-    assert engine.goodput.choose(1) == 8
+    free, dear = Goodput(lambda rows: 1.0), Goodput(lambda rows: rows**2, explore=0.0)
+    for goodput in (free, dear):
+        goodput.plain.observe = goodput.costs.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+        goodput.account(1).owed = 0
+    engine.use_drafter(engine.drafter, goodput=free)
+    assert free.choose(1) == 8
     before = engine.stats.num_steps
     assert engine.generate([[3, 1, 4]], sampling)[0].token_ids == want
     assert engine.stats.num_steps - before < 10
-    engine.goodput.costs.__init__(lambda rows: rows**2)  # type: ignore[misc]
-    engine.goodput.explore, engine.goodput.credit = 0.0, 0.0
-    engine.goodput.acceptance = [0.3] * 8
+    engine.use_drafter(engine.drafter, goodput=dear)
+    dear.acceptance, dear._dear = [0.3] * 8, 1.0
     before = engine.stats.num_drafted
     assert engine.generate([[3, 1, 4]], sampling)[0].token_ids == want
     assert engine.stats.num_drafted == before
