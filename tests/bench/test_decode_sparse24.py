@@ -9,6 +9,7 @@ import torch
 
 from shoestring.bench import decode_sparse24, results
 from shoestring.bench.decode_sparse24 import candidates, layout_of, models, note_time, of_equal_blocks, table
+from shoestring.kernels import nvrtc
 from shoestring.model import ModelSpec
 
 
@@ -45,6 +46,19 @@ def test_every_candidate_fits_and_errors_are_caught() -> None:
     assert decode_sparse24.check(weight, "right", x, lambda x: (x.float() @ dense.t()).bfloat16()) < 0.01
     with pytest.raises(AssertionError, match="wrong with 3 rows"):
         decode_sparse24.check(weight, "wrong", x, lambda x: (x.float() @ dense.t() * 1.1).bfloat16())
+
+
+def test_what_a_search_will_time_is_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same source and options as those of the kernels that are launched later."""
+    compiled: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(nvrtc, "cached_cubin", lambda source, options: compiled.append((source, options)))
+    layout = layout_of("sparse24", 4096)
+    jobs = [(layout, 8, plan) for plan in candidates(layout, 8, 4096, 4096, 2)]
+    decode_sparse24.compile_all([*jobs, *jobs])
+    assert {source for source, _ in compiled} == {nvrtc.cuda_source("sparse24")}
+    assert len(compiled) == len(set(compiled)) == len(jobs) > 1
+    assert all(options[0].endswith("=sm_90a") for _, options in compiled)
 
 
 def test_equal_blocks_are_equal_but_not_the_same() -> None:

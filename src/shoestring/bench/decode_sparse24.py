@@ -271,7 +271,7 @@ def compile_all(jobs: Sequence[tuple[SparseLayout, int, Plan]]) -> None:
         for layout, rows, plan in jobs
     }
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda options: nvrtc.cached_cubin(sparse24_rows.source(), options), wanted))
+        list(pool.map(lambda options: nvrtc.cached_cubin(nvrtc.cuda_source("sparse24"), options), wanted))
 
 
 # -- tables --------------------------------------------------------------------------------------------------
