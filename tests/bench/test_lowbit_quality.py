@@ -144,12 +144,12 @@ def test_a_cell_that_takes_too_long_is_given_up() -> None:
 
 
 def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def line(method: str, label: str, seed: int, value: float, tokens: int = 0) -> str:
+    def line(method: str, label: str, seed: int, value: float, tokens: int = 0, device: str = "d") -> str:
         config = {
             "model": lowbit_quality.SMOLLM2, "method": method, "format": label, "bits": 2.375, "seed": seed,
             "training_tokens": tokens, "tokens": 16384, "context": 1024, "items": 300,
         }  # fmt: skip
-        told = {"case": f"{method} {label}", "metric": "perplexity", "config": config, "device": "d"}
+        told = {"case": f"{method} {label}", "metric": "perplexity", "config": config, "device": device}
         quality = {"perplexity": value, "accuracy_piqa": 0.5}
         return json.dumps({**told, "quality": quality, "versions": {}, "commit": "c", "date": "2026-01-01"})
 
@@ -162,6 +162,9 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
                 line("bitdistiller", "int2:g64", 0, 70.0, 1_310_720),
                 line("ours", "int2:g64", 0, 50.0, 1_310_720),
                 line("ours", "int2:g64", 1, 52.0, 1_310_720),
+                line("ours@0.5", "int2:g64", 0, 60.0, 1_310_720),  # three lines, but two seeds
+                line("ours@0.5", "int2:g64", 0, 60.0, 1_310_720, "another"),
+                line("ours@0.5", "int2:g64", 1, 60.0, 1_310_720),
                 line("ours", "int4:g64", 0, 20.5, 1_310_720),
                 line("bitdistiller@1e-4", "nf3:s2:g64", 0, 24.0, 1_310_720),
                 line("bitdistiller@3e-4", "nf3:s2:g64", 0, 23.0, 1_310_720),

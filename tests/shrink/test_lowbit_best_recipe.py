@@ -63,18 +63,27 @@ def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:
     assert not (here / "best/blocks").exists()
 
 
-def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path) -> None:
-    argv = [a for a in BEST if not a.startswith("format")]
-    out = cli(*argv, "run=mixed", "bits_budget=3.2", "candidates=int2:g32,int4:g32")
+@pytest.mark.parametrize("grids", ["learned", "derived"])
+def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path, grids: str) -> None:
+    argv = [a for a in BEST if not a.startswith(("format", "windows" if grids == "derived" else "format"))]
+    out = cli(
+        *argv, f"run=mixed-{grids}", f"grids={grids}", "bits_budget=3.2", "candidates=int2:g32,int4:g32"
+    )
     assert "of 3.2 bits per weight" in out
-    row = read_jsonl(here / "mixed/evals.jsonl")[-1]
+    row = read_jsonl(here / f"mixed-{grids}/evals.jsonl")[-1]
     assert (
         2.75 < row["bits_per_weight"] <= 3.2 and "int2:g32" in row["format"] and "int4:g32" in row["format"]
     )
-    told = json.loads((here / "mixed/model/quantization.json").read_text())
+    told = json.loads((here / f"mixed-{grids}/model/quantization.json").read_text())
     assert told["mixed_bits"]["budget"] == 3.2
+    assert ("blocks" in told) == (grids == "learned")
+
+
+def test_what_does_not_go_together_is_said_before_any_work(cli: Callable[..., str], here: Path) -> None:
     said = cli(*BEST, "rules=*=int2:g32", "bits_budget=3", fails=True)
     assert "give one of them" in said
+    said = cli(*BEST, "grids=derived", "init=awq", fails=True)
+    assert "init=awq" in said and "grids=learned" in said
 
 
 @pytest.mark.parametrize("grids", ["derived", "learned"])

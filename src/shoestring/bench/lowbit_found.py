@@ -44,6 +44,11 @@ class Found:
         """By the validation text, where there is none by the test text."""
         return statistics.mean(n["quality"].get("valid", n["quality"]["perplexity"]) for n in self.lines)
 
+    @property
+    def num_seeds(self) -> int:
+        """One may have been measured twice, on two machines."""
+        return len({n["config"]["seed"] for n in self.lines})
+
     def accuracy(self, task: str) -> str:
         got = [n["quality"][task] for n in self.lines if task in n["quality"]]
         return f"{100 * statistics.mean(got):.1f}" if got else ""
@@ -61,11 +66,9 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
     for (model, method, label, tokens), lines in runs.items():
         if tokens and tokens != equal_tokens(runs, model, label):
             continue
-        key, found = (
-            (model, MIXED if "mix=" in method else method.partition("@")[0], label),
-            Found(method, lines),
-        )
-        best[key] = min(best.get(key, found), found, key=lambda f: (-len(f.lines), f.judged))
+        kind = MIXED if "mix=" in method else method.partition("@")[0]
+        key, found = (model, kind, label), Found(method, lines)
+        best[key] = min(best.get(key, found), found, key=lambda f: (-f.num_seeds, f.judged))
     return best
 
 

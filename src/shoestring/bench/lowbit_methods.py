@@ -246,7 +246,8 @@ def teacher_loss(subject: Subject, setting: Ours) -> Cakld | CachedCakld:
 def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
     """The subject's full model becomes what end-to-end training starts from; returns the training tokens that took.
 
-    Without block-wise training these are AWQ's grids, from as many windows as BitDistiller's clip search sees."""
+    Without block-wise training these are the grids of the method it starts from, chosen on as many windows as
+    BitDistiller's clip search sees."""
     model, rules = subject.model, rules_of(subject, label, setting)
     init = setting.init or subject.blockwise.init
     settings = replace(subject.blockwise, init=init, seed=seed, keep_masters=True)

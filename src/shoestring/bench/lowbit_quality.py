@@ -63,10 +63,11 @@ def smol(label: str, *methods: str, seed: int = 0) -> list[Cell]:
     return [(SMOLLM2, method, label, seed) for method in methods]
 
 
-# Settings of ours that did best at 2 and at 3 bits.
+# Settings of ours that did best at 2 bits, at 3 in one format and as a mix.
 OURS = "ours@live,gamma=0,batch=16"
-THREE = OURS + ",0.3,blocks=0,init=clip"
+THREE = "ours@live,derived,gamma=0.5,0.6"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
+MIXED = OURS + ",0.3,blocks=0,init=clip" + MIX
 # By name, so that a part can be measured by a process of its own.
 PARTS: dict[str, list[Cell]] = {
     "two": [
@@ -75,11 +76,11 @@ PARTS: dict[str, list[Cell]] = {
         *smol("int2:g64", "bitdistiller@1e-3", OURS, seed=1),
     ],
     "three": [
-        *smol("nf3:s2:g64", THREE + MIX.format(64), "bitdistiller@4e-4", THREE, "bitdistiller"),
+        *smol("nf3:s2:g64", MIXED.format(64), "bitdistiller@4e-4", THREE, "bitdistiller"),
         *smol("int4:g64", "ours", "bitdistiller"),
-        *smol("nf3:s2:g192", "bitdistiller@4e-4", THREE + MIX.format(192), THREE),
+        *smol("nf3:s2:g192", "bitdistiller@4e-4", MIXED.format(192), THREE),
         *smol("int4:g192", "ours", "bitdistiller"),
-        *smol("nf3:s2:g64", "bitdistiller@4e-4", THREE + MIX.format(64), seed=1),
+        *smol("nf3:s2:g64", "bitdistiller@4e-4", MIXED.format(64), seed=1),
     ],
     "plain": [
         *((SMOLLM2, "rtn", label, 0) for label in ("int3:g64", "nf3:s1:g64", "nf3:s2:g64")),
