@@ -55,10 +55,8 @@ RECONSIDER = 8  # steps
 DEAREST = 20.0  # plain steps that a step can lose: beyond this the machine did something else
 ENTRIES = 5  # times that a drafter read texts first, of which the shortest counts
 FADE = 0.9  # of that, after a probe of a few
-MARGIN, ENTER = (
-    1.02,
-    1.1,
-)  # times the rate without drafts, for drafts to be worth it; where texts are to be read first
+MARGIN = 1.02  # times the rate without drafts, for drafts to be worth it
+ENTER = 1.1  # the same where texts are to be read first
 PLAIN_STEPS = 6  # measured at a size before anything is drafted there
 CLOSE, AGAIN = 1.25, 250  # a win by less is looked at again after so many steps
 TRIAL = 4  # plain steps that an account must hold to draft again after it was empty
@@ -152,9 +150,7 @@ class Goodput:
         self.draft_costs: dict[int, float] = {}  # the same -> their lower quartile
         self.credit = 0.0
         self.accounts: dict[int, Account] = {}  # by requests (a power of two)
-        self._usual = (
-            True  # the drafts of the step in progress took no longer because of a text to be read first
-        )
+        self._usual = True  # no text was read before the drafts of the step in progress
         self._step = (0, 0)  # requests and drafts of the step in progress
         self.probing = False
         self._partial = False  # a probe of a few requests
