@@ -231,6 +231,7 @@ def measure(
         "train_loss_curve": thinned([(row["step"], row["loss"]) for row in rows if "loss" in row]),
         "mu": last("mu"),
         "masked_decay": last("masked_decay"),
+        "masks_every": size.refresh if case.startswith("FST") else 1,
         "seconds": seconds,
     }
 
