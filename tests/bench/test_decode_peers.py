@@ -19,6 +19,19 @@ def test_a_slow_peer_writes_fewer_tokens(each: float, new: int) -> None:
     assert decode_peers.tokens_within(10.0, each, 2) == new
 
 
+@pytest.mark.parametrize(("each", "runs"), [(1.0, 3), (4.0, 3), (6.0, 2), (40.0, 1)])
+def test_slow_runs_are_fewer(each: float, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+
+    def run(n: int) -> float:
+        nonlocal clock
+        clock += each
+        return float(n)
+
+    monkeypatch.setattr(decode_peers.time, "perf_counter", lambda: clock)
+    assert decode_peers.repeated(run, 3, 10.0) == [0.0, 1.0, 2.0][:runs]
+
+
 @pytest.mark.parametrize(("kind", "num"), [("eager", 2), ("static", 1), ("assisted", 1), ("batching", 3)])
 def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
@@ -28,7 +41,7 @@ def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(decode_peers, "SMOLLM2_135M", TINY)
     noted: list[Any] = []
     monkeypatch.setattr(decode_peers, "note", lambda *line: noted.append(line))
-    decode_peers.run_peer(kind, "tiny", num, 2, 0.001)
+    decode_peers.run_peer(kind, "tiny", num, 2, 30.0)
     ((case, rates, bound, config),) = noted
     assert case == decode_peers.KINDS[kind] and len(rates) == 2 and min(rates) > 0 and bound is None
-    assert config["tokens"] == (4 if kind == "static" else 3) and config["batch"] == num
+    assert config["tokens"] == (4 if kind == "static" else 8) and config["batch"] == num

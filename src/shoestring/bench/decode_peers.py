@@ -12,7 +12,8 @@
 Compiling can take minutes and a library may wait for something that this machine does not have, so bench/decode.py
 starts each peer by `measure`, which ends it after a while and says that it was not measured, and why. A slow peer
 writes fewer tokens than bench/decode.py asks of ours: as many as fit into `--seconds`, which a short first run tells;
-the line says how many. Weights are random and in bf16; batch and prompt are those of bench/decode.py.
+the line says how many. Where runs take longer than that told, there are fewer of them. Weights are random and in bf16;
+batch and prompt are those of bench/decode.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import importlib.util
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ KINDS = {
 LIMIT = {"batching": 90, "static": 150, "eager": 60, "assisted": 60}  # seconds that a peer may take in all
 SECONDS = 20.0  # of them, for the timed runs
 FEWEST, FIRST = 16, 8  # new tokens of a timed run at least, and of the run that tells how long one takes
+LATE = 1.5  # times the seconds for the timed runs, and no other one is begun
 BLOCK = 256  # positions to a block of its cache
 BEGAN = time.perf_counter()
 
@@ -51,6 +54,18 @@ def progress(what: str) -> None:
 def tokens_within(seconds: float, each: float, repeats: int) -> int:
     """New tokens of a run, for `repeats` of them to take so long, a token taking `each` seconds."""
     return max(FEWEST, min(NEW, int(seconds / repeats / each)))
+
+
+def repeated(run: Callable[[int], float], repeats: int, seconds: float) -> list[float]:
+    """What `run` gives, `repeats` times, or as many times as end (or nearly so) within the seconds, once at least."""
+    began, found = time.perf_counter(), []
+    for n in range(repeats):
+        found.append(run(n))
+        spent = time.perf_counter() - began
+        if n + 1 < repeats and spent * (n + 2) / (n + 1) > LATE * seconds:
+            progress(f"{n + 1} of {repeats} runs: they took {spent:.1f} s")
+            break
+    return found
 
 
 def build_peer(spec: ModelSpec, **options: Any) -> Any:
@@ -100,12 +115,14 @@ def generate_rates(
         taken = timed(lambda: run(FIRST))
         new = tokens_within(seconds, taken / FIRST, repeats)
         progress(f"warm-up: {FIRST} tokens in {taken:.2f} s; {new} tokens a run")
-    rates = []
-    for _ in range(repeats):
+
+    def rate(n: int) -> float:
         one = timed(lambda: run(1))
-        rates.append(num * (new - 1) / (timed(lambda: run(new)) - one))
-        progress(f"{rates[-1]:,.1f} tokens/s")
-    return rates, new
+        found = num * (new - 1) / (timed(lambda: run(new)) - one)
+        progress(f"{found:,.1f} tokens/s")
+        return found
+
+    return repeated(rate, repeats, seconds), new
 
 
 def batching_rates(
@@ -134,13 +151,18 @@ def batching_rates(
         return len(later) / (max(later) - begin)
 
     for n in range(2):  # the first meets everything for the first time
-        rate = run(n, FIRST)
-        progress(f"warm-up {n}: {rate:,.0f} tokens/s")
-    new, rates = tokens_within(seconds, num / rate, repeats), []
-    for seed in range(2, repeats + 2):
-        rates.append(run(seed, new))
-        progress(f"{new} tokens each: {rates[-1]:,.0f} tokens/s")
-    return rates, new
+        began = time.perf_counter()
+        first = run(n, FIRST)
+        apart = time.perf_counter() - began - num * FIRST / first  # reading the prompts, building the cache
+        progress(f"warm-up {n}: {first:,.0f} tokens/s, {apart:.1f} s apart from that")
+    new = tokens_within(max(0.0, seconds - repeats * apart), num / first, repeats)
+
+    def rate(n: int) -> float:
+        found = run(n + 2, new)
+        progress(f"{new} tokens each: {found:,.0f} tokens/s")
+        return found
+
+    return repeated(rate, repeats, seconds), new
 
 
 def run_peer(kind: str, shape: str, num: int, repeats: int, seconds: float = SECONDS) -> None:
