@@ -175,7 +175,6 @@ template <int n> static void wait_all_but() {
 template <int bytes> static void ask_for(const void*) {}
 static void prefetch(const void*) {}
 static uint4 load_late(const void* p) { return check_tensor(p, 16), *(const uint4*)p; }
-static float load_now(const float* p) { return *p; }
 static u16 load_late16(const void* p) { return *(const u16*)p; }
 
 // ---- barriers in shared memory, and bulk copies, which land when somebody waits for them --------------------------
@@ -238,15 +237,11 @@ static int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 32; i += 8) c += (signed char)(a >> i) * (signed char)(b >> i);
     return c;
 }
-static u32 select_bytes(u32 low, u32 high, u32 by) {
+static u32 __byte_perm(u32 a, u32 b, u32 select) {
     u32 r = 0;
-    for (int i = 0; i < 4; i++) {
-        const u32 byte = ((u64)high << 32 | low) >> 8 * (by >> 4 * i & 7) & 255;
-        r |= (by >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
-    }
+    for (int i = 0; i < 32; i += 8) r |= (u32)(((u64)b << 32 | a) >> 8 * (select >> i / 2 & 7) & 255) << i;
     return r;
 }
-static u32 __byte_perm(u32 a, u32 b, u32 select) { return select_bytes(a, b, select & 0x7777); }
 static u32 __funnelshift_r(u32 low, u32 high, u32 by) { return ((u64)high << 32 | low) >> (by & 31); }
 static float widen(u32 h) { return __uint_as_float(h << 16); }
 static float widen_low(u32 pair) { return widen(pair); }
@@ -298,10 +293,6 @@ static u32 __shfl_sync(u32, u32 v, u32 lane) { return Exchange({v})(lane); }
 static u32 __shfl_xor_sync(u32, u32 v, int by) { return __shfl_sync(~0u, v, current->x % 32 ^ by); }
 static int __shfl_xor_sync(u32, int v, int by) { return __shfl_xor_sync(~0u, (u32)v, by); }
 static float __shfl_xor_sync(u32, float v, int by) { return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(v), by)); }
-static u32 __reduce_or_sync(u32, u32 v) {
-    for (int i = 1; i < 32; i *= 2) v |= __shfl_xor_sync(~0u, v, i);
-    return v;
-}
 static u32 from_neighbour(u32 v) { return __shfl_xor_sync(~0u, v, 1); }
 static u32 transpose8(u32 v) {
     const int lane = current->x % 32, row = lane / 4, col = lane % 4 * 2;
@@ -341,10 +332,6 @@ static void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
             c[e] += (int)(av & 255) * (signed char)bv;
         }
     });
-}
-static void mma_bytes_new(int* c, const u32* a, u32 b0, u32 b1) {
-    std::fill(c, c + 4, 0);
-    mma_bytes(c, a, b0, b1);
 }
 template <int selector> static void mma_sp(float* c, const u32* a, const u32* b, u32 meta) {
     const Exchange given({a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], meta});

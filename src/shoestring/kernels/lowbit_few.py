@@ -70,9 +70,9 @@ def around_ref(
 class Plan:
     """`row_warps` x `k_warps` warps a block, each with `tiles` row tiles and `depth` chunks in its ring; K also split
     over a cluster of `split` blocks; x in panels of `panel` chunks, or whole (0), through registers; `digits`: the
-    product is one of integers (x whole; not for tables of 2 bits); `beside`: half of a multiprocessor (no clusters);
-    `early`: chunks asked for before x, which comes behind them (0: as many as the ring takes); `bulk`: so many chunks
-    in a copy by the copy engine (0: copies by all lanes; x whole); `pause`: nanoseconds before the first of them."""
+    product is one of integers (x whole; no tables); `beside`: half of a multiprocessor (no clusters); `early`: chunks
+    asked for before x, which comes behind them (0: as many as the ring takes); `bulk`: so many chunks in a copy by the
+    copy engine (0: copies by all lanes; x whole); `pause`: nanoseconds before the first of them."""
 
     row_warps: int
     k_warps: int
@@ -110,19 +110,17 @@ class Plan:
             x_bytes *= 1 if panel >= share else 2
         else:
             x_bytes += panel * (32 if self.digits else 64)
-        if not self.panel and (self.digits or not layout.table):
+        if not self.panel and not layout.table:
             numbers = 8 * self.column_tiles(rows) * (2 if self.digits else 1)
             x_bytes += share * (CHUNK_WIDTH // layout.group) * numbers * 4
         if norm:
             x_bytes += rows * share * 4
-        lut = 0 if self.digits else layout.pair_table_bytes
         barriers = ceil_div(self.warps * (self.depth // self.bulk), 2) * 16 if self.bulk else 0
-        return lut + self.warps * self.depth * self.tiles * layout.chunk_bytes + 16 + barriers + x_bytes
+        rings = self.warps * self.depth * self.tiles * layout.chunk_bytes
+        return layout.pair_table_bytes + rings + 16 + barriers + x_bytes
 
     def fits(self, layout: Layout, rows: int, width: int, norm: bool = False) -> bool:
-        if self.digits and (self.panel or rows > (4 if layout.table else 8)):
-            return False
-        if self.digits and layout.table and layout.bits == 2:
+        if self.digits and (layout.table or self.panel or rows > 8):
             return False
         if self.beside and (self.split > 1 or self.warps > 16):
             return False

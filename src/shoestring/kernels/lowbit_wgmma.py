@@ -166,7 +166,8 @@ def plans(layout: Layout, rows: int, out: int, width: int, sms: int = 132) -> li
         if ceil_div(chunks, split) * (split - 1) >= chunks:  # every block of a cluster has work
             continue
         steps = 2 if tile > 64 and groups == 4 else 4
-        for stages, depth in ((8, 4), (6, 4), (4, 4), (4, 3), (2, 3)):
+        long = (8, 3 if tile <= 64 else 4)  # at 16 and 64 rows three chunks were faster than four
+        for stages, depth in (long, (6, 4), (4, 4), (4, 3), (2, 3)):
             plan = WidePlan(tile, groups, split, stages, depth, steps)
             if plan.fits(layout):
                 found.append(plan)

@@ -45,9 +45,6 @@ INLINE uint4 load_late(const void* p) {  // from L2: L1 may hold what was there 
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
-INLINE float load_now(const float* p) {  // not later, though it is needed later
-    float f; asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(f) : "l"(p) : "memory"); return f;
-}
 INLINE u16 load_late16(const void* p) {
     u16 v;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
@@ -160,9 +157,6 @@ INLINE u32 mul_relu2(u32 a, u32 b) {
 INLINE u32 max_abs2(u32 a, u32 b) {  // of a and |b|; not a number where one of them is not
     u32 d; asm("{.reg .b32 t;\nabs." PAIR " t, %2;\nmax.NaN." PAIR " %0, %1, t;}" : "=r"(d) : "r"(a), "r"(b)); return d;
 }
-// Four of eight bytes, by four nibbles; one with its fourth bit set gives the sign of its byte eight times. (__byte_perm takes
-// the fourth bits for zero.)
-INLINE u32 select_bytes(u32 low, u32 high, u32 by) { u32 d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(by)); return d; }
 // (w & mask) | MAGIC makes floats of small codes. An instruction takes one constant of 32 bits; left alone, the compiler
 // makes two of it.
 #define MAGIC16 (HALF ? 0x6400u : 0x4300u)  // 1024 in fp16, 128 in bf16: the step between neighbours is 1
@@ -200,11 +194,6 @@ INLINE void mma_bytes(int* c, const u32* a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-INLINE void mma_bytes_new(int* c, const u32* a, u32 b0, u32 b1) {  // c = a b
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
 }
 INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -4,9 +4,6 @@
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
 //   HALF 0 bf16, 1 fp16 activations   SBF16 1: scales are bf16, 0: fp16   GROUP 32,64,128
-#ifndef DIGITS
-#define DIGITS 0  // only lowbit_few.cu has them
-#endif
 #define NG (128 / GROUP)             // scale sets of a chunk
 #define SPG (8 / NG)                 // steps of 16 k in a group
 #define NW (2 * BITS)                // words of a lane
@@ -15,7 +12,7 @@
 #define BASE (HALF ? 1024.f : 128.f)
 // Codes of rows 8..15 are read where they lie, RS times too large; the sum is divided at the end.
 #define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
-#define LUT_BYTES (TABLE && !DIGITS ? 128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16) : 0)
+#define LUT_BYTES (TABLE ? 128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16) : 0)
 
 // times one: the multiplier has nothing else to do, the integer unit, where max runs, has
 INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }
@@ -69,7 +66,6 @@ INLINE u32 step_word(const u32* w, const int j) {  // with 3 bits, fourth bits m
     const int b = (j - 6) * 3;
     return (rotate(w[b], 3) & 0x88888888) | (rotate(w[b + 1], 2) & 0x11111111) | (rotate(w[b + 2], 1) & 0x22222222);
 }
-INLINE u32 nibbles(const u32* w, const int j) { return rotate(step_word(w, j), 7) & (BITS == 4 || j > 5 ? ~0u : 0x77777777); }
 #endif
 // A pair of codes is an index, read at bit 7: times 128 bytes, the distance of entries.
 #define ENTRIES (BITS == 4 ? 256 : BITS == 3 ? 128 : 16)

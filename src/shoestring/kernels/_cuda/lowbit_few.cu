@@ -11,8 +11,6 @@
 //  - DIGITS (integers, up to 8 rows): x by chunk is a scale times integers of two digits of 8 bits, each digit a
 //    column of B; codes are bytes where they lie in a word, so that one AND makes four of them, and sums are exact. Sums of
 //    x's digits by group turn zero points into one product a group.
-//  - DIGITS with a table (3 or 4 bits): levels are integers of two digits too, looked up in registers, four a time; those below
-//    zero are summed apart from those above, so that each has its scale.
 //  - else codes become pairs of floats (lowbit_decode.cu). x comes through registers where it is small (XREG: normalised
 //    and summed by group on the way), or in panels of bulk copies, two in turn.
 //  - inputs are split over the KW warps of a block and the blocks of a cluster; sums meet in the rings, which are free
@@ -26,7 +24,7 @@
 // Macros given by the caller, beside those of lowbit_decode.cu:
 //   MT 1,2 tiles of 8 columns of activations   R row tiles a warp   WARPS, KW warps a block and those that share a row tile
 //   ONE 1: one row in digits, so that of a lane's two columns the second is empty
-//   DEPTH chunks in a warp's ring, EARLY of them asked for before x   XREG, DIGITS as above (DIGITS with XREG; a TABLE of 3 or 4 bits)
+//   DEPTH chunks in a warp's ring, EARLY of them asked for before x   XREG, DIGITS as above (DIGITS with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   BULK 0, or chunks that a bulk copy brings (with XREG, without clusters; DEPTH a multiple of it)   PAUSE nanoseconds before the first
 //   OUT32 1: y is fp32   BESIDE 0: a block takes a multiprocessor, else: registers a thread may take
@@ -65,7 +63,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
         from[r] = W + ((u64)min(tile, tiles - 1) * chunks + first + begin) * CHUNK + (BULK ? 0 : lane * 16);
     }
     int left = mine;
-#if TABLE && !DIGITS
+#if TABLE
     ask_for_levels(table, warp, lane);
 #endif
     if (PAUSE) nap(PAUSE);
@@ -106,9 +104,7 @@ extern "C" __global__ void BOUNDS lowbit_few(
 #endif
     launch_dependents();
 
-#if TABLE && DIGITS
-    const float level = load_now(table + (lane & ((1 << BITS) - 1)));
-#elif TABLE
+#if TABLE
     wait_all_but<BULK ? 0 : EARLY>();
     make_pairs(warp, WARPS, lane);
     const u32 lane_lut = lane * 4;
@@ -125,9 +121,6 @@ extern "C" __global__ void BOUNDS lowbit_few(
     if (NORM)
         for (int e = threadIdx.x * 128; e < K * 2 * NORM; e += THREADS * 128) prefetch((const char*)norm + e);
     take_x(X, norm, x_smem, sums, squares, first, count, K, M, pitch_x, fetch_rest);
-#if TABLE && DIGITS
-    const Levels levels(level);
-#endif
 #else
     if (threadIdx.x == 0) barrier_init(full), barrier_init(full + 1);
     join_workers();
@@ -190,37 +183,6 @@ extern "C" __global__ void BOUNDS lowbit_few(
             const char* chunk = ring + at + r * (BULK ? BULK * CHUNK : CHUNK);
             u32 w[NW];
             load_words(w, chunk, lane);
-#if TABLE
-            #pragma unroll
-            for (int q = 0; q < NG; q++) {
-                int c[2][2][MT][4];  // by sign and digit of the level
-                #pragma unroll
-                for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++)  // 32 inputs
-                    #pragma unroll
-                    for (int n = 0; n < 4; n++) {
-                        u32 a[4];
-                        levels.look_up(a, nibbles(w, 2 * i), nibbles(w, 2 * i + 1), n / 2, n % 2);
-                        #pragma unroll
-                        for (int m = 0; m < MT; m++)
-                            (i == q * (4 / NG) ? mma_bytes_new : mma_bytes)(c[n / 2][n % 2][m], a, x[m][2 * i], x[m][2 * i + 1]);
-                    }
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const u32 bits = *(const u32*)(chunk + CODES + q * 64 + g * 4 + h * 32);
-                    const float up = scale_float(bits), down = scale_float(bits >> 16);
-                    #pragma unroll
-                    for (int m = 0; m < MT; m++)
-                        #pragma unroll
-                        for (int e = 0; e < (ONE ? 1 : 2); e++) {
-                            const int n = 2 * h + e;
-                            const float below = (float)(c[0][0][m][n] * 128 + c[0][1][m][n]);
-                            const float above = (float)(c[1][0][m][n] * 128 + c[1][1][m][n]);
-                            const float unit = sums[(((chunk_at * NG + q) * MT + m) * 8 + 2 * t + e) * 2 + 1];
-                            acc[r][m][n] += unit * (up * above - down * below);
-                        }
-                }
-            }
-#else
             #pragma unroll
             for (int q = 0; q < NG; q++) {
                 int c[BYTE_CHAINS][MT][4];
@@ -257,7 +219,6 @@ extern "C" __global__ void BOUNDS lowbit_few(
                     }
                 }
             }
-#endif
         }
     };
 #else
@@ -423,18 +384,13 @@ extern "C" __global__ void BOUNDS lowbit_few(
     // ---- sum over warps and cluster, in order ----------------------------------------------------------------------
     __syncwarp();
     float* const part = (float*)ring;
-#if TABLE && DIGITS
-    const float worth = levels.unit;
-#else
-    const float worth = 1.f;
-#endif
     #pragma unroll
     for (int r = 0; r < R; r++)
         #pragma unroll
         for (int m = 0; m < MT; m++)
             #pragma unroll
             for (int e = 0; e < 4; e += ONE ? 2 : 1)
-                part[(r * 8 * MT + m * 8 + t * 2 + (e & 1)) * PART + g + (e & 2 ? 8 : 0)] = acc[r][m][e] * (e & 2 ? worth / (DIGITS ? BYTE_RS : RS) : worth);
+                part[(r * 8 * MT + m * 8 + t * 2 + (e & 1)) * PART + g + (e & 2 ? 8 : 0)] = acc[r][m][e] * (e & 2 ? 1.f / (DIGITS ? BYTE_RS : RS) : 1.f);
 #if NORM
     for (int m = warp; m < M; m += WARPS) {  // over the partial sums, in order of lanes
         float square = 0.f;

@@ -12,9 +12,9 @@
 #define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
 #define BYTE_CHAINS (BESIDE && R * MT * NG == 1 ? 2 : 1)  // the same for DIGITS, where few warps have to hide it
 #define LOW (4 * MT)                     // DIGITS: the column of a row's low digit, less that of its high one
-#define BYTE_RS (TABLE ? 1 : BITS == 4 ? 16 : 4)  // as RS, where codes are bytes
+#define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
 #define X_GROUP (DIGITS ? M * 128 + 16 : M * 64 + 16)  // XREG: bytes from 64 inputs (DIGITS), or 32, to the next; 16 against bank conflicts
-#define BY_STEP (TABLE || BITS == 4)     // DIGITS: a word of a lane is 16 inputs, else every other 8 of 32
+#define BY_STEP (BITS == 4)              // DIGITS: a word of a lane is 16 inputs, else every other 8 of 32
 #define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
 
 // A barrier of the warps that work, and one that the others wait at until those are done.
@@ -43,8 +43,8 @@ struct Digits {
         const float f = max_abs(widen(most & 0xffff), widen(most >> 16));
         by = f > 0.f ? 32512.f / f : 0.f, unit = f * (256.f / 32512.f);
     }
-    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {
-        const u32 x[4] = {a & 0xffff, TABLE ? a >> 16 : b & 0xffff, TABLE ? b & 0xffff : a >> 16, b >> 16};
+    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {  // bytes of a, b, a, b
+        const u32 x[4] = {a & 0xffff, b & 0xffff, a >> 16, b >> 16};
         u32 v[4];
         #pragma unroll
         for (int n = 0; n < 4; n++) v[n] = __float_as_uint(widen(x[n]) * by + SHIFTED);
@@ -62,7 +62,7 @@ struct Digits {
         by = (259 - at_least) * 0x800080;
         unit = __uint_as_float(exponent == 255 ? 0x7fffffff : (at_least - 5) << 23);  // infinite or not a number: neither is y
     }
-    static INLINE u32 bytes(const u32 a, const u32 b) { return __byte_perm(a, b, TABLE ? 0x6420 : 0x6240) + 0x40404040 ^ 0x80808080; }
+    static INLINE u32 bytes(const u32 a, const u32 b) { return __byte_perm(a, b, 0x6240) + 0x40404040 ^ 0x80808080; }
     INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {
         const u32 base = 0x43404340, high_a = fma2(a, by, base), high_b = fma2(b, by, base);
         const u32 rest_a = fma2(a, by, sub2(base, high_a)), rest_b = fma2(b, by, sub2(base, high_b));
@@ -73,36 +73,6 @@ struct Digits {
 };
 #endif
 
-#if TABLE && DIGITS
-// Levels as integers of two digits of 7 bits, in bytes that one instruction looks up four at a time. Those below zero are the
-// lower half of the codes. A selector with its fourth bit set repeats the sign of a byte, which is zero: so with 4 bits
-// every code finds zero in the half that it is not of.
-struct Levels {
-    u32 bytes[2][2][2];  // [lower, upper half][high, low digit]
-    float unit;
-    INLINE Levels(const float level) {  // that of code `lane`
-        const int lane = threadIdx.x & 31;
-        float most = fabsf(level);
-        #pragma unroll
-        for (int i = 1; i < 1 << BITS; i *= 2) most = max_abs(most, __shfl_xor_sync(~0u, most, i));
-        unit = most * (1.f / 16256.f);  // 127 * 128
-        const u32 size = __float_as_uint(fabsf(level) * (most > 0.f ? 16256.f / most : 0.f) + SHIFTED) & 0x3fff;
-        #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int half = n / 4, low = n / 2 % 2, word = n % 2;
-            const bool here = lane >> 2 == (BITS == 4 ? 2 * half + word : word) && (BITS == 4 || half == word);
-            bytes[half][low][word] = __reduce_or_sync(~0u, here ? (low ? size & 127 : size >> 7) << (lane % 4 * 8) : 0u);
-        }
-    }
-    INLINE void look_up(u32* a, const u32 first, const u32 second, const int half, const int low) const {  // two steps
-        const u32 other = BITS == 4 && half ? 0x88888888 : 0;
-        const u32 by[4] = {first ^ other, (first ^ other) >> 16, second ^ other, (second ^ other) >> 16};
-        #pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = select_bytes(bytes[half][low][0], bytes[half][low][1], by[i]);
-    }
-};
-#endif
-
 #if XREG
 template <class Meanwhile>  // what is done while the first loads are on their way
 INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, float* sums, float* squares, const int first,
@@ -110,8 +80,7 @@ INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, fl
     const int warp = threadIdx.x >> 5;
 #if DIGITS
     // x by chunk as integers times a scale, in two digits of 8 bits. A thread takes 16 inputs of a row: those of word j of
-    // all lanes, where byte b for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), 16j + 2t + {0, 1, 8, 9}[b] (tables), or
-    // 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
+    // all lanes, where byte b for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
     const int words = count * 8, apart = BY_STEP ? 8 : 16;
     struct Place { int row, word; };
     auto next = [&](Place at, const int by) {  // without a division
