@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_serve import near_copy, tiny_decoder
+from torch.backends.cuda import cudnn_sdp_enabled
 
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve import engine as engine_module
@@ -110,6 +112,14 @@ class Variants:
                 met.add(("store", len(qkv) < 256))
             return store(qkv, *rest)
 
+        whole = F.scaled_dot_product_attention
+
+        def whole_attended(q: Any, *rest: Any, **options: Any) -> Any:
+            if self._eager:  # cuDNN makes a plan for every shape, torch's own kernels are there
+                met.add(("whole texts", (q.shape, q.stride()) if cudnn_sdp_enabled() else "any"))
+            return whole(q, *rest, **options)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", whole_attended)
         monkeypatch.setattr(Runner, "_run_fused", ran)
         monkeypatch.setattr(fused_module, "paged_attention", attended)
         monkeypatch.setattr(fused_module, "rotate_store_", stored)

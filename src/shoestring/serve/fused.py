@@ -42,10 +42,11 @@ from shoestring.kernels.row_attention import row_attention_, row_attention_usabl
 from shoestring.kernels.row_linear import row_linear
 from shoestring.kernels.step_ends import embed_rows
 from shoestring.kernels.swiglu import swiglu
-from shoestring.model.attention import causal_attention, rope_frequencies
+from shoestring.model.attention import rope_frequencies
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, Norm
 from shoestring.serve.kv_cache import KVCache
+from shoestring.serve.whole_texts import prompt_attention
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,7 @@ class FusedDecoder:
             q, k, v = (
                 t[first : first + count * each].unflatten(0, (count, each)) for t in (q_THD, k_TGD, v_TGD)
             )
-            outs.append(causal_attention(q, k, v, window=window).flatten(0, 1).flatten(1))
+            outs.append(prompt_attention(q, k, v, window=window).flatten(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _one_kernel(self, qkv_TE: Tensor) -> bool:

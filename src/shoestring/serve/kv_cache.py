@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from shoestring.formats.linear import local
-from shoestring.model.attention import Attend, attend_with, causal_attention, mask_at
+from shoestring.model.attention import Attend, attend_with, mask_at
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, chain_root
+from shoestring.serve.whole_texts import prompt_attention
 
 MIN_POSITIONS = 64  # what a growing cache begins with; below this, growing costs more than the memory
 MIN_GPU_POSITIONS = 4096  # there, growing also means to capture graphs again
@@ -119,7 +120,7 @@ class KVCache:
                     # mask.
                     k_NTGD = k_BTGD[0, row : row + num_rows].unflatten(0, shape)
                     v_NTGD = v_BTGD[0, row : row + num_rows].unflatten(0, shape)
-                    out_NTHD = causal_attention(q_NTHD, k_NTGD, v_NTGD, window=window)
+                    out_NTHD = prompt_attention(q_NTHD, k_NTGD, v_NTGD, window=window)
                 else:
                     length = max(s.stop for s in group)
                     k_NSGD, v_NSGD = _read(keys, index)[:, :length], _read(values, index)[:, :length]

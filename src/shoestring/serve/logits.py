@@ -29,6 +29,7 @@ from shoestring.model import collectives
 from shoestring.model.transformer import Decoder, Head
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.verify import Check, needs_logits
+from shoestring.serve.whole_texts import few_plans
 
 BLOCK_LOGITS = 1 << 23  # logits of a prompt held at once: 32 MB in fp32
 
@@ -201,5 +202,6 @@ def prompt_logprobs(model: Decoder, tokens: Sequence[int], num_top: int) -> list
 
     device = model.embed.weight.device
     if len(tokens) > 1:
-        model(torch.tensor([list(tokens)], device=device), readout=read)
+        with few_plans():
+            model(torch.tensor([list(tokens)], device=device), readout=read)
     return found

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
@@ -55,6 +56,7 @@ from shoestring.serve.kv_cache import KVCache, Span, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.token_step import TokenStep, compilable
+from shoestring.serve.whole_texts import few_plans
 
 EAGER_SPLITS = 8  # ranges that keys are cut into where few requests are no graph; else 1
 WIDTH = 16  # tables have a multiple of so many blocks
@@ -222,13 +224,14 @@ class Runner:
         options: dict[str, Any] = {} if skip is None else {"skip": skip}
         if watch is not None:
             options["watch"] = watch
-        logits = self.model(
-            tokens[None],
-            torch.tensor([positions], device=device),
-            attend=self.cache.plan(batch.spans, device),
-            rows=torch.tensor(list(batch.rows), device=device, dtype=torch.int64),
-            **options,
-        )
+        with _few_plans(batch):
+            logits = self.model(
+                tokens[None],
+                torch.tensor([positions], device=device),
+                attend=self.cache.plan(batch.spans, device),
+                rows=torch.tensor(list(batch.rows), device=device, dtype=torch.int64),
+                **options,
+            )
         return self._spread(logits)
 
     def _run_fused(self, batch: Batch, skip: SkipSet | None) -> Tensor:
@@ -239,7 +242,8 @@ class Runner:
         if not isinstance(tokens, Tensor):
             tokens = torch.tensor(list(tokens), device=fused.device)
         rows = place_rows(batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads)
-        x_TD = fused.hidden(tokens, rows.to(fused.device), self.cache, skip)
+        with _few_plans(batch):
+            x_TD = fused.hidden(tokens, rows.to(fused.device), self.cache, skip)
         wanted = torch.tensor(list(batch.rows), device=fused.device, dtype=torch.int64)
         return self._spread(fused.logits(x_TD.index_select(0, wanted)))
 
@@ -299,6 +303,10 @@ class Runner:
             apart._fused = self._fused
             apart._graphs = StepGraphs(self._fused, apart.cache, self._spread)
         return apart
+
+
+def _few_plans(batch: Batch) -> AbstractContextManager[None]:
+    return few_plans(s.num if s.start == 0 else 0 for s in batch.spans)
 
 
 def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int) -> Rows:
