@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -74,10 +75,32 @@ class Rows:
         """Whether every request has one row, and goes by table."""
         return self.prompts is None and len(self.tiles) == 1 and self.tiles[0].rows_per_tile == 1
 
-    def to(self, device: torch.device) -> Rows:
-        tiles = tuple(replace(t, tiles_L4=t.tiles_L4.to(device)) for t in self.tiles)
-        positions, slots, tables = (t.to(device) for t in (self.positions_T, self.slots_T, self.tables_LW))
-        return Rows(positions, slots, tables, tiles, self.prompts)
+    def to(self, device: torch.device, *others: Tensor) -> tuple[Rows, list[Tensor]]:
+        """The same there, and other tensors of the host, all in one copy."""
+        here = [self.positions_T, self.slots_T, self.tables_LW, *(t.tiles_L4 for t in self.tiles), *others]
+        positions, slots, tables, *rest = to_device(here, device)
+        num = len(self.tiles)
+        tiles = tuple(replace(t, tiles_L4=sent) for t, sent in zip(self.tiles, rest[:num], strict=True))
+        return Rows(positions, slots, tables, tiles, self.prompts), rest[num:]
+
+
+ALIGNED = 16  # bytes; kernels are compiled for whether an address is a multiple of this
+
+
+def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small tensors of the host, laid behind each other and sent at once: a copy costs as much as thousands of
+    numbers."""
+    ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in here))
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    bytes = host.numpy()
+    for t, end in zip(here, [0, *ends], strict=False):
+        bytes[end : end + t.nbytes] = t.numpy().reshape(-1).view("u1")
+    sent = host.to(device, non_blocking=True)
+    typed = {dtype: sent.view(dtype) for dtype in {t.dtype for t in here}}
+    return [
+        typed[t.dtype].as_strided(t.shape, t.stride(), end // t.itemsize)
+        for t, end in zip(here, [0, *ends], strict=False)
+    ]
 
 
 # -- linear layers ------------------------------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""Where the rows of a pass lie, against the definition row by row; and that all of it travels in one copy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shoestring.kernels.paged_attention import prefill_rows
+from shoestring.serve.fused import ALIGNED, to_device
+from shoestring.serve.kv_cache import Span
+from shoestring.serve.runner import WIDTH, place_rows
+
+HEADS, GROUPS = 48, 12
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_row_is_at_its_place(seed: int) -> None:
+    draw, size = random.Random(seed), 4
+    spans = []
+    for _ in range(draw.randint(1, 9)):
+        start = draw.choice([0, 0, draw.randint(1, 200)])
+        num = draw.choice([1, draw.randint(1, 16), draw.randint(17, 90)])
+        blocks = [draw.randrange(999) for _ in range(-(-(start + num) // size) + draw.randint(0, 3))]
+        spans.append(Span(blocks, start, num))
+    rows = place_rows(spans, size, HEADS, GROUPS)
+    at = [(n, p) for n, s in enumerate(spans) for p in range(s.start, s.stop)]
+    assert rows.positions_T.tolist() == [p for _, p in at]
+    assert rows.slots_T.tolist() == [spans[n].blocks[p // size] * size + p % size for n, p in at]
+    assert rows.tables_LW.shape[1] % WIDTH == 0
+    for row, span in zip(rows.tables_LW.tolist(), spans, strict=True):
+        num = -(-span.stop // size)
+        assert row[:num] == span.blocks[:num] and not any(row[num:])
+    covered = []
+    for tiles in rows.tiles:
+        most = max(spans[n].num for n, *_ in tiles.tiles_L4.tolist())
+        assert tiles.rows_per_tile == (1 if most == 1 else 16 if most <= 16 else prefill_rows(HEADS, GROUPS))
+        for n, first, position, num in tiles.tiles_L4.tolist():
+            assert 0 < num <= tiles.rows_per_tile
+            assert at[first : first + num] == [(n, position + i) for i in range(num)]
+            covered += range(first, first + num)
+    assert sorted(covered) == list(range(len(at)))
+    assert (rows.prompts is not None) <= all(s.start == 0 for s in spans)
+    if rows.prompts is not None:
+        texts = [(first + i * num, num) for first, count, num in rows.prompts for i in range(count)]
+        firsts = [at.index((n, 0)) for n in range(len(spans))]
+        assert texts == [(first, s.num) for first, s in zip(firsts, spans, strict=True)]
+
+
+def test_one_copy_for_all() -> None:
+    here = [
+        torch.arange(5),
+        torch.arange(12, dtype=torch.int32).view(3, 4),
+        torch.zeros(0, dtype=torch.int64),
+        torch.arange(3, dtype=torch.int32),
+        torch.arange(7),
+    ]
+    there = to_device(here, torch.device("cpu"))
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype and b.is_contiguous()
+        assert b.data_ptr() % ALIGNED == 0  # as far as kernels are compiled for it, a tensor of its own
+    assert len({t.untyped_storage().data_ptr() for t in there}) == 1
