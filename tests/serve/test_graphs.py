@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,13 +13,15 @@ import torch
 from tiny_serve import LookupDrafter, naive, near_copy, tiny_decoder
 
 from shoestring.formats import convert, pack, parse_format
+from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.cuda_graphs import StepGraphs
+from shoestring.serve.drafters import trim_head
 from shoestring.serve.engine import Request
 from shoestring.serve.fused import FusedDecoder, fusable, join
-from shoestring.serve.kv_cache import Span
+from shoestring.serve.kv_cache import Span, cache_root, modules_of
 from shoestring.serve.logits import RuledSampling, Rules, with_rules
 from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import parameters, sample, sample_at
@@ -378,3 +380,52 @@ def test_graphs_are_captured_again_after_all_were_dropped() -> None:
         warnings.simplefilter("error")  # a step that cannot be captured says so
         for num in (1, 2, 4):  # each needs larger tables, which ends all graphs that hold the old ones
             engine.generate([[1, 2, 3 + i] for i in range(num)], sampling)
+
+
+def _replace_head(model: Decoder) -> None:
+    trim_head(model, range(model.spec.vocab_size))
+
+
+def _replace_weight(model: Decoder) -> None:
+    up = model.blocks[1].mlp.up
+    up.weight = torch.nn.Parameter(up.weight.detach().clone())
+
+
+def _change_in_place(model: Decoder) -> None:
+    with torch.no_grad():
+        model.blocks[1].mlp_norm.weight.mul_(1.5)
+
+
+def _load(model: Decoder) -> None:
+    model.load_state_dict(tiny_decoder(5).state_dict())
+
+
+def _pack(model: Decoder) -> None:
+    convert(model, [("blocks.1.*", parse_format("int4:g8"))])
+    pack(model)
+
+
+def _add_buffer(model: Decoder) -> None:
+    model.blocks[0].attn.register_buffer("more", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "change", [_replace_head, _replace_weight, _change_in_place, _load, _pack, _add_buffer]
+)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_refresh_notices_every_change_of_the_weights(change: Callable[[Decoder], None], graphs: bool) -> None:
+    model = tiny_decoder()
+    runner = Runner(model, BlockPool(4, 16), graphs=graphs)
+    runner.refresh()
+    root, fused = runner.root(), runner._fused
+    assert root == cache_root(model) and runner.root("half") == cache_root(model, "half") != root
+    runner.refresh()
+    assert runner.root() == root and runner._fused is fused and (fused is not None) == graphs
+    change(model)
+    runner.refresh()
+    assert runner.root() == cache_root(model) != root
+    assert not graphs or runner._fused is not fused
+    assert {id(m) for m in modules_of(model)} == {id(m) for m in model.modules()}
+    dtype, model.compute_dtype = model.compute_dtype, torch.float32
+    assert runner.root() == cache_root(model)
+    model.compute_dtype = dtype

@@ -42,7 +42,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.serve.blocks import BlockPool, Table
 from shoestring.serve.chain_graph import most_new
 from shoestring.serve.cuda_graphs import Kind
-from shoestring.serve.kv_cache import Span, cache_root
+from shoestring.serve.kv_cache import Span
 from shoestring.serve.request import NO_DRAFT, Awaited, Draft, Request
 from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import sample
@@ -203,7 +203,11 @@ class DraftModel:
 
     @torch.no_grad()
     def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
-        able = [r for r in requests if self._make_room(r, n)]
+        root = b""
+        if any(r.id not in self._kept for r in requests):
+            self.runner.refresh()
+            root = self.runner.root() if self.pool.prefix_cache else b""
+        able = [r for r in requests if self._make_room(r, n, root)]
         if not able:
             return [NO_DRAFT] * len(requests)
 
@@ -226,15 +230,14 @@ class DraftModel:
             found[request.id] = draft
         return [found.get(r.id, NO_DRAFT) for r in requests]
 
-    def _make_room(self, request: Request, n: int) -> bool:
-        """Blocks for the request and n drafts, the last of which is never computed."""
+    def _make_room(self, request: Request, n: int, root: bytes) -> bool:
+        """Blocks for the request and n drafts, the last of which is never computed. `root`: of a new one's table."""
         num = len(request.tokens) + n - 1
         if num > self.model.spec.max_positions:
             return False
         kept = self._kept.get(request.id)
         if kept is None:
-            self.runner.refresh()
-            table = self.pool.open(cache_root(self.model), request.tokens)
+            table = self.pool.open(root, request.tokens)
             if table is None:
                 return False
             num_hit = len(table.hashes) * self.pool.block_size

@@ -44,7 +44,7 @@ from shoestring.serve.admission import (
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput
-from shoestring.serve.kv_cache import Span, cache_root
+from shoestring.serve.kv_cache import Span
 from shoestring.serve.prepare import Prospects, caught_up, num_made, prepare_drafting, prospects
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
 from shoestring.serve.runner import Runner
@@ -491,7 +491,7 @@ class Engine:
     def _cache_root(self, request: Request) -> bytes:
         if not self.cache.pool.prefix_cache:
             return b""
-        return cache_root(self.model, "" if request.skip is None else request.skip.id)
+        return self.runner.root("" if request.skip is None else request.skip.id)
 
     def _profile(self, rows: int) -> float:
         """Seconds of a target pass over this many rows; the requests' cache is not touched."""

@@ -46,7 +46,7 @@ from shoestring.kernels.swiglu import swiglu
 from shoestring.model.attention import rope_frequencies
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, Norm
-from shoestring.serve.kv_cache import KVCache
+from shoestring.serve.kv_cache import KVCache, modules_of
 from shoestring.serve.whole_texts import prompt_attention
 
 
@@ -277,11 +277,12 @@ def fusable(model: nn.Module) -> bool:
     """Whether this forward may stand in for the model's own: one process, no hooks that somebody relies on."""
     if type(model) is not Decoder or model.embed.group is not None:
         return False
-    if any(hasattr(p, "placements") for p in model.parameters()):
-        return False
     if model.spec.head_dim % 2:
         return False
-    return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    modules = modules_of(model)
+    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+        return False
+    return not any(hasattr(p, "placements") for m in modules for p in m._parameters.values())
 
 
 class FusedDecoder:

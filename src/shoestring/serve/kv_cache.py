@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoestring.formats.linear import local
 from shoestring.model.attention import Attend, attend_with, mask_at
@@ -173,13 +173,30 @@ def _read(stored: Tensor, index: slice | Tensor) -> Tensor:
 def weights_id(model: Decoder) -> list[tuple[int, int]]:
     """Addresses and version counters of all tensors: another list after an optimizer step or a load into the same
     model. FSDP2 changes values behind the counters."""
-    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
+    tensors = [
+        local(t)
+        for m in modules_of(model)
+        for held in (m._parameters, m._buffers)
+        if held
+        for t in held.values()
+        if t is not None
+    ]
     return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
 
 
-def cache_root(model: Decoder, skip_set: str = "") -> bytes:
-    """Where the hash chain of a model's blocks starts: (weights id, dtype of keys and values, skip set).
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()`, those used twice listed twice, in a seventh of the time: asked for in steps that read."""
+    found = [model]
+    for module in found:  # grows meanwhile
+        if module._modules:
+            found += [m for m in module._modules.values() if m is not None]
+    return found
+
+
+def cache_root(model: Decoder, skip_set: str = "", weights: object = None) -> bytes:
+    """Where the hash chain of a model's blocks starts: (weights id, dtype of keys and values, skip set). `weights`:
+    the id where it is known.
 
     Under FSDP2 call `Engine.forget_prefixes` after every change of the weights.
     """
-    return chain_root(weights_id(model), model.compute_dtype, skip_set)
+    return chain_root(weights or weights_id(model), model.compute_dtype, skip_set)

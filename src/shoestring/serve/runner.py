@@ -54,7 +54,7 @@ from shoestring.serve.cuda_graphs import (
     up_to,
 )
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
-from shoestring.serve.kv_cache import KVCache, Span, weights_id
+from shoestring.serve.kv_cache import KVCache, Span, cache_root, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.token_step import TokenStep, compilable
@@ -85,7 +85,8 @@ class Runner:
         self._fused: FusedDecoder | None = None
         self._graphs: StepGraphs | None = None
         self._cpu: CpuStep | TokenStep | None = None  # one row on a CPU, with inputs rounded to 8 bits
-        self._weights: object = None  # what the fused weights were made of
+        self._weights: object = None  # those that were there at the last `refresh`
+        self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
         if graphs and not fusable(model):
             raise UserError(
                 "graphs=True, but this model cannot run fused: it is sharded or its modules have hooks; "
@@ -111,22 +112,35 @@ class Runner:
 
     def refresh(self) -> None:
         """Before a request's first step: notice weights that changed. Within a request they may not."""
+        weights = weights_id(self.model)
+        changed = weights != self._weights
         if not self.fast:
             self._fused = self._graphs = None
-            self._refresh_cpu()
-            return
-        if self._fused is None or self._weights != weights_id(self.model):
+            made = self._refresh_cpu(changed)
+        elif made := self._fused is None or changed:
             self._fused = self._graphs = None  # free before the copies are made
             self._fused = FusedDecoder(self.model)
             self._graphs = StepGraphs(self._fused, self.cache, self._spread)
-            self._weights = weights_id(self.model)
+        if made or changed:
+            self._weights = weights_id(self.model)  # making may have moved them
+            self._roots.clear()
 
-    def _refresh_cpu(self) -> None:
+    def _refresh_cpu(self, changed: bool) -> bool:
         if self.device.type != "cpu" or not steppable(self.model):
             self._cpu = None
-        elif self._cpu is None or self._weights != weights_id(self.model):
+        elif self._cpu is None or changed:
             self._cpu = (TokenStep if compilable(self.model.spec) else CpuStep)(self.model)
-            self._weights = weights_id(self.model)
+            return True
+        return False
+
+    def root(self, skip_set: str = "") -> bytes:
+        """`cache_root` for the weights that the last `refresh` saw."""
+        if self._weights is None:
+            self.refresh()
+        key = self.model.compute_dtype, skip_set
+        if key not in self._roots:
+            self._roots[key] = cache_root(self.model, skip_set, self._weights)
+        return self._roots[key]
 
     # -- a step ---------------------------------------------------------------------------------------------
     @torch.no_grad()
