@@ -9,6 +9,7 @@ from tiny_serve import tiny_decoder
 from shoestring.errors import UserError
 from shoestring.model import save_model
 from shoestring.serve import Draft, DraftModel, Ngram, Request, Sampling, Stacked, open_drafter
+from shoestring.serve.runner import Runner
 
 decoder = functools.cache(tiny_decoder)
 
@@ -142,3 +143,23 @@ def test_open_drafter_by_name_and_path(tmp_path: Path) -> None:
         open_drafter("ngrm", target)
     with pytest.raises(UserError, match="shortest"):
         Ngram(longest=1, shortest=2)
+
+
+def test_weights_are_looked_at_once_for_all_new_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder()
+    drafter = DraftModel(model, graphs=True)
+    requests = [request([1 + i, 2, 3], i) for i in range(5)]
+    looked: list[Runner] = []
+    refresh = Runner.refresh
+
+    def look(runner: Runner) -> None:
+        looked.append(runner)
+        refresh(runner)
+
+    monkeypatch.setattr(Runner, "refresh", look)
+    drafter.propose(requests[:4], 2)
+    assert looked == [drafter.runner]
+    drafter.propose(requests[:4], 2)
+    assert len(looked) == 1  # within a request weights may not change
+    drafter.propose(requests, 2)
+    assert len(looked) == 2

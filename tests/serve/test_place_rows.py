@@ -8,19 +8,22 @@ import pytest
 import torch
 
 from shoestring.kernels.paged_attention import prefill_rows
+from shoestring.serve import runner
 from shoestring.serve.fused import ALIGNED, to_device
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.runner import WIDTH, place_rows
+from shoestring.serve.runner import LAUNCH_ROWS, WIDTH, place_rows
 
 HEADS, GROUPS = 48, 12
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_row_is_at_its_place(seed: int) -> None:
+def test_every_row_is_at_its_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, size = random.Random(seed), 4
+    monkeypatch.setattr(runner, "LAUNCH_ROWS", draw.choice([1, 512]))
     spans = []
+    whole = seed % 3 == 0
     for _ in range(draw.randint(1, 9)):
-        start = draw.choice([0, 0, draw.randint(1, 200)])
+        start = 0 if whole else draw.choice([0, 0, draw.randint(1, 200)])
         num = draw.choice([1, draw.randint(1, 16), draw.randint(17, 90)])
         blocks = [draw.randrange(999) for _ in range(-(-(start + num) // size) + draw.randint(0, 3))]
         spans.append(Span(blocks, start, num))
@@ -41,11 +44,24 @@ def test_every_row_is_at_its_place(seed: int) -> None:
             assert at[first : first + num] == [(n, position + i) for i in range(num)]
             covered += range(first, first + num)
     assert sorted(covered) == list(range(len(at)))
+    if whole and runner.LAUNCH_ROWS == 1:
+        assert rows.prompts is not None
     assert (rows.prompts is not None) <= all(s.start == 0 for s in spans)
     if rows.prompts is not None:
         texts = [(first + i * num, num) for first, count, num in rows.prompts for i in range(count)]
         firsts = [at.index((n, 0)) for n in range(len(spans))]
         assert texts == [(first, s.num) for first, s in zip(firsts, spans, strict=True)]
+
+
+def test_texts_of_many_lengths_attend_in_one_launch() -> None:
+    def prompts(*nums: int) -> object:
+        return place_rows([Span(range(200), 0, num) for num in nums], 16, HEADS, GROUPS).prompts
+
+    assert prompts(40, 41, 42) is None
+    assert prompts(40, 40, 40) == ((0, 3, 40),)
+    assert prompts(40) == ((0, 1, 40),)
+    assert prompts(LAUNCH_ROWS - 1, LAUNCH_ROWS) is None
+    assert prompts(LAUNCH_ROWS, LAUNCH_ROWS + 1) == ((0, 1, LAUNCH_ROWS), (LAUNCH_ROWS, 1, LAUNCH_ROWS + 1))
 
 
 def test_one_copy_for_all() -> None:

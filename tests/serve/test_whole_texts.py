@@ -13,6 +13,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from shoestring.model.attention import causal_attention
 from shoestring.serve import DraftModel, Engine, Sampling, whole_texts
+from shoestring.serve import runner as runner_module
 from shoestring.serve.logits import prompt_logprobs
 from shoestring.serve.whole_texts import few_plans, prompt_attention
 
@@ -25,6 +26,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(whole_texts, "LONG", LONG)
         monkeypatch.setattr(whole_texts, "STEP", STEP)
+        monkeypatch.setattr(runner_module, "LAUNCH_ROWS", 1)  # none of them by table
         self.met: set[tuple[bool, int, int]] = set()
         self.at: set[int] = set()  # addresses of the queries
         attend = F.scaled_dot_product_attention

@@ -154,12 +154,13 @@ class DraftModel:
         vocab_ids: Sequence[int] | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
-        chunk: int = 512,
+        chunk: int = 2048,
         graphs: bool | None = None,
     ) -> None:
         """`vocab_size` is the target's, where padding makes it differ from the drafter's own. `vocab_ids`: the
         model's logits are for these tokens only, in this order (see `trim_head`). `num_blocks` bounds the
-        drafter's memory (None: grows with need); a request it cannot hold gets no drafts. `graphs` as in Engine."""
+        drafter's memory (None: grows with need); a request it cannot hold gets no drafts. `chunk`: rows that it
+        reads in one pass. `graphs` as in Engine."""
         self.model, self.chunk = model, chunk
         self.vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
         self.vocab_ids: Tensor | None = None
@@ -189,7 +190,7 @@ class DraftModel:
         need = 2 * max_requests * self.pool.blocks_for(context) + 1  # texts of before are kept beside
         self.pool.num_touched = max(self.pool.num_touched, min(self.pool.num_blocks, need))
         self.runner.prepare_chains(max_requests, kinds, lengths)
-        self.runner.warm()
+        self.runner.warm(self.chunk)
 
     @property
     def num_made(self) -> int:

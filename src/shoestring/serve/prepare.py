@@ -45,7 +45,7 @@ def prepare_drafting(
         return
     reserve(runner, max_requests, max_context)
     runner.prepare(max_requests, KINDS, [1, *(g + 1 for g in goodput.lengths)], skip)
-    runner.warm()
+    runner.warm(chunk)
     if drafter is not None and hasattr(drafter, "prepare"):
         drafter.prepare(max_requests, KINDS, goodput.lengths, max_context)
     rows = 1

@@ -62,6 +62,9 @@ from shoestring.serve.whole_texts import few_plans
 
 EAGER_SPLITS = 8  # ranges that keys are cut into where few requests are no graph; else 1
 WIDTH = 16  # tables have a multiple of so many blocks
+LAUNCH_ROWS = (
+    512  # whole texts of one length attend in launches of their own; of fewer rows, all go by table in one
+)
 
 
 @dataclass(frozen=True)
@@ -287,16 +290,21 @@ class Runner:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    def warm(self) -> None:
+    def warm(self, most_rows: int) -> None:
         """Passes like those that run as no graph (prompts, what a drafter reads first, uneven steps), for nobody, so
-        that all of their kernels are compiled."""
+        that all of their kernels are compiled. `most_rows`: of a pass."""
         if not self.ready():
             return
         size, spec = self.cache.pool.block_size, self.model.spec
         many = PROGRAMS // (EAGER_SPLITS * spec.num_kv_heads) + 1  # requests whose keys are not cut
         prompt, later, few, one = (0, 24), (24, 24), (16, 2), (16, 1)  # start, rows
         # Products choose their kernels by the number of rows, and load each when first met.
-        passes = [[kind] * num for kind in (prompt, later) for num in (1, 3, 6, 11, 21)]
+        nums = [
+            -(-rows // 24)
+            for rows in (24, 64, 128, 256, 512, 1024, 2048, 4096)
+            if rows <= max(512, most_rows)
+        ]
+        passes = [[kind] * num for kind in (prompt, later) for num in nums]
         passes += [[row] * num + more for row in (few, one) for num in (1, many) for more in ([], [later])]
         for kinds in passes:
             pages = -(-max(start + rows for start, rows in kinds) // size)
@@ -357,7 +365,8 @@ def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int
             count = len(list(group))
             found.append((row, count, num))
             row += count * num
-        prompts = tuple(found)
+        if len(found) == 1 or row >= LAUNCH_ROWS * len(found):
+            prompts = tuple(found)
     at, slots, tables = (torch.from_numpy(numbers) for numbers in (at_T, slots_T, tables_LW))
     return Rows(at, slots, tables, tuple(tiles), prompts)
 
