@@ -9,7 +9,8 @@ has kernels in a few variants, which are compiled here, too (`Runner.warm`): a c
 steps.
 
 Left out: tokens that are cut (top_k, top_p, min_p), whose graphs are made when first needed, as are those of an
-engine whose keys and values are too large to be reserved; such steps are not taken for slow ones (`num_made`).
+engine whose keys and values are too large to be reserved; such steps are not taken for slow ones (`num_made`). So are
+cuDNN's plans for long texts read at once (whole_texts.py), of which there are few.
 """
 
 from __future__ import annotations
