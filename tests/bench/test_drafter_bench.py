@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.bench import drafter, drafter_speed, drafter_tables, drafter_target, results
+from shoestring.bench import drafter, drafter_speed, drafter_tables, drafter_target, drafter_watch, results
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 
@@ -73,11 +73,12 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         for n in lines
         if "batch" in n["config"]
     ]
-    assert len(many) == 2 * (4 + 3)
+    assert len(many) == 2 * (3 + 2) + 2  # one controller for all loads with greedy texts only
+    assert all(n["quality"]["ratio_sum"] > 0 for n in lines if "batch" in n["config"])
     assert {d for _, d, _ in many} == {"LK", "n-gram, then LK", "first layers, untrained"}
     rows = drafter.table().splitlines()
     assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
-    assert drafter.batches().count("x; ") == 14
+    assert drafter.batches().count("x; ") == 12
 
 
 def test_who_serves() -> None:
@@ -145,7 +146,7 @@ def test_expanded_blocks_add_nothing_yet() -> None:
 def test_a_turn_that_came_too_late_is_not_waited_for() -> None:
     class Slow(drafter_speed.Turns):
         def __init__(self) -> None:
-            pass
+            self.reading = 0.1
 
         def rate(self, way: drafter_speed.Way, temperature: float) -> float:
             return {"plain": 100.0, "good": 180.0}[way.name]
@@ -153,7 +154,31 @@ def test_a_turn_that_came_too_late_is_not_waited_for() -> None:
     ways = [drafter_speed.Way("plain"), drafter_speed.Way("good")]
     found = Slow().measure(ways, 0.0, repeats=5, until=0.0)
     assert len(found.warm) == drafter_speed.WARM_TURNS and len(found.turns) == 1
+    assert found.total(1) == pytest.approx(1.8)
+    assert drafter_speed.Rates([], [[1.0, 2.0], [1.0, 0.5]]).total(1) == pytest.approx(2 / 2.5)
     assert found.ratios(1) == [1.8] and found.first(1) == 1.8
     assert len(Slow().measure(ways, 0.0, repeats=5, until=1e12).turns) == 5
     (pairs,) = Slow().measure_pairs(ways[1:], 0.0, repeats=3, until=1e12)
     assert pairs.turns == [[100.0, 180.0]] * 3 and len(pairs.warm) == 1 and pairs.first(1) == 1.8
+
+
+def test_a_slow_step_says_where_its_time_went() -> None:
+    class Reader:
+        def propose(self, requests: list[int], n: int) -> list[int]:
+            self._read([(requests[0], 30), (requests[0], 12)])
+            return requests
+
+        def _read(self, part: list[tuple[int, int]]) -> None:
+            pass
+
+    drafter, goodput = Reader(), drafter_watch.Watched(lambda rows: 0.002)
+    goodput.proposed = drafter_watch.watch(drafter)
+    for _ in range(6):
+        assert goodput.choose(1) == 0
+        goodput.stepped(1, 0.002, 1)
+    assert goodput.choose(1) == 8 and drafter.propose([7], 8) == [7]
+    goodput.drafted(1, 8, 0.06, usual=False)
+    goodput.stepped(9, 0.01, 3)
+    found = goodput.told(1)
+    assert "read 8 of 1 requests 70.0 ms" in found and "42 rows read in 1 passes" in found
+    assert "plain: 6 in 12 ms gave 6" in found and "slow" not in goodput.told(1)

@@ -4,7 +4,7 @@
 
 Works with what is there: a drafter that was not finished is not in the table. One engine measures everything, in
 turns, so that clocks and heat are shared; a ratio is taken within its turn, and what is reported is the median and the
-spread of ratios.
+spread of ratios, and the ratio of all counted seconds (`ratio_sum`).
 
 `one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
                   plain decoding), behind one run of plain decoding a turn
@@ -13,11 +13,13 @@ spread of ratios.
                   also n-gram lookup with the trained one behind it. The goodput controller chooses the number of
                   guesses, 0 included. Each run has a run of plain decoding beside it, before or after it by turns. The
                   engine is prepared before (serve/prepare.py); the first turn, in which the controller learns, is not
-                  counted but recorded as `first`. The trained drafter is measured twice: with a controller of its own
-                  for every number of requests, and with one for all of them (`carried`), as in a server whose load
-                  changes.
+                  counted but recorded as `first`. From 16 requests on texts are four times as long, with 4 twice:
+                  else much of a turn would be prompts, which the host reads at a speed of its own. With what is left
+                  of the time the trained drafter has one controller for all numbers of requests (`carried`), as in
+                  a server whose load changes.
 
-What the controller did in a turn is printed behind it (`Watched`), so that a loss explains itself.
+What the controller did in a turn is printed behind it (`Watched`), with the share of time that both partners spent on
+prompts, and every step that took five times as long as expected, so that a loss explains itself.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ import torch
 
 from shoestring.bench.drafter_tables import BENCH, LONGER
 from shoestring.bench.drafter_target import clock, inference
+from shoestring.bench.drafter_watch import Watched, watch
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
@@ -53,38 +56,10 @@ SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
 WARM_TURNS = 1
 SINGLE_TURNS = 4  # of drafters one at a time, at most
-
-
-class Watched(Goodput):
-    """A controller that keeps count of what it does."""
-
-    def __init__(self, profile: Callable[[int], float]) -> None:
-        super().__init__(profile)
-        self.done: dict[str, list[float]] = {}  # kind of step -> how many, their milliseconds, their tokens
-
-    def stepped(self, rows: int, seconds: float, num_new: int) -> None:
-        drafts = self._step[1]
-        kind = (
-            f"{'probe' if self.probing else 'draft' if self._usual else 'read'} {drafts}"
-            if drafts
-            else "plain"
-        )
-        found = self.done.setdefault(kind, [0, 0.0, 0])
-        for i, value in enumerate((1, 1e3 * (seconds + self.draft_seconds), num_new)):
-            found[i] += value
-        super().stepped(rows, seconds, num_new)
-
-    def told(self, num_requests: int) -> str:
-        """What happened since the last time."""
-        steps = ", ".join(
-            f"{k}: {n:.0f} in {ms:.0f} ms gave {new:.0f}" for k, (n, ms, new) in self.done.items()
-        )
-        account = self.account(num_requests)
-        self.done = {}
-        return (
-            f"{steps}; balance {1e3 * (account.balance or 0):.1f} ms{' resting' * account.resting}, reading "
-            f"{1e3 * account.entry:.1f} ms, credit {1e3 * self.credit:.1f} of {1e3 * self._dear:.1f} ms"
-        )
+CARRIED_TURNS = 2  # of one controller for all loads, at most
+LONGER_TEXTS = {4: 2, 16: 4, 64: 4}  # times as many new tokens, by requests at once
+TIME = {1: 0.2, 64: 0.4, 16: 0.25, 4: 0.15}  # shares of what is there for batches
+LEAST_TIME = 3.0  # seconds to begin anything
 
 
 @dataclass
@@ -111,6 +86,10 @@ class Rates:
     def ratios(self, i: int) -> list[float]:
         return [turn[i] / turn[0] for turn in self.turns]
 
+    def total(self, i: int) -> float:
+        """The ratio of all counted seconds: every turn has as many tokens as any other."""
+        return sum(1 / turn[0] for turn in self.turns) / sum(1 / turn[i] for turn in self.turns)
+
     def first(self, i: int) -> float:
         return min(turn[i] / turn[0] for turn in self.warm)
 
@@ -121,6 +100,7 @@ class Turns:
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> None:
         self.engine, self.batch, self.new_tokens = engine, batch, new_tokens
         self.prompts = [list(p) for p in prompts]
+        self.reading = 0.0  # share of the last run that went into steps that read prompts
 
     def rate(self, way: Way, temperature: float) -> float:
         """Tokens per second of all prompts. Texts go on behind their end, so that every run has the same length."""
@@ -134,10 +114,25 @@ class Turns:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        before, began = engine.stats.num_new_tokens, time.perf_counter()
-        for i in range(0, len(self.prompts), self.batch):
-            engine.generate(self.prompts[i : i + self.batch], samplings[i : i + self.batch])
-        return (engine.stats.num_new_tokens - before) / (time.perf_counter() - began)
+        step, reading = engine.step, 0.0
+
+        def timed() -> Any:
+            nonlocal reading
+            began = time.perf_counter()
+            found = step()
+            reading += time.perf_counter() - began if engine._reads else 0.0
+            return found
+
+        engine.step = timed  # type: ignore[method-assign]
+        try:
+            before, began = engine.stats.num_new_tokens, time.perf_counter()
+            for i in range(0, len(self.prompts), self.batch):
+                engine.generate(self.prompts[i : i + self.batch], samplings[i : i + self.batch])
+            spent = time.perf_counter() - began
+        finally:
+            del engine.step
+        self.reading = reading / spent
+        return (engine.stats.num_new_tokens - before) / spent
 
     def measure(self, ways: Sequence[Way], temperature: float, *, repeats: int, until: float) -> Rates:
         """Rates turn by turn, the warm ones apart: `repeats`, or fewer (but one) where `until` has passed. Every other
@@ -155,19 +150,23 @@ class Turns:
         self, ways: Sequence[Way], temperature: float, *, repeats: int, until: float
     ) -> list[Rates]:
         """The same for each of these ways with plain decoding beside it."""
-        found = [Rates([], []) for _ in ways]
+        found, took = [Rates([], []) for _ in ways], 0.0
         for turn in range(WARM_TURNS + repeats):
-            if turn > WARM_TURNS and time.perf_counter() > until:
+            began, back = time.perf_counter(), -1 if turn % 2 else 1
+            if turn > WARM_TURNS and began + took > until:
                 break
             for way, rates in zip(ways, found, strict=True):
-                pair = [Way("plain"), way][:: -1 if turn % 2 else 1]
+                pair = [Way("plain"), way][::back]
                 made = 0 if way.goodput is None else num_made(self.engine.runner, way.drafter)
-                both = [self.rate(w, temperature) for w in pair][:: -1 if turn % 2 else 1]
+                runs = [(self.rate(w, temperature), self.reading) for w in pair][::back]
+                both, prompts = [rate for rate, _ in runs], [f"{share:.0%}" for _, share in runs]
                 (rates.warm if turn < WARM_TURNS else rates.turns).append(both)
                 if way.goodput is not None:
                     made = num_made(self.engine.runner, way.drafter) - made
-                    said = f"{both[1] / both[0]:.3f}x, {made} graphs made; {way.goodput.told(self.batch)}"
+                    said = f"{both[1] / both[0]:.3f}x, {made} graphs made, prompts {' and '.join(prompts)}; "
+                    said += way.goodput.told(self.batch)
                     print(f"      {self.batch} {way.name} {way.controller}: {said}", flush=True)
+            took = time.perf_counter() - began
         return found
 
 
@@ -203,9 +202,12 @@ class Kept:
             with clock("target read"):
                 target = load_model(folder / "target", device=self.device, dtype=self.dtype).model
         self.target = inference(target, self.dtype)
-        self.engine = engine_for(self.target, self.prompts, self.new_tokens, most)
+        longest = max(map(len, self.prompts))
+        self.most_new = min(4 * self.new_tokens, self.target.spec.max_positions - longest)
+        self.engine = engine_for(self.target, self.prompts, self.most_new, most)
         self._drafters: dict[str, Drafter] = {}
         self._carried: dict[str, Watched] = {}
+        self._watched: dict[str, list[float]] = {}
         self._seconds: dict[int, float] = {}
 
     def controlled(self, row: dict[str, Any], *, carried: bool = False) -> Way:
@@ -216,6 +218,9 @@ class Kept:
         if carried:
             self._carried[name] = goodput
         drafter = self.drafter(row)
+        if name not in self._watched:
+            self._watched[name] = watch(drafter)
+        goodput.proposed = self._watched[name]
         self.engine.use_drafter(drafter, None, goodput)
         self.engine.prepare()
         return Way(row["case"], drafter, None, goodput, "carried" if carried else "")
@@ -245,7 +250,8 @@ class Kept:
     def turns(self, batch: int) -> Turns:
         num = -(-max(batch, NUM_PROMPTS) // batch) * batch
         prompts = [self.prompts[i % len(self.prompts)] for i in range(num)]
-        return Turns(self.engine, prompts, self.new_tokens, batch)
+        new = min(self.most_new, LONGER_TEXTS.get(batch, 1) * self.new_tokens)
+        return Turns(self.engine, prompts, new, batch)
 
 
 def measure_one_at_a_time(
@@ -295,15 +301,18 @@ def measure_batch(
     temperature: float,
     repeats: int,
     until: float,
+    *,
+    carried: bool = False,
 ) -> None:
-    """Under the controller, for each of these drafters."""
+    """Under a controller for each of these drafters, or one for the first of them at all loads."""
     turns = kept.turns(batch)
-    if batch > 1:
+    if carried:
+        rows = rows[:1]
+    elif batch > 1:
         rows = [row for row in rows if not row["drafter"].startswith("ngram+")]
-    both = [(row, carried) for row in rows for carried in (False, True) if not carried or row is rows[0]]
-    ways = [kept.controlled(row, carried=carried) for row, carried in both]
+    ways = [kept.controlled(row, carried=carried) for row in rows]
     found = turns.measure_pairs(ways, temperature, repeats=repeats, until=until)
-    for way, (row, _), rates in zip(ways, both, found, strict=True):
+    for way, row, rates in zip(ways, rows, found, strict=True):
         record_batch(kept, turns, rates, way, row, temperature)
 
 
@@ -325,6 +334,7 @@ def record_batch(
         quality={
             "plain": [significant(min(plain), 4), significant(max(plain), 4)],
             "ratio_min": significant(min(ratios), 4),
+            "ratio_sum": significant(found.total(1), 4),
             "ratio_p20_p80": _range(ratios),
             "first": significant(found.first(1), 3),
         },
@@ -340,7 +350,7 @@ def record_batch(
     print(
         f"{way.name} {way.controller}, {text}, batch {batch:3}: {line['value']:8.0f} against "
         f"{line['baseline_value']:8.0f} tokens/s {line['ratio']:.3f}x {_range(ratios)} of {len(ratios)}, "
-        f"min {min(ratios):.3f} first {found.first(1):.3f}"
+        f"all seconds {found.total(1):.3f}x, min {min(ratios):.3f} first {found.first(1):.3f}"
         f"{_learned(way.goodput)}",
         flush=True,
     )
@@ -369,22 +379,24 @@ def measure_all(
     for row in rows:
         with clock(f"graphs for {row['case']}"):
             kept.controlled(row)
-    many = sorted((b for b in batches if b > 1), reverse=True)
-    order = [*(b for b in batches if b == 1), *many, 0]
-    tasks = [(b, temperature) for temperature in (0.0, 1.0) for b in order]  # 0: one drafter at a time
-    share = (until - time.perf_counter()) / max(1, len(order) - 1)
+    order = [*(b for b in batches if b == 1), *sorted((b for b in batches if b > 1), reverse=True)]
+    # What matters most first; 0: one drafter at a time.
+    tasks = [(b, 0.0, False) for b in order] + [(b, 0.0, True) for b in order]
+    tasks += [(0, 0.0, False), *((b, 1.0, False) for b in (*order, 0))]
+    there = until - time.perf_counter()
     greedy: Rates | None = None
     gc.collect()
     gc.freeze()  # what is there now is looked at no more: collections between runs are short
-    for batch, temperature in tasks:
+    for batch, temperature, carried in tasks:
         now = time.perf_counter()
-        if now > until:
+        if now > until - LEAST_TIME:
             print("no time for the rest", flush=True)
             break
-        soon = min(until, now + share)
+        soon = min(until, now + TIME.get(batch, 0.2) * there)
         try:
             if batch:
-                measure_batch(kept, rows, batch, temperature, repeats, soon)
+                few = min(repeats, CARRIED_TURNS) if carried else repeats
+                measure_batch(kept, rows, batch, temperature, few, soon, carried=carried)
             else:
                 few = min(repeats, SINGLE_TURNS)
                 found = measure_one_at_a_time(kept, temperature, greedy, few, soon)
@@ -403,11 +415,17 @@ def _learned(goodput: Goodput | None) -> str:
     """What the controller believes, for whoever reads the output."""
     if goodput is None:
         return ""
-    plain = {rows: round(1e3 * s, 2) for rows, s in sorted(goodput.plain.known.items())}
+    plain = {n: round(1e3 * goodput.plain(n), 2) for (n,) in sorted(goodput.factors.known)}
     costs = {rows: round(1e3 * s, 2) for rows, s in sorted(goodput.costs.known.items())}
+    extra = {
+        f"{n}x{g}": round(1e3 * x * (n * g) ** 0.5, 2) for (n, g), x in sorted(goodput.extras.known.items())
+    }
     drafts = {b: round(1e3 * s, 2) for b, s in goodput.draft_costs.items()}
     chances = [round(a, 2) for a in goodput.acceptance]
-    return f"\n    chances {chances}, ms plain {plain}, with drafts by rows {costs}, a draft by requests {drafts}"
+    return (
+        f"\n    chances {chances}, ms plain {plain}, profiled by rows {costs}, more with drafts {extra}, "
+        f"a draft at least {drafts}"
+    )
 
 
 def main() -> None:
