@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.bench import drafter, drafter_speed, drafter_tables, drafter_target, drafter_watch, results
+from shoestring.bench import (
+    drafter,
+    drafter_peer,
+    drafter_speed,
+    drafter_tables,
+    drafter_target,
+    drafter_watch,
+    results,
+)
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 
@@ -182,3 +190,10 @@ def test_a_slow_step_says_where_its_time_went() -> None:
     found = goodput.told(1)
     assert "read 8 of 1 requests 70.0 ms" in found and "42 rows read in 1 passes" in found
     assert "plain: 6 in 12 ms gave 6" in found and "slow" not in goodput.told(1)
+
+
+def test_the_peer_has_fewer_turns_where_time_is_short() -> None:
+    assert drafter_peer.fit(20.0, 0.06, 96) == (96, 3)
+    assert drafter_peer.fit(6.0, 0.06, 96) == (33, 3)
+    assert drafter_peer.fit(3.0, 0.06, 96) == (25, 2)
+    assert drafter_peer.fit(1.2, 0.06, 96) == (20, 1) and drafter_peer.fit(-1.0, 0.06, 96) == (1, 1)

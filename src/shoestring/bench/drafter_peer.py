@@ -1,10 +1,11 @@
 """`transformers`' assisted generation with the target and the drafter that bench/drafter.py kept.
 
-    python -m shoestring.bench.drafter_peer --keep DIR --seconds 20
+    python -m shoestring.bench.drafter_peer --keep DIR --seconds 28
 
 The same folders (they are ordinary Hugging Face ones), prompts and number of guesses as in bench/drafter_speed.py, one
 request at a time, greedy, in bf16 on a GPU: `generate` as it is, and with `assistant_model`, in turns. A run writes as
-many tokens as fit into --seconds, which a short first run tells; the line says how many.
+many tokens as fit into --seconds, start-up included (13 seconds on an H200), which a short first run tells; where a
+turn would not fit any more those before it are the line. It says how many turns and tokens there were.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 
 FIRST, FEWEST = 8, 24  # new tokens of the first run, and of a timed one at least
-TURNS = 3
+TURNS = 3  # at most
 BEGAN = time.perf_counter()
 
 
@@ -45,6 +46,14 @@ def write(model: Any, prompt: list[int], new: int, helper: Any = None) -> tuple[
     seconds = time.perf_counter() - began
     assert len(found) == new, f"{len(found)} tokens instead of {new}"
     return found, seconds
+
+
+def fit(seconds: float, a_token: float, most: int) -> tuple[int, int]:
+    """New tokens of a run, and turns, where a turn takes `a_token` seconds for each: fewer turns before short ones."""
+    for turns in range(TURNS, 1, -1):
+        if (new := int(seconds / a_token / turns)) >= FEWEST:
+            return min(most, new), turns
+    return max(1, min(most, FEWEST, int(seconds / a_token))), 1
 
 
 def measure(keep: Path, seconds: float) -> None:
@@ -70,17 +79,20 @@ def measure(keep: Path, seconds: float) -> None:
     prompts = told["prompts"][: NUM_PROMPTS // 2]
     ways = (None, helper)
     for way in ways:
-        write(model, prompts[0], FIRST, way)
+        write(model, prompts[0], 2, way)
     taken = sum(write(model, prompts[0], FIRST, way)[1] for way in ways) / FIRST
-    new = max(FEWEST, min(told["new_tokens"], int(seconds / taken / len(prompts) / TURNS)))
-    progress(f"{taken / 2 * 1e3:.1f} ms a token; {new} tokens a run")
+    new, turns = fit(seconds - (time.perf_counter() - BEGAN), taken * len(prompts), told["new_tokens"])
+    progress(f"{taken / 2 * 1e3:.1f} ms a token; {turns} turns of {new} tokens a run")
     rates: list[list[float]] = []
     same = total = 0
-    for _ in range(TURNS):
+    took = 0.0
+    while len(rates) < turns and (not rates or time.perf_counter() - BEGAN + took < seconds):
+        began = time.perf_counter()
         found = [[write(model, p, new, way) for p in prompts] for way in ways]
         rates.append([len(prompts) * new / sum(s for _, s in each) for each in found])
         pairs = [(a, b) for one, two in zip(*found, strict=True) for a, b in zip(one[0], two[0], strict=True)]
         same, total = same + sum(a == b for a, b in pairs), total + len(pairs)
+        took = time.perf_counter() - began
         progress(f"{rates[-1][0]:,.1f} tokens/s, assisted {rates[-1][1]:,.1f}")
     ratios = [b / a for a, b in rates]
     line = record(
@@ -105,7 +117,7 @@ def measure(keep: Path, seconds: float) -> None:
             "text": "greedy",
             "transformers": transformers.__version__,
         },
-        note=f"{len(prompts)} prompts one at a time, {new} new tokens, {TURNS} turns",
+        note=f"{len(prompts)} prompts one at a time, {new} new tokens, {len(rates)} turns",
     )
     print(
         f"transformers: {line['baseline_value']:.1f} tokens/s, assisted {line['value']:.1f}, {line['ratio']:.3f}x; "
@@ -119,7 +131,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", type=Path, required=True, help="the folder of bench/drafter.py")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the timed runs")
+    parser.add_argument("--seconds", type=float, default=28.0, help="for everything, the start included")
     args = parser.parse_args()
     measure(args.keep, args.seconds)
 
