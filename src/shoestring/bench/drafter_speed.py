@@ -227,6 +227,7 @@ class Kept:
 
     def _profile(self, rows: int) -> float:
         """Measured once for all controllers."""
+        self.engine._ended = None  # measuring is not part of a step
         if rows not in self._seconds:
             self._seconds[rows] = self.engine.runner.seconds(rows)
         return self._seconds[rows]
@@ -303,9 +304,9 @@ def measure_batch(
     until: float,
     *,
     carried: bool = False,
-) -> None:
-    """Under a controller for each of these drafters, or one for the first of them at all loads."""
-    turns = kept.turns(batch)
+) -> float:
+    """Under a controller for each of these drafters, or one for the first of them at all loads. Seconds of a turn."""
+    began, turns = time.perf_counter(), kept.turns(batch)
     if carried:
         rows = rows[:1]
     elif batch > 1:
@@ -314,6 +315,7 @@ def measure_batch(
     found = turns.measure_pairs(ways, temperature, repeats=repeats, until=until)
     for way, row, rates in zip(ways, rows, found, strict=True):
         record_batch(kept, turns, rates, way, row, temperature)
+    return (time.perf_counter() - began) / (WARM_TURNS + len(found[0].turns))
 
 
 def record_batch(
@@ -385,6 +387,7 @@ def measure_all(
     tasks += [(0, 0.0, False), *((b, 1.0, False) for b in (*order, 0))]
     there = until - time.perf_counter()
     greedy: Rates | None = None
+    taken: dict[int, float] = {}  # requests at once -> seconds of a turn
     gc.collect()
     gc.freeze()  # what is there now is looked at no more: collections between runs are short
     for batch, temperature, carried in tasks:
@@ -393,10 +396,14 @@ def measure_all(
             print("no time for the rest", flush=True)
             break
         soon = min(until, now + TIME.get(batch, 0.2) * there)
+        if batch in taken and now + (WARM_TURNS + 1) * taken[batch] > until:
+            print(f"no time for {batch} at once again", flush=True)
+            continue
         try:
             if batch:
                 few = min(repeats, CARRIED_TURNS) if carried else repeats
-                measure_batch(kept, rows, batch, temperature, few, soon, carried=carried)
+                took = measure_batch(kept, rows, batch, temperature, few, soon, carried=carried)
+                taken[batch] = max(took, taken.get(batch, 0.0))
             else:
                 few = min(repeats, SINGLE_TURNS)
                 found = measure_one_at_a_time(kept, temperature, greedy, few, soon)
