@@ -132,6 +132,8 @@ def test_tables_show_trained_drafters_and_the_newest_loads(
     assert "Llama 2x3, new" in found and "Llama 1x1, small" in found and "old" not in found
     assert "| 1,390 |" in found
     assert drafter.batches().count("1.30x") == 2 and "1.10x" not in drafter.batches()
+    line = {"baseline_value": 100, "value": 110, "ratio": 1.1, "quality": {"ratio_sum": 0.9712}}
+    assert drafter_tables._change(line) == "100 -> 110 (1.10, all turns 0.971x; 1.10 to 1.10)"
     assert drafter_tables.peers() == "Not measured yet."
     note("Llama 2x3, new", drafter_tables.PEER, 1.2, case="transformers, assisted generation")
     assert "| 100 | 120 | 1.20 (1.20 to 1.20) |" in drafter_tables.peers()
