@@ -54,6 +54,7 @@ TUNED_ROWS = (*wide.MEASURED, 2048)
 BASELINE = "bf16 F.linear"
 COLD_BYTES = 250e6  # four times the L2 cache of an H200
 LEAST_CALLS = 24  # of a sample: the start of a graph is no part of a product
+AWAKE = 0.03  # seconds of work before the first sample: after a pause some kernels were 10 to 20% slower for a while
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -69,7 +70,10 @@ def graph_times(calls: Sequence[Callable[[], Any]], replays: int = 15) -> list[f
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
+    began = time.perf_counter()
+    while time.perf_counter() - began < AWAKE:
+        graph.replay()
+        torch.cuda.synchronize()
     samples = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
