@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality
+from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality, results
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
+from shoestring.bench.sparse24_quality import GPT2
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import parse_format
@@ -19,6 +22,7 @@ from shoestring.formats.convert import format_linears
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
+from shoestring.model.save import save_model
 from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise
 from shoestring.shrink.calibrate import windows
@@ -26,7 +30,7 @@ from shoestring.shrink.qat import Rates
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
-from shoestring.train.shards import TokenShards
+from shoestring.train.shards import TokenShards, prepare
 from shoestring.train.trainer import Run, train
 
 VOCAB = 24
@@ -129,6 +133,52 @@ def test_orderings_at_two_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     got, told = shrink(subject, "ours@0.5", "int2:g32", 0)
     unformat(got)
     assert told["rates"] == 0.5 and evaluate(subject)["perplexity"] < found["bitdistiller"]
+
+
+def test_a_model_that_was_kept_is_shrunk_on_its_own_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's shape in small (layer norms, biases, learned positions), every kind of method."""
+    (tmp_path / "text").mkdir()
+    for number in range(60):
+        source = "\n".join(f"def f{i}(a, b):\n    return a * {i} + b - {number}" for i in range(12))
+        (tmp_path / "text" / f"{number}.py").write_text(source)
+    corpus = prepare(str(tmp_path / "text"), tmp_path / "cache", vocab_size=300, val_fraction=0.3)
+    corpus.tokenizer.save(corpus.folder)
+    shape: dict[str, Any] = {
+        **GPT2,
+        "d_model": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "d_ff": 128,
+    }
+    model = Decoder(ModelSpec(vocab_size=corpus.tokenizer.vocab_size, max_positions=64, **shape))
+    init_weights(model, 0)
+    save_model(tmp_path / "kept", model, corpus.tokenizer)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    cells = [
+        f"{m} int2:g64"
+        for m in ("rtn", "clip", "awq", "gptq", "bitdistiller", "ours@live,gamma=0,batch=2,0.25")
+    ]
+    common = ["lowbit_quality", "--assets", str(tmp_path), "--part", "kept", "--only", *cells, "--steps", "4"]
+    monkeypatch.setattr(sys, "argv", common)
+    with pytest.raises(SystemExit, match="--kept-model"):
+        lowbit_quality.main()
+    more = ["--kept-model", tmp_path / "kept", "--kept-corpus", corpus.folder, "--kept-tokens", 12345]
+    more += ["--tokens", 1024, "--batch", 4, "--folder", tmp_path / "work"]
+    monkeypatch.setattr(sys, "argv", [*common, *map(str, more)])
+    lowbit_quality.main()
+    assert "FAILED" not in (told := capsys.readouterr().out), told
+    lines = [json.loads(text) for text in (tmp_path / "lowbit_quality.jsonl").read_text().splitlines()]
+    assert [n["case"] for n in lines] == ["dense", *cells]
+    assert {n["config"]["scratch_tokens"] for n in lines} == {12345} and lines[0]["config"]["context"] == 64
+    assert all(np.isfinite(n["value"]) for n in lines) and len({n["value"] for n in lines}) == len(lines)
+    assert (
+        "GPT-2's small shape, trained here | bits/weight | rtn | clip | awq | gptq | BitDistiller | ours"
+        in (lowbit_found.table())
+    )
 
 
 def test_a_cell_that_takes_too_long_is_given_up() -> None:

@@ -19,7 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from shoestring.bench import results, sparse24_quality
 from shoestring.bench.sparse24_quality import Deadline, Size, Turn, gap_of, rows_of, table, thinned
 from shoestring.errors import UserError
-from shoestring.model import Tokenizer
+from shoestring.mesh import open_mesh
+from shoestring.model import Tokenizer, load_model
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.shards import open_prepared, prepare
 from shoestring.train.trainer import train
@@ -153,12 +154,18 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert "step 2 of 24" in (told := capsys.readouterr().out) and "s a row" in told
     assert not (tmp_path / "sparse24_quality.jsonl").exists()
     assert list((tmp_path / "rows").glob("*/checkpoints/*"))
-    call(monkeypatch, *common, "--rows", "dense:0", "FST:0")
+    call(monkeypatch, *common, "--keep", tmp_path / "kept", "--rows", "dense:0", "FST:0")
+    kept = load_model(tmp_path / "kept/gpt2-124m-dense-0")
+    assert kept.tokenizer is not None and kept.model.spec.vocab_size == kept.tokenizer.vocab_size
     lines = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()]
     assert [n["case"] for n in lines] == ["dense", "FST"]
     assert lines[1]["baseline_value"] == lines[0]["value"]
     parts = lines[1]["quality"]["loss_by_part"]
     assert len(parts) > 0 and sum(parts) / len(parts) == pytest.approx(lines[1]["value"], abs=2e-4)
+    # The model that was kept is the one that was measured.
+    again = SimpleNamespace(model=kept.model, mesh=open_mesh())
+    losses = sparse24_quality.validation_losses(again, open_prepared(corpus), TINY)  # type: ignore[arg-type]
+    assert losses == pytest.approx(lines[0]["quality"]["loss_by_part"], abs=2e-4)
     assert lines[1]["quality"]["mu"] is not None and lines[1]["quality"]["flip_curve"][-1][0] == 24
     assert lines[0]["config"]["corpus"] == open_prepared(corpus).train.fingerprint[:8]
     capsys.readouterr()

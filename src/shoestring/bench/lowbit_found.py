@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoestring.bench.lowbit_subjects import GIVEN, SCRATCH, SMOLLM2, STORIES
+from shoestring.bench.lowbit_subjects import GIVEN, KEPT, SCRATCH, SMOLLM2, STORIES
 from shoestring.bench.results import markdown, newest, provenance
 
 BENCH = "lowbit_quality"
@@ -22,10 +22,11 @@ TEXTS = {
     SMOLLM2: "the WikiText-2 test text (tokenised edition)",
     SCRATCH: "held-out text of its own corpus",
     GIVEN: "held-out text of its own corpus",
+    KEPT: "held-out text of its own corpus",
     STORIES: "held-out TinyStories",
 }
 COLUMNS = {**{m: m for m in PLAIN}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
-MODELS = (SMOLLM2, SCRATCH, GIVEN, STORIES)
+MODELS = (SMOLLM2, KEPT, SCRATCH, GIVEN, STORIES)
 
 
 @dataclass(frozen=True)

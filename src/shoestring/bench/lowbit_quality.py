@@ -16,7 +16,8 @@ validation text itself.
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
 overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. This model's weights
 lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and the 4-bit rows are repeated on a model of GPT-2's
-shape that the script trains from scratch on Python sources (perplexity on held-out text of its own corpus).
+shape that the script trains from scratch on Python sources (perplexity on held-out text of its own corpus), or that
+bench/sparse24_quality trained for long and kept (--part kept).
 
 Cells are measured in order of what is most worth knowing, until the seconds are spent, and recorded one by one;
 --missing goes on where a stopped call was. On a CPU give --steps 8 and patience.
@@ -38,10 +39,12 @@ from shoestring.bench.lowbit_found import BENCH, PLAIN, verdicts
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import (
     GIVEN,
+    KEPT,
     NOTES,
     SCRATCH,
     SMOLLM2,
     STORIES,
+    kept,
     scratch,
     smollm2,
     stories,
@@ -98,6 +101,12 @@ PARTS: dict[str, list[Cell]] = {
     ],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
+# Weights on no grid, and a width that groups of 128 divide; wants a model that was kept, so only on demand.
+PARTS["kept"] = [
+    *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", OURS + ",0.25")),
+    *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),
+    *((KEPT, m, "int2:g128", 0) for m in (*PLAIN, "bitdistiller", OURS)),
+]
 STORY = "ours@live,0.2,gamma=0,batch=8"
 # On a CPU: a real model of 260k parameters.
 SMALL_CELLS: tuple[Cell, ...] = (
@@ -206,6 +215,7 @@ def main() -> None:
             SMOLLM2: lambda: smollm2(args, folder),
             STORIES: lambda: stories(args, folder),
             SCRATCH: lambda: scratch(args, folder),
+            KEPT: lambda: kept(args, folder),
         }
         for name, method, label, seed in cells:
             kind = method.partition("@")[0]
@@ -267,7 +277,7 @@ def known_dense(subject: Subject) -> float | None:
         for n in newest(BENCH)
         if n["device"] == device_name() and wanted.items() <= n["config"].items()
     ]
-    return found[-1] if found and subject.name not in (SCRATCH, GIVEN) else None
+    return found[-1] if found and subject.name not in (SCRATCH, GIVEN, KEPT) else None
 
 
 def known_cells(args: argparse.Namespace) -> set[Cell]:
@@ -303,6 +313,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scratch-corpus", type=Path, help="a prepared corpus with its tokenizer.json")
     parser.add_argument("--scratch-bytes", type=int, default=60_000_000, help="of its corpus")
+    parser.add_argument(
+        "--kept-model", type=Path, help="what bench/sparse24_quality --keep left, for --part kept"
+    )
+    parser.add_argument("--kept-corpus", type=Path, help="the prepared corpus it was trained on")
+    parser.add_argument("--kept-tokens", type=int, default=0, help="how many of its tokens it has seen")
     parser.add_argument("--steps", type=int, default=64, help="training steps of BitDistiller")
     parser.add_argument("--batch", type=int, default=32, help="rows of 512 tokens a step")
     parser.add_argument("--micro", type=int, default=0, help="rows of a pass; 0: all of the batch")

@@ -1,4 +1,4 @@
-"""The models that bench/lowbit_quality shrinks: SmolLM2-135M, a 124M model trained here, and stories260K."""
+"""The models that bench/lowbit_quality shrinks: SmolLM2-135M, models trained here, and stories260K."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from shoestring.train.trainer import Run, train
 
 SMOLLM2, SCRATCH, STORIES = "SmolLM2-135M-Instruct", "124M trained here", "stories260K"
 GIVEN = "91M trained here"  # SCRATCH with a corpus that was given, whose vocabulary is smaller
+KEPT = "GPT-2's small shape, trained here"  # a dense row of bench/sparse24_quality
 TASKS = ("lambada_openai", "arc_easy", "piqa", "openbook_qa")
 NOTES = {
     SMOLLM2: "linear layers only; training text written by the model itself",
     SCRATCH: "linear layers only; training text is the model's own corpus",
     GIVEN: "linear layers only; training text is the model's own corpus",
+    KEPT: "linear layers only; training text is the model's own corpus",
     STORIES: "linear layers but the down projections (172 wide); trained on other stories than those measured",
 }
 SMALL_RATES = Rates(weight=1e-2, scale=5e-4, zero=3e-3, norm=5e-3, rest=2e-2)
@@ -150,6 +152,38 @@ def scratch(args: argparse.Namespace, folder: Path) -> Subject:
         blockwise=Blockwise(batch=4),
         cache_folder=folder / "cache-scratch",
         told={"scratch_tokens": tokens, "parameters": spec.num_params(), "vocabulary": spec.vocab_size},
+    )
+
+
+def kept(args: argparse.Namespace, folder: Path) -> Subject:
+    """A model of GPT-2's small shape that bench/sparse24_quality trained on a corpus and kept."""
+    if args.kept_model is None or args.kept_corpus is None or not args.kept_tokens:
+        raise SystemExit(
+            "this part needs --kept-model, --kept-corpus and --kept-tokens: a folder that bench/sparse24_quality "
+            "--keep left, the corpus it was trained on, and on how many tokens"
+        )
+    corpus = open_prepared(args.kept_corpus)
+    model = load_model(args.kept_model, device="cuda" if on_gpu() else "cpu").model
+    if on_gpu():
+        model.compute_dtype = torch.bfloat16
+    context = min(args.context, model.spec.max_positions)
+    train_context = min(512, context)
+    return Subject(
+        KEPT,
+        model,
+        corpus.tokenizer,
+        corpus.val.head(args.tokens or 1 << 18),
+        context,
+        windows(corpus.train.head(200_000), 32, train_context),
+        first_tokens(corpus.train, args.steps * args.batch * train_context + 1),
+        args.steps,
+        args.batch,
+        train_context,
+        args.micro,
+        blockwise_part=0.2,
+        blockwise=Blockwise(batch=4),
+        cache_folder=folder / "cache-kept",
+        told={"scratch_tokens": args.kept_tokens, "parameters": model.spec.num_params()},
     )
 
 

@@ -47,6 +47,7 @@ from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
+from shoestring.model.save import save_model
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
@@ -199,8 +200,9 @@ def build(case: str, size: Size, corpus: Corpus, seed: int, folder: Path | None)
 
 
 def measure(
-    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline, turn: Turn
-) -> dict[str, Any]:
+    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline, turn: Turn,
+    keep: Path | None,
+) -> dict[str, Any]:  # fmt: skip
     """Train from where the folder has it; Interrupted when the time is over."""
     run, data = build(case, size, corpus, seed, folder)
     checkpointer = Checkpointer(folder / "checkpoints", every=0, keep=1)
@@ -220,6 +222,9 @@ def measure(
         values = [row[name] for row in rows if name in row and row["step"] <= until]
         return round(values[-1], 7) if values else None
 
+    if keep is not None:
+        assert isinstance(run.model, Decoder)
+        save_model(keep / folder.name, run.model, corpus.tokenizer, mesh=run.mesh)
     rates = [(row["step"], row["flip_rate"]) for row in rows if "flip_rate" in row]
     by_part = validation_losses(run, corpus, size)
     return {
@@ -342,6 +347,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=CASES)
     parser.add_argument("--rows", nargs="*", metavar="CASE:SEED", help="instead of --seeds and --cases")
     parser.add_argument("--folder", type=Path, help="keeps rows that are not finished, for the next call")
+    parser.add_argument("--keep", type=Path, help="models of finished rows, as Hugging Face folders")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop (and save) before this time is over")
     parser.add_argument(
         "--patience", type=float, default=float("inf"),
@@ -382,7 +388,7 @@ def main() -> None:
             place = (args.folder or Path(temp)) / f"{args.size}-{case.replace(' ', '-')}-{seed}"
             deadline = Deadline(ends, size.steps, args.patience)
             try:
-                found = measure(case, size, corpus, seed, place, deadline, Turn(args.turn))
+                found = measure(case, size, corpus, seed, place, deadline, Turn(args.turn), args.keep)
             except Interrupted as told:
                 rate = deadline.pace * size.batch * size.context
                 row = f"{config['tokens'] / rate:.0f} s a row" if rate else "no pace yet"
