@@ -209,6 +209,7 @@ class DraftModel:
             self.runner.refresh()
             root = self.runner.root() if self.pool.prefix_cache else b""
         able = [r for r in requests if self._make_room(r, n, root)]
+        self.caught_up = False
         if not able:
             return [NO_DRAFT] * len(requests)
 
@@ -217,6 +218,7 @@ class DraftModel:
             return self._forward(tokens_N, spans, list(range(len(able))))
 
         self._forget_wrong(able)
+        self.caught_up = self.behind(able)
         drafts = self._chain(able, n)
         if drafts is None:
             drafts = write_drafts(able, n, self._catch_up(able), advance)
@@ -299,7 +301,6 @@ class DraftModel:
         """Compute what is more than a chain's first pass holds, all but the last token."""
         most = most_new(len(requests))
         late = [r for r in requests if len(r.tokens) - len(self._kept[r.id].written) > most > 0]
-        self.caught_up = bool(late)
         while late:
             part, budget = [], self.chunk
             for request in late:
