@@ -112,7 +112,7 @@ class Machine:
             late = any(text[i] - read[i] > most_new(num) for i in range(num))
             asked = (limit, sum(left) / num, lambda late=late: late)
             ahead = not changed and goodput.abstains(num, *asked)
-            g = goodput.choose(len(ready), *asked) if ready and not ahead else 0
+            g = goodput.choose(num, *asked) if ready and not ahead else 0
             self.chosen.append(g)
             drafted = list(goodput.ask(ready)) if g else []
             behind = sum(text[i] - read[i] for i in drafted if text[i] - read[i] > most_new(len(drafted)))
@@ -140,7 +140,7 @@ class Machine:
                     goodput.offer(offered[i], offered[i])
                     fates.append((offered[i], kept))
                 text[i], left[i], gained = text[i] + kept + 1, left[i] - kept - 1, gained + kept + 1
-            goodput.stepped(rows, self.seen(ms), gained)
+            goodput.stepped(rows, self.seen(ms), gained, ahead=ahead)
             for fate in fates:
                 goodput.accept(*fate)
             spent += ms + took

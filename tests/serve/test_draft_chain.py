@@ -133,9 +133,9 @@ def test_a_step_is_clocked_from_the_end_of_the_one_before(monkeypatch: pytest.Mo
     took: list[float] = []
     stepped = engine.goodput.stepped
 
-    def noted(rows: int, seconds: float, num_new: int) -> None:
+    def noted(rows: int, seconds: float, num_new: int, *, ahead: bool) -> None:
         took.append(seconds)
-        stepped(rows, seconds, num_new)
+        stepped(rows, seconds, num_new, ahead=ahead)
 
     monkeypatch.setattr(engine.goodput, "stepped", noted)
     request = engine.add([1, 2, 3], Sampling(max_tokens=12))
@@ -143,6 +143,57 @@ def test_a_step_is_clocked_from_the_end_of_the_one_before(monkeypatch: pytest.Mo
         engine.step()
         time.sleep(0.01)
     assert len(took) > 2 and all(t >= 0.009 for t in took[1:])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_which_steps_ran_ahead(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs none does: not the last of a text either, about which nobody is asked."""
+    target = tiny_decoder(0)
+    drafter = DraftModel(near_copy(target, 0.03), graphs=graphs)
+    engine = Engine(target, max_requests=2, drafter=drafter, num_drafts=None, graphs=graphs)
+    goodput = engine.goodput
+    assert goodput is not None
+    goodput.costs = StepCosts(lambda rows: 0.001 * rows)  # guesses never pay
+    goodput.explore, goodput.acceptance = 0.0, [0.1] * 8
+    told, stepped = [], goodput.stepped
+
+    def noted(rows: int, seconds: float, num_new: int, *, ahead: bool) -> None:
+        told.append((goodput._step[0], ahead))
+        stepped(rows, 0.001 * rows, num_new, ahead=ahead)
+
+    monkeypatch.setattr(goodput, "stepped", noted)
+    engine.generate([[1, 2, 3], [1, 2, 4]], [Sampling(max_tokens=m, ignore_eos=True) for m in (6, 12)])
+    assert any(ahead for _, ahead in told) == graphs
+    assert graphs or [asked for asked, _ in told] == [2] * 5 + [1] * 5 + [0], "all that run, and who ends now"
+
+
+def test_measuring_is_no_part_of_the_next_step() -> None:
+    target = tiny_decoder(0)
+    engine = Engine(target, max_requests=1, drafter=DraftModel(near_copy(target, 0.03)), num_drafts=None)
+    assert engine.goodput is not None
+    engine.add([1, 2, 3], Sampling(max_tokens=12))
+    for _ in range(2):
+        engine.step()
+    assert engine._ended is not None and not engine._reads
+    engine.goodput.stepped = lambda *rest, ahead: engine._profile(16)  # type: ignore[method-assign, assignment]
+    engine._clocked(1, 0.0, 1)
+    assert engine._ended is None
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_drafter_says_that_it_had_to_read_first(graphs: bool) -> None:
+    """Also where there are no chains: what reading takes is learned, and not taken for what drafts take."""
+    target = tiny_decoder(0)
+    drafter = DraftModel(near_copy(target, 0.03), graphs=graphs)
+    request = Request([1 + i % 20 for i in range(30)], 30, Sampling(max_tokens=20), 1)
+    found = []
+    for _ in range(2):
+        drafter.propose([request], 3)
+        found.append(drafter.caught_up)
+        request.tokens += [5]
+    request.tokens += [6] * 20
+    drafter.propose([request], 3)
+    assert [*found, drafter.caught_up] == [True, False, True]
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 200])

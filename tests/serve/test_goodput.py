@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.serve.goodput import MARGIN, START, Goodput, Seen, StepCosts
+from shoestring.serve.goodput import MARGIN, MOST, START, Account, Goodput, Seen, StepCosts
 
 
 class World:
@@ -281,8 +281,8 @@ def test_a_size_in_debt_does_not_keep_others_from_drafting() -> None:
 def test_plain_steps_count_where_they_ran_ahead() -> None:
     """Between requests that end one by one every step waits for the host: no measure of what plain steps cost."""
     goodput = Goodput(lambda rows: 1.0)
-    for _ in range(9):  # nobody is asked about a step that runs ahead
-        goodput.stepped(64, 0.9, 64)
+    for _ in range(9):
+        goodput.stepped(64, 0.9, 64, ahead=True)
     for num in range(63, 32, -1):
         goodput.choose(num)
         goodput.stepped(num, 3.0, num)
@@ -338,6 +338,32 @@ def test_where_it_never_won_it_begins_with_the_texts() -> None:
     assert goodput.choose(1, 8, 200, lambda: True) == 0 and goodput.choose(1, 8, 200) > 0
     goodput.account(1).won = 1.0
     assert goodput.choose(1, 8, 200, lambda: True) > 0
+
+
+def test_a_profile_that_was_too_slow_makes_no_step_free() -> None:
+    """X is below zero then; with fewer offers, and so fewer rows, the sum would be, too."""
+    goodput = Goodput(lambda rows: 1.0 if rows == 1 else 10.0, explore=0.0)
+    measure_plain(goodput, 1)
+    for _ in range(9):
+        goodput._step = 1, 8
+        goodput._best_rate = 1.0
+        goodput.stepped(9, 1.5, 5)
+    assert goodput.seconds(1, 8) == pytest.approx(1.5)
+    for _ in range(200):
+        goodput.offer(8, 0)
+    assert goodput.seconds(1, 8) == goodput.plain(1) and 0.9 < goodput.rate(1, 8) < 2.0
+
+
+def test_what_was_won_pays_for_one_slow_step() -> None:
+    """Drafts that won 60 plain steps and lose 45 of them again have still won: the purse pays nothing."""
+    account = Account()
+    for _ in range(30):
+        assert account.book(2.0, 1.0) == 0.0
+    assert account.book(-45.0, 1.0) == 0.0 and account.balance == 7.5
+    assert account.book(-25.0, 1.0) == 10.0 and account.balance == 0.0
+    for _ in range(500):
+        account.book(2.0, 1.0)
+    assert account.won == MOST, "what was won long ago is no credit"
 
 
 def test_one_observation_does_not_decide_and_a_few_do() -> None:

@@ -25,7 +25,7 @@ def test_turns_of_one_size(drafter: tuple[float, int], batch: int) -> None:
     if drafter == GOOD:
         assert statistics.median(found) >= PAYS[batch]
     if drafter == FAIR and batch <= 4:
-        assert statistics.mean(found) >= 1.05
+        assert statistics.mean(found) >= (1.15 if batch == 1 else 1.05)
 
 
 @pytest.mark.parametrize("drafter", [GOOD, FAIR, BAD])
@@ -39,10 +39,14 @@ def test_requests_that_end_one_by_one_while_others_arrive(drafter: tuple[float, 
 
 @pytest.mark.parametrize("drafter", [GOOD, FAIR, BAD])
 def test_one_controller_for_changing_loads(drafter: tuple[float, int]) -> None:
-    machine = Machine(drafter[0], 5, layers=drafter[1])
-    found = [machine.turn(batch, NEW[batch], 4) for batch in (1, 64, 16, 4, 64, 1) for _ in range(3)]
-    assert found[0] >= 0.95 and min(found[1:]) >= 0.98
-    assert drafter != GOOD or min(found[-3:]) >= 2.0, "what 64 at once lost is not held against one"
+    """Some of the turns in which a load is new lose more than 2%."""
+    turns = []
+    for seed in range(3, 7):
+        machine = Machine(drafter[0], seed, layers=drafter[1])
+        found = [machine.turn(batch, NEW[batch], 4) for batch in (1, 64, 16, 4, 64, 1) for _ in range(3)]
+        assert drafter != GOOD or min(found[-3:]) >= 2.0, "what 64 at once lost is not held against one"
+        turns += found
+    assert min(turns) >= 0.95 and sum(turn < 0.98 for turn in turns) <= 0.03 * len(turns)
 
 
 def test_readings_that_are_always_slow_are_paid_once() -> None:

@@ -259,7 +259,7 @@ def test_goodput_drives_the_engine() -> None:
     assert engine.generate([[3, 1, 4]], sampling)[0].token_ids == want
     free, dear = Goodput(lambda rows: 1.0), Goodput(lambda rows: rows**2, explore=0.0)
     for goodput in (free, dear):
-        goodput.stepped = lambda rows, seconds, num_new: None  # type: ignore[method-assign]
+        goodput.stepped = lambda *rest, **options: None  # type: ignore[method-assign]
         goodput.account(1).owed = 0
     engine.use_drafter(engine.drafter, goodput=free)
     assert free.choose(1) == 8

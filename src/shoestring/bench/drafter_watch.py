@@ -26,7 +26,7 @@ class Watched(Goodput):
         self.slow: list[str] = []
         self.proposed: list[float] = [0.0, 0, 0]  # of the last proposal: host seconds, passes and rows read
 
-    def stepped(self, rows: int, seconds: float, num_new: int) -> None:
+    def stepped(self, rows: int, seconds: float, num_new: int, *, ahead: bool = False) -> None:
         num, drafts = self._step
         kind = (
             f"{'probe' if self.probing else 'draft' if self._usual else 'read'} {drafts}"
@@ -45,7 +45,7 @@ class Watched(Goodput):
                 f"{1e3 * self.draft_seconds:.1f}, host in propose {1e3 * host:.1f}, {read:.0f} rows read in "
                 f"{passes:.0f} passes, {device_allocs()} allocations on the device so far"
             )
-        super().stepped(rows, seconds, num_new)
+        super().stepped(rows, seconds, num_new, ahead=ahead)
 
     def told(self, num_requests: int) -> str:
         """What happened since the last time."""

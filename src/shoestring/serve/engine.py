@@ -274,7 +274,7 @@ class Engine:
         handle = self.runner.choose_next(spans, [r.sampling for r in requests], flight.skip)
         self.stats.num_steps += 1
         self.stats.num_rows += len(requests)
-        return Launched(requests, flight.tables, checks, flight.skip, handle, time.perf_counter())
+        return Launched(requests, flight.tables, checks, flight.skip, handle, time.perf_counter(), ahead=True)
 
     def _drafts_next(self, requests: Sequence[Request]) -> bool:
         """Whether the next step of these requests would have drafts."""
@@ -297,22 +297,23 @@ class Engine:
         if self.goodput is not None and landed:
             num_rows = sum(check.num_rows for check in flight.checks)
             num_gained = sum(len(new) for _, _, new in landed)
-            self._clocked(num_rows, flight.began, num_gained)
+            self._clocked(num_rows, flight.began, num_gained, ahead=flight.ahead)
         note_gained(self.verify, [check for _, check, _ in landed], [new for _, _, new in landed])
         return [self._commit(request, new) for request, _, new in landed]
 
-    def _clocked(self, num_rows: int, began: float, num_gained: int) -> None:
+    def _clocked(self, num_rows: int, began: float, num_gained: int, *, ahead: bool = False) -> None:
         """Tell the controller what a step took: from the end of the one before to its own, drafting apart. A step
         that was launched early began when the one before it ended."""
         assert self.goodput is not None
         now, made = time.perf_counter(), num_made(self.runner, self.drafter)
         if self._ended is not None:
             began = self._ended + self.goodput.draft_seconds
-        if made == self._made and not self._reads:
-            self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained)
+        usual = made == self._made and not self._reads
+        self._ended, self._made = now, made  # before the controller may want to measure (`_profile`)
+        if usual:
+            self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained, ahead=ahead)
         else:
             self.goodput.spoiled()
-        self._ended, self._made = now, made
 
     def _expire(self) -> list[Output]:
         late = [r for r in (*self.running, *self.waiting) if r.deadline is not None]
@@ -333,7 +334,7 @@ class Engine:
         if self.goodput is not None:
             reads = self.waiting and len(self.running) < self.scheduler.max_requests
             calm = not reads and all(r.ready for r in self.running)
-            n = self.goodput.choose(len(ready), *self._prospects(ready)) if calm else 0
+            n = self.goodput.choose(len(self.running), *self._prospects(ready)) if calm else 0
         if n == 0:
             return
         asked = ready if self.goodput is None else self.goodput.ask(ready)

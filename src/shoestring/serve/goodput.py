@@ -23,10 +23,10 @@ begin with the texts only, when least is to be read. While prompts are read noth
 says nothing, and those who are ready first are not all who will be there.
 
 The model may be wrong, so nothing is done on credit. There is one `purse`: eight plain steps at the start, and
-`explore` (1%) of all time that passes, up to what the next try is expected to cost. And every size has its
-`balance`: half of what drafts won there, at most. A step with drafts adds what it saved against a plain one to the
-balance of its size, or takes what it lost from that and then from the purse, in full, whatever the cause. Drafts are
-only made where both together could pay for a step that gains nothing. So all losses together are at most
+`explore` (1%) of all time that passes, up to what the next try is expected to cost. And every size keeps what drafts
+won there: a step with drafts adds what it saved against a plain one, or takes what it lost from that and then from the
+purse, in full, whatever the cause. Drafts are only made where the purse and half of what was won (the `balance`) could
+pay for a step that gains nothing. So all losses together are at most
 
     eight plain steps + 1% of the time + one step of each size and one probe (those that emptied what there was),
 
@@ -46,15 +46,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TypeVar
 
 LENGTHS = (1, 2, 4, 8)  # drafts to choose from, and none
 START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
-SMOOTHING = 0.05  # weight of the newest observation, after the first few
+SMOOTHING = 0.02  # weight of the newest observation, after the first few
 STEPS = 9  # whose median counts
 START = 8  # plain steps in the purse
-SHARE, MOST = 0.5, 64  # of what was won at a size that may be lost there again, and plain steps at most
+SHARE, MOST = (
+    0.5,
+    128,
+)  # of what was won at a size that may be risked there, and plain steps that count as won
 FIRST_EXTRA = 0.125  # X of one draft for one request, in plain steps, before any was seen
 FIRST_READ = 0.5  # the same of one text that is read
 LONGER = 2  # times as long as usual a text may be
@@ -121,17 +123,21 @@ class Account:
     """What drafts won at one size, and what is to be measured there."""
 
     def __init__(self) -> None:
-        self.won = self.balance = 0.0  # seconds: in all, and what of it may be lost again
+        self.won = 0.0  # seconds that drafts saved and did not lose again
         self.owed = PLAIN_STEPS  # plain steps to measure first
         self.num_drafted = 0  # steps with drafts since the last plain one
         self.dear, self.failed = 0.0, 0  # what the last probe lost, and how many in a row did
 
+    @property
+    def balance(self) -> float:
+        """Seconds that may be lost again."""
+        return SHARE * self.won
+
     def book(self, saved: float, plain: float) -> float:
-        """Seconds that a step with drafts saved; those of a loss that are not covered."""
-        self.won += saved
-        balance = self.balance + saved
-        self.balance = max(0.0, min(balance, SHARE * self.won, MOST * plain))
-        return max(0.0, -balance)
+        """Seconds that a step with drafts saved; those of a loss that were not won before."""
+        won = self.won + saved
+        self.won = max(0.0, min(won, MOST * plain))
+        return max(0.0, -won)
 
 
 class Goodput:
@@ -139,7 +145,7 @@ class Goodput:
         self, profile: Callable[[int], float], *, max_drafts: int = 8, explore: float = 0.01
     ) -> None:
         """`profile(rows)` measures the seconds of one target pass; it is called once per power of two."""
-        self.costs = StepCosts(lru_cache(maxsize=None)(profile))
+        self.costs = StepCosts(profile)
         self.max_drafts, self.explore = max_drafts, explore
         self.lengths = tuple(g for g in LENGTHS if g <= max_drafts)
         self.acceptance, self._counts = [START_ACCEPTANCE] * max_drafts, [0] * max_drafts
@@ -152,10 +158,7 @@ class Goodput:
         self.purse: float | None = None  # seconds; None: no step yet
         self._due = 0.0  # what the next try needs
         self._ahead = False  # steps run ahead here
-        self._step = (
-            0,
-            0,
-        )  # requests and drafts of the step in progress; nobody was asked where it runs ahead
+        self._step = 0, 0  # requests and drafts of the step in progress, where somebody was asked
         self._usual = True  # no text was read before its drafts
         self._most_left = self._best_rate = 0.0
         self.probing = self._partial = False  # it is a probe, of a few requests
@@ -268,12 +271,14 @@ class Goodput:
         return self.costs(num) * self.factors.get((_bracket(num),), 1.0)
 
     def seconds(self, num: int, g: int, asked: int | None = None) -> float:
-        """Expected seconds of a step with g drafts for each of `asked` requests (default: all)."""
+        """Expected seconds of a step with g drafts for each of `asked` requests (default: all), a plain one's at least:
+        where a profile was too slow X is below zero, and fewer drafts may be offered than when it was measured."""
+        plain = self.plain(num)
         if g == 0:
-            return self.plain(num)
+            return plain
         rows = num + (num if asked is None else asked) * sum(self.offered[:g])
         key = _bracket(num), g
-        return self.costs(rows) + self.extras.get(key, FIRST_EXTRA * self.plain(num)) * _root(key)
+        return max(plain, self.costs(rows) + self.extras.get(key, FIRST_EXTRA * plain) * _root(key))
 
     def read_seconds(self, num: int) -> float:
         """Expected seconds that a drafter takes to read so many texts."""
@@ -322,14 +327,15 @@ class Goodput:
         self._step, self._usual = (0, 0), True
         self.draft_seconds = 0.0
 
-    def stepped(self, rows: int, seconds: float, num_new: int) -> None:
-        """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens."""
+    def stepped(self, rows: int, seconds: float, num_new: int, *, ahead: bool = False) -> None:
+        """A step that computed `rows` rows in `seconds` (drafting apart) and gained num_new tokens. `ahead`: it was
+        launched before those of the one before it were known."""
         asked, drafts = self._step
         num, spent = asked or rows, seconds + self.draft_seconds
         account, plain = self.account(num), self.plain(num)
         purse = self._funds(num)
         if drafts == 0:
-            self._see_plain(num, seconds, ahead=not asked)
+            self._see_plain(num, seconds, ahead)
             account.owed, account.num_drafted = max(0, account.owed - 1), 0
         else:
             paid = self._book(account, num, plain, spent, num_new)
@@ -343,7 +349,7 @@ class Goodput:
         self.purse = purse
         self.spoiled()
 
-    def _see_plain(self, num: int, seconds: float, *, ahead: bool) -> None:
+    def _see_plain(self, num: int, seconds: float, ahead: bool) -> None:
         if ahead and not self._ahead:
             self._ahead, self.factors = True, Seen()  # those before did not
         if ahead or not self._ahead:

@@ -77,6 +77,7 @@ class Launched:
     skip: SkipSet | None
     handle: Flight
     began: float
+    ahead: bool = False  # launched before the tokens of the step before it were known
 
     @property
     def alive(self) -> list[bool]:
