@@ -26,6 +26,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(whole_texts, "LONG", LONG)
         monkeypatch.setattr(whole_texts, "STEP", STEP)
+        monkeypatch.setattr(whole_texts, "_planned", lambda q: cudnn_sdp_enabled())  # as on a GPU
         monkeypatch.setattr(runner_module, "LAUNCH_ROWS", 1)  # none of them by table
         self.met: set[tuple[bool, int, int]] = set()
         self.at: set[int] = set()  # addresses of the queries
@@ -69,6 +70,17 @@ def test_padding_changes_nothing(
                 assert (q.data_ptr() in calls.at) == (rows % STEP == 0)
             else:
                 assert calls.met == {(False, num, rows)}
+
+
+def test_nothing_is_padded_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no cuDNN there, and 4097 rows padded to 5120 would take half again as long."""
+    planned = whole_texts._planned
+    calls = Calls(monkeypatch)
+    monkeypatch.setattr(whole_texts, "_planned", planned)
+    q, k, v = (torch.randn(2, 41, 4, 8, dtype=torch.bfloat16) for _ in range(3))
+    with few_plans([41, 41]):
+        prompt_attention(q, k, v)
+    assert calls.met == {(True, 2, 41)}
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -9,7 +9,8 @@ fast. So:
     all texts of the pass have LONG rows or more   cuDNN, one by one, padded to a multiple of STEP rows
     any other pass                                 without cuDNN, texts of equal length together
 
-Padding is harmless behind a causal text: nobody before it sees it. A text that needs none is computed as it is.
+Padding is harmless behind a causal text: nobody before it sees it. A text that needs none is computed as it is, and so
+are all on a CPU or in a dtype that cuDNN does not take.
 
 `few_plans` stands around a pass, `prompt_attention` in it. Shapes as in model/attention.py; N texts.
 """
@@ -60,10 +61,15 @@ def few_plans(whole: Iterable[int] = (0,)) -> AbstractContextManager[None]:
     return nullcontext() if all(num >= LONG for num in whole) else _WITHOUT_CUDNN
 
 
+def _planned(q_NTHD: Tensor) -> bool:
+    """Whether torch may choose cuDNN for these rows."""
+    return q_NTHD.is_cuda and q_NTHD.dtype in (torch.bfloat16, torch.float16) and cudnn_sdp_enabled()
+
+
 def prompt_attention(q_NTHD: Tensor, k_NTGD: Tensor, v_NTGD: Tensor, *, window: int | None = None) -> Tensor:
     """`causal_attention` of N texts read from their start."""
     num = q_NTHD.shape[1]
-    if num < LONG or not cudnn_sdp_enabled():
+    if num < LONG or not _planned(q_NTHD):
         return causal_attention(q_NTHD, k_NTGD, v_NTGD, window=window)
     outs = []
     for text in zip(*(t.split(1) for t in (q_NTHD, k_NTGD, v_NTGD)), strict=True):
