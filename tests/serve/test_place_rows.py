@@ -77,3 +77,5 @@ def test_one_copy_for_all() -> None:
         assert torch.equal(a, b) and a.dtype == b.dtype and b.is_contiguous()
         assert b.data_ptr() % ALIGNED == 0  # as far as kernels are compiled for it, a tensor of its own
     assert len({t.untyped_storage().data_ptr() for t in there}) == 1
+    with pytest.raises(AssertionError):
+        to_device([here[1].T], torch.device("cpu"))  # its strides would be those of another order

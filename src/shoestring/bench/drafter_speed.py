@@ -203,7 +203,9 @@ class Kept:
                 target = load_model(folder / "target", device=self.device, dtype=self.dtype).model
         self.target = inference(target, self.dtype)
         longest = max(map(len, self.prompts))
-        self.most_new = min(4 * self.new_tokens, self.target.spec.max_positions - longest)
+        self.most_new = min(
+            max(LONGER_TEXTS.values()) * self.new_tokens, self.target.spec.max_positions - longest
+        )
         self.engine = engine_for(self.target, self.prompts, self.most_new, most)
         self._drafters: dict[str, Drafter] = {}
         self._carried: dict[str, Watched] = {}

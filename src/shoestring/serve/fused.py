@@ -88,8 +88,9 @@ ALIGNED = 16  # bytes; kernels are compiled for whether an address is a multiple
 
 
 def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Small tensors of the host, laid behind each other and sent at once: a copy costs as much as thousands of
-    numbers."""
+    """Small contiguous tensors of the host, laid behind each other and sent at once: a copy costs as much as thousands
+    of numbers."""
+    assert all(t.is_contiguous() for t in here)
     ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in here))
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     bytes = host.numpy()
