@@ -53,10 +53,8 @@ START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
 SMOOTHING = 0.02  # weight of the newest observation, after the first few
 STEPS = 9  # whose median counts
 START = 8  # plain steps in the purse
-SHARE, MOST = (
-    0.5,
-    128,
-)  # of what was won at a size that may be risked there, and plain steps that count as won
+SHARE = 0.5  # of what was won at a size, that may be risked there
+MOST = 128  # plain steps that count as won
 FIRST_EXTRA = 0.125  # X of one draft for one request, in plain steps, before any was seen
 FIRST_READ = 0.5  # the same of one text that is read
 LONGER = 2  # times as long as usual a text may be
