@@ -17,7 +17,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from shoestring.bench import results, sparse24_quality
-from shoestring.bench.sparse24_quality import Deadline, Size, Turn, gap_of, rows_of, table, thinned
+from shoestring.bench.sparse24_found import table
+from shoestring.bench.sparse24_quality import Deadline, Size, Turn, rows_of, thinned
 from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
 from shoestring.model import Tokenizer, load_model
@@ -107,17 +108,6 @@ def test_one_row_trains_at_a_time(tmp_path: Path) -> None:
     assert not waiting.is_alive()
     second.done()
     Turn(None, after=1).after_step(run)
-
-
-def test_rows_are_compared_part_by_part() -> None:
-    def line(parts: list[float]) -> dict[str, Any]:
-        return {"value": sum(parts) / len(parts), "quality": {"loss_by_part": parts}}
-
-    dense, even = line([1.0, 2.0, 3.0]), line([1.02, 2.02, 3.02])
-    assert gap_of([(even, dense)]) == "+1.00% ± 0.00"  # texts that differ are no doubt about the difference
-    uneven = line([1.00, 2.02, 3.04])
-    assert gap_of([(uneven, dense)]) == "+1.00% ± 0.58"  # 0.02 / sqrt(3) of 2
-    assert gap_of([({"value": 1.98, "quality": {}}, dense)]) == "-1.00%"
 
 
 @pytest.fixture(scope="module")

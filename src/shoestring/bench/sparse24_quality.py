@@ -41,7 +41,8 @@ import torch
 from torch import nn
 
 from shoestring.bench import turns
-from shoestring.bench.results import device_name, markdown, newest, provenance, record
+from shoestring.bench.results import device_name, newest, record
+from shoestring.bench.sparse24_found import BENCH, CASES
 from shoestring.errors import Interrupted, UserError
 from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
@@ -66,8 +67,6 @@ from shoestring.train.sparse24 import (
 )
 from shoestring.train.trainer import Run, train
 
-BENCH = "sparse24_quality"
-CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "FST-follow", "S-STE")
 THRICE = ("dense", "FST")  # rows with three seeds
 ON_DEMAND = ("FST-follow",)  # rows that only those get who name them
 EVAL_BATCHES = 16
@@ -411,68 +410,6 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
 def is_known(case: str, config: dict[str, Any]) -> bool:
     lines = (n for n in newest(BENCH) if n["device"] == device_name())
     return any(n["case"] == case and n["config"] == config for n in lines)
-
-
-DELIVERED = {"SR-STE": "2:4", "SR-STE exact": "2:4", "S-STE": "2:4"}  # the others are dense
-
-
-def table() -> str:
-    """Rows of GPT-2's shape."""
-    return table_of("gpt2-124m")
-
-
-def smoke_table() -> str:
-    return table_of("cpu")
-
-
-def lines_of(model: str) -> list[dict[str, Any]]:
-    """Lines with the settings and the corpus of the newest one."""
-
-    def settings(line: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
-
-    lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
-    return [n for n in lines if settings(n) == settings(lines[-1])]
-
-
-def table_of(model: str) -> str:
-    """The mean over seeds, and how far it is from dense."""
-    lines = lines_of(model)
-    if not lines:
-        return "No row has been finished yet."
-    found = {case: [n for n in lines if n["case"] == case] for case in CASES}
-    dense = {n["config"]["seed"]: n for n in found["dense"]}
-    rows = []
-    for case, runs in found.items():
-        if not runs:
-            continue
-        losses = [n["value"] for n in runs]
-        pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
-        spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
-        against = gap_of(pairs) if pairs and case != "dense" else ""
-        peak = statistics.mean(n["quality"]["flip_rate_peak"] for n in runs)
-        late = statistics.mean(n["quality"]["flip_rate_at_5/6"] for n in runs)
-        ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
-        fitted = f"{statistics.mean(ends):.2f}" if ends else ""
-        rows.append([case, DELIVERED.get(case, "dense"), str(len(runs)), f"{statistics.mean(losses):.4f}{spread}",
-                     against, fitted, f"{peak:.4f}", f"{late:.5f}"])  # fmt: skip
-    header = ["", "delivered as", "seeds", "validation loss", "against dense", "training loss at the end",
-              "flip rate, highest", "at 5/6 of the steps"]  # fmt: skip
-    return markdown(header, rows) + provenance(lines)
-
-
-def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """How far rows are from dense ones of the same seed, in percent; with the standard error of that over the parts of
-    the validation text, where the lines have them."""
-    gap = statistics.mean(a["value"] / b["value"] - 1 for a, b in pairs)
-    errors = []
-    for a, b in pairs:
-        parts = [x["quality"].get("loss_by_part", []) for x in (a, b)]
-        if len(parts[0]) == len(parts[1]) > 1:
-            apart = [x - y for x, y in zip(*parts, strict=True)]
-            errors.append(statistics.stdev(apart) / math.sqrt(len(apart)) / b["value"])
-    sure = f" ± {100 * statistics.fmean(errors):.2f}" if errors else ""
-    return f"{100 * gap:+.2f}%{sure}"
 
 
 def save(case: str, config: dict[str, Any], found: dict[str, Any], tokens: int) -> None:

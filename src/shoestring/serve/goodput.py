@@ -198,7 +198,7 @@ class Goodput:
         left: float = math.inf,
         behind: Callable[[], bool] = no,
     ) -> bool:
-        """Whether `choose` would say 0 now; changes nothing. A pause is thought over anew every few steps only: little
+        """Whether `choose` would say 0 now; begins no step. A pause is thought over anew every few steps only: little
         changes in it, and the host is busy."""
         limit = self._longest(limit)
         asked = num_requests, limit

@@ -1,0 +1,103 @@
+"""What bench/sparse24_quality found: the tables of docs/methods/sparse24.md.
+
+Rows are compared with dense ones of the same seed, part by part of the validation text. Flip-rate curves, which papers
+plot, are a table too: how much of the mask one step changes, one row a method, one column a step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from shoestring.bench.results import markdown, newest, provenance
+
+BENCH = "sparse24_quality"
+CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "FST-follow", "S-STE")
+COLUMNS = 8  # steps of the curves that are shown
+NOTHING = "No row has been finished yet."
+DELIVERED = {"SR-STE": "2:4", "SR-STE exact": "2:4", "S-STE": "2:4"}  # the others are dense
+
+
+def table() -> str:
+    """Rows of GPT-2's shape."""
+    return table_of("gpt2-124m")
+
+
+def smoke_table() -> str:
+    return table_of("cpu")
+
+
+def lines_of(model: str) -> list[dict[str, Any]]:
+    """Lines with the settings and the corpus of the newest one."""
+
+    def settings(line: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
+
+    lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
+    return [n for n in lines if settings(n) == settings(lines[-1])]
+
+
+def table_of(model: str) -> str:
+    """The mean over seeds, and how far it is from dense."""
+    lines = lines_of(model)
+    if not lines:
+        return NOTHING
+    found = {case: [n for n in lines if n["case"] == case] for case in CASES}
+    dense = {n["config"]["seed"]: n for n in found["dense"]}
+    rows = []
+    for case, runs in found.items():
+        if not runs:
+            continue
+        losses = [n["value"] for n in runs]
+        pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
+        spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
+        against = gap_of(pairs) if pairs and case != "dense" else ""
+        peak = statistics.mean(n["quality"]["flip_rate_peak"] for n in runs)
+        late = statistics.mean(n["quality"]["flip_rate_at_5/6"] for n in runs)
+        ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
+        fitted = f"{statistics.mean(ends):.2f}" if ends else ""
+        rows.append([case, DELIVERED.get(case, "dense"), str(len(runs)), f"{statistics.mean(losses):.4f}{spread}",
+                     against, fitted, f"{peak:.4f}", f"{late:.5f}"])  # fmt: skip
+    header = ["", "delivered as", "seeds", "validation loss", "against dense", "training loss at the end",
+              "flip rate, highest", "at 5/6 of the steps"]  # fmt: skip
+    return markdown(header, rows) + provenance(lines)
+
+
+def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """How far rows are from dense ones of the same seed, in percent; with the standard error of that over the parts of
+    the validation text, where the lines have them."""
+    gap = statistics.mean(a["value"] / b["value"] - 1 for a, b in pairs)
+    errors = []
+    for a, b in pairs:
+        parts = [x["quality"].get("loss_by_part", []) for x in (a, b)]
+        if len(parts[0]) == len(parts[1]) > 1:
+            apart = [x - y for x, y in zip(*parts, strict=True)]
+            errors.append(statistics.stdev(apart) / math.sqrt(len(apart)) / b["value"])
+    sure = f" ± {100 * statistics.fmean(errors):.2f}" if errors else ""
+    return f"{100 * gap:+.2f}%{sure}"
+
+
+def curves() -> str:
+    """Of GPT-2's shape, in changes per thousand weights; seed 0."""
+    lines = [n for n in lines_of("gpt2-124m") if n["config"]["seed"] == 0]
+    if not lines:
+        return NOTHING
+    steps = columns(max((n["quality"]["flip_curve"] for n in lines), key=len))
+    found = {n["case"]: n for n in lines}
+    rows = [[case, *(cell(found[case], step) for step in steps)] for case in CASES if case in found]
+    return markdown(["flips per thousand weights, at step", *map(str, steps)], rows)
+
+
+def columns(curve: list[list[float]], count: int = COLUMNS) -> list[int]:
+    """About that many steps of a curve, evenly, the first and the last among them."""
+    steps = [int(step) for step, _ in curve]
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def cell(line: dict[str, Any], step: int) -> str:
+    """The measurement nearest to a step."""
+    _, rate = min(line["quality"]["flip_curve"], key=lambda point: abs(point[0] - step))
+    return f"{1000 * rate:.2f}"
