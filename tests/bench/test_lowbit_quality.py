@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_corpus import small_corpus
 
 from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality, results
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
@@ -30,7 +31,7 @@ from shoestring.shrink.qat import Rates
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
-from shoestring.train.shards import TokenShards, prepare
+from shoestring.train.shards import TokenShards
 from shoestring.train.trainer import Run, train
 
 VOCAB = 24
@@ -139,12 +140,7 @@ def test_a_model_that_was_kept_is_shrunk_on_its_own_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """GPT-2's shape in small (layer norms, biases, learned positions), every kind of method."""
-    (tmp_path / "text").mkdir()
-    for number in range(60):
-        source = "\n".join(f"def f{i}(a, b):\n    return a * {i} + b - {number}" for i in range(12))
-        (tmp_path / "text" / f"{number}.py").write_text(source)
-    corpus = prepare(str(tmp_path / "text"), tmp_path / "cache", vocab_size=300, val_fraction=0.3)
-    corpus.tokenizer.save(corpus.folder)
+    corpus = small_corpus(tmp_path)
     shape: dict[str, Any] = {
         **GPT2,
         "d_model": 64,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_corpus import small_corpus
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -23,7 +24,7 @@ from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
 from shoestring.model import Tokenizer, load_model
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.shards import open_prepared, prepare
+from shoestring.train.shards import open_prepared
 from shoestring.train.trainer import train
 
 TINY = Size(
@@ -112,15 +113,7 @@ def test_one_row_trains_at_a_time(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared corpus with its tokenizer in it, as it is carried to another machine."""
-    place = tmp_path_factory.mktemp("corpus")
-    (place / "text").mkdir()
-    for number in range(120):
-        lines = "\n".join(f"def f{i}(a, b):\n    return a * {i} + b - {number}" for i in range(12))
-        (place / "text" / f"{number}.py").write_text(lines)
-    made = prepare(str(place / "text"), place / "cache", vocab_size=300, val_fraction=0.3)
-    made.tokenizer.save(made.folder)
-    return made.folder
+    return small_corpus(tmp_path_factory.mktemp("corpus")).folder
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:

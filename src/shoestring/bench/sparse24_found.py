@@ -43,7 +43,8 @@ def table_of(model: str) -> str:
     lines = lines_of(model)
     if not lines:
         return NOTHING
-    found = {case: [n for n in lines if n["case"] == case] for case in CASES}
+    cases = dict.fromkeys((*CASES, *(n["case"] for n in lines)))  # of some, older code made the rows
+    found = {case: [n for n in lines if n["case"] == case] for case in cases}
     dense = {n["config"]["seed"]: n for n in found["dense"]}
     rows = []
     for case, runs in found.items():

@@ -93,9 +93,9 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     assert all(t.is_contiguous() for t in here)
     ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in here))
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    bytes = host.numpy()
+    laid = host.numpy()
     for t, end in zip(here, [0, *ends], strict=False):
-        bytes[end : end + t.nbytes] = t.numpy().reshape(-1).view("u1")
+        laid[end : end + t.nbytes] = t.numpy().reshape(-1).view("u1")
     sent = host.to(device, non_blocking=True)
     typed = {dtype: sent.view(dtype) for dtype in {t.dtype for t in here}}
     return [

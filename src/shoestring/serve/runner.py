@@ -62,9 +62,7 @@ from shoestring.serve.whole_texts import few_plans
 
 EAGER_SPLITS = 8  # ranges that keys are cut into where few requests are no graph; else 1
 WIDTH = 16  # tables have a multiple of so many blocks
-LAUNCH_ROWS = (
-    512  # whole texts of one length attend in launches of their own; of fewer rows, all go by table in one
-)
+LAUNCH_ROWS = 512  # rows of whole texts of one length for a launch of their own; else all go by table in one
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Attention of texts that are read from their start, in few shapes.
 
 Such a text needs no blocks: its keys are this pass's rows, and torch's attention is fast for it. On a GPU
-that may be cuDNN's, which makes a plan for every new (texts, rows, strides) in every thread: on an H200 71 to
-74 ms for each, 793 ms for the first, then 0.18 ms. Prompts have all lengths, so nearly every one of them would
-wait for a plan. torch's own kernels take 0.05 ms whatever the shape, but in long texts cuDNN's is half again as
-fast. So:
+that may be cuDNN's, which makes a plan for every new (texts, rows, strides) in every thread: on an H200 some
+70 ms for each (docs/log.md). Prompts have all lengths, so nearly every one of them would wait for a plan. torch's
+own kernels make none. In long texts cuDNN's is the one that prefill was measured with, and a plan counts for less
+beside the pass. So:
 
     all texts of the pass have LONG rows or more   cuDNN, one by one, padded to a multiple of STEP rows
     any other pass                                 without cuDNN, texts of equal length together
