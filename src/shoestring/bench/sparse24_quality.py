@@ -3,6 +3,7 @@
     python -m shoestring.bench.sparse24_quality                     about 5 minutes of one CPU core
     python -m shoestring.bench.sparse24_quality --size gpt2-124m --missing --folder F --seconds 520
                                                                     100M tokens a row, for a GPU; call it until done
+    ... --rows dense:1 --keep K                                     leaves the model, for bench/lowbit_quality --kept
     python -m shoestring.bench.sparse24_quality --size gpt2-124m --rows dense:1 FST:2 --seconds 290 --patience 20
     python -m shoestring.bench.sparse24_quality --size gpt2-124m --pace 30      tokens/s of each row, records nothing
 
@@ -41,6 +42,7 @@ import torch
 from torch import nn
 
 from shoestring.bench import turns
+from shoestring.bench.kept import keep_model
 from shoestring.bench.results import device_name, newest, record
 from shoestring.bench.sparse24_found import BENCH, CASES
 from shoestring.errors import Interrupted, UserError
@@ -48,7 +50,6 @@ from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
-from shoestring.model.save import save_model
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
@@ -223,7 +224,8 @@ def measure(
 
     if keep is not None:
         assert isinstance(run.model, Decoder)
-        save_model(keep / folder.name, run.model, corpus.tokenizer, mesh=run.mesh)
+        tokens = size.steps * data.tokens_per_step
+        keep_model(keep / folder.name, run.model, corpus, mesh=run.mesh, seed=seed, tokens=tokens)
     rates = [(row["step"], row["flip_rate"]) for row in rows if "flip_rate" in row]
     by_part = validation_losses(run, corpus, size)
     return {

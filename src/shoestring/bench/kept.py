@@ -1,0 +1,52 @@
+"""A model that one bench trained for another: a Hugging Face folder that also says what it was trained on.
+
+bench/sparse24_quality --keep leaves one, bench/lowbit_quality --kept shrinks it. The corpus itself is not in the
+folder, only where it was; what is opened there must have the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.train.shards import Corpus, open_prepared
+
+TRAINED = "trained.json"
+
+
+def keep_model(folder: Path, model: Decoder, corpus: Corpus, *, mesh: Mesh, seed: int, tokens: int) -> None:
+    """`tokens`: how many of the corpus it has seen, those that it saw again among them."""
+    save_model(folder, model, corpus.tokenizer, mesh=mesh)
+    if not (corpus.folder / "tokenizer.json").is_file():
+        corpus.tokenizer.save(corpus.folder)  # else it could not be opened by its folder alone
+    trained = {
+        "seed": seed,
+        "tokens": tokens,
+        "corpus": str(corpus.folder.absolute()),
+        "fingerprint": corpus.train.fingerprint,
+    }
+    (folder / TRAINED).write_text(json.dumps(trained, indent=1) + "\n", encoding="utf-8")
+
+
+def open_kept(folder: Path, device: str) -> tuple[Decoder, Corpus, dict[str, Any]]:
+    """The model, its corpus, and what lines about it must say."""
+    try:
+        trained = json.loads((folder / TRAINED).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no {TRAINED}: it is not a model that a bench kept (--keep)") from error
+    corpus = open_prepared(trained["corpus"])
+    if corpus.train.fingerprint != trained["fingerprint"]:
+        raise UserError(f"{corpus.folder} is not the corpus any more that {folder} was trained on")
+    model = load_model(folder, device=device).model
+    told = {
+        "model_tokens": trained["tokens"],
+        "model_seed": trained["seed"],
+        "parameters": model.spec.num_params(),
+        "vocabulary": model.spec.vocab_size,
+        "corpus": trained["fingerprint"][:8],
+    }
+    return model, corpus, told
