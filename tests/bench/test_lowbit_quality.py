@@ -179,6 +179,13 @@ def test_a_model_that_was_kept_is_shrunk_on_its_own_corpus(
     shown = lowbit_found.table()
     columns = "bits/weight | rtn | clip | awq | gptq | BitDistiller | ours"
     assert f"GPT-2's small shape, trained here | {columns}" in shown and "(seed 7, " in shown
+    # Another model that was kept has a table of its own, which it fills alone.
+    other = {**lines[0], "config": {**lines[0]["config"], "model_seed": 8}}
+    with (tmp_path / "lowbit_quality.jsonl").open("a") as f:
+        f.write(json.dumps(other) + "\n")
+    shown = lowbit_found.table()
+    assert "(seed 8, " in shown and "seed 7" not in shown and "int2:g64" not in shown
+    assert "int2:g64" not in lowbit_found.settings()
 
 
 def test_a_kept_model_wants_its_own_corpus(tmp_path: Path) -> None:

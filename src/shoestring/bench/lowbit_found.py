@@ -1,7 +1,7 @@
 """What bench/lowbit_quality found: the settings that stand for each method, the tables of docs/, and what must hold.
 
-Where several settings of a trained method were measured, the one with the lowest perplexity on the WikiText-2
-validation text stands for it; trained methods are compared at equal training tokens only.
+Where several settings of a trained method were measured, the one with the lowest perplexity on the validation text
+(where there is none, on the measured one) stands for it; trained methods are compared at equal training tokens only.
 """
 
 from __future__ import annotations
@@ -61,12 +61,24 @@ class Found:
         return f"{100 * statistics.mean(got):.1f}" if got else ""
 
 
+def counting() -> list[dict[str, Any]]:
+    """The lines that tables are made of: of models that were kept only the last one's, since every training makes
+    another."""
+
+    def which(line: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus"))
+
+    lines = newest(BENCH)
+    last = next((which(n) for n in reversed(lines) if n["config"]["model"] == KEPT), None)
+    return [n for n in lines if n["config"]["model"] != KEPT or which(n) == last]
+
+
 def best_settings() -> dict[tuple[str, str, str], Found]:
     """(model, method without @, format) -> the best setting among those with the most seeds.
 
     Trained methods are compared at equal training tokens: the most that both have."""
     runs: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
-    for n in newest(BENCH):
+    for n in counting():
         c = n["config"]
         runs.setdefault((c["model"], c["method"], c["format"], c.get("training_tokens", 0)), []).append(n)
     best: dict[tuple[str, str, str], Found] = {}
@@ -225,7 +237,7 @@ def settings() -> str:
     """Every trained run: what the choice between settings was made from."""
     rows = []
     for n in sorted(
-        newest(BENCH), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
+        counting(), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))
     ):
         c, q = n["config"], n["quality"]
         if c.get("training_tokens"):
