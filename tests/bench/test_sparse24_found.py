@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoestring.bench import results
-from shoestring.bench.sparse24_found import columns, curves, gap_of
+from shoestring.bench.sparse24_found import columns, curves, gap_of, repeated_curves
 
 
 def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,10 @@ def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.
     ):
         results.record(
             bench="sparse24_quality", case=case, metric="validation loss", unit="nats per token", samples=[1.0],
-            quality={"flip_curve": curve}, config={"model": "gpt2-124m", "seed": seed, "d_ff": 8},
+            quality={"flip_curve": curve},
+            config={"model": "gpt2-124m", "seed": seed, "d_ff": 8, "tokens": 9, "different_tokens": 9},
         )  # fmt: skip
+    assert repeated_curves() == "No row has been finished yet."  # every token was seen once
     assert curves().splitlines() == [
         "| flips per thousand weights, at step | 10 | 21 |",
         "| --- | --- | --- |",

@@ -13,34 +13,46 @@ from typing import Any
 from shoestring.bench.results import markdown, newest, provenance
 
 BENCH = "sparse24_quality"
-CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "FST-follow", "S-STE")
+GPT2 = "gpt2-124m"
+CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "S-STE")
 COLUMNS = 8  # steps of the curves that are shown
 NOTHING = "No row has been finished yet."
 DELIVERED = {"SR-STE": "2:4", "SR-STE exact": "2:4", "S-STE": "2:4"}  # the others are dense
 
 
 def table() -> str:
-    """Rows of GPT-2's shape."""
-    return table_of("gpt2-124m")
+    """Rows of GPT-2's shape that saw every token once."""
+    return table_of(lines_of(GPT2, repeats=False))
+
+
+def repeated_table() -> str:
+    """Rows of GPT-2's shape on a text so short that it was read several times."""
+    return table_of(lines_of(GPT2, repeats=True))
 
 
 def smoke_table() -> str:
-    return table_of("cpu")
+    return table_of(lines_of("cpu"))
 
 
-def lines_of(model: str) -> list[dict[str, Any]]:
-    """Lines with the settings and the corpus of the newest one."""
+def lines_of(model: str, *, repeats: bool | None = None) -> list[dict[str, Any]]:
+    """Lines with the settings and the corpus of the newest one; `repeats`: only those whose text was, or was not, read
+    more than once."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
 
+    def read_again(
+        config: dict[str, Any],
+    ) -> bool:  # the oldest lines do not say how long their text was: short
+        return config.get("different_tokens", 0) < config["tokens"]
+
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
+    lines = [n for n in lines if repeats is None or read_again(n["config"]) == repeats]
     return [n for n in lines if settings(n) == settings(lines[-1])]
 
 
-def table_of(model: str) -> str:
+def table_of(lines: list[dict[str, Any]]) -> str:
     """The mean over seeds, and how far it is from dense."""
-    lines = lines_of(model)
     if not lines:
         return NOTHING
     cases = dict.fromkeys((*CASES, *(n["case"] for n in lines)))  # of some, older code made the rows
@@ -80,8 +92,17 @@ def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 def curves() -> str:
-    """Of GPT-2's shape, in changes per thousand weights; seed 0."""
-    lines = [n for n in lines_of("gpt2-124m") if n["config"]["seed"] == 0]
+    """Of the rows of table(), in changes per thousand weights; seed 0."""
+    return curves_of(lines_of(GPT2, repeats=False))
+
+
+def repeated_curves() -> str:
+    """Of the rows of repeated_table()."""
+    return curves_of(lines_of(GPT2, repeats=True))
+
+
+def curves_of(lines: list[dict[str, Any]]) -> str:
+    lines = [n for n in lines if n["config"]["seed"] == 0]
     if not lines:
         return NOTHING
     steps = columns(max((n["quality"]["flip_curve"] for n in lines), key=len))

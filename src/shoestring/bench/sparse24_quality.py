@@ -10,8 +10,7 @@
 Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
 dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
 FST and S-STE have the MVUE weight gradient. SR-STE's published form has the exact one ("SR-STE exact"); with MVUE
-it differs from the others in the weights alone. Its decay is the published 2e-4; FST's is found by its controller,
-which in "FST-follow" knows that weights grow.
+it differs from the others in the weights alone. Its decay is the published 2e-4; FST's is found by its controller.
 
 A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
 next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
@@ -69,7 +68,6 @@ from shoestring.train.sparse24 import (
 from shoestring.train.trainer import Run, train
 
 THRICE = ("dense", "FST")  # rows with three seeds
-ON_DEMAND = ("FST-follow",)  # rows that only those get who name them
 EVAL_BATCHES = 16
 PART = 8  # windows of the validation text in a part
 WARM = 3  # steps before a pace is timed
@@ -111,7 +109,6 @@ SIZES = {
 }
 FORMATS = {
     "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
-    "FST-follow": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
     "S-STE": Sparse24("soft", weight_grad="mvue"),
     "SR-STE": Sparse24(weight_grad="mvue"),
     "SR-STE exact": Sparse24(),
@@ -237,7 +234,7 @@ def measure(
         "train_loss_curve": thinned([(row["step"], row["loss"]) for row in rows if "loss" in row]),
         "mu": last("mu"),
         "masked_decay": last("masked_decay"),
-        "masks_every": size.refresh if case.startswith("FST") else 1,
+        "masks_every": size.refresh if case == "FST" else 1,
         "seconds": seconds,
     }
 
@@ -276,9 +273,9 @@ def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -
 def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]:
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
-    if case.startswith("FST"):
+    if case == "FST":
         decay, finish = MaskedDecay(0.0), size.steps - round(size.steps / 6)
-        servo = FlipController(model, meter, decay, probe=size.warmup, follow=case == "FST-follow")
+        servo = FlipController(model, meter, decay, probe=size.warmup)
         return [clock, meter, MaskRefresh(size.refresh), decay, servo, DenseFinish(model, at=finish)]
     if case == "S-STE":
         return [clock, meter]
@@ -326,8 +323,7 @@ def dense_loss(config: dict[str, Any]) -> float | None:
 def rows_of(asked: list[str] | None, cases: list[str] | None, seeds: list[int]) -> list[tuple[str, int]]:
     """(case, seed) of every row to measure, in order; `asked` are rows as CASE:SEED."""
     if asked is None:
-        usual = [c for c in CASES if c not in ON_DEMAND]
-        return [(c, seed) for seed in seeds for c in cases or usual if seed == 0 or c in THRICE or cases]
+        return [(c, seed) for seed in seeds for c in cases or CASES if seed == 0 or c in THRICE or cases]
     rows = []
     for text in asked:
         case, _, seed = text.partition(":")
@@ -406,6 +402,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         "context": size.context, "steps": size.steps, "seed": seed,
         "tokens": size.steps * size.batch * size.context, "lr": size.lr,
         "vocab_size": corpus.tokenizer.vocab_size, "corpus": corpus.train.fingerprint[:8],
+        "different_tokens": len(corpus.train),
     }  # fmt: skip
 
 

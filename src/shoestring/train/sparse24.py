@@ -282,19 +282,20 @@ def check_probe(probe: int, every: int) -> None:
 class FlipController(Hook):
     """Finds the strength of a MaskedDecay by the flip rate, so that nobody has to.
 
-    The first `probe` steps train densely and measure the flip rate r that the masks *would* have had; r / lr of
-    the second half of them is the reference. Then the layers wake up, and at every measurement
+    The first `probe` steps train densely and measure the flip rate r that the masks *would* have had; r * |w| / lr
+    of the second half of them, |w| the mean magnitude of the weights, is the reference. Then the layers wake up, and
+    at every measurement
 
-        mu = r' / (reference * lr)      smoothed over about `memory` measurements
+        mu = r' * |w'| / (reference * lr)      smoothed over about `memory` measurements
 
     is compared with the band: above it masks flip too much and the decay grows by `gain`, below it they freeze
     and it shrinks. FST finds mu in [0.6, 0.95] healthy by trying several strengths; this is the same rule,
     applied all along. The first strength is `start` * |grad| / |weight|, which has the right unit whatever the
     model and the loss; it never shrinks below LEAST of that, from where it can grow again in time.
 
-    `follow`: r * mean |w| instead of r. Weights grow, and the same step flips fewer of them: in a dense GPT-2 run
-    r / lr halved from the warm-up to the end while r * |w| / lr stayed within a quarter. Without it a healthy run
-    looks as if its masks froze, and the decay goes. Whether a model gets better was not measured: not the default.
+    Why |w|: weights grow, and the same step flips fewer of them. In a dense GPT-2 run r / lr halved from the warm-up
+    to the end while r * |w| / lr stayed within a quarter; with r alone a healthy run looks as if its masks froze,
+    and the decay goes.
 
     Cost: `probe` dense steps without the speed of sparse ones, and two mask searches per measured step.
     List it after its FlipMeter and MaskedDecay and before DenseFinish.
@@ -311,12 +312,10 @@ class FlipController(Hook):
         gain: float = 1.5,
         memory: float = 3.0,
         start: float = 0.03,
-        follow: bool = False,
     ) -> None:
         check_probe(probe, meter.every)
         self.model, self.meter, self.decay = model, meter, decay
         self.probe, self.band, self.gain, self.memory, self.start = probe, band, gain, memory, start
-        self.follow = follow
         self.rates = self.lrs = self.first = 0.0
         self.mu: float | None = None
         decay.strength = 0.0
@@ -325,7 +324,7 @@ class FlipController(Hook):
 
     @property
     def reference(self) -> float:
-        """Flip rate of the dense run per unit of learning rate (times mean |w|, with `follow`)."""
+        """Flip rate of the dense run times mean |w| per unit of learning rate."""
         return self.rates / self.lrs if self.lrs else 0.0
 
     def before_step(self, run: Run) -> None:
@@ -334,7 +333,7 @@ class FlipController(Hook):
 
     def after_step(self, run: Run) -> None:
         lr, rate = float(run.optimizer.param_groups[0]["lr"]), self.meter.rate
-        if rate is not None and self.follow:
+        if rate is not None:
             rate *= self.meter.magnitude
         if rate is not None and self.probe // 2 <= run.step <= self.probe:
             self.rates, self.lrs = self.rates + rate, self.lrs + lr
@@ -345,7 +344,9 @@ class FlipController(Hook):
         if run.step == self.probe:
             self._wake()
             MaskRefresh(1).refresh(run)
-            run.log.say(f"step {run.step}: sparse; a dense run flips {self.reference:.3g} x lr per step")
+            run.log.say(
+                f"step {run.step}: sparse; a dense run flips {self.reference:.3g} x lr / |w| per step"
+            )
 
     def _servo(self, mu: float) -> None:
         share = 1 / self.memory
