@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 
+from shoestring.serve.cuda_graphs import PADDED
 from shoestring.serve.goodput import Goodput
 
 PROFILE = {
@@ -121,7 +122,7 @@ class Machine:
             took = 0.0
             if g:
                 ms = between(PROFILE, rows) + host_ms(num)
-                ms += 6.0 if num * (1 + g) > 4 * rows + 8 else 0.0  # no graph
+                ms += 6.0 if num * (1 + g) > PADDED * rows + 8 else 0.0  # no graph
                 took = g * self.layers**0.5 * (0.1 + 0.0055 * len(drafted))
                 if behind:
                     reads = self.read_ms + 0.5 * -(-behind // CHUNK) + 3e-4 * behind

@@ -40,9 +40,9 @@ class Clock:
             took(graphs.fused, sum(s.num for s in spans))
             return launch(graphs, spans, *rest)
 
-        def ran(runner: Runner, batch: Batch, skip: Any) -> Any:
+        def ran(runner: Runner, batch: Batch, *rest: Any) -> Any:
             took(runner._fused, 2 * sum(s.num for s in batch.spans))  # launched one by one
-            return run(runner, batch, skip)
+            return run(runner, batch, *rest)
 
         def chained(graphs: StepGraphs, spans: Sequence[Span], *rest: Any) -> Any:
             took(graphs.fused, len(spans), rest[2])

@@ -11,7 +11,17 @@ from shoestring.kernels.paged_attention import prefill_rows
 from shoestring.serve import runner
 from shoestring.serve.fused import ALIGNED, to_device
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.runner import LAUNCH_ROWS, WIDTH, place_rows
+from shoestring.serve.runner import (
+    COARSE,
+    FINE,
+    LAUNCH_ROWS,
+    MANY,
+    MOST,
+    WIDTH,
+    few_sizes,
+    place_rows,
+    row_sizes,
+)
 
 HEADS, GROUPS = 48, 12
 
@@ -27,10 +37,16 @@ def test_every_row_is_at_its_place(seed: int, monkeypatch: pytest.MonkeyPatch) -
         num = draw.choice([1, draw.randint(1, 16), draw.randint(17, 90)])
         blocks = [draw.randrange(999) for _ in range(-(-(start + num) // size) + draw.randint(0, 3))]
         spans.append(Span(blocks, start, num))
-    rows = place_rows(spans, size, HEADS, GROUPS)
+    by_table = seed % 2 == 0
+    rows = place_rows(spans, size, HEADS, GROUPS, by_table=by_table)
     at = [(n, p) for n, s in enumerate(spans) for p in range(s.start, s.stop)]
-    assert rows.positions_T.tolist() == [p for _, p in at]
-    assert rows.slots_T.tolist() == [spans[n].blocks[p // size] * size + p % size for n, p in at]
+    padding = 0
+    if rows.prompts is None and any(s.num > 1 for s in spans):
+        padding = few_sizes(len(at)) - len(at)
+    assert rows.padded or not padding
+    assert rows.positions_T.tolist() == [p for _, p in at] + [0] * padding
+    slots = [spans[n].blocks[p // size] * size + p % size for n, p in at]
+    assert rows.slots_T.tolist() == slots + [-1] * padding
     assert rows.tables_LW.shape[1] % WIDTH == 0
     for row, span in zip(rows.tables_LW.tolist(), spans, strict=True):
         num = -(-span.stop // size)
@@ -44,7 +60,9 @@ def test_every_row_is_at_its_place(seed: int, monkeypatch: pytest.MonkeyPatch) -
             assert at[first : first + num] == [(n, position + i) for i in range(num)]
             covered += range(first, first + num)
     assert sorted(covered) == list(range(len(at)))
-    if whole and runner.LAUNCH_ROWS == 1:
+    if by_table:
+        assert rows.prompts is None
+    elif whole and runner.LAUNCH_ROWS == 1:
         assert rows.prompts is not None
     assert (rows.prompts is not None) <= all(s.start == 0 for s in spans)
     if rows.prompts is not None:
@@ -62,6 +80,16 @@ def test_texts_of_many_lengths_attend_in_one_launch() -> None:
     assert prompts(40) == ((0, 1, 40),)
     assert prompts(LAUNCH_ROWS - 1, LAUNCH_ROWS) is None
     assert prompts(LAUNCH_ROWS, LAUNCH_ROWS + 1) == ((0, 1, LAUNCH_ROWS), (LAUNCH_ROWS, 1, LAUNCH_ROWS + 1))
+
+
+def test_rows_come_in_few_numbers() -> None:
+    sizes = [1, *row_sizes(MOST)]
+    assert len(sizes) < 24 and sizes == sorted(set(sizes))
+    for num in range(1, MOST + 1):
+        size = few_sizes(num)
+        assert size == min(s for s in sizes if s >= num)
+        assert size - num < (num if num <= FINE else FINE if num <= MANY else COARSE)
+    assert few_sizes(MOST + 1) == MOST + 1
 
 
 def test_one_copy_for_all() -> None:

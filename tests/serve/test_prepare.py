@@ -21,6 +21,7 @@ from shoestring.serve import fused as fused_module
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.chain_graph import most_new
 from shoestring.serve.cuda_graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, StepGraph, up_to
+from shoestring.serve.fused import FusedDecoder
 from shoestring.serve.goodput import LENGTHS, Goodput
 from shoestring.serve.runner import Runner
 
@@ -112,6 +113,20 @@ class Variants:
                 met.add(("store", len(qkv) < 256))
             return store(qkv, *rest)
 
+        hidden, logits = FusedDecoder.hidden, FusedDecoder.logits
+
+        def passed(fused: FusedDecoder, tokens: Any, rows: Any, *rest: Any) -> Any:
+            if self._eager and rows.prompts is None and not rows.single:
+                met.add(("products", fused.spec.num_layers, len(tokens)))  # which choose kernels by rows
+            return hidden(fused, tokens, rows, *rest)
+
+        def ended(fused: FusedDecoder, x: Any) -> Any:
+            if self._eager:
+                met.add(("head", fused.spec.num_layers, len(x)))
+            return logits(fused, x)
+
+        monkeypatch.setattr(FusedDecoder, "hidden", passed)
+        monkeypatch.setattr(FusedDecoder, "logits", ended)
         whole = F.scaled_dot_product_attention
 
         def whole_attended(q: Any, *rest: Any, **options: Any) -> Any:

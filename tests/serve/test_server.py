@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import os
@@ -51,6 +52,14 @@ def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
 
 def memory_is_free(service: Any) -> bool:
     return service.loop.num_open == 0 and not service.engine.busy and kv_usage(service.engine) == 0
+
+
+def test_what_the_start_made_is_never_looked_at_for_garbage() -> None:
+    before = gc.get_freeze_count()
+    with running(max_requests=1) as service:
+        wait_for(lambda: gc.get_freeze_count() > before + 10_000)
+        assert httpx.get(f"{service.url}/health").status_code == 200
+    wait_for(lambda: gc.get_freeze_count() <= before)
 
 
 def test_vanished_clients_free_their_places_at_once(service: Any) -> None:

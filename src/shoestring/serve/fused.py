@@ -69,6 +69,7 @@ class Rows:
     tiles: tuple[Tiles, ...]
     # (first row, requests, rows of each) of prompts computed whole, which need no table; None: all go by table.
     prompts: tuple[tuple[int, int, int], ...] | None = None
+    padded: bool = False  # by rows that belong to no tile, behind the others
 
     @property
     def single(self) -> bool:
@@ -81,7 +82,7 @@ class Rows:
         positions, slots, tables, *rest = to_device(here, device)
         num = len(self.tiles)
         tiles = tuple(replace(t, tiles_L4=sent) for t, sent in zip(self.tiles, rest[:num], strict=True))
-        return Rows(positions, slots, tables, tiles, self.prompts), rest[num:]
+        return replace(self, positions_T=positions, slots_T=slots, tables_LW=tables, tiles=tiles), rest[num:]
 
 
 ALIGNED = 16  # bytes; kernels are compiled for whether an address is a multiple of this
@@ -400,7 +401,8 @@ class FusedDecoder:
             self.spec.norm_eps,
         )
         if rows.prompts is None:
-            out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+            make = torch.zeros_like if rows.padded else torch.empty_like
+            out_THD = make(q_THD, memory_format=torch.contiguous_format)
             for part in rows.tiles:
                 paged_attention(
                     q_THD,

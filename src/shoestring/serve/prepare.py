@@ -6,11 +6,13 @@ So numbers of requests and of drafts are padded to few sizes (cuda_graphs.py, go
 an engine can meet are made at once, for greedy and for drawn tokens; keys and values get their memory first, because
 graphs hold its address. What runs as no graph (texts that a drafter reads, steps in which few requests have drafts)
 has kernels in a few variants, which are compiled here, too (`Runner.warm`): a compilation takes the time of a hundred
-steps.
+steps. Products load a kernel of their own for many a number of rows, which takes as long as ten: rows are padded to
+few numbers (`place_rows`), which all are met here.
 
 Left out: tokens that are cut (top_k, top_p, min_p), whose graphs are made when first needed, as are those of an
 engine whose keys and values are too large to be reserved; such steps are not taken for slow ones (`num_made`). So are
-cuDNN's plans for long texts read at once (whole_texts.py), of which there are few.
+cuDNN's plans for long texts read at once (whole_texts.py), of which there are few; and prompts that the target reads
+whole have all numbers of rows, with a drafter or without.
 """
 
 from __future__ import annotations

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
@@ -63,6 +64,13 @@ from shoestring.serve.whole_texts import few_plans
 EAGER_SPLITS = 8  # ranges that keys are cut into where few requests are no graph; else 1
 WIDTH = 16  # tables have a multiple of so many blocks
 LAUNCH_ROWS = 512  # rows of whole texts of one length for a launch of their own; else all go by table in one
+FINE, MANY, COARSE, MOST = (
+    64,
+    512,
+    256,
+    2048,
+)  # rows by table: multiples of FINE up to MANY, of COARSE up to MOST
+WARM_LOGITS = 256  # rows with logits, at most, that are met before the first request
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ class Runner:
         self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None, *, once: bool = False
     ) -> Tensor:
         """Logits [R, V] of the batch's `rows`, in compute dtype or fp32. `watch` is shown the residual stream. `once`:
-        rows of a number that will hardly come again, not worth a graph."""
+        rows of a number that will hardly come again, not worth a graph nor a launch of their own."""
         if watch is not None or not self.ready():
             return self._plain(batch, skip, watch)
         assert self._graphs is not None
@@ -160,7 +168,7 @@ class Runner:
             if len(batch.rows) == num_rows:
                 return logits
             return logits[torch.tensor(list(batch.rows), device=self.device, dtype=torch.int64)]
-        return self._run_fused(batch, skip)
+        return self._run_fused(batch, skip, once)
 
     @torch.no_grad()
     def choose(
@@ -251,17 +259,21 @@ class Runner:
             )
         return self._spread(logits)
 
-    def _run_fused(self, batch: Batch, skip: SkipSet | None) -> Tensor:
+    def _run_fused(self, batch: Batch, skip: SkipSet | None, by_table: bool) -> Tensor:
         fused, spec = self._fused, self.model.spec
         assert fused is not None
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, fused.dtype, fused.device)
-        tokens, wanted = batch.tokens, _tensor(batch.rows)
-        known = [] if isinstance(tokens, Tensor) else [_tensor(tokens)]
-        rows = place_rows(batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads)
+        rows = place_rows(
+            batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads, by_table=by_table
+        )
+        num, num_wanted = len(rows.positions_T), len(batch.rows)
+        tokens, wanted = batch.tokens, _tensor(batch.rows, few_sizes(num_wanted))
+        known = [] if isinstance(tokens, Tensor) else [_tensor(tokens, num)]
         rows, (wanted, *known) = rows.to(fused.device, wanted, *known)
+        given = F.pad(tokens, (0, num - len(tokens))) if isinstance(tokens, Tensor) else known[0]
         with _few_plans(batch):
-            x_TD = fused.hidden(tokens if isinstance(tokens, Tensor) else known[0], rows, self.cache, skip)
-        return self._spread(fused.logits(x_TD.index_select(0, wanted)))
+            x_TD = fused.hidden(given, rows, self.cache, skip)
+        return self._spread(fused.logits(x_TD.index_select(0, wanted))[:num_wanted])
 
     def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
         """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; no cache is touched."""
@@ -290,31 +302,32 @@ class Runner:
 
     def warm(self, most_rows: int) -> None:
         """Passes like those that run as no graph (prompts, what a drafter reads first, uneven steps), for nobody, so
-        that all of their kernels are compiled. `most_rows`: of a pass."""
+        that all of their kernels are compiled and loaded. `most_rows`: of a pass."""
         if not self.ready():
             return
         size, spec = self.cache.pool.block_size, self.model.spec
         many = PROGRAMS // (EAGER_SPLITS * spec.num_kv_heads) + 1  # requests whose keys are not cut
         prompt, later, few, one = (0, 24), (24, 24), (16, 2), (16, 1)  # start, rows
-        # Products choose their kernels by the number of rows, and load each when first met.
-        nums = [
-            -(-rows // 24)
-            for rows in (24, 64, 128, 256, 512, 1024, 2048, 4096)
-            if rows <= max(512, most_rows)
-        ]
-        passes = [[kind] * num for kind in (prompt, later) for num in nums]
-        passes += [[row] * num + more for row in (few, one) for num in (1, many) for more in ([], [later])]
-        for kinds in passes:
+        sizes = row_sizes(max(MANY, most_rows))
+        passes = [([later] * -(-num // 24), num) for num in sizes]
+        passes += [([row] * n + more, 0) for row in (few, one) for n in (1, many) for more in ([], [later])]
+        # Whole texts are not padded: the more rows the fewer numbers of them.
+        whole = {-(-num // 24) for num in sizes if num & (num - 1) == 0}
+        passes += [([prompt] * n, 0) for n in sorted(whole)]
+        for kinds, num_rows in passes:
             pages = -(-max(start + rows for start, rows in kinds) // size)
             spans = [
                 Span(list(range(n * pages, (n + 1) * pages)), start, rows)
                 for n, (start, rows) in enumerate(kinds)
                 if start + rows <= spec.max_positions
             ]
+            if num_rows and spans:  # exactly so many: the last is cut
+                spans[-1] = replace(spans[-1], num=num_rows - sum(span.num for span in spans[:-1]))
             if spans:
-                tokens = [0] * sum(span.num for span in spans)
+                num = sum(span.num for span in spans)
                 apart = self._apart(BlockPool(len(kinds) * pages, size))
-                apart.forward(Batch(spans, tokens, [0]), once=True)
+                wanted = range(num) if num_rows and num <= WARM_LOGITS else [0]
+                apart.forward(Batch(spans, [0] * num, wanted), once=kinds[0] != prompt)
 
     def _apart(self, pool: BlockPool) -> Runner:
         """The same model with a cache of its own."""
@@ -330,9 +343,31 @@ def _few_plans(batch: Batch) -> AbstractContextManager[None]:
     return few_plans(s.num if s.start == 0 else 0 for s in batch.spans)
 
 
-def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int) -> Rows:
+def few_sizes(num: int) -> int:
+    """The number that so many rows are padded to; a pass over more than MOST takes so long that nothing is gained."""
+    if num <= FINE:
+        return 1 << max(0, num - 1).bit_length()
+    if num > MOST:
+        return num
+    step = FINE if num <= MANY else COARSE
+    return -(-num // step) * step
+
+
+def row_sizes(most: int) -> list[int]:
+    """Those that up to `most` rows are padded to, 1 apart; of those above MOST one."""
+    sizes = [2]
+    while sizes[-1] < min(most, MOST):
+        sizes.append(few_sizes(sizes[-1] + 1))
+    return [*sizes, 2 * MOST] if most >= 2 * MOST else sizes
+
+
+def place_rows(
+    spans: Sequence[Span], size: int, num_heads: int, num_groups: int, *, by_table: bool = False
+) -> Rows:
     """Where the rows of a step lie, as tensors on the host. Kernels are compiled for rows of a tile, ranges of keys and
-    whether a table's width is a multiple of 16, so each has few values here, which `Runner.warm` meets."""
+    whether a table's width is a multiple of 16, so each has few values here, which `Runner.warm` meets. Products choose
+    their kernels by the number of rows and load each when first met, which can take longer than ten steps: rows that go
+    by table are padded to few numbers, behind the last. `by_table`: whole texts, too."""
     start_N, num_N = np.array([(s.start, s.num) for s in spans]).T
     first_N = num_N.cumsum() - num_N  # each span's first row
     num_pages = [-(-s.stop // size) for s in spans]
@@ -357,7 +392,7 @@ def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int
         cut = (of_L, first_N[of_L] + at_L, start_N[of_L] + at_L, np.minimum(each, num_N[of_L] - at_L))
         tiles.append(Tiles(_tiles(*(numbers[::-1] for numbers in cut)), each, 1))
     prompts = None
-    if not start_N.any():
+    if not by_table and not start_N.any():
         found, row = [], 0
         for num, group in groupby(spans, key=lambda s: s.num):
             count = len(list(group))
@@ -365,14 +400,20 @@ def place_rows(spans: Sequence[Span], size: int, num_heads: int, num_groups: int
             row += count * num
         if len(found) == 1 or row >= LAUNCH_ROWS * len(found):
             prompts = tuple(found)
+    padded = prompts is None and num_N.max() > 1
+    if padded:
+        padding = (0, few_sizes(len(at_T)) - len(at_T))
+        at_T, slots_T = np.pad(at_T, padding), np.pad(slots_T, padding, constant_values=-1)
     at, slots, tables = (torch.from_numpy(numbers) for numbers in (at_T, slots_T, tables_LW))
-    return Rows(at, slots, tables, tuple(tiles), prompts)
+    return Rows(at, slots, tables, tuple(tiles), prompts, padded)
 
 
 def _tiles(*columns: np.ndarray) -> Tensor:
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
 
 
-def _tensor(numbers: Iterable[int]) -> Tensor:
-    """[n] on the host; an array between takes a sixth of the time of torch.tensor."""
-    return torch.from_numpy(np.asarray(array("q", numbers)))
+def _tensor(numbers: Sequence[int], num: int) -> Tensor:
+    """[num] on the host, zeros at the end; an array between takes a sixth of the time of torch.tensor."""
+    values = array("q", numbers)
+    values.extend([0] * (num - len(values)))
+    return torch.from_numpy(np.asarray(values))
