@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from small_corpus import small_corpus
 from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality, results
 from shoestring.bench.kept import keep_model, open_kept
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
+from shoestring.bench.lowbit_subjects import KEPT
 from shoestring.bench.sparse24_quality import GPT2
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
-from shoestring.errors import UserError
+from shoestring.errors import Interrupted, UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import parse_format
 from shoestring.formats.convert import format_linears
@@ -203,6 +205,28 @@ def test_a_kept_model_wants_its_own_corpus(tmp_path: Path) -> None:
     about.unlink()
     with pytest.raises(UserError, match=r"no trained\.json"):
         open_kept(tmp_path / "kept", "cpu")
+
+
+def test_who_is_asked_to_stop_begins_no_other_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def measure(subject: object, method: str, *rest: object) -> None:
+        seen.append(method)
+        raise UserError("odd") if method == "rtn" else Interrupted("stopped at step 3")
+
+    monkeypatch.setattr(lowbit_quality, "measure", measure)
+    monkeypatch.setattr(lowbit_quality, "measure_dense", lambda subject: 1.0)
+    monkeypatch.setattr(lowbit_quality, "kept", lambda args, folder: SimpleNamespace(name=KEPT, blocks={}))
+    monkeypatch.setattr(lowbit_quality, "known_dense", lambda subject: None)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    cells = [f"{m} int2:g64" for m in ("rtn", "bitdistiller", "awq")]
+    monkeypatch.setattr(sys, "argv", ["lowbit_quality", "--part", "kept", "--only", *cells])
+    lowbit_quality.main()
+    assert seen == ["rtn", "bitdistiller"]
+    told = capsys.readouterr().out
+    assert "FAILED" in told and "stopped in GPT-2's small shape, trained here bitdistiller int2:g64" in told
 
 
 def test_texts_are_asked_for_where_a_part_needs_them(

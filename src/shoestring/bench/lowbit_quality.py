@@ -43,7 +43,7 @@ from shoestring.bench.lowbit_found import BENCH, PLAIN, grids, verdicts
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from shoestring.bench.results import device_name, newest, record
-from shoestring.errors import UserError
+from shoestring.errors import Interrupted, UserError
 from shoestring.formats import parse_format
 
 # (subject, method, format, seed), what is most worth knowing first.
@@ -90,6 +90,7 @@ CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
 PARTS["kept"] = [
     *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", FOUR)),
     *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),
+    *((KEPT, "rtn", f, 0) for f in ("int3:g128", "nf3:s1:g128")),
     *((KEPT, m, "int2:g128", 0) for m in (*PLAIN, "bitdistiller", OURS)),
     # Its usual rates seem too high here: at 4 bits it ends above clipping alone, which it starts from.
     *((KEPT, f"bitdistiller@{rate}", "int2:g128", 0) for rate in ("1e-4", "2e-5")),
@@ -222,6 +223,9 @@ def main() -> None:
             try:
                 with at_most(args.cell_seconds):
                     measure(subjects[name], method, label, seed, dense[name])
+            except Interrupted:  # Ctrl-C, or a time limit of whoever called
+                print(f"stopped in {name} {method} {label} seed {seed}", flush=True)
+                break
             except (RuntimeError, UserError) as error:  # the other cells are still worth measuring
                 print(f"FAILED: {name} {method} {label} seed {seed}: {error}", flush=True)
                 del subjects[name]
