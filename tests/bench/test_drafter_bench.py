@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +158,7 @@ def test_expanded_blocks_add_nothing_yet() -> None:
 def test_a_turn_that_came_too_late_is_not_waited_for() -> None:
     class Slow(drafter_speed.Turns):
         def __init__(self) -> None:
-            self.reading = 0.1
+            self.reading, self.batch = 0.1, 2
 
         def rate(self, way: drafter_speed.Way, temperature: float) -> float:
             return {"plain": 100.0, "good": 180.0}[way.name]
@@ -179,7 +181,7 @@ def test_a_slow_step_says_where_its_time_went() -> None:
             return requests
 
         def _read(self, part: list[tuple[int, int]]) -> None:
-            pass
+            gc.collect()
 
     drafter, goodput = Reader(), drafter_watch.Watched(lambda rows: 0.002)
     goodput.proposed = drafter_watch.watch(drafter)
@@ -190,7 +192,9 @@ def test_a_slow_step_says_where_its_time_went() -> None:
     goodput.drafted(1, 8, 0.06, usual=False)
     goodput.stepped(9, 0.01, 3)
     found = goodput.told(1)
-    assert "read 8 of 1 requests 70.0 ms" in found and "42 rows read in 1 passes" in found
+    assert "read 8 of 1 requests 70.0 ms" in found and "1 passes that read 42 rows with 0 alloc" in found
+    collected = re.search(r"1 collections of ([0-9.]+) ms", found)
+    assert collected and float(collected[1]) > 0
     assert "plain: 6 in 12 ms gave 6" in found and "slow" not in goodput.told(1)
 
 

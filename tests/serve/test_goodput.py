@@ -335,7 +335,9 @@ def test_where_it_never_won_it_begins_with_the_texts() -> None:
     goodput = Goodput(lambda rows: 1.0 + 0.001 * rows, explore=0.0)
     measure_plain(goodput, 1)
     assert goodput.choose(1, 8, 400, lambda: True) > 0
-    assert goodput.choose(1, 8, 200, lambda: True) == 0 and goodput.choose(1, 8, 200) > 0
+    assert goodput.choose(1, 8, 200, lambda: True) == 0
+    assert goodput.choose(1, 8, 199) == 0, "a pause is thought over later"
+    assert goodput.choose(1, 8, 201) > 0, "or when texts begin"
     goodput.account(1).won = 1.0
     assert goodput.choose(1, 8, 200, lambda: True) > 0
 

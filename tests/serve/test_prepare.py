@@ -307,3 +307,24 @@ def test_reading_a_prompt_is_no_measure_of_drafting() -> None:
 
 def test_a_chain_holds_what_fits() -> None:
     assert [most_new(n) for n in (1, 4, 33, 64, 65, 200, 257)] == [9, 9, 5, 5, 2, 2, 0]
+
+
+def test_passes_for_nobody_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = tiny_decoder(0), [0]
+    run = Runner._run_fused
+
+    def ran(runner: Runner, *args: Any) -> Any:
+        made[0] += 1
+        return run(runner, *args)
+
+    monkeypatch.setattr(Runner, "_run_fused", ran)
+    runner = Runner(model, BlockPool(4, 16), graphs=True)
+    runner.warm(64)
+    first, made[0] = made[0], 0
+    runner.warm(64)
+    assert first > 10 and made[0] == 0
+    with torch.no_grad():
+        model.embed.weight.mul_(2.0)
+    runner.refresh()
+    runner.warm(64)
+    assert made[0] == first, "other weights may have other kernels"

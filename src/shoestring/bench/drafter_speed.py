@@ -13,8 +13,9 @@ spread of ratios, and the ratio of all counted seconds (`ratio_sum`).
                   also n-gram lookup with the trained one behind it. The goodput controller chooses the number of
                   guesses, 0 included. Each run has a run of plain decoding beside it, before or after it by turns. The
                   engine is prepared before (serve/prepare.py); the first turn, in which the controller learns, is not
-                  counted but recorded as `first`. From 16 requests on texts are four times as long, with 4 twice:
-                  else much of a turn would be prompts, which the host reads at a speed of its own. With what is left
+                  counted but recorded as `first`. From 4 requests on texts are four times as long: else much of a
+                  turn would be prompts, which the host reads at a speed of its own, and one slow step would decide a
+                  turn of a third of a second. With what is left
                   of the time the trained drafter has one controller for all numbers of requests (`carried`), as in
                   a server whose load changes.
 
@@ -39,7 +40,7 @@ import torch
 
 from shoestring.bench.drafter_tables import BENCH, LONGER
 from shoestring.bench.drafter_target import clock, inference
-from shoestring.bench.drafter_watch import Watched, watch
+from shoestring.bench.drafter_watch import Pauses, Proposed, Watched, watch
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
@@ -57,8 +58,8 @@ UNTRAINED = "first layers, untrained"
 WARM_TURNS = 1
 SINGLE_TURNS = 4  # of drafters one at a time, at most
 CARRIED_TURNS = 2  # of one controller for all loads, at most
-LONGER_TEXTS = {4: 2, 16: 4, 64: 4}  # times as many new tokens, by requests at once
-TIME = {1: 0.2, 64: 0.4, 16: 0.25, 4: 0.15}  # shares of what is there for batches
+LONGER_TEXTS = {4: 4, 16: 4, 64: 4}  # times as many new tokens, by requests at once
+TIME = {1: 0.2, 64: 0.3, 16: 0.22, 4: 0.22}  # shares of what is there for batches
 LEAST_TIME = 3.0  # seconds to begin anything
 
 
@@ -167,6 +168,11 @@ class Turns:
                     said += way.goodput.told(self.batch)
                     print(f"      {self.batch} {way.name} {way.controller}: {said}", flush=True)
             took = time.perf_counter() - began
+            if turn == 0:
+                fit = min(repeats, max(1, int((until - time.perf_counter()) / max(took, 1e-6))))
+                print(
+                    f"      {self.batch} at once: {took:.1f} s a turn, about {fit} counted ones", flush=True
+                )
         return found
 
 
@@ -209,14 +215,15 @@ class Kept:
         self.engine = engine_for(self.target, self.prompts, self.most_new, most)
         self._drafters: dict[str, Drafter] = {}
         self._carried: dict[str, Watched] = {}
-        self._watched: dict[str, list[float]] = {}
+        self._watched: dict[str, Proposed] = {}
+        self._pauses = Pauses()
         self._seconds: dict[int, float] = {}
 
     def controlled(self, row: dict[str, Any], *, carried: bool = False) -> Way:
         """Under a controller, new or the one of all loads; all graphs made."""
         name = row["drafter"]
         goodput = self._carried.get(name) if carried else None
-        goodput = goodput or Watched(self._profile)
+        goodput = goodput or Watched(self._profile, self._pauses)
         if carried:
             self._carried[name] = goodput
         drafter = self.drafter(row)

@@ -22,13 +22,13 @@ learned like X, and spread over the tokens that these requests may still gain; w
 begin with the texts only, when least is to be read. While prompts are read nothing is drafted: the time of such a step
 says nothing, and those who are ready first are not all who will be there.
 
-The model may be wrong, so nothing is done on credit. There is one `purse`: eight plain steps at the start, and
+The model may be wrong, so nothing is done on credit. There is one `purse`: five plain steps at the start, and
 `explore` (1%) of all time that passes, up to what the next try is expected to cost. And every size keeps what drafts
 won there: a step with drafts adds what it saved against a plain one, or takes what it lost from that and then from the
 purse, in full, whatever the cause. Drafts are only made where the purse and half of what was won (the `balance`) could
 pay for a step that gains nothing. So all losses together are at most
 
-    eight plain steps + 1% of the time + one step of each size and one probe (those that emptied what there was),
+    five plain steps + 1% of the time + one step of each size and one probe (those that emptied what there was),
 
 however wrong the model is (tests/serve/test_goodput.py); plain steps must be known for that.
 
@@ -52,7 +52,7 @@ LENGTHS = (1, 2, 4, 8)  # drafts to choose from, and none
 START_ACCEPTANCE = 0.8  # hopeful, so that a new drafter is tried
 SMOOTHING = 0.02  # weight of the newest observation, after the first few
 STEPS = 9  # whose median counts
-START = 8  # plain steps in the purse
+START = 5  # plain steps in the purse
 SHARE = 0.5  # of what was won at a size, that may be risked there
 MOST = 128  # plain steps that count as won
 FIRST_EXTRA = 0.125  # X of one draft for one request, in plain steps, before any was seen
@@ -161,7 +161,8 @@ class Goodput:
         self._most_left = self._best_rate = 0.0
         self.probing = self._partial = False  # it is a probe, of a few requests
         self._turn = 0  # whose turn it is in the next of those
-        self._paused: tuple[Key, float] | None = None  # requests and limit of a pause, and what ends it
+        # Requests and limit of a pause, what ends it, and tokens that were left.
+        self._paused: tuple[Key, float, float] | None = None
         self._age = 0  # how often that was used
         self.draft_seconds = 0.0  # of the step in progress
 
@@ -176,7 +177,7 @@ class Goodput:
         """Drafts per request for a step of this many requests, one of the lengths that `limit` allows. `left`: tokens
         that a request may still gain; `behind`: whether the drafter has texts to read first."""
         limit = self._longest(limit)
-        best, rate, due = self._pick(num_requests, limit, left, behind)
+        best, rate, due = self._decide(num_requests, limit, left, behind)
         self.spoiled()
         self.probing, self._best_rate = best < limit and self._funds(num_requests) >= due, rate
         self._partial = self.probing and best == 0 and num_requests > PROBED
@@ -198,19 +199,24 @@ class Goodput:
         left: float = math.inf,
         behind: Callable[[], bool] = no,
     ) -> bool:
-        """Whether `choose` would say 0 now; begins no step. A pause is thought over anew every few steps only: little
-        changes in it, and the host is busy."""
-        limit = self._longest(limit)
-        asked = num_requests, limit
-        if self._paused is not None and self._paused[0] == asked and self._age < RECONSIDER:
+        """Whether `choose` would say 0 now; begins no step."""
+        best, _, due = self._decide(num_requests, self._longest(limit), left, behind)
+        return best == 0 and self._funds(num_requests) < due
+
+    def _decide(
+        self, num: int, limit: int, left: float, behind: Callable[[], bool]
+    ) -> tuple[int, float, float]:
+        """`_pick`, but a pause is thought over anew every few steps only, while these texts go on: little changes in
+        it, and the host is busy."""
+        if self._paused is not None and self._age < RECONSIDER:
+            asked, need, had = self._paused
             self._age += 1
-            if self._funds(num_requests) < self._paused[1]:
-                return True
-        best, _, due = self._pick(num_requests, limit, left, behind)
-        pause = best == 0 and (limit == 0 or self._funds(num_requests) < due)
-        keep = pause and not self.account(num_requests).owed
-        self._paused, self._age = ((asked, due) if keep else None), 0
-        return pause
+            if asked == (num, limit) and left <= had and self._funds(num) < need:
+                return 0, 0.0, math.inf
+        best, rate, due = self._pick(num, limit, left, behind)
+        pause = best == 0 and self._funds(num) < due and not self.account(num).owed
+        self._paused, self._age = (((num, limit), due, left) if pause else None), 0
+        return best, rate, due
 
     def account(self, num_requests: int) -> Account:
         return self.accounts.setdefault(_bracket(num_requests), Account())

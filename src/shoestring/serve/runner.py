@@ -96,6 +96,7 @@ class Runner:
         self._cpu: CpuStep | TokenStep | None = None  # one row on a CPU, with inputs rounded to 8 bits
         self._weights: object = None  # those that were there at the last `refresh`
         self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
+        self._warmed = 0  # rows of the largest pass that these weights were warmed for
         if graphs and not fusable(model):
             raise UserError(
                 "graphs=True, but this model cannot run fused: it is sharded or its modules have hooks; "
@@ -133,6 +134,7 @@ class Runner:
         if made or changed:
             self._weights = weights_id(self.model)  # making may have moved them
             self._roots.clear()
+            self._warmed = 0
 
     def _refresh_cpu(self, changed: bool) -> bool:
         if self.device.type != "cpu" or not steppable(self.model):
@@ -303,8 +305,9 @@ class Runner:
     def warm(self, most_rows: int) -> None:
         """Passes like those that run as no graph (prompts, what a drafter reads first, uneven steps), for nobody, so
         that all of their kernels are compiled and loaded. `most_rows`: of a pass."""
-        if not self.ready():
+        if not self.ready() or self._warmed >= most_rows:
             return
+        self._warmed = most_rows
         size, spec = self.cache.pool.block_size, self.model.spec
         many = PROGRAMS // (EAGER_SPLITS * spec.num_kv_heads) + 1  # requests whose keys are not cut
         prompt, later, few, one = (0, 24), (24, 24), (16, 2), (16, 1)  # start, rows
