@@ -84,7 +84,7 @@ def test_rows_are_asked_for_one_by_one() -> None:
         ("dense", 1), ("SR-STE exact", 0), ("FST", 2),
     ]  # fmt: skip
     seeds = rows_of(None, None, [0, 1, 2])
-    assert len(seeds) == 10 and seeds.count(("FST", 2)) == 1 and ("S-STE", 1) not in seeds
+    assert len(seeds) == 12 and seeds.count(("FST", 2)) == 1 and ("S-STE", 1) not in seeds
     with pytest.raises(UserError, match="fst"):
         rows_of(["fst:1"], None, [0])
 

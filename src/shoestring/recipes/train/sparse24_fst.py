@@ -7,8 +7,9 @@ Run:     shoestring run train/sparse24_fst data=python steps=2000
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
-Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M tokens of text
-         (bench/sparse24_quality, refresh=10, seed 0): validation loss 1.6446, dense 1.6304, half the width 1.6425
+Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
+         tokens of Python (bench/sparse24_quality, refresh=10, seed 0): validation loss 1.7473, dense 1.6970, half
+         the width 1.7324
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
          masked_magnitude, mu and masked_decay, and the report plots them
 """
