@@ -3,7 +3,8 @@
 Milliseconds. A plain step that is launched ahead of the host costs PLAIN; one that is not, because a request just
 ended or drafts came before it, waits for the host, too. Steps with drafts never run ahead: what the host does for
 every request is added to what a pass over so many rows takes (which is what a profile sees), and each draft. A drafter
-that was not asked for a while reads first. A few requests with drafts among many without run as no graph.
+that was not asked for a while reads first. A few requests with drafts among many without are padded to a graph, or run
+as none.
 
 The controller sees times with noise, and now and then a step of 70 ms in either mode. What is judged is the time
 without both: they are the machine's doing and hit plain steps as well.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 
-from shoestring.serve.cuda_graphs import PADDED
+from shoestring.serve.cuda_graphs import MAX_ROWS, PADDED
 from shoestring.serve.goodput import Goodput
 
 PROFILE = {
@@ -121,8 +122,11 @@ class Machine:
             rows = num + sum(offered.values())
             took = 0.0
             if g:
-                ms = between(PROFILE, rows) + host_ms(num)
-                ms += 6.0 if num * (1 + g) > PADDED * rows + 8 else 0.0  # no graph
+                graph = num * (1 + g)
+                if graph > min(MAX_ROWS, PADDED * rows + 8):  # none: launched one by one
+                    ms = between(PROFILE, rows) + host_ms(num) + 6.0
+                else:
+                    ms = between(PROFILE, max(rows, graph)) + host_ms(num)
                 took = g * self.layers**0.5 * (0.1 + 0.0055 * len(drafted))
                 if behind:
                     reads = self.read_ms + 0.5 * -(-behind // CHUNK) + 3e-4 * behind
