@@ -328,3 +328,22 @@ def test_passes_for_nobody_are_made_once(monkeypatch: pytest.MonkeyPatch) -> Non
     runner.refresh()
     runner.warm(64)
     assert made[0] == first, "other weights may have other kernels"
+
+
+def test_drafts_are_for_as_many_rows_as_all_requests_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all but one are about to end, too: the cost of more rows than a step has would be measured while they
+    wait."""
+    target = tiny_decoder(0)
+    drafter = DraftModel(near_copy(target, 0.0), graphs=True)
+    engine = Engine(target, max_requests=8, max_context=64, chunk=32, drafter=drafter, graphs=True)
+    assert engine.goodput is not None
+    asked, choose = [], engine.goodput.choose
+
+    def noted(num: int, limit: int, *rest: Any) -> int:
+        asked.append((num, limit))
+        return choose(num, limit, *rest)
+
+    monkeypatch.setattr(engine.goodput, "choose", noted)
+    samplings = [Sampling(max_tokens=20 if i == 0 else 2, ignore_eos=True) for i in range(8)]
+    engine.generate([[i, 2, 3] for i in range(8)], samplings)
+    assert asked[0] == (8, 3) and all(num * (1 + limit) <= 32 for num, limit in asked)

@@ -354,7 +354,7 @@ class Engine:
                 self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
 
     def _prospects(self, requests: Sequence[Request]) -> Prospects:
-        return prospects(self.drafter, requests, [self._room(r) for r in requests], self.chunk)
+        return prospects(self.drafter, requests, self._room, self.chunk // len(self.running))
 
     def _room(self, request: Request) -> int:
         """How many tokens the request may still gain."""

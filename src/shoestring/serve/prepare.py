@@ -75,11 +75,12 @@ def num_made(runner: Runner, drafter: Drafter | None) -> int:
 
 
 def prospects(
-    drafter: Drafter | None, requests: Sequence[Request], rooms: Sequence[int], chunk: int
+    drafter: Drafter | None, requests: Sequence[Request], room: Callable[[Request], int], each: int
 ) -> Prospects:
-    """What a controller asks about requests that may gain `rooms` tokens: drafts that the budget of rows holds for each
-    and a text can use, tokens that a text may still gain, and whether the drafter has to read texts first."""
-    limit = max(0, min(chunk // len(requests), max(rooms)) - 1)
+    """What a controller asks about requests that may gain `room` tokens: drafts that `each` rows hold and a text can
+    use, tokens that a text may still gain, and whether the drafter has to read texts first."""
+    rooms = [room(r) for r in requests]
+    limit = max(0, min(each, max(rooms)) - 1)
     behind = getattr(drafter, "behind", None)
     return limit, sum(rooms) / len(rooms), no if behind is None else partial(behind, requests)
 
