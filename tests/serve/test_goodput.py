@@ -128,8 +128,22 @@ def test_it_returns_when_acceptance_recovers() -> None:
     assert world.speedup > 1.5
 
 
+def test_where_certain_drafts_would_not_pay_a_few_are_not_asked() -> None:
+    """A probe of a few teaches chances only; one of all requests costs as well."""
+    for cost, hopeless in ((0.0, True), (20.0, False)):
+        goodput = Goodput(lambda rows, cost=cost: 0.001 * (cost + rows))  # type: ignore[misc]
+        for _ in range(20):
+            goodput.accept(8, 0)
+            goodput.offer(8, 0)
+        measure_plain(goodput, 5)
+        measure_plain(goodput, 2)
+        goodput.purse = 100.0
+        assert goodput.abstains(5) == hopeless and goodput.choose(5) == (0 if hopeless else 8)
+        assert goodput.choose(2) == 8
+
+
 def test_a_large_batch_is_probed_with_a_few_requests_in_turn() -> None:
-    goodput = Goodput(lambda rows: 0.001 * rows)
+    goodput = Goodput(lambda rows: 0.001 * (20 + rows))
     for _ in range(20):
         goodput.accept(8, 0)
     measure_plain(goodput, 5)
@@ -399,9 +413,9 @@ def test_costs_are_asked_once_and_between_powers_of_two() -> None:
 
 
 def test_whether_it_would_abstain_changes_nothing() -> None:
-    goodput = Goodput(lambda rows: 0.001 * rows)  # every row costs as much as a step: guesses never pay
+    goodput = Goodput(lambda rows: 0.001 * (20 + rows))
     for _ in range(20):
-        goodput.accept(8, 0)
+        goodput.accept(8, 0)  # never right
     measure_plain(goodput, 4)
     goodput.purse = 0.0
     assert goodput.abstains(4) and goodput.abstains(4)

@@ -33,7 +33,8 @@ pay for a step that gains nothing. So all losses together are at most
 however wrong the model is (tests/serve/test_goodput.py); plain steps must be known for that.
 
 What is not tried is not learned: at g = 0 the averages would stand still for ever. So now and then the longest draft is
-tried again (a probe), out of the purse: in a pause for few of the requests, in turn, since they have texts to be read.
+tried again (a probe), out of the purse: in a pause for few of the requests, in turn, since they have texts to be read,
+and only where drafts would pay if all were right (a probe of few does not teach costs).
 One that gains is followed by the next at once; after one that lost the purse is filled anew, and with every one in a
 row more slowly.
 
@@ -257,11 +258,19 @@ class Goodput:
         if best == limit or not self.explore or (late if best else left < ENOUGH):
             return best, rates[best], math.inf
         asked = min(num, PROBED) if best == 0 else num
+        if asked < num and self._certain(num, limit) < worth:
+            return best, rates[best], math.inf
         seconds = self.seconds(num, limit, asked)
         won = self.rate(num, limit, asked) * seconds / rates[best]
         reads = self.read_seconds(asked) if late else 0.0
         self._due = max(0.0, seconds + reads - won, account.dear)
         return best, rates[best], self._due
+
+    def _certain(self, num: int, limit: int) -> float:
+        """The rate where all drafts are offered and right. A probe of a few requests says nothing of costs, so where
+        even this is not worth it there is nothing to learn."""
+        lengths = [g for g in self.lengths if g <= limit]
+        return max(num * (1 + g) / self.seconds(num, g, sure=True) for g in lengths)
 
     def _fresh(self, left: float) -> bool:
         """Whether texts have just begun, so that little is to be read."""
@@ -274,13 +283,13 @@ class Goodput:
         """Seconds of a step without drafts."""
         return self.costs(num) * self.factors.get((_bracket(num),), 1.0)
 
-    def seconds(self, num: int, g: int, asked: int | None = None) -> float:
+    def seconds(self, num: int, g: int, asked: int | None = None, *, sure: bool = False) -> float:
         """Expected seconds of a step with g drafts for each of `asked` requests (default: all), a plain one's at least:
         where a profile was too slow X is below zero, and fewer drafts may be offered than when it was measured."""
         plain = self.plain(num)
         if g == 0:
             return plain
-        rows = num + (num if asked is None else asked) * sum(self.offered[:g])
+        rows = num + (num if asked is None else asked) * (g if sure else sum(self.offered[:g]))
         key = _bracket(num), g
         return max(plain, self.costs(rows) + self.extras.get(key, FIRST_EXTRA * plain) * _root(key))
 
