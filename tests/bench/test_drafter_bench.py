@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from shoestring.bench import (
     drafter_speed,
     drafter_tables,
     drafter_target,
+    drafter_turns,
     drafter_watch,
     results,
 )
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
+from shoestring.serve import Engine, Output
 
 SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
 TINY = drafter_target.Size(
@@ -35,8 +38,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setitem(drafter_target.SIZES, "smoke", TINY)
-    monkeypatch.setattr(drafter_speed, "WARM_TURNS", 1)
-    monkeypatch.setattr(drafter_speed, "NUM_PROMPTS", 1)
+    monkeypatch.setitem(drafter_speed.QUEUES, 1, 1)
     corpus = tmp_path / "corpus.jsonl"
     texts = [{"text": f"the {i}. fox and the {i % 7} dogs\n" * 9} for i in range(300)]
     corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
@@ -84,7 +86,10 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
         if "batch" in n["config"]
     ]
     assert len(many) == 2 * (3 + 2) + 2  # one controller for all loads with greedy texts only
-    assert all(n["quality"]["ratio_sum"] > 0 for n in lines if "batch" in n["config"])
+    loads = [n for n in lines if "batch" in n["config"]]
+    assert all(n["quality"]["ratio_sum"] > 0 and n["config"]["load"] == "refilled" for n in loads)
+    assert all(set(n["quality"]["steps"]) <= {"plain", "drafted", "probe"} for n in loads)
+    assert any(n["quality"]["steps"].get("plain") for n in loads)
     assert {d for _, d, _ in many} == {"LK", "n-gram, then LK", "first layers, untrained"}
     rows = drafter.table().splitlines()
     assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
@@ -136,6 +141,12 @@ def test_tables_show_trained_drafters_and_the_newest_loads(
     assert drafter.batches().count("1.30x") == 2 and "1.10x" not in drafter.batches()
     line = {"baseline_value": 100, "value": 110, "ratio": 1.1, "quality": {"ratio_sum": 0.9712}}
     assert drafter_tables._change(line) == "100 -> 110 (1.10, all turns 0.971x; 1.10 to 1.10)"
+    assert "| LK | greedy | closed |" in drafter.batches()
+    note("Llama 2x3, new", "batches", 1.2, batch=4, load="refilled")
+    assert "| LK | greedy | refilled |" in drafter.batches()
+    assert drafter_tables._did({"plain": 9}) == "; nothing drafted" and drafter_tables._did(None) == ""
+    assert drafter_tables._did({"plain": 9, "probe": 2}) == "; nothing drafted but 2 probes"
+    assert drafter_tables._did({"plain": 1, "drafted": 7, "probe": 2}) == "; drafts in 90% of steps"
     assert drafter_tables.peers() == "Not measured yet."
     note("Llama 2x3, new", drafter_tables.PEER, 1.2, case="transformers, assisted generation")
     assert "| 100 | 120 | 1.20 (1.20 to 1.20) |" in drafter_tables.peers()
@@ -155,23 +166,69 @@ def test_expanded_blocks_add_nothing_yet() -> None:
     assert large.blocks[1].mlp.down.weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
 
 
-def test_a_turn_that_came_too_late_is_not_waited_for() -> None:
-    class Slow(drafter_speed.Turns):
-        def __init__(self) -> None:
-            self.reading, self.batch = 0.1, 2
+def test_a_turn_that_came_too_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"plain": 100, "good": 180}
+    asked: list[str] = []
 
-        def rate(self, way: drafter_speed.Way, temperature: float) -> float:
-            return {"plain": 100.0, "good": 180.0}[way.name]
+    def run(self: drafter_turns.Turns, way: drafter_turns.Way, temperature: float) -> drafter_turns.Run:
+        asked.append(way.name)
+        return drafter_turns.Run(rates[way.name], 1.0, steps=Counter(plain=1))
 
-    ways = [drafter_speed.Way("plain"), drafter_speed.Way("good")]
-    found = Slow().measure(ways, 0.0, repeats=5, until=0.0)
-    assert len(found.warm) == drafter_speed.WARM_TURNS and len(found.turns) == 1
+    monkeypatch.setattr(drafter_turns.Turns, "run", run)
+    turns = drafter_turns.Turns(None, [[1]], [8], 1)  # type: ignore[arg-type]
+    ways = [drafter_turns.Way("plain"), drafter_turns.Way("good", turns=4)]
+    found = turns.measure(ways, 0.0, repeats=5, until=0.0)
+    assert len(found.warm) == drafter_turns.WARM_TURNS and len(found.turns) == 1
     assert found.total(1) == pytest.approx(1.8)
-    assert drafter_speed.Rates([], [[1.0, 2.0], [1.0, 0.5]]).total(1) == pytest.approx(2 / 2.5)
     assert found.ratios(1) == [1.8] and found.first(1) == 1.8
-    assert len(Slow().measure(ways, 0.0, repeats=5, until=1e12).turns) == 5
-    (pairs,) = Slow().measure_pairs(ways[1:], 0.0, repeats=3, until=1e12)
-    assert pairs.turns == [[100.0, 180.0]] * 3 and len(pairs.warm) == 1 and pairs.first(1) == 1.8
+    assert len(turns.measure(ways, 0.0, repeats=5, until=1e12).turns) == 5
+    asked.clear()
+    few = drafter_turns.Way("good", turns=2)
+    pairs, fewer = turns.measure_pairs([ways[1], few], 0.0, until=1e12)
+    assert pairs.of(1) == [180.0] * 4 and len(pairs.warm) == 1 and pairs.first(1) == 1.8
+    assert len(fewer.turns) == 2 and pairs.steps(1) == {"plain": 4} and pairs.seconds() == 1.0
+    assert asked[:8] == ["plain", "good", "plain", "good", "good", "plain", "good", "plain"]
+
+
+def test_all_seconds_count_by_what_was_written_in_them() -> None:
+    run = drafter_turns.Run
+    found = drafter_turns.Rates([], [[run(100, 1.0), run(90, 0.5)], [run(100, 1.0), run(110, 2.0)]])
+    assert found.ratios(1) == pytest.approx([1.8, 0.55]) and found.total(1) == pytest.approx(200 / 2.5 / 100)
+
+
+def test_a_run_ends_when_a_place_stays_empty() -> None:
+    """Whoever ends is followed by the next, so there are always `batch` requests; the last texts are not waited for."""
+    model = Decoder(ModelSpec(50, 32, 2, 4, 2, 8, 64, 64))
+    init_weights(model, 0)
+    engine = Engine(model, max_requests=8, prefix_cache=False, eos_ids=())
+    lengths = drafter_turns.uneven(9, 12)
+    assert max(lengths) == 12 and min(lengths) >= 6 and len(set(lengths)) > 4
+    turns = drafter_turns.Turns(engine, [[1, 2, i] for i in range(9)], lengths, 3)
+    seen, step = [], engine.step
+
+    def noted() -> list[Output]:
+        seen.append(len(engine.running) + len(engine.waiting))
+        return step()
+
+    engine.step = noted  # type: ignore[method-assign]
+    found = turns.run(drafter_turns.Way("plain"), 0.0)
+    assert set(seen) == {3}, "never fewer at once"
+    assert not engine.busy and engine.cache.pool.num_used == 0
+    # Three places for as long as there is somebody for each: as many tokens as steps, threefold.
+    ends = [0, 0, 0]
+    for length in lengths:
+        ends[ends.index(min(ends))] += length
+    assert found.tokens == 3 * min(ends) == 3 * len(seen) < sum(lengths)
+    assert 0 < found.reading < 1 and found.steps == {}
+
+
+def test_time_is_shared_by_what_is_expected() -> None:
+    rows = [{"drafter": "a"}, {"drafter": "ngram+a"}, {"drafter": "first"}]
+    assert drafter_speed.turns_of(rows, 1, 6) == {"a": 6, "ngram+a": 3, "first": 3}
+    assert drafter_speed.turns_of(rows, 64, 2) == {"a": 2, "first": 2}
+    whole = sum(drafter_speed.expected(rows, batch, 6) for batch in drafter_speed.BATCHES)
+    assert whole < 112, "loading and graphs come on top, and 130 seconds are for all"
+    assert all(drafter_speed.QUEUES[batch] > 2 * batch for batch in drafter_speed.BATCHES)
 
 
 def test_a_slow_step_says_where_its_time_went() -> None:

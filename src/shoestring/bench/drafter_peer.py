@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from shoestring.bench.drafter_speed import NUM_DRAFTS, NUM_PROMPTS, SERVED, read_kept, serve_rows
+from shoestring.bench.drafter_speed import NUM_DRAFTS, SERVED, read_kept, serve_rows
 from shoestring.bench.drafter_tables import BENCH, PEER
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 
 FIRST, FEWEST = 8, 24  # new tokens of the first run, and of a timed one at least
+NUM_PROMPTS = 2
 TURNS = 3  # at most
 BEGAN = time.perf_counter()
 
@@ -76,7 +77,7 @@ def measure(keep: Path, seconds: float) -> None:
     helper.generation_config.num_assistant_tokens_schedule = "constant"
     helper.generation_config.assistant_confidence_threshold = 0.0
     progress("read")
-    prompts = told["prompts"][: NUM_PROMPTS // 2]
+    prompts = told["prompts"][:NUM_PROMPTS]
     ways = (None, helper)
     for way in ways:
         write(model, prompts[0], 2, way)

@@ -1,26 +1,27 @@
 """Tokens per second with the drafters that bench/drafter.py kept, against the same engine without one.
 
-    python -m shoestring.bench.drafter_speed --keep DIR          about 80 seconds, alone on the machine
+    python -m shoestring.bench.drafter_speed --keep DIR          about 125 seconds, alone on the machine
 
 Works with what is there: a drafter that was not finished is not in the table. One engine measures everything, in
-turns, so that clocks and heat are shared; a ratio is taken within its turn, and what is reported is the median and the
-spread of ratios, and the ratio of all counted seconds (`ratio_sum`).
+turns (drafter_turns.py); a ratio is taken within its turn, and what is reported is the median and the spread of ratios,
+and the ratio of all counted tokens over all counted seconds (`ratio_sum`).
 
-`one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
-                  plain decoding), behind one run of plain decoding a turn
 `batches`         the drafter that was trained for longest (or the first of --serve that is there) and one that is
-                  hardly ever right (the target's first layers, untrained), with 1 to 64 requests at once; one at a time
-                  also n-gram lookup with the trained one behind it. The goodput controller chooses the number of
-                  guesses, 0 included. Each run has a run of plain decoding beside it, before or after it by turns. The
-                  engine is prepared before (serve/prepare.py); the first turn, in which the controller learns, is not
-                  counted but recorded as `first`. From 4 requests on texts are four times as long: else much of a
-                  turn would be prompts, which the host reads at a speed of its own, and one slow step would decide a
-                  turn of a third of a second. With what is left
-                  of the time the trained drafter has one controller for all numbers of requests (`carried`), as in
-                  a server whose load changes.
+                  seldom right (the target's first layers, untrained), with 1 to 64 requests at once; one at a time
+                  also n-gram lookup with the trained one behind it. Where a text ends the next one of the queue begins:
+                  the number of requests stays what the table says. The goodput controller chooses the number of
+                  guesses, 0 included. The engine is prepared before (serve/prepare.py); the first turn, in which the
+                  controller learns, is not counted but recorded as `first`. From 2 requests on texts are up to three
+                  times as long, and not all alike: else much of a turn would be prompts, which the host reads at a
+                  speed of its own. Queues are such that a plain turn takes a second and a bit on an H200.
+`one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
+                  plain decoding), behind one run of plain decoding a turn; with what is left of the time, as are
+                  drawn texts and one controller for all numbers of requests (`carried`), as in a server whose
+                  load changes
 
 What the controller did in a turn is printed behind it (`Watched`), with the share of time that both partners spent on
-prompts, and every step that took five times as long as expected, so that a loss explains itself.
+prompts, and every step that took three times as long as expected, so that a loss explains itself; how many steps were
+plain, drafted and probes is recorded (`steps`).
 """
 
 from __future__ import annotations
@@ -32,148 +33,32 @@ import statistics
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shoestring.bench.drafter_tables import BENCH, LONGER
+from shoestring.bench.drafter_tables import BENCH, LONGER, REFILLED
 from shoestring.bench.drafter_target import clock, inference
+from shoestring.bench.drafter_turns import WARM_TURNS, Rates, Turns, Way, uneven
 from shoestring.bench.drafter_watch import Pauses, Proposed, Watched, watch
 from shoestring.bench.results import record, significant, spread
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
-from shoestring.serve import Engine, Sampling
 from shoestring.serve.drafters import Drafter, DraftModel, Stacked, open_drafter
 from shoestring.serve.goodput import Goodput
-from shoestring.serve.prepare import num_made
 from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4
-NUM_PROMPTS = 4  # at least, however many at once
 BATCHES = (1, 4, 16, 64)
 SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
-WARM_TURNS = 1
+TURNS, FEW_TURNS = 6, 3  # counted ones of the trained drafter, and of others beside it
 SINGLE_TURNS = 4  # of drafters one at a time, at most
 CARRIED_TURNS = 2  # of one controller for all loads, at most
-LONGER_TEXTS = {4: 4, 16: 4, 64: 4}  # times as many new tokens, by requests at once
-TIME = {1: 0.2, 64: 0.3, 16: 0.22, 4: 0.22}  # shares of what is there for batches
+QUEUES = {1: 6, 4: 12, 16: 48, 64: 144}  # texts of a turn, by requests at once; others: three each
+LONGER_TEXTS = 3  # times as many new tokens, where there are several at once
+PLAIN_SECONDS = {1: 1.05, 4: 1.1, 16: 1.2, 64: 1.15}  # of a plain turn on an H200, about
 LEAST_TIME = 3.0  # seconds to begin anything
-
-
-@dataclass
-class Way:
-    """A way to decode: a drafter (None: none) and what its controller has learned."""
-
-    name: str
-    drafter: Drafter | None = None
-    num_drafts: int | None = None
-    goodput: Watched | None = None
-    controller: str = ""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Tokens per second by turn and way; the first way is plain decoding."""
-
-    warm: list[list[float]]
-    turns: list[list[float]]
-
-    def of(self, i: int) -> list[float]:
-        return [turn[i] for turn in self.turns]
-
-    def ratios(self, i: int) -> list[float]:
-        return [turn[i] / turn[0] for turn in self.turns]
-
-    def total(self, i: int) -> float:
-        """The ratio of all counted seconds: every turn has as many tokens as any other."""
-        return sum(1 / turn[0] for turn in self.turns) / sum(1 / turn[i] for turn in self.turns)
-
-    def first(self, i: int) -> float:
-        return min(turn[i] / turn[0] for turn in self.warm)
-
-
-class Turns:
-    """Ways to decode the same prompts with one engine, `batch` of them at once, in turns."""
-
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> None:
-        self.engine, self.batch, self.new_tokens = engine, batch, new_tokens
-        self.prompts = [list(p) for p in prompts]
-        self.reading = 0.0  # share of the last run that went into steps that read prompts
-
-    def rate(self, way: Way, temperature: float) -> float:
-        """Tokens per second of all prompts. Texts go on behind their end, so that every run has the same length."""
-        engine = self.engine
-        engine.use_drafter(way.drafter, way.num_drafts, way.goodput)
-        engine.prepare()  # as a server does before its first request
-        samplings = [
-            Sampling(temperature=temperature, seed=i, max_tokens=self.new_tokens, ignore_eos=True)
-            for i in range(len(self.prompts))
-        ]
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        step, reading = engine.step, 0.0
-
-        def timed() -> Any:
-            nonlocal reading
-            began = time.perf_counter()
-            found = step()
-            reading += time.perf_counter() - began if engine._reads else 0.0
-            return found
-
-        engine.step = timed  # type: ignore[method-assign]
-        try:
-            before, began = engine.stats.num_new_tokens, time.perf_counter()
-            for i in range(0, len(self.prompts), self.batch):
-                engine.generate(self.prompts[i : i + self.batch], samplings[i : i + self.batch])
-            spent = time.perf_counter() - began
-        finally:
-            del engine.step
-        self.reading = reading / spent
-        return (engine.stats.num_new_tokens - before) / spent
-
-    def measure(self, ways: Sequence[Way], temperature: float, *, repeats: int, until: float) -> Rates:
-        """Rates turn by turn, the warm ones apart: `repeats`, or fewer (but one) where `until` has passed. Every other
-        turn goes backwards."""
-        turns: list[list[float]] = []
-        while len(turns) < WARM_TURNS + repeats:
-            if len(turns) > WARM_TURNS and time.perf_counter() > until:
-                break
-            order = range(len(ways))[:: -1 if len(turns) % 2 else 1]
-            found = {i: self.rate(ways[i], temperature) for i in order}
-            turns.append([found[i] for i in range(len(ways))])
-        return Rates(turns[:WARM_TURNS], turns[WARM_TURNS:])
-
-    def measure_pairs(
-        self, ways: Sequence[Way], temperature: float, *, repeats: int, until: float
-    ) -> list[Rates]:
-        """The same for each of these ways with plain decoding beside it."""
-        found, took = [Rates([], []) for _ in ways], 0.0
-        for turn in range(WARM_TURNS + repeats):
-            began, back = time.perf_counter(), -1 if turn % 2 else 1
-            if turn > WARM_TURNS and began + took > until:
-                break
-            for way, rates in zip(ways, found, strict=True):
-                pair = [Way("plain"), way][::back]
-                made = 0 if way.goodput is None else num_made(self.engine.runner, way.drafter)
-                runs = [(self.rate(w, temperature), self.reading) for w in pair][::back]
-                both, prompts = [rate for rate, _ in runs], [f"{share:.0%}" for _, share in runs]
-                (rates.warm if turn < WARM_TURNS else rates.turns).append(both)
-                if way.goodput is not None:
-                    made = num_made(self.engine.runner, way.drafter) - made
-                    said = f"{both[1] / both[0]:.3f}x, {made} graphs made, prompts {' and '.join(prompts)}; "
-                    said += way.goodput.told(self.batch)
-                    print(f"      {self.batch} {way.name} {way.controller}: {said}", flush=True)
-            took = time.perf_counter() - began
-            if turn == 0:
-                fit = min(repeats, max(1, int((until - time.perf_counter()) / max(took, 1e-6))))
-                print(
-                    f"      {self.batch} at once: {took:.1f} s a turn, about {fit} counted ones", flush=True
-                )
-        return found
 
 
 def read_kept(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -209,17 +94,15 @@ class Kept:
                 target = load_model(folder / "target", device=self.device, dtype=self.dtype).model
         self.target = inference(target, self.dtype)
         longest = max(map(len, self.prompts))
-        self.most_new = min(
-            max(LONGER_TEXTS.values()) * self.new_tokens, self.target.spec.max_positions - longest
-        )
+        self.most_new = min(LONGER_TEXTS * self.new_tokens, self.target.spec.max_positions - longest)
         self.engine = engine_for(self.target, self.prompts, self.most_new, most)
         self._drafters: dict[str, Drafter] = {}
         self._carried: dict[str, Watched] = {}
         self._watched: dict[str, Proposed] = {}
         self._pauses = Pauses()
-        self._seconds: dict[int, float] = {}
+        self._profile = cache(self.engine.runner.seconds)  # measured once for all controllers
 
-    def controlled(self, row: dict[str, Any], *, carried: bool = False) -> Way:
+    def controlled(self, row: dict[str, Any], turns: int = 1, *, carried: bool = False) -> Way:
         """Under a controller, new or the one of all loads; all graphs made."""
         name = row["drafter"]
         goodput = self._carried.get(name) if carried else None
@@ -232,14 +115,7 @@ class Kept:
         goodput.proposed = self._watched[name]
         self.engine.use_drafter(drafter, None, goodput)
         self.engine.prepare()
-        return Way(row["case"], drafter, None, goodput, "carried" if carried else "")
-
-    def _profile(self, rows: int) -> float:
-        """Measured once for all controllers."""
-        self.engine._ended = None  # measuring is not part of a step
-        if rows not in self._seconds:
-            self._seconds[rows] = self.engine.runner.seconds(rows)
-        return self._seconds[rows]
+        return Way(row["case"], drafter, None, goodput, "carried" if carried else "", turns)
 
     def drafter(self, row: dict[str, Any]) -> Drafter:
         return self._drafter(row["drafter"])
@@ -258,9 +134,9 @@ class Kept:
         return self._drafters[name]
 
     def turns(self, batch: int) -> Turns:
-        num = -(-max(batch, NUM_PROMPTS) // batch) * batch
+        num = QUEUES.get(batch, 3 * batch)
         prompts = [self.prompts[i % len(self.prompts)] for i in range(num)]
-        new = min(self.most_new, LONGER_TEXTS.get(batch, 1) * self.new_tokens)
+        new = [min(self.most_new, self.new_tokens)] * num if batch == 1 else uneven(num, self.most_new)
         return Turns(self.engine, prompts, new, batch)
 
 
@@ -272,11 +148,12 @@ def measure_one_at_a_time(
     ways = [Way("plain")] + [Way(r["case"], kept.drafter(r), NUM_DRAFTS) for r in kept.rows]
     found = turns.measure(ways, temperature, repeats=repeats, until=until)
     for i, row in enumerate(kept.rows, start=1):
-        record_one(row, greedy or found, found if greedy else None, i, kept.new_tokens)
+        texts = f"{len(turns.texts)} of them, one at a time, {kept.new_tokens} new"
+        record_one(row, greedy or found, found if greedy else None, i, texts)
     return found
 
 
-def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, num_new: int) -> None:
+def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, texts: str) -> None:
     ratios = greedy.ratios(i)
     quality = {**row["quality"], "ratio_p20_p80": _range(ratios)}
     if drawn is not None:
@@ -294,7 +171,7 @@ def record_one(row: dict[str, Any], greedy: Rates, drawn: Rates | None, i: int, 
         ratio=statistics.median(ratios),
         quality=quality,
         config=row["config"],
-        note=f"{row['note']}; tokens/s: {NUM_PROMPTS} of them, one at a time, {num_new} new, {len(ratios)} turns",
+        note=f"{row['note']}; tokens/s: {texts}, {len(ratios)} turns",
     )
     said = f"drawn {quality['sampled_ratio']:.2f}x {quality['sampled_ratio_p20_p80']}" if drawn else ""
     print(
@@ -316,15 +193,26 @@ def measure_batch(
 ) -> float:
     """Under a controller for each of these drafters, or one for the first of them at all loads. Seconds of a turn."""
     began, turns = time.perf_counter(), kept.turns(batch)
-    if carried:
-        rows = rows[:1]
-    elif batch > 1:
-        rows = [row for row in rows if not row["drafter"].startswith("ngram+")]
-    ways = [kept.controlled(row, carried=carried) for row in rows]
-    found = turns.measure_pairs(ways, temperature, repeats=repeats, until=until)
+    counts = turns_of(rows, batch, repeats)
+    counts = {name: counts[name] for name in list(counts)[: 1 if carried else None]}
+    rows = [row for row in rows if row["drafter"] in counts]
+    ways = [kept.controlled(row, counts[row["drafter"]], carried=carried) for row in rows]
+    found = turns.measure_pairs(ways, temperature, until=until)
     for way, row, rates in zip(ways, rows, found, strict=True):
         record_batch(kept, turns, rates, way, row, temperature)
     return (time.perf_counter() - began) / (WARM_TURNS + len(found[0].turns))
+
+
+def turns_of(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> dict[str, int]:
+    """Counted turns by drafter; lookup before another is for one request at a time."""
+    names = [row["drafter"] for row in rows if batch == 1 or not row["drafter"].startswith("ngram+")]
+    return {name: repeats if i == 0 else min(repeats, FEW_TURNS) for i, name in enumerate(names)}
+
+
+def expected(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> float:
+    """Seconds on an H200, where drafts gain nothing."""
+    num = sum(WARM_TURNS + n for n in turns_of(rows, batch, repeats).values())
+    return 2 * num * PLAIN_SECONDS.get(batch, 1.2)
 
 
 def record_batch(
@@ -332,7 +220,8 @@ def record_batch(
 ) -> None:
     plain, ratios, text = found.of(0), found.ratios(1), "drawn" if temperature else "greedy"
     batch, layers = turns.batch, row["config"]["layers"]
-    config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch}
+    config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch, "load": REFILLED}
+    longest, num = max(n for _, n in turns.texts), len(turns.texts)
     line = record(
         bench=BENCH,
         case=f"batch {batch}",
@@ -348,6 +237,7 @@ def record_batch(
             "ratio_sum": significant(found.total(1), 4),
             "ratio_p20_p80": _range(ratios),
             "first": significant(found.first(1), 3),
+            "steps": dict(found.steps(1)),
         },
         config={
             **config,
@@ -355,14 +245,14 @@ def record_batch(
             "text": text,
             **({"controller": way.controller} if way.controller else {}),
         },
-        note=f"{len(turns.prompts)} requests of {turns.new_tokens} new tokens, {len(ratios)} turns; the goodput "
-        "controller chooses the number of guesses",
+        note=f"a queue of {num} texts of up to {longest} new tokens, timed until a place stays empty (plain: "
+        f"{found.seconds():.2f} s), {len(ratios)} pairs of turns; the goodput controller chooses the number of guesses",
     )
     print(
         f"{way.name} {way.controller}, {text}, batch {batch:3}: {line['value']:8.0f} against "
         f"{line['baseline_value']:8.0f} tokens/s {line['ratio']:.3f}x {_range(ratios)} of {len(ratios)}, "
-        f"all seconds {found.total(1):.3f}x, min {min(ratios):.3f} first {found.first(1):.3f}"
-        f"{_learned(way.goodput)}",
+        f"all seconds {found.total(1):.3f}x, min {min(ratios):.3f} first {found.first(1):.3f}, "
+        f"steps {dict(found.steps(1))}{_learned(way.goodput)}",
         flush=True,
     )
 
@@ -370,7 +260,7 @@ def record_batch(
 def measure_all(
     folder: Path,
     target: Decoder | None = None,
-    repeats: int = 8,
+    repeats: int = TURNS,
     *,
     batches: Sequence[int] = BATCHES,
     served: Sequence[str] = SERVED,
@@ -394,7 +284,14 @@ def measure_all(
     # What matters most first; 0: one drafter at a time.
     tasks = [(b, 0.0, False) for b in order] + [(b, 0.0, True) for b in order]
     tasks += [(0, 0.0, False), *((b, 1.0, False) for b in (*order, 0))]
-    there = until - time.perf_counter()
+    ahead = [
+        expected(rows, batch, repeats) for batch in order
+    ]  # of tasks that are to have their share of the time
+    print(
+        f"about {sum(ahead):.0f} s on an H200 for greedy texts under a controller at {order}, at most; then, for as "
+        f"long as there is time, the rest; {until - time.perf_counter():.0f} s are there",
+        flush=True,
+    )
     greedy: Rates | None = None
     taken: dict[int, float] = {}  # requests at once -> seconds of a turn
     gc.collect()
@@ -404,7 +301,8 @@ def measure_all(
         if now > until - LEAST_TIME:
             print("no time for the rest", flush=True)
             break
-        soon = min(until, now + TIME.get(batch, 0.2) * there)
+        soon = now + (until - now) * (ahead[0] / sum(ahead) if ahead else 1.0)
+        ahead = ahead[1:]
         if batch in taken and now + (WARM_TURNS + 1) * taken[batch] > until:
             print(f"no time for {batch} at once again", flush=True)
             continue
@@ -449,7 +347,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", type=Path, required=True, help="the folder of bench/drafter.py")
-    parser.add_argument("--repeats", type=int, default=8, help="counted turns")
+    parser.add_argument("--repeats", type=int, default=TURNS, help="counted turns of the trained drafter")
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--serve", nargs="*", default=list(SERVED))
     parser.add_argument("--seconds", type=float, default=1e9, help="for everything, the loading apart")

@@ -11,6 +11,7 @@ from shoestring.bench.results import markdown, newest, provenance
 BENCH = "drafter"
 LONGER = "more steps"
 PEER = "peer"
+REFILLED, CLOSED = "refilled", "closed"  # where a text ends another begins, or none
 FEW_STEPS = 100
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
@@ -136,17 +137,15 @@ def batches() -> str:
         return "Not measured yet."
     last = {_shape(n["config"]["target"]): n["config"]["target"] for n in lines}  # the newest of a shape
     lines = [n for n in lines if n["config"]["target"] in last.values()]
-    cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    cells: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for n in lines:
         c = n["config"]
         drafter = c["drafter"] + (", one controller for all" if c.get("controller") else "")
-        cells.setdefault((c["target"], drafter, c["text"]), {})[c["batch"]] = n
+        row = _shape(c["target"]), drafter, c["text"], c.get("load", CLOSED)
+        cells.setdefault(row, {})[c["batch"]] = n
     sizes = sorted({n["config"]["batch"] for n in lines})
-    rows = []
-    for (target, drafter, text), found in cells.items():
-        shown = [_change(found[b]) if b in found else "" for b in sizes]
-        rows.append([_shape(target), drafter, text, *shown])
-    header = ["target", "drafter", "text", *(f"{b} at once" for b in sizes)]
+    rows = [[*row, *(_change(found[b]) if b in found else "" for b in sizes)] for row, found in cells.items()]
+    header = ["target", "drafter", "text", "batch", *(f"{b} at once" for b in sizes)]
     return markdown(header, rows) + provenance(lines)
 
 
@@ -157,4 +156,15 @@ def _change(line: dict[str, Any]) -> str:
     # What is asked is 0.98: a loss is not rounded up to it.
     both = [line["ratio"], *([line["quality"]["ratio_sum"]] if "ratio_sum" in line["quality"] else [])]
     median, *whole = [f"{ratio:.{3 if ratio < 1 else 2}f}" for ratio in both]
-    return f"{rates} ({median}{f', all turns {whole[0]}' if whole else ''}x; {low:.2f} to {high:.2f})"
+    whole = [f", all turns {ratio}" for ratio in whole]
+    return f"{rates} ({median}{''.join(whole)}x; {low:.2f} to {high:.2f}{_did(line['quality'].get('steps'))})"
+
+
+def _did(steps: dict[str, int] | None) -> str:
+    """In how many of all steps guesses were made, by choice or to try."""
+    if steps is None:
+        return ""
+    probes, drafted = steps.get("probe", 0), steps.get("drafted", 0)
+    if not drafted:
+        return f"; nothing drafted but {probes} probes" if probes else "; nothing drafted"
+    return f"; drafts in {(probes + drafted) / sum(steps.values()):.0%} of steps"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,14 @@ class Watched(Goodput):
     def _grown(self) -> int:
         before, self._allocs = self._allocs, device_allocs()
         return self._allocs - before
+
+    def counts(self) -> Counter[str]:
+        """Steps since the last time that was told, plain ones, drafts by choice and probes."""
+        found: Counter[str] = Counter()
+        for kind, (num, *_) in self.done.items():
+            name = kind.split()[0]
+            found["drafted" if name in ("draft", "read") else name] += int(num)
+        return found
 
     def told(self, num_requests: int) -> str:
         """What happened since the last time."""
