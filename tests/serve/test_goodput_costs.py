@@ -7,7 +7,7 @@ import statistics
 import pytest
 from replayed import OUTLIER, Machine
 
-NEW = {1: 96, 4: 384, 16: 384, 64: 384}  # new tokens of a request, as in bench/drafter_speed.py
+NEW = {1: 96, 4: 384, 16: 384, 64: 384}  # new tokens of a request
 PAYS = {1: 2.5, 4: 2.2, 16: 1.8, 64: 0.98}  # times plain decoding, of a good drafter
 GOOD, FAIR, BAD = (0.9, 1), (0.6, 1), (0.2, 3)  # acceptance and layers
 

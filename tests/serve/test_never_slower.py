@@ -1,7 +1,7 @@
 """The whole engine on a fake clock: no drafter costs 2%, with prompts to read, pauses and texts to catch up on.
 
 Every pass of a model moves the clock by what such passes take on a GPU, relative to each other; the host is free.
-Requests come in rounds, as in bench/drafter_speed.py; the first rounds, in which the controller learns, do not count.
+Requests come in rounds; the first rounds, in which the controller learns, do not count.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ class Kept:
         goodput.proposed = self._watched[name]
         self.engine.use_drafter(drafter, None, goodput)
         self.engine.prepare()
+        for i in range(self.engine.chunk.bit_length()):
+            goodput.costs(1 << i)  # where there are no graphs, too: not while requests run
         return Way(row["case"], drafter, None, goodput, "carried" if carried else "", turns)
 
     def drafter(self, row: dict[str, Any]) -> Drafter:
