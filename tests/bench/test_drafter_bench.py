@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,21 @@ def test_time_is_shared_by_what_is_expected() -> None:
     whole = sum(drafter_speed.expected(rows, batch, 6) for batch in drafter_speed.BATCHES)
     assert whole < 112, "loading and graphs come on top, and 130 seconds are for all"
     assert all(drafter_speed.QUEUES[batch] > 2 * batch for batch in drafter_speed.BATCHES)
+
+
+def test_drafters_that_are_not_served_are_measured_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"case": "LK", "drafter": "lk", "config": {"budget": "equal compute"}}]
+    monkeypatch.setattr(drafter_speed, "Kept", lambda *args: SimpleNamespace(rows=rows))
+    asked: list[float] = []
+    found = drafter_turns.Rates([], [])
+
+    def measure(kept: object, temperature: float, *rest: object) -> drafter_turns.Rates:
+        asked.append(temperature)
+        return found
+
+    monkeypatch.setattr(drafter_speed, "measure_one_at_a_time", measure)
+    drafter_speed.measure_all(Path("kept"))
+    assert asked == [0.0, 1.0]
 
 
 def test_a_slow_step_says_where_its_time_went() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,9 +44,8 @@ def test_files_come_once_mixed_and_within_limits(tmp_path: Path) -> None:
     assert 4 <= sum("one" in text for text in first) <= 16  # not one package after the other
     assert list(texts([one, two], 10**9, 10**9)) == found
     size = len(found[0])
-    assert (
-        found[: (part := len(list(texts([one, two], 9 * size, 10**9))))] == found[:part] and 8 <= part <= 10
-    )
+    part = list(texts([one, two], 9 * size, 10**9))
+    assert part == found[: len(part)] and 8 <= len(part) <= 10
     few = list(texts([one, two], 10**9, 5 * size))
     assert {sum(p in text for text in few) for p in ("one", "two")} <= {4, 5}
 
@@ -76,6 +76,25 @@ def test_a_package_that_pip_cannot_get_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError, match="no-such-package==1"):
         fetch("no-such-package==1", tmp_path)
+
+
+def test_what_was_read_by_half_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = archive(tmp_path / "one-1.0.whl", {"one/a.py": "a = 1\n", "one/b.so": "", "one/c.py": "c = 3\n"})
+    whole = wheel.read_bytes()
+
+    def download(command: list[str], **options: object) -> SimpleNamespace:
+        (Path(command[command.index("--dest") + 1]) / wheel.name).write_bytes(whole)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(python_corpus.subprocess, "run", download)
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    with zipfile.ZipFile(fetch("one==1.0", folder)) as sources:
+        assert sources.namelist() == ["one/a.py", "one/c.py"]
+    whole = whole.replace(b"c = 3", b"c = 4")  # not what its checksum says
+    with pytest.raises(zipfile.BadZipFile):
+        fetch("two==1.0", folder)
+    assert [path.name for path in folder.iterdir()] == ["one==1.0.zip"]
 
 
 def test_the_packages_are_pinned() -> None:

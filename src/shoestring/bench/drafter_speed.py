@@ -271,7 +271,7 @@ def measure_all(
 ) -> None:
     """`seconds`: for everything, the loading apart. What matters most comes first, drawn texts with what is left; a
     part that has had its share of the time ends with the turns it has."""
-    kept = Kept(folder, target, tokens, max(batches))
+    kept = Kept(folder, target, tokens, max(batches, default=1))
     rows = serve_rows(kept.rows, served)
     missing = [n for n in (*served, UNTRAINED) if n not in {r["case"] for r in kept.rows}]
     print(f"{len(kept.rows)} drafters; not there: {missing or 'none'}", flush=True)
@@ -282,13 +282,12 @@ def measure_all(
     for row in rows:
         with clock(f"graphs for {row['case']}"):
             kept.controlled(row)
-    order = [*(b for b in batches if b == 1), *sorted((b for b in batches if b > 1), reverse=True)]
+    order = [b for b in sorted(batches, key=lambda b: (b > 1, -b)) if rows]  # 1, then the most first
     # What matters most first; 0: one drafter at a time.
     tasks = [(b, 0.0, False) for b in order] + [(b, 0.0, True) for b in order]
     tasks += [(0, 0.0, False), *((b, 1.0, False) for b in (*order, 0))]
-    ahead = [
-        expected(rows, batch, repeats) for batch in order
-    ]  # of tasks that are to have their share of the time
+    # Seconds of the tasks that are to have their share of the time.
+    ahead = [expected(rows, batch, repeats) for batch in order]
     print(
         f"about {sum(ahead):.0f} s on an H200 for greedy texts under a controller at {order}, at most; then, for as "
         f"long as there is time, the rest; {until - time.perf_counter():.0f} s are there",

@@ -46,26 +46,17 @@ def fetch(package: str, folder: Path) -> Path:
     """The .py files of a package as a zip archive in `folder`."""
     sources = folder / f"{package}.zip"
     with tempfile.TemporaryDirectory(dir=folder) as temp:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            *PLATFORM,
-            "--dest",
-            temp,
-            package,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM]
+        done = subprocess.run([*pip, "--dest", temp, package], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise UserError(f"pip could not download {package}: {done.stderr.strip()[-300:]}")
         (wheel,) = Path(temp).glob("*.whl")
-        with zipfile.ZipFile(wheel) as given, zipfile.ZipFile(sources, "w", zipfile.ZIP_DEFLATED) as taken:
+        part = Path(temp) / "part.zip"  # a half-written one would be taken for whole by the next call
+        with zipfile.ZipFile(wheel) as given, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as taken:
             for entry in given.infolist():
                 if entry.filename.endswith(".py"):
                     taken.writestr(entry.filename, given.read(entry))
+        part.replace(sources)
     return sources
 
 
