@@ -25,8 +25,6 @@ TEXTS = {
 }
 COLUMNS = {**{m: m for m in PLAIN}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
 MODELS = (SMOLLM2, KEPT, STORIES)
-
-
 ASKED = {SMOLLM2: (64, 192)}  # groups whose every grid the table should have one day
 
 

@@ -86,7 +86,7 @@ PARTS: dict[str, list[Cell]] = {
     "plain192": [(SMOLLM2, method, label, 0) for label in grids(192) for method in PLAIN],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
-# Weights on no grid, and a width that groups of 128 divide; wants a model that was kept, so only on demand.
+# Weights on no grid, and a width that groups of 128 divide; wants a model that was kept, so only with --part kept.
 PARTS["kept"] = [
     *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", FOUR)),
     *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),

@@ -41,9 +41,8 @@ def lines_of(model: str, *, repeats: bool | None = None) -> list[dict[str, Any]]
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
 
-    def read_again(
-        config: dict[str, Any],
-    ) -> bool:  # the oldest lines do not say how long their text was: short
+    def read_again(config: dict[str, Any]) -> bool:
+        # The oldest lines do not say how long their text was: short.
         return config.get("different_tokens", 0) < config["tokens"]
 
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]

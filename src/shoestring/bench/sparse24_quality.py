@@ -9,9 +9,9 @@
 
 Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
 dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
-FST and S-STE have the MVUE weight gradient, and the exact one in rows that say so, which costs a third of the speed
-but adds no noise to the gradient. SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in
-the weights alone. Its decay is the published 2e-4; FST's is found by its controller.
+FST and S-STE have the MVUE weight gradient, and in rows that say so the exact one, which is without MVUE's noise.
+SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
+published 2e-4; FST's is found by its controller.
 
 A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
 next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
@@ -262,9 +262,8 @@ def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -
             torch.cuda.empty_cache()  # other processes may be compiling beside this one
     turns.take_turn()
     for case, run, data, hooks in runs:
-        train(
-            run, data, CrossEntropy(), steps=half + WARM, hooks=hooks, log_every=WARM
-        )  # takes its memory back
+        # The first steps take back the memory that was given away above.
+        train(run, data, CrossEntropy(), steps=half + WARM, hooks=hooks, log_every=WARM)
         began = time.perf_counter()
         train(run, data, CrossEntropy(), steps=steps, hooks=hooks, log_every=steps)
         rate = (steps - half - WARM) * data.tokens_per_step / (time.perf_counter() - began)

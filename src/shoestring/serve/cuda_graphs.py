@@ -87,9 +87,8 @@ class StepGraphs:
         self._width = cache.pool.blocks_for(fused.spec.max_positions)
         # Behind the tables one more number, where padding rows write.
         self._tables = torch.zeros(0, dtype=torch.int32, device=fused.device)
-        self._known: list[
-            tuple[Sequence[int], int]
-        ] = []  # per table row: whose blocks, and how many are there
+        # Per table row: whose blocks, and how many are there.
+        self._known: list[tuple[Sequence[int], int]] = []
         self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
         self._graphs: dict[tuple[object, ...], StepGraph] = {}
         self._num_moves = cache.num_moves

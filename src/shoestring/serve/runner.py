@@ -64,12 +64,8 @@ from shoestring.serve.whole_texts import few_plans
 EAGER_SPLITS = 8  # ranges that keys are cut into where few requests are no graph; else 1
 WIDTH = 16  # tables have a multiple of so many blocks
 LAUNCH_ROWS = 512  # rows of whole texts of one length for a launch of their own; else all go by table in one
-FINE, MANY, COARSE, MOST = (
-    64,
-    512,
-    256,
-    2048,
-)  # rows by table: multiples of FINE up to MANY, of COARSE up to MOST
+# Rows by table are padded to powers of two up to FINE, to multiples of FINE up to MANY and of COARSE up to MOST.
+FINE, MANY, COARSE, MOST = 64, 512, 256, 2048
 WARM_LOGITS = 256  # rows with logits, at most, that are met before the first request
 
 
