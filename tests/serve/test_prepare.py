@@ -347,3 +347,14 @@ def test_drafts_are_for_as_many_rows_as_all_requests_have(monkeypatch: pytest.Mo
     samplings = [Sampling(max_tokens=20 if i == 0 else 2, ignore_eos=True) for i in range(8)]
     engine.generate([[i, 2, 3] for i in range(8)], samplings)
     assert asked[0] == (8, 3) and all(num * (1 + limit) <= 32 for num, limit in asked)
+
+
+def test_costs_are_known_where_a_chunk_is_no_power_of_two() -> None:
+    target = tiny_decoder(0)
+    drafter = DraftModel(near_copy(target, 0.0), graphs=True)
+    engine = Engine(target, max_requests=8, max_context=64, chunk=40, drafter=drafter, graphs=True)
+    engine.prepare()
+    assert engine.goodput is not None
+    known = set(engine.goodput.costs.known)
+    engine.generate([[i, 2, 3] for i in range(8)], Sampling(max_tokens=20, ignore_eos=True))
+    assert set(engine.goodput.costs.known) == known, "measured while requests waited"

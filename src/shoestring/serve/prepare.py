@@ -52,7 +52,7 @@ def prepare_drafting(
     if drafter is not None and hasattr(drafter, "prepare"):
         drafter.prepare(max_requests, KINDS, goodput.lengths, max_context)
     rows = 1
-    while rows <= min(2 * max_requests * (1 + max(goodput.lengths)), chunk):
+    while rows < 2 * min(max_requests * (1 + max(goodput.lengths)), chunk):  # the next power of two, too
         goodput.costs(rows)
         rows *= 2
 
