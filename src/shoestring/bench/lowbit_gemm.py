@@ -338,9 +338,8 @@ def compile_ours(labels: Sequence[str]) -> None:
 
 def run_module(name: str, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", f"shoestring.bench.{name}", *arguments]
-    return subprocess.Popen(
-        command, start_new_session=True
-    )  # so that compilers it starts can be ended with it
+    # A group of its own, so that compilers it starts can be ended with it.
+    return subprocess.Popen(command, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[bytes], what: str, until: float) -> None:

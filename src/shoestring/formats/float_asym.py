@@ -61,9 +61,8 @@ def normal_float_table(bits: int) -> tuple[float, ...]:
 
     def quantiles(count: int) -> list[float]:
         step = (0.5 - offset) / (count - 1)
-        return [
-            NormalDist().inv_cdf(1 - offset - i * step) for i in range(count - 1)
-        ]  # without 0.5, which is 0
+        # Without 0.5, which is 0.
+        return [NormalDist().inv_cdf(1 - offset - i * step) for i in range(count - 1)]
 
     negative, positive = quantiles(half), quantiles(half + 1)
     largest = positive[0]

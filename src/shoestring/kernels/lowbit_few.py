@@ -156,9 +156,8 @@ def rule(
     many = row_warps >= 7 if pair == 1 or rows <= 4 else False
     most = 28 if many or (pair == 1 and rows <= 4 and row_warps > 2) else 16
     most = max(1, min(most // row_warps, ceil_div(chunks, 2)))
-    k_warps = min(
-        range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k
-    )  # columns that come out even
+    # Columns that come out even.
+    k_warps = min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)
     while k_warps:
         for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
             plan = Plan(row_warps, k_warps, pair, panel=panel, digits=digits * int(not panel))
@@ -178,10 +177,8 @@ def rule_beside(
     row_warps = ceil_div(wanted, pair)
     most = max(1, min(16 // row_warps, ceil_div(chunks, 2)))
     k_warps = min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)
-    if (
-        row_warps * pair > 7 and layout.bits > 2
-    ):  # much work for a warp: a long ring is worth more than a second warp
-        k_warps = 1
+    if row_warps * pair > 7 and layout.bits > 2:
+        k_warps = 1  # much work for a warp: a long ring is worth more than a second warp
     for depth in (6, 5, 4, 3) if k_warps == 1 else (5, 4, 3):
         plan = Plan(row_warps, k_warps, pair, depth, digits=1, beside=1)
         if plan.fits(layout, rows, width, norm):

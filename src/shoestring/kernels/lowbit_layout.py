@@ -91,9 +91,8 @@ def _field(bits: int, j: int, i: int) -> list[tuple[int, int]]:
         return [(j, 4 * i + n) for n in range(4)]
     if bits == 2:
         return [(j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)]
-    two = [
-        (j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)
-    ]  # the lower bits as with 2 bits, the third apart
+    # The lower bits as with 2 bits, the third apart.
+    two = [(j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)]
     shift = (2, 4, 3, 5)[i] if j // 2 % 2 == 0 else (6, 8, 7, 9)[i]
     return [*two, (4 + j // 4, j % 2 * 8 + shift)]
 

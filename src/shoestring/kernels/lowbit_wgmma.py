@@ -143,9 +143,8 @@ def estimate(plan: WidePlan, layout: Layout, rows: int, out: int, width: int, sm
     chunks = ceil_div(ceil_div(width, CHUNK_WIDTH), plan.split)
     blocks = plan.items(rows, out) * plan.split
     together = max(1, min(blocks, most_blocks(plan.split, sms)))
-    work = 0.12 + plan.groups * (
-        (0.11 if layout.table else 0.08) + 0.0019 * plan.tile
-    )  # decoding and products
+    decoding = 0.11 if layout.table else 0.08
+    work = 0.12 + plan.groups * (decoding + 0.0019 * plan.tile)  # and products
     weights = plan.groups * 4 * layout.chunk_bytes * together / 4.0e6  # from memory
     inputs = plan.tile * 2 * CHUNK_WIDTH * together / 13e6  # from the cache
     waves = ceil_div(blocks, together)

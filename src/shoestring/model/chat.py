@@ -66,10 +66,8 @@ def fault(template: str) -> str | None:
         _compile(template)
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {(error.message or '').rstrip('.')}"
-    except (
-        SyntaxError
-    ) as error:  # of the Python that Jinja makes ('break' outside loop); its lines say nothing
-        return error.msg
+    except SyntaxError as error:
+        return error.msg  # of the Python that Jinja makes ('break' outside loop); its lines say nothing
     except RecursionError:
         return "it is nested too deeply"
     return None

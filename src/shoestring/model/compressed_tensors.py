@@ -359,9 +359,7 @@ class CompressedFiles:
             self._files.read(f"{module}.weight_zero_point"),
             self._files.shape(f"{module}.weight_scale"),
         )
-        if (
-            zero.dtype == torch.int8 and zero.shape == shape
-        ):  # as older releases stored them: signed, not packed
+        if zero.dtype == torch.int8 and zero.shape == shape:  # of older releases: signed, not packed
             return (zero.to(torch.int16) + middle).to(torch.uint8)
         if zero.dtype != torch.int32 or zero.shape != (-(-rows * format.bits // 32), shape[1]):
             raise UserError(

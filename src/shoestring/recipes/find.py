@@ -63,9 +63,8 @@ def load_recipe(name: str) -> ModuleType:
     except UserError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(
-            error.__traceback__
-        )  # the loader has made a path of its own, an absolute one
+        # By the loader's own path of the file, an absolute one.
+        frames = traceback.extract_tb(error.__traceback__)
         line = next((f.lineno for f in reversed(frames) if f.filename == spec.origin), 1)
         raise UserError(f"{name}, line {line}: {type(error).__name__}: {error}") from error
     missing = [part for part in ("Config", "main") if not hasattr(module, part)]

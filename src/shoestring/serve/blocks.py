@@ -124,9 +124,8 @@ class BlockPool:
             parent = table.hashes[-1] if table.hashes else table.root
             found = chain(parent, tokens[index * size : (index + 1) * size])
             table.hashes.append(found)
-            if (
-                found not in self._block_of
-            ):  # else somebody computed the same at the same time: keep the first
+            # Else somebody computed the same at the same time: keep the first.
+            if found not in self._block_of:
                 self._block_of[found] = table.blocks[index]
                 self._hash_of[table.blocks[index]] = found
 

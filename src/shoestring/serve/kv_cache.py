@@ -101,9 +101,8 @@ class KVCache:
         place_T, position_T = torch.tensor(rows, device=device).T.contiguous()
         groups = [list(group) for _, group in groupby(spans, key=lambda s: s.num)]
         index_of = [self._index(group, device) for group in groups]
-        masks: dict[
-            tuple[int, int | None], Tensor
-        ] = {}  # by (first row of the group, window), for all layers
+        # By (first row of the group, window), for all layers.
+        masks: dict[tuple[int, int | None], Tensor] = {}
 
         def attend(layer: int, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> Tensor:
             keys = self._keys[layer] = self._grown(self._keys[layer], k_BTGD)

@@ -268,9 +268,8 @@ class Watched:
         row = 0
         for request, _, num in self.seen:
             # Not simply num_kept: the first of these rows may be a draft, behind the prompt's last token.
-            num_text = (
-                len(request.tokens) + num_kept[request.id] - 1
-            )  # positions whose tokens are certain now
+            # `num_text`: positions whose tokens are certain now.
+            num_text = len(request.tokens) + num_kept[request.id] - 1
             kept = min(num, max(0, num_text - request.num_prompt - request.num_watched))
             total_L = cosine_LR[:, row : row + kept].sum(1)
             request.similarity = total_L if request.similarity is None else request.similarity + total_L

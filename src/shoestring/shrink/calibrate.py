@@ -70,9 +70,8 @@ class Statistics:
 @dataclass(frozen=True)
 class BlockStep:
     index: int
-    statistics: dict[
-        str, Statistics
-    ]  # by the layer's name inside the block; shared objects for shared inputs
+    # By the layer's name inside the block; shared objects for shared inputs.
+    statistics: dict[str, Statistics]
 
 
 def windows(tokens: Tensor, num_windows: int, context: int) -> Tensor:

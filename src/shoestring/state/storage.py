@@ -65,9 +65,8 @@ from shoestring.state.manifest import (
 )
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK = (
-    1 << 24
-)  # bytes hashed and written at a time: large enough to be fast, small enough to stay out of the way
+# Bytes hashed and written at a time: large enough to be fast, small enough to stay out of the way.
+CHUNK = 1 << 24
 
 # Hidden siblings of a checkpoint: being written, replaced by a newer one of the same name, being deleted.
 NEW, OLD, GONE = ".shoestring-new-", ".shoestring-old-", ".shoestring-gone-"

@@ -44,13 +44,8 @@ FREE = (
     *("run", "resume", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every", "steps"),
     *("text", "eval_context", "eval_tokens", "out"),
 )
-STAGES = (
-    "clipped",
-    "teacher",
-    "tokens",
-    "checkpoints",
-    "blocks",
-)  # folders that a finished run does not need
+# Folders that a finished run does not need.
+STAGES = ("clipped", "teacher", "tokens", "checkpoints", "blocks")
 
 
 @dataclass(frozen=True)
