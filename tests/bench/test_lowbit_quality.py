@@ -309,6 +309,15 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     assert "int4:g192" in absent and "int2:g192" not in absent and len(absent) == 14
 
 
+def test_settings_are_judged_on_one_text() -> None:
+    def found(method: str, **quality: float) -> lowbit_found.Found:
+        return lowbit_found.Found(method, [{"quality": quality, "config": {"seed": 0}}])
+
+    low, high = found("low", perplexity=5.0, valid=7.0), found("high", perplexity=6.0, valid=6.5)
+    assert lowbit_found.best_of([low, high]) is high
+    assert lowbit_found.best_of([found("old", perplexity=5.5), low, high]) is low
+
+
 @pytest.mark.assets
 def test_stories260k_is_read_as_it_was_trained(assets: Path) -> None:
     home = assets / "models/stories260k"

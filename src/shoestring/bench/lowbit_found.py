@@ -1,7 +1,7 @@
 """What bench/lowbit_quality found: the settings that stand for each method, the tables of docs/, and what must hold.
 
 Where several settings of a trained method were measured, the one with the lowest perplexity on the validation text
-(where there is none, on the measured one) stands for it; trained methods are compared at equal training tokens only.
+(where some have none, on the measured one) stands for it; trained methods are compared at equal training tokens only.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Found:
         return sorted(n["quality"]["perplexity"] for n in self.lines)
 
     @property
-    def judged(self) -> float:
-        """By the validation text, where there is none by the test text."""
-        return statistics.mean(n["quality"].get("valid", n["quality"]["perplexity"]) for n in self.lines)
+    def validated(self) -> bool:
+        return all("valid" in n["quality"] for n in self.lines)
+
+    def judged(self, text: str) -> float:
+        return statistics.mean(n["quality"][text] for n in self.lines)
 
     @property
     def num_seeds(self) -> int:
@@ -79,14 +81,19 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
     for n in counting():
         c = n["config"]
         runs.setdefault((c["model"], c["method"], c["format"], c.get("training_tokens", 0)), []).append(n)
-    best: dict[tuple[str, str, str], Found] = {}
+    settings: dict[tuple[str, str, str], list[Found]] = {}
     for (model, method, label, tokens), lines in runs.items():
         if tokens and tokens != equal_tokens(runs, model, label):
             continue
         kind = MIXED if "mix=" in method else method.partition("@")[0]
-        key, found = (model, kind, label), Found(method, lines)
-        best[key] = min(best.get(key, found), found, key=lambda f: (-f.num_seeds, f.judged))
-    return best
+        settings.setdefault((model, kind, label), []).append(Found(method, lines))
+    return {key: best_of(found) for key, found in settings.items()}
+
+
+def best_of(settings: list[Found]) -> Found:
+    """By the validation text, or the measured one where some were not measured on it: two texts do not compare."""
+    text = "valid" if all(found.validated for found in settings) else "perplexity"
+    return min(settings, key=lambda found: (-found.num_seeds, found.judged(text)))
 
 
 def equal_tokens(runs: Iterable[tuple[str, str, str, int]], model: str, label: str) -> int:
