@@ -316,7 +316,7 @@ def measure_all(
                 few = min(repeats, SINGLE_TURNS)
                 found = measure_one_at_a_time(kept, temperature, greedy, few, soon)
                 greedy = greedy or found
-        except Exception:  # the next may still be worth its time on a borrowed machine
+        except Exception:  # the next may still be worth measuring
             traceback.print_exc()
         print(f"[{time.perf_counter() - began:.1f} s]", flush=True)
     gc.unfreeze()

@@ -420,7 +420,7 @@ def main() -> None:
         began = time.perf_counter()
         try:
             parts[part](args)
-        except Exception:  # the next part may still be worth its time on a borrowed machine
+        except Exception:  # the next part may still be worth measuring
             if len(args.parts) == 1:
                 raise
             traceback.print_exc()
