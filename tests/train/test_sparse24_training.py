@@ -205,6 +205,8 @@ def test_the_controller_probes_then_servoes_the_decay() -> None:
     resumed.load_state_dict(controller.state_dict())
     resumed._servo(0.1)
     assert resumed.decay.strength == pytest.approx(first / 100)
+    with pytest.raises(UserError, match="older kind"):
+        resumed.load_state_dict({"rates": 1.0, "lrs": 1.0, "mu": None, "strength": 0.0, "awake": False})
     fit(run, 14, hooks)
     assert sorted(series(run, "mu")) == sorted(series(run, "masked_decay")) == [6, 8, 10, 12, 14]
     with pytest.raises(UserError, match="at least 20"):

@@ -364,13 +364,18 @@ class FlipController(Hook):
     def state_dict(self) -> dict[str, Any]:
         awake = any(layer.awake for layer in sparse_layers(self.model, resting=True))
         return {
-            "rates": self.rates, "lrs": self.lrs, "mu": self.mu, "strength": self.decay.strength, "first": self.first,
-            "awake": awake,
+            "rates_by_weight": self.rates, "lrs": self.lrs, "mu": self.mu, "strength": self.decay.strength,
+            "first": self.first, "awake": awake,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rates, self.lrs, self.mu = state["rates"], state["lrs"], state["mu"]
-        self.decay.strength, self.first = state["strength"], state.get("first", 0.0)
+        if "rates_by_weight" not in state:
+            raise UserError(
+                "this checkpoint has a flip-rate controller of an older kind, whose reference does not know that "
+                "weights grow; go on with the code that wrote it, or train anew"
+            )
+        self.rates, self.lrs, self.mu = state["rates_by_weight"], state["lrs"], state["mu"]
+        self.decay.strength, self.first = state["strength"], state["first"]
         if state["awake"]:
             self._wake()
 
