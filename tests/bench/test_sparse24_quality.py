@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from shoestring.bench import results, sparse24_quality
 from shoestring.bench.kept import open_kept
-from shoestring.bench.sparse24_found import table
+from shoestring.bench.sparse24_found import curves, table
 from shoestring.bench.sparse24_quality import Deadline, Size, Turn, rows_of, thinned
 from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
@@ -160,6 +160,12 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert "validation loss" not in capsys.readouterr().out
     shown = table()
     assert shown.count("\n| ") == 3 and f"{lines[1]['value']:.4f}" in shown and "%" in shown
+    call(monkeypatch, *common, "--refresh", 6, "--rows", "dense:0", "FST:0")  # dense has no masks: known
+    (other,) = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()][
+        2:
+    ]
+    assert other["case"] == "FST, masks every 6" and other["quality"]["masks_every"] == 6
+    assert table().count("\n| ") == 4 and curves().count("\n| ") == 4
     # A row of another corpus starts a table of its own.
     other = {**lines[0], "value": 9.0, "config": {**lines[0]["config"], "corpus": "another"}}
     with (tmp_path / "sparse24_quality.jsonl").open("a") as f:

@@ -106,7 +106,8 @@ def curves_of(lines: list[dict[str, Any]]) -> str:
         return NOTHING
     steps = columns(max((n["quality"]["flip_curve"] for n in lines), key=len))
     found = {n["case"]: n for n in lines}
-    rows = [[case, *(cell(found[case], step) for step in steps)] for case in CASES if case in found]
+    cases = [case for case in dict.fromkeys((*CASES, *found)) if case in found]
+    rows = [[case, *(cell(found[case], step) for step in steps)] for case in cases]
     return markdown(["flips per thousand weights, at step", *map(str, steps)], rows)
 
 

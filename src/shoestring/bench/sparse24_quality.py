@@ -360,6 +360,9 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, help="of the corpus")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
     parser.add_argument("--steps", type=int, help="other than the size's own")
+    parser.add_argument(
+        "--refresh", type=int, help="steps between new masks of FST, other than the size's own"
+    )
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
     torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
@@ -367,6 +370,8 @@ def main() -> None:
     size = SIZES[args.size]
     if args.steps:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
+    if args.refresh:
+        size = replace(size, refresh=args.refresh)
     if args.corpus:
         corpus = open_prepared(args.corpus)
     else:
@@ -379,12 +384,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         for case, seed in rows:
             config = config_of(case, args.size, size, corpus, seed)
-            if args.missing and is_known(case, config):
+            label = f"{case}, masks every {args.refresh}" if args.refresh and case.startswith("FST") else case
+            if args.missing and is_known(label, config):
                 continue
             if time.perf_counter() > ends:
                 print(f"left for the next call: {case}, seed {seed}", flush=True)
                 continue
-            place = (args.folder or Path(temp)) / f"{args.size}-{case.replace(' ', '-')}-{seed}"
+            place = (
+                args.folder or Path(temp)
+            ) / f"{args.size}-{label.replace(',', '').replace(' ', '-')}-{seed}"
             deadline = Deadline(ends, size.steps, args.patience)
             try:
                 found = measure(case, size, corpus, seed, place, deadline, Turn(args.turn), args.keep)
@@ -394,7 +402,7 @@ def main() -> None:
                 print(f"{case}, seed {seed}: {deadline.reason or 'asked to stop'}; {rate:,.0f} tokens/s, {row}; {told}",
                       flush=True)  # fmt: skip
                 continue
-            save(case, config, found, eval_batches(corpus, size) * size.batch * size.context)
+            save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
 
 
 def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
