@@ -1,8 +1,12 @@
 """The one exception a user is meant to read.
 
 `UserError` is a ValueError whose message says what was given, what is allowed and what to change. The command
-line prints it as one line and exits with 2; every other exception is a defect of ours and keeps its traceback.
+line prints it as one line and exits with 2, and so do benches (`as_command`); every other exception is a defect of
+ours and keeps its traceback.
 """
+
+import sys
+from collections.abc import Callable
 
 
 class UserError(ValueError):
@@ -19,3 +23,12 @@ def suggest(given: str, allowed: list[str]) -> str:
 
     close = difflib.get_close_matches(given, allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def as_command(main: Callable[[], None]) -> None:
+    """Run a script's main; what the user is meant to read is one line on stderr, and the exit code is 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

@@ -68,7 +68,7 @@ def test_archives_that_are_there_become_a_corpus(
     corpus = open_prepared(tmp_path / "corpus")
     assert f"{len(corpus.train):,} training" in capsys.readouterr().out
     assert len(corpus.train) > len(corpus.val) > 0 and 256 < corpus.tokenizer.vocab_size <= 300
-    with pytest.raises(SystemExit, match="is there already"):
+    with pytest.raises(UserError, match="is there already"):
         python_corpus.main()
 
 

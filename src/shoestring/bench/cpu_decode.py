@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.model import Decoder, load_model
@@ -400,4 +401,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

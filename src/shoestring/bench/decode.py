@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.formats import convert, pack, parse_format, serve
 from shoestring.model import Decoder, ModelSpec
 from shoestring.serve import Engine, Sampling
@@ -352,4 +353,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.model import load_model
 from shoestring.model.gguf import find_smollm2
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

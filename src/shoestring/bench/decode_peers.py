@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from shoestring.bench.decode import MODELS, NEW, PROMPT, SMOLLM2_135M, note, prompts, timed
+from shoestring.errors import as_command
 from shoestring.model import ModelSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -224,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

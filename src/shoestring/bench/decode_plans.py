@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shoestring.bench.decode import LLAMA_8B, build
 from shoestring.bench.lowbit_few import arrangements, shown
+from shoestring.errors import as_command
 from shoestring.kernels import lowbit_few as few
 from shoestring.kernels import nvrtc
 from shoestring.kernels.lowbit_few import Plan, ceil_div
@@ -223,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -35,6 +35,7 @@ from torch import Tensor
 from shoestring.bench.decode import LLAMA_8B, build, decode_ours
 from shoestring.bench.lowbit_gemm import copies, graph_times, relative_error, say
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.formats import Format, Sparse24, Stacked, parse_format
 from shoestring.formats.base import Parts
 from shoestring.formats.serving24 import VALUES, codes_layout
@@ -334,4 +335,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

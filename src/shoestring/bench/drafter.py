@@ -48,7 +48,7 @@ from shoestring.bench.drafter_target import (
     write_own_text,
 )
 from shoestring.bench.results import record, significant
-from shoestring.errors import Interrupted
+from shoestring.errors import Interrupted, as_command
 from shoestring.measure import need_tokenizer, pick_device, pick_dtype
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
@@ -444,4 +444,4 @@ def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -21,6 +21,7 @@ import torch
 from shoestring.bench.drafter_speed import NUM_DRAFTS, SERVED, read_kept, serve_rows
 from shoestring.bench.drafter_tables import BENCH, PEER
 from shoestring.bench.results import record, significant, spread
+from shoestring.errors import as_command
 from shoestring.measure import pick_device, pick_dtype
 
 FIRST, FEWEST = 8, 24  # new tokens of the first run, and of a timed one at least
@@ -138,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

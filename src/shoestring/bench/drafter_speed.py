@@ -42,6 +42,7 @@ from shoestring.bench.drafter_target import clock, inference
 from shoestring.bench.drafter_turns import WARM_TURNS, Rates, Turns, Way, uneven
 from shoestring.bench.drafter_watch import Pauses, Proposed, Watched, watch
 from shoestring.bench.results import record, significant, spread
+from shoestring.errors import UserError, as_command
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
 from shoestring.serve.drafters import Drafter, DraftModel, Stacked, open_drafter
@@ -63,6 +64,10 @@ LEAST_TIME = 3.0  # seconds to begin anything
 
 def read_kept(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Name, prompts and numbers of what bench/drafter.py left in a folder, and its rows."""
+    if not (folder / "ready.json").is_file():
+        raise UserError(
+            f"--keep {folder} has no ready.json: give a folder that bench/drafter --keep has filled"
+        )
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
     return json.loads((folder / "ready.json").read_text()), rows
 
@@ -368,4 +373,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.bench.lowbit_gemm import DEVICE, DTYPE, Weight, copies, relative_error, say
+from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.kernels import lowbit_wgmma as wide
 from shoestring.kernels import nvrtc
@@ -308,4 +309,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

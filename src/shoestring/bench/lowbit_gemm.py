@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.formats import FormatLinear, parse_format
 from shoestring.formats.serving import lay_out
 from shoestring.kernels import lowbit, lowbit_few, nvrtc
@@ -402,4 +403,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -38,6 +38,7 @@ from shoestring.bench.lowbit_gemm import (
     say,
 )
 from shoestring.bench.results import markdown, newest
+from shoestring.errors import as_command
 
 MOST_ERROR = 0.05  # more than this is another product, not another rounding
 
@@ -237,4 +238,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

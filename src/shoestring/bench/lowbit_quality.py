@@ -43,7 +43,7 @@ from shoestring.bench.lowbit_found import BENCH, PLAIN, grids, verdicts
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from shoestring.bench.results import device_name, newest, record
-from shoestring.errors import Interrupted, UserError
+from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.formats import parse_format
 
 # (subject, method, format, seed), what is most worth knowing first.
@@ -325,4 +325,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

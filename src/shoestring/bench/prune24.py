@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shoestring.bench.by_clock import ByClock, OutOfTime
 from shoestring.bench.results import device_name, markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import parse_format
@@ -402,4 +403,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

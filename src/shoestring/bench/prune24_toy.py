@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
@@ -170,4 +171,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

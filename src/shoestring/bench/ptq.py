@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import pack, parse_format, unpack
 from shoestring.model import load_model
@@ -208,4 +209,4 @@ def save(case: str, value: float, dense: float, config: dict[str, object], quali
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

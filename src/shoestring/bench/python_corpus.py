@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 
 from rich.progress import Progress
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, as_command
 from shoestring.train.shards import prepare
 
 PACKAGES = Path(__file__).with_name("python_packages.txt")
@@ -111,12 +111,11 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=8192)
     args = parser.parse_args()
     if args.folder.exists():
-        raise SystemExit(f"{args.folder} is there already; name a folder that is not")
+        raise UserError(f"{args.folder} is there already; name a folder that is not")
+    if not args.packages.is_file():
+        raise UserError(f"--packages {args.packages} is no file; give one with lines NAME==VERSION")
     with tempfile.TemporaryDirectory() as temp:
-        try:
-            make(args, Path(temp))
-        except UserError as error:
-            raise SystemExit(str(error)) from error
+        make(args, Path(temp))
 
 
 def make(args: argparse.Namespace, temp: Path) -> None:
@@ -144,4 +143,4 @@ def make(args: argparse.Namespace, temp: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -43,6 +43,7 @@ from shoestring.bench.skipping_sets import (
     record_costs,
     text_of,
 )
+from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.model import Decoder, ModelSpec
@@ -428,4 +429,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

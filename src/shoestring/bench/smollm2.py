@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import convert, pack, parse_format, unpack
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

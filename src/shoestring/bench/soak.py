@@ -28,6 +28,7 @@ import torch
 from shoestring.bench.load import Planned
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.serve import Sent, percentiles, read_stream
+from shoestring.errors import as_command
 from shoestring.model import Decoder, ModelSpec, Tokenizer
 from shoestring.serve import Engine, Sampling
 
@@ -274,4 +275,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

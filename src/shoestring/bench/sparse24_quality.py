@@ -45,7 +45,7 @@ from shoestring.bench import turns
 from shoestring.bench.kept import keep_model
 from shoestring.bench.results import device_name, newest, record
 from shoestring.bench.sparse24_found import BENCH, CASES
-from shoestring.errors import Interrupted, UserError
+from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
@@ -102,8 +102,13 @@ GPT2 = {
     "model_type": "gpt2", "norm": "layer", "act": "gelu_tanh", "positions": "learned",
     "qkv_bias": True, "out_bias": True, "mlp_bias": True,
 }  # fmt: skip
+GPT2_TINY = {
+    **GPT2, "d_model": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "d_ff": 512,
+}  # fmt: skip
 SIZES = {
     "cpu": Size(LLAMA_TINY, 1024, 128, 8, 8, 150, 25, 2e-3, refresh=10, max_bytes=4_000_000),
+    # For questions that a CPU can answer in some minutes a row; no table shows it.
+    "cpu-gpt2": Size(GPT2_TINY, 1024, 128, 8, 8, 1200, 80, 2e-3, refresh=10, max_bytes=8_000_000),
     "gpt2-124m": Size(
         GPT2, 8192, 1024, 32, 32, 3052, 200, 6e-4, refresh=40, max_bytes=64_000_000, compile="blocks"
     ),
@@ -370,7 +375,7 @@ def main() -> None:
     size = SIZES[args.size]
     if args.steps:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
-    if args.refresh:
+    if args.refresh is not None:
         size = replace(size, refresh=args.refresh)
     if args.corpus:
         corpus = open_prepared(args.corpus)
@@ -443,4 +448,4 @@ def save(case: str, config: dict[str, Any], found: dict[str, Any], tokens: int) 
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
@@ -288,4 +289,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)

@@ -34,6 +34,7 @@ from torch import Tensor
 from shoestring.bench import turns
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.train_dense import FixedData
+from shoestring.errors import as_command
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
 from shoestring.kernels import cslt, ffn24
 from shoestring.kernels.masked_decay import pull_masked_
@@ -473,4 +474,4 @@ def commands(repeats: int) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    as_command(main)
