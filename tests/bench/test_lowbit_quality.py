@@ -15,7 +15,7 @@ import torch
 from small_corpus import small_corpus
 
 from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality, results
-from shoestring.bench.kept import keep_model, open_kept
+from shoestring.bench.kept import fingerprint, keep_model, open_kept
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import KEPT
 from shoestring.bench.sparse24_quality import GPT2
@@ -181,13 +181,101 @@ def test_a_model_that_was_kept_is_shrunk_on_its_own_corpus(
     shown = lowbit_found.table()
     columns = "bits/weight | rtn | clip | awq | gptq | BitDistiller | ours"
     assert f"GPT-2's small shape, trained here | {columns}" in shown and "(seed 7, " in shown
-    # Another model that was kept has a table of its own, which it fills alone.
-    other = {**lines[0], "config": {**lines[0]["config"], "model_seed": 8}}
-    with (tmp_path / "lowbit_quality.jsonl").open("a") as f:
-        f.write(json.dumps(other) + "\n")
-    shown = lowbit_found.table()
-    assert "(seed 8, " in shown and "seed 7" not in shown and "int2:g64" not in shown
-    assert "int2:g64" not in lowbit_found.settings()
+    assert config["weights"] == fingerprint(model)[:8]
+
+
+def kept_line(method: str, label: str, value: float, dense: float, **more: object) -> dict[str, Any]:
+    config = {"model": KEPT, "method": method, "format": label, "bits": 2.0, "seed": 0, "context": 64}
+    config |= {
+        "tokens": 9,
+        "parameters": 1,
+        "vocabulary": 2,
+        "model_seed": 1,
+        "model_tokens": 5,
+        "corpus": "old",
+    }
+    config |= {"training_tokens": 0 if method in ("dense", "rtn") else 10, **more}
+    told = {"case": f"{method} {label}", "metric": "perplexity", "baseline_value": dense, "config": config}
+    other = {"device": "d", "versions": {}, "commit": "c", "date": "2026-01-01"}
+    return {**told, **other, "quality": {"perplexity": value, "valid": value + 0.77}}
+
+
+@pytest.mark.parametrize(
+    "new", [{"corpus": "new"}, {"model_seed": 2}, {"model_tokens": 6}, {"weights": "ab"}, {}], ids=str
+)
+def test_two_kept_models_never_share_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: dict[str, object]
+) -> None:
+    """The one that was measured last has it alone, also where only its own perplexity tells it from the other, and
+    where the other has cells that it lacks."""
+    old = [
+        kept_line("dense", "dense", 5.0, 5.0),
+        kept_line("rtn", "int4:g64", 5.5, 5.0),
+        kept_line("ours", "int2:g64", 6.0, 5.0),
+        kept_line("bitdistiller", "int2:g64", 6.5, 5.0),
+    ]
+    own = [kept_line("dense", "dense", 7.0, 7.0, **new), kept_line("ours", "int2:g64", 7.5, 7.0, **new)]
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def shown(lines: list[dict[str, Any]]) -> str:
+        (tmp_path / "lowbit_quality.jsonl").write_text("".join(json.dumps(n) + "\n" for n in lines))
+        return "\n".join((lowbit_found.table(), lowbit_found.must_hold(), lowbit_found.settings()))
+
+    page = shown([*old, *own])
+    assert "| int2:g64 | 2.00 | 7.500 |" in page and "full precision 7.000" in page
+    assert (
+        "int4" not in page
+        and "5.000" not in page
+        and "6.000" not in page
+        and "below BitDistiller" not in page
+    )
+    # The other, measured again in one cell: its lines count again, those of this one no longer.
+    page = shown([*old, *own, kept_line("ours", "int2:g64", 6.1, 5.0)])
+    assert "full precision 5.000" in page and "| int4:g64 | 2.00 | 5.500 |" in page and "7.500" not in page
+    assert "| 6.100 against 6.500 (-6.15%) |" in page
+
+
+def test_weights_tell_models_apart() -> None:
+    model = Decoder(ModelSpec(VOCAB, 32, 1, 1, 1, 32, 64, 64))
+    init_weights(model, 0)
+    before = fingerprint(model)
+    assert before == fingerprint(model)
+    with torch.no_grad():
+        model.embed.weight[3, 5] += 1e-3
+    assert fingerprint(model) != before
+
+
+def test_a_rate_is_chosen_on_validation_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    label, gptq = "int2:g128", kept_line("gptq", "int2:g128", 6.0, 5.0, training_tokens=0)
+    lines = [kept_line("dense", "dense", 5.0, 5.0), gptq]
+    lines += [kept_line(f"bitdistiller@{r}", label, v, 5.0) for r, v in (("1e-4", 5.6), ("2e-5", 5.5))]
+    lines[2]["quality"]["valid"] = 6.2  # best there, not on the test text
+    lines += [kept_line("ours", label, 5.7, 5.0)]
+    (tmp_path / "lowbit_quality.jsonl").write_text("".join(json.dumps(n) + "\n" for n in lines))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    wide, below, plain = lowbit_found.verdicts()
+    assert wide.chosen == "bitdistiller@1e-4, best of 2 by validation" and wide.small.mean == 5.6
+    assert wide.left == pytest.approx(np.log(5.6 / 5.0) / np.log(6.0 / 5.0)) and wide.word == "FAILS"
+    assert below.word == "FAILS" and below.chosen == "ours; bitdistiller@1e-4, best of 2 by validation"
+    assert plain.word == "holds" and plain.what == "ours below all without training (best: gptq)"
+    page = lowbit_found.must_hold()
+    assert (
+        "| 5.600 against 6.000 (62% of its loss left) | bitdistiller@1e-4, best of 2 by validation |" in page
+    )
+    assert page.count("| FAILS, one seed |") == 2 and page.count("| holds, one seed |") == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_a_wide_margin_is_half_of_the_loss_on_any_model(scale: float) -> None:
+    """Whatever full precision has: half of a loss in nats is left at the square root of what it does to perplexity."""
+
+    def found(value: float) -> lowbit_found.Found:
+        line = {"quality": {"perplexity": scale * value}, "config": {"seed": 0, "training_tokens": 1}}
+        return lowbit_found.Found("m", [line])
+
+    for small, word in ((1.09, "holds"), (1.11, "FAILS")):  # 1.1 ** 2 = 1.21
+        v = lowbit_found.Verdict("w", "m", "f", found(small), found(1.21), lowbit_found.WIDE, found(1.0))
+        assert v.word == word
 
 
 def test_a_kept_model_wants_its_own_corpus(tmp_path: Path) -> None:
@@ -293,16 +381,19 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_found.settings()
     said = [str(v) for v in lowbit_found.verdicts()]
     model = "SmolLM2-135M-Instruct"
-    assert f"holds: BitDistiller below two thirds of gptq, int2:g64, {model}: 70.00 against 400.0" in said
-    assert f"FAILS: BitDistiller below two thirds of awq, int2:g64, {model}: 70.00 against 90.00" in said
-    assert f"holds: ours below BitDistiller, int2:g64, {model}: 51.00 against 70.00" in said
-    assert f"holds: ours within 5% of full precision, int4:g64, {model}: 20.50 against 20.00" in said
-    assert f"holds: ours, mixed below BitDistiller, int2:g192, {model}: 60.00 against 80.00" in said
-    assert f"FAILS: ours below BitDistiller, int2:g192, {model}: 85.00 against 80.00" in said
+    half, left = "BitDistiller leaves at most half of what", "of its loss left)"
+    assert f"holds: {half} gptq loses, int2:g64, {model}: 70.00 against 400.0 (42% {left}" in said
+    assert f"FAILS: {half} awq loses, int2:g64, {model}: 70.00 against 90.00 (83% {left}" in said
+    assert f"holds: ours below BitDistiller, int2:g64, {model}: 51.00 against 70.00 (-27.14%)" in said
+    assert f"holds: ours within 5% of full precision, int4:g64, {model}: 20.50 against 20.00 (+2.50%)" in said
+    assert f"holds: ours, mixed below BitDistiller, int2:g192, {model}: 60.00 against 80.00 (-25.00%)" in said
+    assert f"FAILS: ours below BitDistiller, int2:g192, {model}: 85.00 against 80.00 (+6.25%)" in said
     assert "| int2:g192 | 2.38 |  |  | 80.00 | 85.00 | 60.00 |" in page
-    assert f"ties: ours below BitDistiller, nf3:s2:g64, {model}: 22.80 against 23.00" in said
-    assert len(said) == 7 and lowbit_found.must_hold().count("\n| ") == 8
-    assert f"| ours below BitDistiller | {model} | int2:g64 | 50.00 to 52.00 against 70.00 | holds |" in (
+    assert f"ties: ours below BitDistiller, nf3:s2:g64, {model}: 22.80 against 23.00 (-0.87%)" in said
+    best = "ours below all without training (best: awq)"
+    assert f"holds: {best}, int2:g64, {model}: 51.00 against 90.00 (-43.33%)" in said
+    assert len(said) == 8 and lowbit_found.must_hold().count("\n| ") == 9
+    assert f"| {model} | int2:g64 | 50.00 to 52.00 against 70.00 (-27.14%) | ours, best of 2 by test; " in (
         lowbit_found.must_hold()
     )
     absent = page.partition("Not measured at all: ")[2].partition(".")[0].split(", ")
@@ -314,8 +405,10 @@ def test_settings_are_judged_on_one_text() -> None:
         return lowbit_found.Found(method, [{"quality": quality, "config": {"seed": 0}}])
 
     low, high = found("low", perplexity=5.0, valid=7.0), found("high", perplexity=6.0, valid=6.5)
-    assert lowbit_found.best_of([low, high]) is high
-    assert lowbit_found.best_of([found("old", perplexity=5.5), low, high]) is low
+    best = lowbit_found.best_of([low, high])
+    assert best.chosen == "high, best of 2 by validation" and best.lines is high.lines
+    best = lowbit_found.best_of([found("old", perplexity=5.5), low, high])
+    assert best.chosen == "low, best of 3 by test" and lowbit_found.best_of([low]).chosen == "low"
 
 
 @pytest.mark.assets

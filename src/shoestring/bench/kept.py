@@ -1,14 +1,18 @@
 """A model that one bench trained for another: a Hugging Face folder that also says what it was trained on.
 
 bench/sparse24_quality --keep leaves one, bench/lowbit_quality --kept shrinks it. The corpus itself is not in the
-folder, only where it was; what is opened there must have the same tokens.
+folder, only where it was; what is opened there must have the same tokens. Every training makes another model, also with
+the same seed and text: `weights` in the lines tells them apart.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
@@ -48,5 +52,15 @@ def open_kept(folder: Path, device: str) -> tuple[Decoder, Corpus, dict[str, Any
         "parameters": model.spec.num_params(),
         "vocabulary": model.spec.vocab_size,
         "corpus": trained["fingerprint"][:8],
+        "weights": fingerprint(model)[:8],
     }
     return model, corpus, told
+
+
+def fingerprint(model: Decoder) -> str:
+    """Of its weights, wherever they lie."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,29 +1,39 @@
-"""What bench/lowbit_quality found: the settings that stand for each method, the tables of docs/, and what must hold.
+"""What bench/lowbit_quality found: the settings that stand for each method, the tables of docs/, and what should hold.
 
 Where several settings of a trained method were measured, the one with the lowest perplexity on the validation text
 (where some have none, on the measured one) stands for it; trained methods are compared at equal training tokens only.
+
+"By a wide margin" is said of what a method loses against full precision, in nats per token: at most half of the other's
+
+    (log p - log full) / (log other - log full) <= 1/2          p, other, full: perplexities
+
+A part of the other's perplexity would be out of reach on a model that loses little, and cheap on one that others ruin.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoestring.bench.lowbit_subjects import KEPT, SMOLLM2, STORIES
-from shoestring.bench.results import markdown, newest, provenance
+from shoestring.bench.results import counting as newest_of
+from shoestring.bench.results import markdown, provenance, recorded
 
 BENCH = "lowbit_quality"
 MIXED = "ours, mixed"  # formats by layer, at the bits per weight of the one in the row
 PLAIN = ("rtn", "clip", "awq", "gptq")
+UNTRAINED = (*PLAIN, "gptq+clip")
+WIDE = 0.5  # of the other's loss over full precision, at most
 TEXTS = {
     SMOLLM2: "the WikiText-2 test text (tokenised edition)",
     KEPT: "held-out text of its own corpus",
     STORIES: "held-out TinyStories",
 }
-COLUMNS = {**{m: m for m in PLAIN}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
+COLUMNS = {**{m: m for m in UNTRAINED}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
 MODELS = (SMOLLM2, KEPT, STORIES)
 ASKED = {SMOLLM2: (64, 192)}  # groups whose every grid the table should have one day
 
@@ -39,10 +49,25 @@ class Found:
 
     method: str  # with its setting
     lines: list[dict[str, Any]]
+    tried: int = 1  # settings that it is the best of
+    by: str = ""  # the text that said so
 
     @property
     def perplexities(self) -> list[float]:
         return sorted(n["quality"]["perplexity"] for n in self.lines)
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.perplexities)
+
+    @property
+    def trained(self) -> bool:
+        return any(n["config"].get("training_tokens") for n in self.lines)
+
+    @property
+    def chosen(self) -> str:
+        """`bitdistiller@4e-5, best of 3 by validation`"""
+        return f"{self.method}, best of {self.tried} by {self.by}" if self.tried > 1 else self.method
 
     @property
     def validated(self) -> bool:
@@ -62,15 +87,17 @@ class Found:
 
 
 def counting() -> list[dict[str, Any]]:
-    """The lines that tables are made of: of models that were kept only the last one's, since every training makes
-    another."""
+    """The lines that tables are made of: of models that were kept only the one's that was measured last, since every
+    training makes another. They are told apart by what is known of each: its text, its weights where a line has their
+    fingerprint, and its own perplexity, which every line has as its baseline."""
 
     def which(line: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus"))
+        known = (line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus", "weights"))
+        return *known, line.get("baseline_value")
 
-    lines = newest(BENCH)
+    lines = recorded(BENCH)
     last = next((which(n) for n in reversed(lines) if n["config"]["model"] == KEPT), None)
-    return [n for n in lines if n["config"]["model"] != KEPT or which(n) == last]
+    return newest_of([n for n in lines if n["config"]["model"] != KEPT or which(n) == last])
 
 
 def best_settings() -> dict[tuple[str, str, str], Found]:
@@ -93,7 +120,8 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
 def best_of(settings: list[Found]) -> Found:
     """By the validation text, or the measured one where some were not measured on it: two texts do not compare."""
     text = "valid" if all(found.validated for found in settings) else "perplexity"
-    return min(settings, key=lambda found: (-found.num_seeds, found.judged(text)))
+    best = min(settings, key=lambda found: (-found.num_seeds, found.judged(text)))
+    return replace(best, tried=len(settings), by="validation" if text == "valid" else "test")
 
 
 def equal_tokens(runs: Iterable[tuple[str, str, str, int]], model: str, label: str) -> int:
@@ -107,60 +135,110 @@ def equal_tokens(runs: Iterable[tuple[str, str, str, int]], model: str, label: s
 
 @dataclass(frozen=True)
 class Verdict:
-    """One perplexity that must be below another (or below a part of it), on one model."""
+    """One perplexity that should be below another, below a part of it or, with `full`, lose at most that part of what
+    the other loses against full precision; on one model."""
 
     what: str
     model: str
     label: str
-    small: list[float]  # one a seed
-    large: list[float]
+    small: Found
+    large: Found
     part: float = 1.0
+    full: Found | None = None
+
+    @property
+    def left(self) -> float | None:
+        """The part of the other's loss over full precision, in nats per token, that is left."""
+        if self.full is None:
+            return None
+        return math.log(self.small.mean / self.full.mean) / math.log(self.large.mean / self.full.mean)
 
     @property
     def word(self) -> str:
-        """'ties' where the seeds' ranges overlap."""
-        if self.part == 1 and max(self.small) > min(self.large) and max(self.large) > min(self.small):
+        """'ties' where the seeds' ranges overlap; one seed has none."""
+        if self.left is not None:
+            return "holds" if self.left <= self.part else "FAILS"
+        small, large = self.small.perplexities, self.large.perplexities
+        if self.part == 1 and small[-1] > large[0] and large[-1] > small[0]:
             return "ties"
-        return "holds" if statistics.mean(self.small) < self.part * statistics.mean(self.large) else "FAILS"
+        return "holds" if self.small.mean < self.part * self.large.mean else "FAILS"
+
+    @property
+    def one_seed(self) -> bool:
+        """Of a trained method: what another would have given is not known."""
+        return any(f.trained and f.num_seeds == 1 for f in (self.small, self.large))
+
+    @property
+    def chosen(self) -> str:
+        return "; ".join(f.chosen for f in (self.small, self.large) if f.trained)
+
+    @property
+    def difference(self) -> str:
+        if self.left is not None:
+            return f"{100 * self.left:.0f}% of its loss left"
+        return f"{100 * (self.small.mean / self.large.mean - 1):+.2f}%"
 
     def __str__(self) -> str:
-        pair = f"{_number(statistics.mean(self.small))} against {_number(statistics.mean(self.large))}"
+        pair = f"{_number(self.small.mean)} against {_number(self.large.mean)} ({self.difference})"
         return f"{self.word}: {self.what}, {self.label}, {self.model}: {pair}"
 
 
 def verdicts() -> list[Verdict]:
-    """What must hold, as far as it was measured."""
+    """What should hold, as far as it was measured."""
     best = best_settings()
     said = []
 
     def compare(
-        what: str, model: str, label: str, small: str, large: str, part: float = 1.0, other: str = ""
+        what: str,
+        model: str,
+        label: str,
+        small: str,
+        large: str,
+        part: float = 1.0,
+        other: str = "",
+        full: Found | None = None,
     ) -> None:
         a, b = best.get((model, small, label)), best.get((model, large, other or label))
         if a and b:
-            said.append(Verdict(what, model, label, a.perplexities, b.perplexities, part))
+            said.append(Verdict(what, model, label, a, b, part, full))
 
-    for model, group, kind in itertools.product(MODELS, (64, 128, 192), ("int3", "nf3:s1")):
+    groups = (64, 128, 192)
+    for model, group, kind in itertools.product(MODELS, groups, ("int3", "nf3:s1")):
         what = f"two scales below {kind} under rounding"
         compare(what, model, f"nf3:s2:g{group}", "rtn", "rtn", other=f"{kind}:g{group}")
-    for model, group, plain in itertools.product(MODELS, (64, 128, 192), ("gptq", "awq")):
-        what = f"BitDistiller below two thirds of {plain}"
-        compare(what, model, f"int2:g{group}", "bitdistiller", plain, 2 / 3)
-    ways = itertools.product(MODELS, ("nf3:s2", "int2"), (64, 128, 192), ("ours", MIXED))
+    for model, group, plain in itertools.product(MODELS, groups, ("gptq", "gptq+clip", "awq")):
+        what = f"BitDistiller leaves at most half of what {plain} loses"
+        full = best.get((model, "dense", "dense"))
+        compare(what, model, f"int2:g{group}", "bitdistiller", plain, WIDE, full=full)
+    ways = itertools.product(MODELS, ("nf3:s2", "int2"), groups, ("ours", MIXED))
     for model, kind, group, ours in ways:
         compare(f"{ours} below BitDistiller", model, f"{kind}:g{group}", ours, "bitdistiller")
-    for model, group in itertools.product(MODELS, (64, 128, 192)):
+    for model, group in itertools.product(MODELS, groups):
         what = "ours within 5% of full precision"
         compare(what, model, f"int4:g{group}", "ours", "dense", 1.05, other="dense")
+    for model, kind, group in itertools.product(MODELS, ("int4", "nf3:s2", "int2"), groups):
+        label = f"{kind}:g{group}"
+        others = [m for m in UNTRAINED if (model, m, label) in best]
+        if others:
+            plain = min(others, key=lambda m: best[model, m, label].mean)
+            compare(f"ours below all without training (best: {plain})", model, label, "ours", plain)
     return said
 
 
 def must_hold() -> str:
     """The verdicts as a table."""
     rows = [
-        [v.what, v.model, v.label, f"{_range(v.small)} against {_range(v.large)}", v.word] for v in verdicts()
+        [
+            v.what,
+            v.model,
+            v.label,
+            f"{_shown(v.small)} against {_shown(v.large)} ({v.difference})",
+            v.chosen,
+            v.word + (", one seed" if v.one_seed else ""),
+        ]
+        for v in verdicts()
     ]
-    return markdown(["must hold", "model", "format", "perplexity", "verdict"], rows)
+    return markdown(["should hold", "model", "format", "perplexity", "settings", "verdict"], rows)
 
 
 def table() -> str:
@@ -187,7 +265,8 @@ def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
     if "model_tokens" in config:
         said += (
             f" The model (seed {config['model_seed']}, {config['parameters'] / 1e6:.0f}M parameters, a vocabulary of "
-            f"{config['vocabulary']:,}) had seen {config['model_tokens']:,} tokens of Python sources."
+            f"{config['vocabulary']:,}) had seen {config['model_tokens']:,} tokens of Python sources (corpus "
+            f"{config['corpus']})."
         )
     if trained:
         said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."

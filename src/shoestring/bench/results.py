@@ -64,13 +64,21 @@ def record(
 
 def newest(bench: str, folder: Path | None = None) -> list[dict[str, Any]]:
     """The counting lines of one bench, in the order their cases first appeared."""
+    return counting(recorded(bench, folder))
+
+
+def recorded(bench: str, folder: Path | None = None) -> list[dict[str, Any]]:
+    """All lines of one bench, in the order they were recorded."""
     path = (folder or RESULTS) / f"{bench}.jsonl"
-    lines: dict[str, dict[str, Any]] = {}
-    if path.exists():
-        for text in path.read_text().splitlines():
-            line = json.loads(text)
-            lines[json.dumps([line["case"], line["metric"], line["config"]], sort_keys=True)] = line
-    return list(lines.values())
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def counting(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of equal case, metric and config the last one."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        found[json.dumps([line["case"], line["metric"], line["config"]], sort_keys=True)] = line
+    return list(found.values())
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
