@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from shoestring.bench import results, sparse24_quality
 from shoestring.bench.kept import open_kept
-from shoestring.bench.sparse24_found import curves, table
+from shoestring.bench.sparse24_found import curves, stable_table, table
 from shoestring.bench.sparse24_quality import Deadline, Size, Turn, rows_of, thinned
 from shoestring.errors import UserError
 from shoestring.mesh import open_mesh
@@ -166,6 +166,13 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     ]
     assert other["case"] == "FST, masks every 6" and other["quality"]["masks_every"] == 6
     assert table().count("\n| ") == 4 and curves().count("\n| ") == 4
+    # So is a learning rate that stays for long; what others found is no baseline for it.
+    assert stable_table() == "No row has been finished yet."
+    call(monkeypatch, *common, "--schedule", "wsd", "--rows", "FST:0", "dense:0")
+    stable = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()][3:]
+    assert [n["config"]["schedule"] for n in stable] == ["wsd", "wsd"]
+    assert stable[0]["baseline_value"] is None and stable[0]["value"] != lines[1]["value"]
+    assert stable_table().count("\n| ") == 3 and table().count("\n| ") == 4
     # A row of another corpus starts a table of its own.
     other = {**lines[0], "value": 9.0, "config": {**lines[0]["config"], "corpus": "another"}}
     with (tmp_path / "sparse24_quality.jsonl").open("a") as f:
@@ -182,6 +189,14 @@ def test_the_pace_of_rows_is_printed_and_nothing_recorded(
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pace:")]
     assert [line.split()[1] for line in told] == ["dense", "FST"] and "tokens/s" in told[1]
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_stable_rate_falls_where_fst_is_dense() -> None:
+    size = replace(TINY, schedule="wsd")
+    rates = [size.rate()(step) for step in range(size.steps)]
+    assert rates[7:21] == [size.lr] * 14  # the last four steps are a sixth of them
+    assert rates[20:] == pytest.approx([size.lr * share for share in (1, 3 / 4, 1 / 2, 1 / 4)])
+    assert TINY.rate()(12) < size.lr
 
 
 @pytest.mark.parametrize(("case", "graphs"), [("dense", 1), ("FST", 2)])

@@ -15,6 +15,7 @@ from shoestring.bench.results import markdown, newest, provenance
 BENCH = "sparse24_quality"
 GPT2 = "gpt2-124m"
 CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "FST exact", "S-STE", "S-STE exact")
+COSINE, WSD = "cosine", "wsd"  # schedules of the learning rate
 COLUMNS = 8  # steps of the curves that are shown
 NOTHING = "No row has been finished yet."
 SPARSE = ("SR-STE", "SR-STE exact", "S-STE", "S-STE exact")  # delivered as 2:4; the others are dense
@@ -23,6 +24,11 @@ SPARSE = ("SR-STE", "SR-STE exact", "S-STE", "S-STE exact")  # delivered as 2:4;
 def table() -> str:
     """Rows of GPT-2's shape that saw every token once."""
     return table_of(lines_of(GPT2, repeats=False))
+
+
+def stable_table() -> str:
+    """The same with a learning rate that stays until the last sixth."""
+    return table_of(lines_of(GPT2, repeats=False, schedule=WSD))
 
 
 def repeated_table() -> str:
@@ -34,9 +40,9 @@ def smoke_table() -> str:
     return table_of(lines_of("cpu"))
 
 
-def lines_of(model: str, *, repeats: bool | None = None) -> list[dict[str, Any]]:
-    """Lines with the settings and the corpus of the newest one; `repeats`: only those whose text was, or was not, read
-    more than once."""
+def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE) -> list[dict[str, Any]]:
+    """Lines of a schedule with the settings and the corpus of the newest one; `repeats`: only those whose text was, or
+    was not, read more than once."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
@@ -46,6 +52,7 @@ def lines_of(model: str, *, repeats: bool | None = None) -> list[dict[str, Any]]
         return config.get("different_tokens", 0) < config["tokens"]
 
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
+    lines = [n for n in lines if n["config"].get("schedule", COSINE) == schedule]
     lines = [n for n in lines if repeats is None or read_again(n["config"]) == repeats]
     return [n for n in lines if settings(n) == settings(lines[-1])]
 

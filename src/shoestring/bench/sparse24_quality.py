@@ -21,7 +21,8 @@ calls beside each other train one by one, and compile and evaluate meanwhile. Fi
 
 gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
 parameters. At that width sparse products gain nothing; all of them are dense here. FST chooses its masks anew every 40
-steps, as published.
+steps, as published. With --schedule wsd the learning rate stays, and falls to zero over the last sixth, in which FST is
+dense: with the cosine little of it is left there for weights that come back.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch import nn
 from shoestring.bench import turns
 from shoestring.bench.kept import keep_model
 from shoestring.bench.results import device_name, newest, record
-from shoestring.bench.sparse24_found import BENCH, CASES
+from shoestring.bench.sparse24_found import BENCH, CASES, COSINE, WSD
 from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.formats import Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
@@ -55,7 +56,7 @@ from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.optim import Schedule, adamw, warmup_cosine, warmup_stable_decay
 from shoestring.train.shards import Corpus, open_prepared, prepare
 from shoestring.train.sparse24 import (
     DenseFinish,
@@ -68,7 +69,9 @@ from shoestring.train.sparse24 import (
 )
 from shoestring.train.trainer import Run, train
 
+SCHEDULES = (COSINE, WSD)
 THRICE = ("dense", "FST")  # rows with three seeds
+FINISH = 1 / 6  # of the steps that FST is dense
 EVAL_BATCHES = 16
 PART = 8  # windows of the validation text in a part
 WARM = 3  # steps before a pace is timed
@@ -88,6 +91,13 @@ class Size:
     max_bytes: int | None = None
     compile: CompileMode = "off"
     measurements: int = 10  # of the flip rate during the probe
+    schedule: str = COSINE
+
+    def rate(self) -> Schedule:
+        """The learning rate by step."""
+        if self.schedule == COSINE:
+            return warmup_cosine(self.lr, warmup=self.warmup, steps=self.steps)
+        return warmup_stable_decay(self.lr, warmup=self.warmup, steps=self.steps, decay=FINISH)
 
     @property
     def flip_every(self) -> int:
@@ -216,7 +226,7 @@ def measure(
     try:
         train(run, data, CrossEntropy(), steps=size.steps, checkpointer=checkpointer,
               hooks=[*make_hooks(case, size, run.model, seed), turn, deadline], log_every=min(20, size.steps),
-              schedule=warmup_cosine(size.lr, warmup=size.warmup, steps=size.steps))  # fmt: skip
+              schedule=size.rate())  # fmt: skip
     finally:
         turn.done()
         run.log.log(run.step, slice_seconds=time.perf_counter() - began)
@@ -281,7 +291,7 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
     if case.startswith("FST"):
-        decay, finish = MaskedDecay(0.0), size.steps - round(size.steps / 6)
+        decay, finish = MaskedDecay(0.0), size.steps - round(FINISH * size.steps)
         servo = FlipController(model, meter, decay, probe=size.warmup)
         return [clock, meter, MaskRefresh(size.refresh), decay, servo, DenseFinish(model, at=finish)]
     if case.startswith("S-STE"):
@@ -365,6 +375,7 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, help="of the corpus")
     parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
     parser.add_argument("--steps", type=int, help="other than the size's own")
+    parser.add_argument("--schedule", choices=SCHEDULES, default=COSINE, help="of the learning rate")
     parser.add_argument(
         "--refresh", type=int, help="steps between new masks of FST, other than the size's own"
     )
@@ -372,7 +383,7 @@ def main() -> None:
     ends = time.perf_counter() + args.seconds
     torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
     rows = rows_of(args.rows, args.cases, args.seeds)
-    size = SIZES[args.size]
+    size = replace(SIZES[args.size], schedule=args.schedule)
     if args.steps:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
     if args.refresh is not None:
@@ -395,9 +406,7 @@ def main() -> None:
             if time.perf_counter() > ends:
                 print(f"left for the next call: {case}, seed {seed}", flush=True)
                 continue
-            place = (
-                args.folder or Path(temp)
-            ) / f"{args.size}-{label.replace(',', '').replace(' ', '-')}-{seed}"
+            place = (args.folder or Path(temp)) / folder_of(args.size, size.schedule, label, seed)
             deadline = Deadline(ends, size.steps, args.patience)
             try:
                 found = measure(case, size, corpus, seed, place, deadline, Turn(args.turn), args.keep)
@@ -410,6 +419,11 @@ def main() -> None:
             save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
 
 
+def folder_of(name: str, schedule: str, label: str, seed: int) -> str:
+    words = [name, *([] if schedule == COSINE else [schedule]), *label.replace(",", "").split(), str(seed)]
+    return "-".join(words)
+
+
 def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
     return {
         "model": name, "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
@@ -418,6 +432,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         "tokens": size.steps * size.batch * size.context, "lr": size.lr,
         "vocab_size": corpus.tokenizer.vocab_size, "corpus": corpus.train.fingerprint[:8],
         "different_tokens": len(corpus.train),
+        **({} if size.schedule == COSINE else {"schedule": size.schedule}),  # which the oldest lines do not name
     }  # fmt: skip
 
 
