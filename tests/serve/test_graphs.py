@@ -15,12 +15,12 @@ from tiny_serve import LookupDrafter, naive, near_copy, tiny_decoder
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
-from shoestring.serve import DraftModel, Engine, Sampling
+from shoestring.serve import DraftModel, Engine, Sampling, cuda_graphs
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.cuda_graphs import StepGraphs
 from shoestring.serve.drafters import trim_head
 from shoestring.serve.engine import Request
-from shoestring.serve.fused import FusedDecoder, fusable, join
+from shoestring.serve.fused import FusedDecoder, fusable, join, to_device
 from shoestring.serve.kv_cache import Span, cache_root, modules_of
 from shoestring.serve.logits import RuledSampling, Rules, with_rules
 from shoestring.serve.runner import Batch, Runner
@@ -429,3 +429,37 @@ def test_refresh_notices_every_change_of_the_weights(change: Callable[[Decoder],
     dtype, model.compute_dtype = model.compute_dtype, torch.float32
     assert runner.root() == cache_root(model)
     model.compute_dtype = dtype
+
+
+def test_tables_that_change_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a request ends all behind it move up: one copy, and none where only positions change."""
+    sent: list[list[int]] = []
+
+    def noted(here: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        sent.append(here[0].tolist())
+        return to_device(here, device)
+
+    monkeypatch.setattr(cuda_graphs, "to_device", noted)
+    runner = Runner(tiny_decoder(), BlockPool(40, 4), graphs=True)
+    assert runner.ready() and runner._graphs is not None
+    graphs = runner._graphs
+    blocks = [list(range(5 * n, 5 * n + 3 + n % 3)) for n in range(6)]
+
+    def launch(start: int, who: list[int]) -> None:
+        spans = [Span(blocks[n], start, 1) for n in who]
+        graphs.choose(spans, [1] * len(who), [Sampling()] * len(who), None)
+        for row, n in zip(graphs.tables(len(who)).tolist(), who, strict=True):
+            pages = start // 4 + 1
+            assert row[:pages] == blocks[n][:pages]
+
+    launch(9, [0, 1, 2, 3, 4, 5])
+    launch(10, [0, 1, 2, 3, 4, 5])
+    assert sent == [[0, 1, 2, 3, 4, 5]]
+    launch(11, [0, 2, 3, 4, 5])
+    assert sent[1:] == [[1, 2, 3, 4]]
+    blocks[0].append(39)  # a block more is noted by the step itself
+    launch(12, [0])
+    launch(13, [0])
+    assert len(sent) == 2
+    launch(8, [5, 0])
+    assert sent[2:] == [[0, 1]]

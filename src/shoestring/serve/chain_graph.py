@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from shoestring.kernels.step_ends import best_token_
@@ -25,7 +26,8 @@ from shoestring.serve.cuda_graphs import (
     StepGraph,
     StepGraphs,
     kind_of,
-    to_pinned,
+    lay,
+    pinned,
 )
 from shoestring.serve.fused import Rows, Tiles
 from shoestring.serve.kv_cache import Span
@@ -132,16 +134,20 @@ class ChainGraph(StepGraph):
     def fill_later(self, spans: Sequence[Span]) -> None:
         """Send what the passes after the first need; their blocks must be there."""
         num, later, size = self.num_requests, self._num_later, self.owner.cache.pool.block_size
-        last_row, none = [0] * num, [0] * (later * num)
-        position, slot, block, tiles = none[:], [-1] * (later * num), none[:], [0] * (2 * later * num)
-        at = [self.owner.padding] * (later * num)
-        for n, span in enumerate(spans):
-            last_row[n] = n * self.rows_each + span.num - 1
-            for i in range(later):
-                place, k = span.stop + i, i * num + n
-                page = place // size
-                position[k], block[k], at[k] = place, span.blocks[page], self.owner.place(n, page)
-                slot[k] = span.blocks[page] * size + place % size
-                tiles[2 * k : 2 * k + 2] = (n | n << 32, place | 1 << 32)  # table, row; start, rows
-        values = [*last_row, *position, *slot, *at, *block, *tiles]
-        self._later.copy_(to_pinned(values, torch.int64, self._later.device), non_blocking=True)
+        _, _, of_T, i_T, at_T, block_T = lay([Span(s.blocks, s.stop, later) for s in spans], size)
+        host = pinned(len(self._later), self._later.device)
+        last_row_N, passes = host.numpy()[:num], host.numpy()[num:].reshape(6, later, num)
+        last_row_N[len(spans) :] = 0
+        last_row_N[: len(spans)] = [n * self.rows_each + s.num - 1 for n, s in enumerate(spans)]
+        # Of padding: position, slot, where its block belongs in the tables, its number.
+        passes[:4] = np.array([0, -1, self.owner.padding, 0])[:, None, None]
+        passes[0, i_T, of_T] = at_T
+        passes[1, i_T, of_T] = block_T * size + at_T % size
+        passes[2, i_T, of_T] = self.owner.place(of_T, at_T // size)
+        passes[3, i_T, of_T] = block_T
+        tiles_LN4 = passes[4:].reshape(-1).view(np.int32).reshape(later, num, 4)
+        tiles_LN4[:] = 0
+        tiles_LN4[i_T, of_T] = np.stack(
+            [of_T, of_T, at_T, np.ones_like(at_T)], axis=1
+        )  # table, row; start, rows
+        self._later.copy_(host, non_blocking=True)

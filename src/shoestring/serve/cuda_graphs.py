@@ -17,7 +17,8 @@ One buffer of numbers is copied to the device before a launch:
     where in the block tables to note the row's block: tables stay on the device and grow there
     a tile per request (kernels/paged_attention.py), its numbers in 32 bits
 
-A block table is copied whole only when another request takes its row. `Flight.tokens` waits for the chosen
+A block table is copied whole only when another request takes its row; when a request ends all behind it move up, so
+the tables that changed travel together. `Flight.tokens` waits for the chosen
 tokens: the one host sync of a step, and it can come after the next step has been launched.
 
 Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
@@ -28,8 +29,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ from shoestring.kernels.backend import fall_back
 from shoestring.kernels.paged_attention import splits_for
 from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
-from shoestring.serve.fused import FusedDecoder, Rows, Tiles
+from shoestring.serve.fused import FusedDecoder, Rows, Tiles, to_device
 from shoestring.serve.kv_cache import KVCache, Span
 from shoestring.serve.sampling import PARAMETERS, Sampling, parameters, sample_at
 
@@ -222,25 +224,34 @@ class StepGraphs:
         return self._tables[: num * self._width].view(num, self._width)
 
     def _send_tables(self, spans: Sequence[Span]) -> None:
-        """Make row n of the tables hold the blocks of span n below its first row."""
-        size = self.cache.pool.block_size
+        """Make row n of the tables hold the blocks of span n below its first row: all that changed in one copy."""
+        size, changed = self.cache.pool.block_size, []
         for n, span in enumerate(spans):
             blocks, num_known = self._known[n]
-            need = -(-span.start // size)
-            if blocks is not span.blocks or num_known < need:
-                row = _to_device(list(span.blocks), torch.int32, self.fused.device)
-                self._tables[n * self._width : n * self._width + len(row)] = row
-                num_known = len(row)
-            self._known[n] = (span.blocks, max(num_known, -(-span.stop // size)))
+            if blocks is not span.blocks or num_known * size < span.start:
+                changed.append(n)
+                num_known = len(span.blocks)
+            elif num_known * size >= span.stop:
+                continue
+            self._known[n] = span.blocks, max(num_known, -(-span.stop // size))
+        if not changed:
+            return
+        rows_MW = np.zeros((len(changed), max(len(spans[n].blocks) for n in changed)), dtype=np.int32)
+        for row_W, n in zip(rows_MW, changed, strict=True):
+            row_W[: len(spans[n].blocks)] = spans[n].blocks
+        here = torch.from_numpy(np.array(changed)), torch.from_numpy(rows_MW)
+        at_M, sent_MW = to_device(here, self.fused.device)
+        tables_NW = self._tables[:-1].view(-1, self._width)
+        tables_NW[:, : sent_MW.shape[1]].index_copy_(0, at_M, sent_MW)
 
     @property
     def padding(self) -> int:
         """Where in the tables padding rows write."""
         return len(self._tables) - 1
 
-    def place(self, n: int, page: int) -> int:
+    def place(self, n_T: np.ndarray, page_T: np.ndarray) -> np.ndarray:
         """Where in the tables the number of request n's block `page` is."""
-        return n * self._width + page
+        return n_T * self._width + page_T
 
     def note_blocks(self, at: Tensor, block: Tensor) -> None:
         """Part of a program: write numbers of blocks into the tables."""
@@ -265,7 +276,7 @@ class StepGraph:
         self._numbers = torch.zeros(6 * self.num_rows + 2 * num_requests, dtype=torch.int64, device=device)
         self.parameters_4R = torch.zeros(len(PARAMETERS), self.num_rows, dtype=torch.float64, device=device)
         self._sent: list[Sampling] | None = None
-        self._seeds: list[int] = [0] * self.num_rows
+        self._seeds: Sequence[int] = [0] * self.num_rows
         self.logits = torch.empty(0, device=device)
         self.replay: Callable[[], None] = self._program
         if device.type == "cuda":
@@ -326,29 +337,29 @@ class StepGraph:
         samplings: Sequence[Sampling] | None,
     ) -> None:
         """Send the numbers of the next replay. `tokens` lie request behind request; None: all from the device."""
-        each, size = self.rows_each, self.owner.cache.pool.block_size
-        given, position = [0] * self.num_rows, [0] * self.num_rows
-        slot = [-1] * self.num_rows
-        tiles = [0] * (2 * self.num_requests)  # two numbers of 32 bits in each
-        # Where each row's block belongs in the tables, and its number.
-        place, block = [self.owner.padding] * self.num_rows, [0] * self.num_rows
-        taken = 0
-        for n, span in enumerate(spans):
-            tiles[2 * n : 2 * n + 2] = (n | n * each << 32, span.start | span.num << 32)
-            for i in range(span.num):
-                at = span.start + i
-                row = n * each + i
-                given[row] = -1 if tokens is None else tokens[taken]
-                position[row] = at
-                block[row] = span.blocks[at // size]
-                slot[row] = block[row] * size + at % size
-                place[row] = self.owner.place(n, at // size)
-                taken += 1
         if self.kind in ("drawn", "cut"):
             assert samplings is not None
             self._send_samplings(samplings)
-        values = [*given, *position, *slot, *place, *block, *self._seeds, *tiles]
-        self._numbers.copy_(to_pinned(values, torch.int64, self._numbers.device), non_blocking=True)
+        size, num = self.owner.cache.pool.block_size, self.num_rows
+        laid = lay(spans, size)
+        row_T = laid.of_T * self.rows_each + laid.i_T
+        host = pinned(len(self._numbers), self._numbers.device)
+        numbers = host.numpy()
+        numbers_6R = numbers[: 6 * num].reshape(6, num)
+        # Of padding rows: token, position, slot, where their block belongs in the tables, its number; and all seeds.
+        numbers_6R[:5] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]
+        numbers_6R[5] = self._seeds
+        numbers_6R[0, row_T] = -1 if tokens is None else tokens
+        numbers_6R[1, row_T] = laid.at_T
+        numbers_6R[2, row_T] = laid.block_T * size + laid.at_T % size
+        numbers_6R[3, row_T] = self.owner.place(laid.of_T, laid.at_T // size)
+        numbers_6R[4, row_T] = laid.block_T
+        tiles_N4 = numbers[6 * num :].view(np.int32).reshape(self.num_requests, 4)
+        tiles_N4[len(spans) :] = 0
+        n_N = np.arange(len(spans))
+        for i, column_N in enumerate((n_N, n_N * self.rows_each, laid.start_N, laid.num_N)):
+            tiles_N4[: len(spans), i] = column_N
+        self._numbers.copy_(host, non_blocking=True)
 
     def _send_samplings(self, samplings: Sequence[Sampling]) -> None:
         rows = [s for s in samplings for _ in range(self.rows_each)]
@@ -389,6 +400,32 @@ def up_to(num: int, sizes: Sequence[int]) -> list[int]:
 
 def _at_least(num: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= num)
+
+
+class Laid(NamedTuple):
+    """Rows of spans, span behind span."""
+
+    start_N: np.ndarray
+    num_N: np.ndarray
+    of_T: np.ndarray  # whose span a row belongs to
+    i_T: np.ndarray  # the how many-th of its span it is
+    at_T: np.ndarray  # its position
+    block_T: np.ndarray  # where that lies
+
+
+def lay(spans: Sequence[Span], size: int) -> Laid:
+    start_N, num_N = np.array([s.start for s in spans]), np.array([s.num for s in spans])
+    of_T = np.arange(len(spans)).repeat(num_N)
+    i_T = np.arange(len(of_T)) - (num_N.cumsum() - num_N)[of_T]
+    at_T = start_N[of_T] + i_T
+    pages = zip(of_T.tolist(), (at_T // size).tolist(), strict=True)
+    block_T = np.array([spans[n].blocks[page] for n, page in pages], dtype=np.int64)
+    return Laid(start_N, num_N, of_T, i_T, at_T, block_T)
+
+
+def pinned(num: int, device: torch.device) -> Tensor:
+    """Room for so many integers on the host, from where they are copied to the device."""
+    return torch.empty(num, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def to_pinned(values: list[int] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
