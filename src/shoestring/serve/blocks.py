@@ -106,6 +106,8 @@ class BlockPool:
     def grow(self, table: Table, num_positions: int) -> bool:
         """Make the table hold this many positions; False, and nothing changed, where blocks are missing."""
         need = self.blocks_for(num_positions) - len(table.blocks)
+        if need <= 0:
+            return True
         if need > self.num_available:
             return False
         table.blocks.extend(self._allocate() for _ in range(need))

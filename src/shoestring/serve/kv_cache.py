@@ -54,6 +54,7 @@ class KVCache:
         # Width, dtype and device come from the first keys written: a tensor-parallel rank holds fewer heads.
         self._keys: list[Tensor | None] = [None] * spec.num_layers
         self._values: list[Tensor | None] = [None] * spec.num_layers
+        self._num_reserved = -1  # blocks that every layer has had memory for
         self.num_moves = (
             0  # how often a tensor was replaced by a larger one: addresses of before are then void
         )
@@ -81,6 +82,9 @@ class KVCache:
     # -- blocks read in place -------------------------------------------------------------------------------
     def reserve(self, num_groups: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Memory in every layer for every block that is in use, before a forward that takes `stored`."""
+        if self.pool.num_touched <= self._num_reserved:
+            return
+        self._num_reserved = self.pool.num_touched
         like_BTGD = torch.empty(0, 0, num_groups, head_dim, dtype=dtype, device=device)
         for layer in range(len(self._keys)):
             self._keys[layer] = self._grown(self._keys[layer], like_BTGD)

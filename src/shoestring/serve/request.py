@@ -181,6 +181,7 @@ class Stats:
         self.num_new_tokens += num_new
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
-        for place in range(num_accepted):
-            self.accepted_at[place] += 1
+        if num_accepted:
+            self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+            for place in range(num_accepted):
+                self.accepted_at[place] += 1

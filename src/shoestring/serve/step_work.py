@@ -25,23 +25,24 @@ def batch_of(work: Work) -> tuple[Batch, list[Request]]:
     guesses: list[Guess] = []
     for request, num in work:
         assert request.table is not None
-        span = Span(request.table.blocks, request.num_computed, num)
-        last = len(request.tokens) - 1
-        if span.stop > last:
+        drafts, awaited = request.draft.tokens, request.draft.awaited
+        start, stop, last = request.num_computed, request.num_computed + num, len(request.tokens) - 1
+        if stop > last:
             checked.append(request)
-            first_row = len(tokens) + last - span.start
-            rows.extend(range(first_row, first_row + 1 + len(request.drafts)))
-        tokens.extend((request.tokens[span.start :] + request.drafts)[:num])
-        awaited = request.draft.awaited
-        if awaited is not None and request.drafts and request.drafts[0] < 0:
-            guesses.append((len(spans), awaited.tokens_NG, request.draft.row, len(request.drafts)))
-        spans.append(span)
+            first_row = len(tokens) + last - start
+            rows.extend(range(first_row, first_row + 1 + len(drafts)))
+        tokens += request.tokens[start:stop]
+        tokens += drafts[: max(0, stop - last - 1)]
+        if awaited is not None and drafts and drafts[0] < 0:
+            guesses.append((len(spans), awaited.tokens_NG, request.draft.row, len(drafts)))
+        spans.append(Span(request.table.blocks, start, num))
     return Batch(spans, tokens, rows, guesses), checked
 
 
-def check_of(request: Request) -> Check:
-    draft = request.draft
-    return Check(tuple(draft.tokens), len(request.tokens), request.sampling, draft.probs_GV, request.rule)
+def check_of(request: Request, num_coming: int = 0) -> Check:
+    """`num_coming`: tokens that it will have gained by then."""
+    draft, position = request.draft, len(request.tokens) + num_coming
+    return Check(tuple(draft.tokens), position, request.sampling, draft.probs_GV, request.rule)
 
 
 class Proposal:
