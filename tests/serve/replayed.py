@@ -106,6 +106,7 @@ class Machine:
                 left.append(waiting.pop(0) - 1)
                 text.append(PROMPT + 1)
                 read.append(0)
+                goodput.joined()
                 spent, changed = spent + PROMPT_MS, True
                 continue
             num = len(left)
@@ -113,8 +114,8 @@ class Machine:
             limit = min(CHUNK // num, max(left)) - 1
             late = any(text[i] - read[i] > most_new(num) for i in range(num))
             asked = (limit, sum(left) / num, lambda late=late: late)
-            ahead = not changed and goodput.abstains(num, *asked)
-            g = goodput.choose(num, *asked) if ready and not ahead else 0
+            ahead = not changed and goodput.abstains(num, lambda asked=asked: asked)  # type: ignore[misc]
+            g = goodput.choose(num, lambda asked=asked: asked) if ready and not ahead else 0  # type: ignore[misc]
             self.chosen.append(g)
             drafted = list(goodput.ask(ready)) if g else []
             behind = sum(text[i] - read[i] for i in drafted if text[i] - read[i] > most_new(len(drafted)))

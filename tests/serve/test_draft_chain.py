@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from tiny_serve import near_copy, tiny_decoder
 
 from shoestring.serve import Engine, Sampling
+from shoestring.serve import engine as engine_module
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import DraftModel, Ngram, Stacked, trim_head
-from shoestring.serve.goodput import StepCosts
+from shoestring.serve.goodput import Goodput, StepCosts
 from shoestring.serve.request import Draft, Output, Request
 from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.verify import Rule
@@ -124,6 +126,59 @@ def test_steps_run_ahead_while_the_controller_abstains(seed: int, monkeypatch: p
     assert engine._ended is None  # nothing runs any more
 
 
+def test_in_a_pause_requests_are_not_looked_at_until_somebody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one ends and the next begins their number stays; some are ready at once, found in the prefix cache."""
+    target = tiny_decoder(0)
+    engine = Engine(target, max_requests=3, block_size=4, graphs=True)
+    goodput = Goodput(lambda rows: float(rows), max_drafts=1)  # no drafts pay
+    engine.use_drafter(DraftModel(near_copy(target, 0.03), graphs=True), None, goodput)
+    engine.prepare()
+    log: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            log.append(name)
+            return call(*args)
+
+        return noting
+
+    monkeypatch.setattr(engine_module, "prospects", noted("looked", engine_module.prospects))
+    for name in ("choose", "abstains"):
+        monkeypatch.setattr(goodput, name, noted("asked", getattr(goodput, name)))
+    monkeypatch.setattr(goodput, "joined", noted("joined", goodput.joined))
+    prompts = [[1, 2, 3, 4, i % 3] for i in range(9)]
+    engine.generate(prompts, [Sampling(max_tokens=40 - 3 * i, ignore_eos=True) for i in range(9)])
+    assert engine.stats.num_prefix_hits > 0 == engine.stats.num_drafted
+    after = [log[i + 1 : i + 3] for i, name in enumerate(log) if name == "joined"]
+    assert len(after) >= 5 and all(pair in (["asked", "looked"], ["joined", "asked"]) for pair in after), (
+        after
+    )
+    assert log.count("looked") < log.count("asked") / 2
+
+
+def test_weights_are_looked_at_while_no_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a request they may not change, and with many layers it takes as long as a third of a step."""
+    target, looks = tiny_decoder(0), []
+    refresh = Runner.refresh
+
+    def counted(runner: Runner) -> None:
+        looks.append(runner)
+        refresh(runner)
+
+    engine = Engine(target, max_requests=2, graphs=True)
+    monkeypatch.setattr(Runner, "refresh", counted)
+    for _ in range(2):
+        found = engine.generate(PROMPTS, SAMPLINGS)
+        with torch.no_grad():
+            target.embed.weight *= -1
+    assert looks == [engine.runner] * 2 and len(PROMPTS) > 2
+    with torch.no_grad():
+        target.embed.weight *= -1
+    assert [c.token_ids for c in found] == [
+        c.token_ids for c in Engine(target, graphs=True).generate(PROMPTS, SAMPLINGS)
+    ]
+
+
 def test_a_step_is_clocked_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time outside of the model (scheduling, handing out tokens) is part of what a step costs."""
     target = tiny_decoder(0)
@@ -147,7 +202,7 @@ def test_a_step_is_clocked_from_the_end_of_the_one_before(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_which_steps_ran_ahead(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without graphs none does: not the last of a text either, about which nobody is asked."""
+    """Without graphs none does: not the last of a text either."""
     target = tiny_decoder(0)
     drafter = DraftModel(near_copy(target, 0.03), graphs=graphs)
     engine = Engine(target, max_requests=2, drafter=drafter, num_drafts=None, graphs=graphs)
@@ -164,7 +219,7 @@ def test_which_steps_ran_ahead(graphs: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(goodput, "stepped", noted)
     engine.generate([[1, 2, 3], [1, 2, 4]], [Sampling(max_tokens=m, ignore_eos=True) for m in (6, 12)])
     assert any(ahead for _, ahead in told) == graphs
-    assert graphs or [asked for asked, _ in told] == [2] * 5 + [1] * 5 + [0], "all that run, and who ends now"
+    assert graphs or [asked for asked, _ in told] == [2] * 5 + [1] * 6, "all that run"
 
 
 def test_measuring_is_no_part_of_the_next_step() -> None:

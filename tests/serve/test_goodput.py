@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.serve.goodput import MARGIN, MOST, START, Account, Goodput, Seen, StepCosts
+from shoestring.serve.goodput import (
+    MARGIN,
+    MOST,
+    RECONSIDER,
+    START,
+    Account,
+    Goodput,
+    Prospects,
+    Seen,
+    StepCosts,
+)
 
 
 class World:
@@ -78,6 +89,11 @@ class World:
     @property
     def speedup(self) -> float:
         return self.num_tokens / self.time / self.plain_rate()
+
+
+def hopes(left: float, behind: bool = False) -> Callable[[], Prospects]:
+    """Room for eight drafts, and so many tokens to come."""
+    return lambda: (8, left, lambda: behind)
 
 
 def measure_plain(goodput: Goodput, num: int) -> None:
@@ -241,7 +257,9 @@ def test_losses_are_at_most_what_the_purse_was_given(seed: int, wild: float) -> 
         if i % 50 == 0:
             num, luck = rng.choice([1, 3, 8, 40]), rng.random()
         late = rng.random() < 0.1
-        g = goodput.choose(num, 8, rng.uniform(1, 200), lambda late=late: late)  # type: ignore[misc]
+        if rng.random() < 0.3:
+            goodput.joined()
+        g = goodput.choose(num, hopes(rng.uniform(1, 200), late))
         took, new = 1.0, num
         if g:
             asked = goodput.ask(range(num))
@@ -327,7 +345,7 @@ def test_what_is_to_be_read_first_must_pay() -> None:
     goodput.acceptance = [0.5] * 8
     for _ in range(3):
         goodput.purse = 100.0
-        assert goodput.choose(1, 8, 1000, lambda: True) > 0
+        assert goodput.choose(1, hopes(1000, True)) > 0
         goodput.drafted(1, 8, 10.0, usual=False)
         before = goodput.seconds(1, 8)
         goodput.stepped(9, 1.0, 1)
@@ -335,25 +353,62 @@ def test_what_is_to_be_read_first_must_pay() -> None:
     goodput.purse = 100.0
     assert not goodput.draft_costs and goodput.read_seconds(1) == pytest.approx(10.0, rel=0.1)
     goodput.account(1).won = 1.0  # where it never won it begins with a text only
-    assert goodput.choose(1, 8, 10, lambda: True) == 0 and goodput.abstains(1, 8, 10, lambda: True)
-    assert goodput.choose(1, 8, 400, lambda: True) > 0
-    assert goodput.choose(1, 8, 10, lambda: False) > 0, "it has read them"
+    assert goodput.choose(1, hopes(10, True)) == 0 and goodput.abstains(1, hopes(10, True))
+    goodput.joined()
+    assert goodput.choose(1, hopes(400, True)) > 0
+    assert goodput.choose(1, hopes(10)) > 0, "it has read them"
     measure_plain(goodput, 4)
     goodput.acceptance = [0.5] * 8
     goodput.account(4).won = 1.0
-    assert goodput.choose(4, 8, 10, lambda: True) == 0, "four texts take no less than one"
-    assert goodput.choose(4, 8, 400, lambda: True) > 0
+    assert goodput.choose(4, hopes(10, True)) == 0, "four texts take no less than one"
+    goodput.joined()
+    assert goodput.choose(4, hopes(400, True)) > 0
 
 
 def test_where_it_never_won_it_begins_with_the_texts() -> None:
     goodput = Goodput(lambda rows: 1.0 + 0.001 * rows, explore=0.0)
     measure_plain(goodput, 1)
-    assert goodput.choose(1, 8, 400, lambda: True) > 0
-    assert goodput.choose(1, 8, 200, lambda: True) == 0
-    assert goodput.choose(1, 8, 199) == 0, "a pause is thought over later"
-    assert goodput.choose(1, 8, 201) > 0, "or when texts begin"
+    assert goodput.choose(1, hopes(400, True)) > 0
+    assert goodput.choose(1, hopes(200, True)) == 0
+    assert goodput.choose(1, hopes(199)) == 0, "a pause is thought over later"
+    goodput.joined()
+    assert goodput.choose(1, hopes(201)) > 0, "or when texts begin"
     goodput.account(1).won = 1.0
-    assert goodput.choose(1, 8, 200, lambda: True) > 0
+    assert goodput.choose(1, hopes(200, True)) > 0
+
+
+def test_in_a_pause_nothing_is_asked_about_the_requests() -> None:
+    """For a few steps, as long as the same requests run and the purse is below what the next try needs."""
+    goodput = Goodput(lambda rows: 0.001 * (20 + rows))
+    for _ in range(20):
+        goodput.accept(8, 0)
+    measure_plain(goodput, 4)
+    measure_plain(goodput, 3)
+    asked: list[int] = []
+
+    def prospects() -> Prospects:
+        asked.append(1)
+        return 8, 200.0, lambda: False
+
+    def steps(num: int, requests: int = 4) -> int:
+        """How often they were asked about."""
+        asked.clear()
+        for i in range(num):
+            goodput.purse = 0.0
+            assert (
+                goodput.abstains(requests, prospects) if i % 2 else goodput.choose(requests, prospects) == 0
+            )
+        return len(asked)
+
+    assert steps(1) == 1 and steps(RECONSIDER) == 0
+    assert steps(3 * (RECONSIDER + 1)) == 3
+    assert steps(3) == 1
+    goodput.joined()
+    assert steps(3) == 1, "who joins ends it"
+    assert steps(2, requests=3) == 1, "and who leaves"
+    goodput.purse = 100.0
+    asked.clear()
+    assert goodput.choose(3, prospects) == 8 and asked and goodput.probing, "and a purse that is full"
 
 
 def test_a_profile_that_was_too_slow_makes_no_step_free() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from shoestring.serve.blocks import BlockPool
 from shoestring.serve.chain_graph import most_new
 from shoestring.serve.cuda_graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, StepGraph, up_to
 from shoestring.serve.fused import FusedDecoder
-from shoestring.serve.goodput import LENGTHS, Goodput
+from shoestring.serve.goodput import LENGTHS, Goodput, Prospects
 from shoestring.serve.runner import Runner
 
 PRICE = 50.0  # seconds that a graph takes to make, on the fake clock; a step takes one
@@ -300,6 +300,7 @@ def test_reading_a_prompt_is_no_measure_of_drafting() -> None:
     told: list[bool] = []
     assert engine.goodput is not None
     engine.goodput.drafted = lambda num, g, seconds, usual=True: told.append(usual)  # type: ignore[method-assign]
+    engine.goodput.purse = 100.0  # however slow the machine is now
     prompts, _ = requests(2, 3)
     engine.generate(prompts, Sampling(max_tokens=30))
     assert not told[0] and any(told[1:])
@@ -339,9 +340,9 @@ def test_drafts_are_for_as_many_rows_as_all_requests_have(monkeypatch: pytest.Mo
     assert engine.goodput is not None
     asked, choose = [], engine.goodput.choose
 
-    def noted(num: int, limit: int, *rest: Any) -> int:
-        asked.append((num, limit))
-        return choose(num, limit, *rest)
+    def noted(num: int, prospects: Callable[[], Prospects]) -> int:
+        asked.append((num, prospects()[0] or 0))
+        return choose(num, prospects)
 
     monkeypatch.setattr(engine.goodput, "choose", noted)
     samplings = [Sampling(max_tokens=20 if i == 0 else 2, ignore_eos=True) for i in range(8)]

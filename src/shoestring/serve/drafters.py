@@ -54,7 +54,7 @@ class Drafter(Protocol):
         """At most n guesses for each request about what follows its `tokens`."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """How the guesses of the last step fared."""
+        """How the guesses of the last step fared, where there were any."""
 
     def release(self, request: Request) -> None:
         """The request is over, or preempted and back later; drop whatever was kept for it."""

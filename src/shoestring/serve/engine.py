@@ -43,9 +43,9 @@ from shoestring.serve.admission import (
 )
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
-from shoestring.serve.goodput import Goodput
+from shoestring.serve.goodput import Goodput, Prospects
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.prepare import Prospects, caught_up, num_made, prepare_drafting, prospects
+from shoestring.serve.prepare import caught_up, num_made, prepare_drafting, prospects
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
 from shoestring.serve.runner import Runner
 from shoestring.serve.sampling import Sampling
@@ -202,8 +202,8 @@ class Engine:
         outputs = self._expire()
         flight, self._flight = self._flight, None
         if flight is None or not any(flight.alive):
-            if self.waiting and len(self.running) < self.scheduler.max_requests:
-                self.runner.refresh()
+            if self.waiting and not self.running:
+                self.runner.refresh()  # weights may change while no request runs
             self._propose()
             plan = self.scheduler.schedule()
             self._note(plan)
@@ -256,10 +256,9 @@ class Engine:
         could change that step: it takes them from the device. A request that turns out to have ended had its
         row computed for nothing."""
         requests = flight.requests
-        admits = self.waiting and len(self.running) < self.scheduler.max_requests
-        if admits or not all(flight.alive) or len(requests) != len(self.running):
+        if self.scheduler.admits or not all(flight.alive) or len(requests) != len(self.running):
             return None
-        if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next(requests):
+        if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next():
             return None
         spans, checks = [], []
         for request in requests:
@@ -270,17 +269,17 @@ class Engine:
             if not self.cache.pool.grow(request.table, position + 1):
                 return None
             spans.append(Span(request.table.blocks, position, 1))
-            checks.append(replace(check_of(request), position=position + 1))
+            checks.append(check_of(request, num_coming=1))
         handle = self.runner.choose_next(spans, [r.sampling for r in requests], flight.skip)
         self.stats.num_steps += 1
         self.stats.num_rows += len(requests)
         return Launched(requests, flight.tables, checks, flight.skip, handle, time.perf_counter(), ahead=True)
 
-    def _drafts_next(self, requests: Sequence[Request]) -> bool:
-        """Whether the next step of these requests would have drafts."""
+    def _drafts_next(self) -> bool:
+        """Whether the next step of the running requests would have drafts."""
         if self.drafter is None or not self.num_drafts:
             return False
-        return self.goodput is None or not self.goodput.abstains(len(requests), *self._prospects(requests))
+        return self.goodput is None or not self.goodput.abstains(len(self.running), self._prospects)
 
     def _land(self, flight: Launched) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
@@ -327,15 +326,14 @@ class Engine:
         return outputs
 
     def _propose(self) -> None:
-        ready = [r for r in self.running if r.ready and self._room(r) > 1]
-        if self.drafter is None or not self.num_drafts or not ready:
+        if self.drafter is None or not self.num_drafts or not self.running:
             return
         n = self.num_drafts
         if self.goodput is not None:
-            reads = self.waiting and len(self.running) < self.scheduler.max_requests
-            calm = not reads and all(r.ready for r in self.running)
-            n = self.goodput.choose(len(self.running), *self._prospects(ready)) if calm else 0
-        if n == 0:
+            calm = not self.scheduler.admits and all(r.ready for r in self.running)
+            n = self.goodput.choose(len(self.running), self._prospects) if calm else 0
+        ready = [r for r in self.running if r.ready and self._room(r) > 1] if n else []
+        if not ready:
             return
         asked = ready if self.goodput is None else self.goodput.ask(ready)
         began = time.perf_counter()
@@ -353,8 +351,8 @@ class Engine:
             if self.goodput is not None:
                 self.goodput.offer(min(n, self._room(request) - 1), len(request.drafts))
 
-    def _prospects(self, requests: Sequence[Request]) -> Prospects:
-        return prospects(self.drafter, requests, self._room, self.chunk // len(self.running))
+    def _prospects(self) -> Prospects:
+        return prospects(self.drafter, self.running, self._room, self.chunk // len(self.running))
 
     def _room(self, request: Request) -> int:
         """How many tokens the request may still gain."""
@@ -365,6 +363,8 @@ class Engine:
             self.stats.num_preemptions += 1
             if self.drafter is not None:
                 self.drafter.release(request)
+        if plan.admitted and self.goodput is not None:
+            self.goodput.joined()
         for request in plan.admitted:
             self.stats.num_prefix_asked += len(request.tokens)
             self.stats.num_prefix_hits += request.num_computed
@@ -379,9 +379,9 @@ class Engine:
         parts = [self._forward_alike(part, skip) for skip, part in self.skipping.groups(work)]
         logits_RV = parts[0][0] if len(parts) == 1 else torch.cat([logits for logits, _, _ in parts])
         for request, num in work:
-            # A checked request's is set by its commit; after an abort in between nobody reads it.
-            request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
-            self._seal(request)
+            if not request.ready:  # else its commit does both
+                request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
+                self._seal(request)
         return logits_RV, [r for _, checked, _ in parts for r in checked], [w for *_, w in parts if w]
 
     def _forward_alike(
@@ -394,21 +394,22 @@ class Engine:
 
     def _commit(self, request: Request, gained: list[int]) -> Output:
         num_drafted, num_accepted = len(request.drafts), len(gained) - 1
-        before = len(request.text)
-        kept: list[int] = []
+        before, num_before = len(request.text), len(request.tokens)
         reason: FinishReason | None = None
         for token in gained:
-            kept.append(token)
             request.tokens.append(token)
             reason = self._after_token(request, token)
             if reason is not None:
                 break
+        kept = request.tokens[num_before:]
         request.num_computed = len(request.tokens) - 1
         request.draft = NO_DRAFT
         self.skipping.committed(request)
         self._seal(request)
-        self._count(num_drafted, num_accepted, len(kept))
-        if self.drafter is not None:
+        self.stats.count(num_drafted, num_accepted, len(kept))
+        if num_drafted and self.goodput is not None:
+            self.goodput.accept(num_drafted, num_accepted)
+        if num_drafted and self.drafter is not None:
             self.drafter.observe(request, num_drafted, num_accepted)
         if reason is not None:
             self._finish(request, reason)
@@ -422,11 +423,6 @@ class Engine:
                 else min(request.num_computed, request.switch_at)
             )
             self.cache.pool.seal(request.table, request.tokens, num)
-
-    def _count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
-        self.stats.count(num_drafted, num_accepted, num_new)
-        if self.goodput is not None and num_drafted:
-            self.goodput.accept(num_drafted, num_accepted)
 
     def _after_token(self, request: Request, token: int) -> FinishReason | None:
         """Append the token's text; why the request ends with this token, if it does."""

@@ -20,7 +20,10 @@ number of requests, which is why costs are measured.
 request (prepare.py). A drafter that was not asked for a while has texts to read first (`behind`): what that takes is
 learned like X, and spread over the tokens that these requests may still gain; where drafts have won nothing yet they
 begin with the texts only, when least is to be read. While prompts are read nothing is drafted: the time of such a step
-says nothing, and those who are ready first are not all who will be there.
+says nothing, and those who are ready first are not all who will be there. A decision for no drafts holds for
+RECONSIDER steps of the same requests (a pause), or until the purse has what the next try needs: nothing is asked about
+them meanwhile, for the host is busy. Who joins ends it (`joined`), since texts that begin may be worth it; who leaves
+changes their number, which does, too.
 
 The model may be wrong, so nothing is done on credit. There is one `purse`: five plain steps at the start, and
 `explore` (1%) of all time that passes, up to what the next try is expected to cost. And every size keeps what drafts
@@ -73,10 +76,17 @@ CLOSE, AGAIN = 1.25, 250  # a win by less is looked at again after so many steps
 
 T = TypeVar("T")
 Key = tuple[int, ...]
+# The most drafts that fit (None: any number), tokens that a request may still gain, and whether the drafter has texts
+# to read first.
+Prospects = tuple[int | None, float, Callable[[], bool]]
 
 
 def no() -> bool:
     return False
+
+
+def unbounded() -> Prospects:
+    return None, math.inf, no
 
 
 class StepCosts:
@@ -162,23 +172,15 @@ class Goodput:
         self._most_left = self._best_rate = 0.0
         self.probing = self._partial = False  # it is a probe, of a few requests
         self._turn = 0  # whose turn it is in the next of those
-        # Requests and limit of a pause, what ends it, and tokens that were left.
-        self._paused: tuple[Key, float, float] | None = None
+        self._paused: tuple[int, float] | None = None  # requests of a pause, and the purse that ends it
         self._age = 0  # how often that was used
         self.draft_seconds = 0.0  # of the step in progress
 
     # -- the decision ---------------------------------------------------------------------------------------
-    def choose(
-        self,
-        num_requests: int,
-        limit: int | None = None,
-        left: float = math.inf,
-        behind: Callable[[], bool] = no,
-    ) -> int:
-        """Drafts per request for a step of this many requests, one of the lengths that `limit` allows. `left`: tokens
-        that a request may still gain; `behind`: whether the drafter has texts to read first."""
-        limit = self._longest(limit)
-        best, rate, due = self._decide(num_requests, limit, left, behind)
+    def choose(self, num_requests: int, prospects: Callable[[], Prospects] = unbounded) -> int:
+        """Drafts per request for a step of this many requests, one of the lengths that their prospects allow; these
+        are not asked for in a pause."""
+        best, limit, rate, due = self._decide(num_requests, prospects)
         self.spoiled()
         self.probing, self._best_rate = best < limit and self._funds(num_requests) >= due, rate
         self._partial = self.probing and best == 0 and num_requests > PROBED
@@ -193,31 +195,28 @@ class Goodput:
         self._turn += PROBED
         return (*requests[first:], *requests[:first])[:PROBED]
 
-    def abstains(
-        self,
-        num_requests: int,
-        limit: int | None = None,
-        left: float = math.inf,
-        behind: Callable[[], bool] = no,
-    ) -> bool:
+    def abstains(self, num_requests: int, prospects: Callable[[], Prospects] = unbounded) -> bool:
         """Whether `choose` would say 0 now; begins no step."""
-        best, _, due = self._decide(num_requests, self._longest(limit), left, behind)
+        best, _, _, due = self._decide(num_requests, prospects)
         return best == 0 and self._funds(num_requests) < due
 
-    def _decide(
-        self, num: int, limit: int, left: float, behind: Callable[[], bool]
-    ) -> tuple[int, float, float]:
-        """`_pick`, but a pause is thought over anew every few steps only, while these texts go on: little changes in
-        it, and the host is busy."""
+    def joined(self) -> None:
+        """Others are among the requests."""
+        self._paused = None
+
+    def _decide(self, num: int, prospects: Callable[[], Prospects]) -> tuple[int, int, float, float]:
+        """The best number of drafts, the most, and what else `_pick` says; in a pause that none are best."""
         if self._paused is not None and self._age < RECONSIDER:
-            asked, need, had = self._paused
+            paused, need = self._paused
             self._age += 1
-            if asked == (num, limit) and left <= had and self._funds(num) < need:
-                return 0, 0.0, math.inf
+            if paused == num and self._funds(num) < need:
+                return 0, 0, 0.0, math.inf
+        most, left, behind = prospects()
+        limit = self._longest(most)
         best, rate, due = self._pick(num, limit, left, behind)
         pause = best == 0 and self._funds(num) < due and not self.account(num).owed
-        self._paused, self._age = (((num, limit), due, left) if pause else None), 0
-        return best, rate, due
+        self._paused, self._age = ((num, due) if pause else None), 0
+        return best, limit, rate, due
 
     def account(self, num_requests: int) -> Account:
         return self.accounts.setdefault(_bracket(num_requests), Account())

@@ -25,11 +25,10 @@ import torch
 from shoestring.model.skip import SkipSet
 from shoestring.serve.cuda_graphs import Kind
 from shoestring.serve.drafters import Drafter
-from shoestring.serve.goodput import Goodput, no
+from shoestring.serve.goodput import Goodput, Prospects, no
 from shoestring.serve.request import Request
 from shoestring.serve.runner import Runner
 
-Prospects = tuple[int, float, Callable[[], bool]]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 SHARE = 0.25  # of the free memory that keys and values may take before they are needed
 
@@ -77,12 +76,14 @@ def num_made(runner: Runner, drafter: Drafter | None) -> int:
 def prospects(
     drafter: Drafter | None, requests: Sequence[Request], room: Callable[[Request], int], each: int
 ) -> Prospects:
-    """What a controller asks about requests that may gain `room` tokens: drafts that `each` rows hold and a text can
-    use, tokens that a text may still gain, and whether the drafter has to read texts first."""
-    rooms = [room(r) for r in requests]
-    limit = max(0, min(each, max(rooms)) - 1)
+    """What a controller asks about those requests that may gain more than one token (`room`): drafts that `each` rows
+    hold and a text can use, tokens that a text may still gain, and whether the drafter has to read texts first."""
+    rooms = {r: num for r in requests if (num := room(r)) > 1}
+    if not rooms:
+        return 0, 0.0, no
+    limit = max(0, min(each, max(rooms.values())) - 1)
     behind = getattr(drafter, "behind", None)
-    return limit, sum(rooms) / len(rooms), no if behind is None else partial(behind, requests)
+    return limit, sum(rooms.values()) / len(rooms), no if behind is None else partial(behind, list(rooms))
 
 
 def caught_up(drafter: Drafter | None) -> bool:

@@ -54,6 +54,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
+    @property
+    def admits(self) -> bool:
+        """Whether somebody waits and there is a place."""
+        return bool(self.waiting) and len(self.running) < self.max_requests
+
     def add(self, request: Request) -> None:
         if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
             raise QueueFull(
@@ -74,8 +79,9 @@ class Scheduler:
         writers = self._writers(plan)
         budget = self.chunk - len(writers)
         for request in writers:
-            self._cut_draft(request, budget)
-            budget -= len(request.drafts)
+            if request.drafts:
+                self._cut_draft(request, budget)
+                budget -= len(request.drafts)
             plan.work.append((request, 1 + len(request.drafts)))
         for request in self.running:
             if not request.ready:
@@ -121,7 +127,7 @@ class Scheduler:
         return num
 
     def _admit(self, budget: int, plan: Plan) -> None:
-        while self.waiting and len(self.running) < self.max_requests and budget > 0:
+        while self.admits and budget > 0:
             request = self.waiting[0]
             request.table = self.pool.open(self.root(request), request.tokens, shared=request.switch_at)
             if request.table is None:
