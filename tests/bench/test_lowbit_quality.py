@@ -248,12 +248,17 @@ def test_weights_tell_models_apart() -> None:
 def test_a_rate_is_chosen_on_validation_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     label, gptq = "int2:g128", kept_line("gptq", "int2:g128", 6.0, 5.0, training_tokens=0)
     lines = [kept_line("dense", "dense", 5.0, 5.0), gptq]
+    worse = [kept_line(m, label, 9.0, 5.0, training_tokens=0) for m in ("rtn", "clip")]
     lines += [kept_line(f"bitdistiller@{r}", label, v, 5.0) for r, v in (("1e-4", 5.6), ("2e-5", 5.5))]
     lines[2]["quality"]["valid"] = 6.2  # best there, not on the test text
-    lines += [kept_line("ours", label, 5.7, 5.0)]
+    lines += [
+        kept_line("ours", label, 5.7, 5.0),
+        *worse,
+        kept_line("awq", label, 6.1, 5.0, training_tokens=0),
+    ]
     (tmp_path / "lowbit_quality.jsonl").write_text("".join(json.dumps(n) + "\n" for n in lines))
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    wide, below, plain = lowbit_found.verdicts()
+    wide, _, below, plain = lowbit_found.verdicts()
     assert wide.chosen == "bitdistiller@1e-4, best of 2 by validation" and wide.small.mean == 5.6
     assert wide.left == pytest.approx(np.log(5.6 / 5.0) / np.log(6.0 / 5.0)) and wide.word == "FAILS"
     assert below.word == "FAILS" and below.chosen == "ours; bitdistiller@1e-4, best of 2 by validation"
@@ -262,7 +267,7 @@ def test_a_rate_is_chosen_on_validation_and_named(tmp_path: Path, monkeypatch: p
     assert (
         "| 5.600 against 6.000 (62% of its loss left) | bitdistiller@1e-4, best of 2 by validation |" in page
     )
-    assert page.count("| FAILS, one seed |") == 2 and page.count("| holds, one seed |") == 1
+    assert page.count("| FAILS, one seed |") == 3 and page.count("| holds, one seed |") == 1
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
@@ -355,6 +360,9 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
                 line("dense", "dense", 0, 20.0),
                 line("gptq", "int2:g64", 0, 400.0),
                 line("awq", "int2:g64", 0, 90.0),
+                line("clip", "int2:g64", 0, 500.0),
+                line("rtn", "int2:g64", 0, 900.0),
+                line("awq", "int2:g192", 0, 70.0),  # alone, so nobody is below all without training
                 line("bitdistiller", "int2:g64", 0, 70.0, 1_310_720),
                 line("ours", "int2:g64", 0, 50.0, 1_310_720),
                 line("ours", "int2:g64", 1, 52.0, 1_310_720),
@@ -375,8 +383,10 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setattr("shoestring.bench.results.RESULTS", tmp_path)
     page = lowbit_found.table()
-    assert "| int2:g64 | 2.38 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |  |" in page
-    assert page.index("| int4:g64 | 2.38 |  |  |  | 20.50 |  |") < page.index("| int2:g64")  # 4 bits before 2
+    assert "| int2:g64 | 2.38 | 900.0 | 500.0 | 90.00 | 400.0 | 70.00 | 50.00 to 52.00 |  |" in page
+    assert page.index("| int4:g64 | 2.38 |  |  |  |  |  | 20.50 |  |") < page.index(
+        "| int2:g64"
+    )  # 4 bits before 2
     assert "| nf3:s2:g64 | BitDistiller | 23.00 | 50.0 |" in lowbit_found.accuracies()
     assert "| nf3:s2:g64 | bitdistiller@1e-4 | 0 | 1,310,720 |  | 24.00 |" in lowbit_found.settings()
     said = [str(v) for v in lowbit_found.verdicts()]
@@ -388,11 +398,11 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
     assert f"holds: ours within 5% of full precision, int4:g64, {model}: 20.50 against 20.00 (+2.50%)" in said
     assert f"holds: ours, mixed below BitDistiller, int2:g192, {model}: 60.00 against 80.00 (-25.00%)" in said
     assert f"FAILS: ours below BitDistiller, int2:g192, {model}: 85.00 against 80.00 (+6.25%)" in said
-    assert "| int2:g192 | 2.38 |  |  | 80.00 | 85.00 | 60.00 |" in page
+    assert "| int2:g192 | 2.38 |  |  | 70.00 |  | 80.00 | 85.00 | 60.00 |" in page
     assert f"ties: ours below BitDistiller, nf3:s2:g64, {model}: 22.80 against 23.00 (-0.87%)" in said
     best = "ours below all without training (best: awq)"
     assert f"holds: {best}, int2:g64, {model}: 51.00 against 90.00 (-43.33%)" in said
-    assert len(said) == 8 and lowbit_found.must_hold().count("\n| ") == 9
+    assert len(said) == 9 and lowbit_found.must_hold().count("\n| ") == 10
     assert f"| {model} | int2:g64 | 50.00 to 52.00 against 70.00 (-27.14%) | ours, best of 2 by test; " in (
         lowbit_found.must_hold()
     )
