@@ -294,9 +294,8 @@ class Engine:
             if lives
         ]
         if self.goodput is not None and landed:
-            num_rows = sum(check.num_rows for check in flight.checks)
             num_gained = sum(len(new) for _, _, new in landed)
-            self._clocked(num_rows, flight.began, num_gained, ahead=flight.ahead)
+            self._clocked(sum(map(len, targets)), flight.began, num_gained, ahead=flight.ahead)
         note_gained(self.verify, [check for _, check, _ in landed], [new for _, _, new in landed])
         return [self._commit(request, new) for request, _, new in landed]
 
