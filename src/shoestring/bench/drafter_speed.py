@@ -1,6 +1,6 @@
 """Tokens per second with the drafters that bench/drafter.py kept, against the same engine without one.
 
-    python -m shoestring.bench.drafter_speed --keep DIR          about 125 seconds, alone on the machine
+    python -m shoestring.bench.drafter_speed --keep DIR          about 160 seconds, alone on the machine
 
 Works with what is there: a drafter that was not finished is not in the table. One engine measures everything, in
 turns (drafter_turns.py); a ratio is taken within its turn, and what is reported is the median and the spread of ratios,
@@ -8,12 +8,13 @@ and the ratio of all counted tokens over all counted seconds (`ratio_sum`).
 
 `batches`         the drafter that was trained for longest (or the first of --serve that is there) and one that is
                   seldom right (the target's first layers, untrained), with 1 to 64 requests at once; one at a time
-                  also n-gram lookup with the trained one behind it. Where a text ends the next one of the queue begins:
-                  the number of requests stays what the table says. The goodput controller chooses the number of
-                  guesses, 0 included. The engine is prepared before (serve/prepare.py); the first turn, in which the
-                  controller learns, is not counted but recorded as `first`. From 2 requests on texts are up to three
-                  times as long, and not all alike: else much of a turn would be prompts, which the host reads at a
-                  speed of its own. Queues are such that a plain turn takes a second and a bit on an H200.
+                  also n-gram lookup with the trained one behind it, several at a time also plain decoding against
+                  itself, which shows by how much two runs differ that do the same. Where a text ends the next one of
+                  the queue begins: the number of requests stays what the table says. The goodput controller chooses
+                  the number of guesses, 0 included. The engine is prepared before (serve/prepare.py); the first turn,
+                  in which the controller learns, is not counted but recorded as `first`. From 2 requests on texts are
+                  up to three times as long, and not all alike: else much of a turn would be prompts, which the host
+                  reads at a speed of its own. Queues are such that a plain turn takes a second or two on an H200.
 `one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
                   plain decoding), behind one run of plain decoding a turn; with what is left of the time, as are
                   drawn texts and one controller for all numbers of requests (`carried`), as in a server whose
@@ -53,12 +54,13 @@ NUM_DRAFTS = 4
 BATCHES = (1, 4, 16, 64)
 SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
 UNTRAINED = "first layers, untrained"
-TURNS, FEW_TURNS = 6, 3  # counted ones of the trained drafter, and of others beside it
+PLAIN_AGAIN = "none: plain decoding against itself"
+TURNS, FEW_TURNS = 4, 3  # counted ones of the trained drafter, and of others beside it
 SINGLE_TURNS = 4  # of drafters one at a time, at most
 CARRIED_TURNS = 2  # of one controller for all loads, at most
 QUEUES = {1: 6, 4: 12, 16: 48, 64: 144}  # texts of a turn, by requests at once; others: three each
 LONGER_TEXTS = 3  # times as many new tokens, where there are several at once
-PLAIN_SECONDS = {1: 1.05, 4: 1.1, 16: 1.2, 64: 1.15}  # of a plain turn on an H200, about
+PLAIN_SECONDS = {1: 1.05, 4: 1.1, 16: 1.55, 64: 1.8}  # of a plain turn on an H200, about
 LEAST_TIME = 3.0  # seconds to begin anything
 
 
@@ -204,15 +206,19 @@ def measure_batch(
     counts = {name: counts[name] for name in list(counts)[: 1 if carried else None]}
     rows = [row for row in rows if row["drafter"] in counts]
     ways = [kept.controlled(row, counts[row["drafter"]], carried=carried) for row in rows]
+    layers = [row["config"]["layers"] for row in rows]
+    if PLAIN_AGAIN in counts:
+        ways, layers = [*ways, Way(PLAIN_AGAIN, turns=counts[PLAIN_AGAIN])], [*layers, 0]
     found = turns.measure_pairs(ways, temperature, until=until)
-    for way, row, rates in zip(ways, rows, found, strict=True):
-        record_batch(kept, turns, rates, way, row, temperature)
+    for way, num_layers, rates in zip(ways, layers, found, strict=True):
+        record_batch(kept, turns, rates, way, num_layers, temperature)
     return (time.perf_counter() - began) / (WARM_TURNS + len(found[0].turns))
 
 
 def turns_of(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> dict[str, int]:
-    """Counted turns by drafter; lookup before another is for one request at a time."""
+    """Counted turns by drafter; lookup before another is for one request at a time, where runs differ least."""
     names = [row["drafter"] for row in rows if batch == 1 or not row["drafter"].startswith("ngram+")]
+    names += [PLAIN_AGAIN] if batch > 1 else []
     return {name: repeats if i == 0 else min(repeats, FEW_TURNS) for i, name in enumerate(names)}
 
 
@@ -222,11 +228,9 @@ def expected(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> float:
     return 2 * num * PLAIN_SECONDS.get(batch, 1.2)
 
 
-def record_batch(
-    kept: Kept, turns: Turns, found: Rates, way: Way, row: dict[str, Any], temperature: float
-) -> None:
+def record_batch(kept: Kept, turns: Turns, found: Rates, way: Way, layers: int, temperature: float) -> None:
     plain, ratios, text = found.of(0), found.ratios(1), "drawn" if temperature else "greedy"
-    batch, layers = turns.batch, row["config"]["layers"]
+    batch = turns.batch
     config = {"target": kept.name, "budget": "batches", "layers": layers, "batch": batch, "load": REFILLED}
     longest, num = max(n for _, n in turns.texts), len(turns.texts)
     line = record(
@@ -244,7 +248,8 @@ def record_batch(
             "ratio_sum": significant(found.total(1), 4),
             "ratio_p20_p80": _range(ratios),
             "first": significant(found.first(1), 3),
-            "steps": dict(found.steps(1)),
+            "reading": [significant(found.reading(i), 3) for i in (0, 1)],
+            **({} if way.goodput is None else {"steps": dict(found.steps(1))}),
         },
         config={
             **config,
@@ -253,7 +258,8 @@ def record_batch(
             **({"controller": way.controller} if way.controller else {}),
         },
         note=f"a queue of {num} texts of up to {longest} new tokens, timed until a place stays empty (plain: "
-        f"{found.seconds():.2f} s), {len(ratios)} pairs of turns; the goodput controller chooses the number of guesses",
+        f"{found.seconds():.2f} s), {len(ratios)} pairs of turns"
+        + ("" if way.goodput is None else "; the goodput controller chooses the number of guesses"),
     )
     print(
         f"{way.name} {way.controller}, {text}, batch {batch:3}: {line['value']:8.0f} against "

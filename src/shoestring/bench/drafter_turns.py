@@ -81,6 +81,11 @@ class Rates:
     def steps(self, i: int) -> Counter[str]:
         return sum((turn[i].steps for turn in self.turns), Counter())
 
+    def reading(self, i: int) -> float:
+        """The share of all counted seconds that went into steps that read prompts."""
+        runs = [turn[i] for turn in self.turns]
+        return sum(run.reading * run.seconds for run in runs) / sum(run.seconds for run in runs)
+
     def seconds(self) -> float:
         """Of a plain run, in the middle."""
         return statistics.median(turn[0].seconds for turn in self.turns)
