@@ -151,11 +151,18 @@ def test_tables_show_trained_drafters_and_the_newest_loads(
     assert "| LK | greedy | refilled |" in drafter.batches()
     assert drafter_tables._did({"plain": 9}) == "; nothing drafted" and drafter_tables._did(None) == ""
     assert drafter_tables._did({"plain": 9, "probe": 2}) == "; nothing drafted but 2 probes"
+    assert drafter_tables._did({"plain": 9, "probe": 1}) == "; nothing drafted but 1 probe"
     assert drafter_tables._did({"plain": 1, "drafted": 7, "probe": 2}) == "; drafts in 90% of steps"
     assert drafter_tables.peers() == "Not measured yet."
     note("Llama 2x3, new", drafter_tables.PEER, 1.2, case="transformers, assisted generation")
     assert "| 100 | 120 | 1.20 (1.20 to 1.20) |" in drafter_tables.peers()
     assert "assisted" not in drafter.table()
+    # Every run trains its target anew: shown are the one with most drafters and the last one.
+    note("Llama 2x3, new", "equal steps", 1.5, steps=250, case="AdaSPEC", layers=1)
+    for target in ("Llama 2x3, between", "Llama 2x3, last"):
+        note(target, "equal steps", 1.5, steps=400, layers=1)
+    shown = drafter.table()
+    assert "2x3, new" in shown and "2x3, last" in shown and "between" not in shown and "old" not in shown
 
 
 def test_expanded_blocks_add_nothing_yet() -> None:

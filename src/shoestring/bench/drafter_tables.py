@@ -38,15 +38,21 @@ def table() -> str:
 
 
 def _lasting(lines: list[dict[str, Any]]) -> set[str]:
-    """Targets without those whose drafters were hardly trained where another of the same shape has better ones."""
-    most: dict[str, int] = {}
+    """Of the targets of one shape, which every run trains anew: the one with most rows, and the last one, if its
+    drafters were trained for a while."""
+    rows: dict[str, set[str]] = {}
+    steps: dict[str, int] = {}
     for n in lines:
-        c = n["config"]
-        most[c["target"]] = max(most.get(c["target"], 0), c.get("steps", 0))
-    best = {_shape(t): max(most[u] for u in most if _shape(u) == _shape(t)) for t in most}
-    return {
-        target for target, steps in most.items() if 2 * steps >= best[_shape(target)] or steps >= FEW_STEPS
-    }
+        target = n["config"]["target"]
+        what = json.dumps([n["case"], n["config"].get("budget"), n["config"].get("steps")])
+        rows.setdefault(target, set()).add(what)
+        steps[target] = max(steps.get(target, 0), n["config"].get("steps", 0))
+    found = set()
+    for shape in {_shape(t) for t in rows}:
+        own = [t for t in rows if _shape(t) == shape]
+        most = max(own, key=lambda t: (min(steps[t], FEW_STEPS), len(rows[t])))
+        found |= {most, *(t for t in own[-1:] if steps[t] >= min(FEW_STEPS, steps[most]))}
+    return found
 
 
 def _shape(target: str) -> str:
@@ -166,5 +172,5 @@ def _did(steps: dict[str, int] | None) -> str:
         return ""
     probes, drafted = steps.get("probe", 0), steps.get("drafted", 0)
     if not drafted:
-        return f"; nothing drafted but {probes} probes" if probes else "; nothing drafted"
+        return f"; nothing drafted but {probes} probe{'s' * (probes > 1)}" if probes else "; nothing drafted"
     return f"; drafts in {(probes + drafted) / sum(steps.values()):.0%} of steps"
