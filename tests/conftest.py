@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,3 +94,14 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return outputs[0]
 
     return start
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Every run says how much it left out for lack of a GPU or the assets, and names whatever else it skipped."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = [r.longrepr[2] for r in skipped if isinstance(r.longrepr, tuple)]
+    other = [why for why in reasons if not any(word in why for word in ("GPU", "CUDA", "no assets"))]
+    if reasons:
+        terminalreporter.line(f"{len(reasons) - len(other)} skipped for lack of a GPU or of the assets")
+    for why, num in Counter(other).items():
+        terminalreporter.line(f"{num} skipped: {why}", yellow=True)

@@ -189,6 +189,8 @@ def test_the_pace_of_rows_is_printed_and_nothing_recorded(
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pace:")]
     assert [line.split()[1] for line in told] == ["dense", "FST"] and "tokens/s" in told[1]
     assert not list(tmp_path.glob("*.jsonl"))
+    with pytest.raises(UserError, match="use 8 or more"):
+        call(monkeypatch, "--pace", 7)
 
 
 def test_a_stable_rate_falls_where_fst_is_dense() -> None:

@@ -115,10 +115,13 @@ GPT2 = {
 GPT2_TINY = {
     **GPT2, "d_model": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "d_ff": 512,
 }  # fmt: skip
+GPT2_64 = {**GPT2_TINY, "d_model": 64, "num_heads": 2, "num_kv_heads": 2, "d_ff": 256}
 SIZES = {
     "cpu": Size(LLAMA_TINY, 1024, 128, 8, 8, 150, 25, 2e-3, refresh=10, max_bytes=4_000_000),
-    # For questions that a CPU can answer in some minutes a row; no table shows it.
+    # For questions that a CPU can answer in some minutes a row; no table shows them.
     "cpu-gpt2": Size(GPT2_TINY, 1024, 128, 8, 8, 1200, 80, 2e-3, refresh=10, max_bytes=8_000_000),
+    # Small and long enough that half the width shows.
+    "cpu-gpt2-64": Size(GPT2_64, 1024, 128, 16, 16, 3000, 200, 2e-3, refresh=40, max_bytes=48_000_000),
     "gpt2-124m": Size(
         GPT2, 8192, 1024, 32, 32, 3052, 200, 6e-4, refresh=40, max_bytes=64_000_000, compile="blocks"
     ),
@@ -382,6 +385,8 @@ def main() -> None:
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
     torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
+    if args.pace is not None and args.pace <= 2 * WARM + 1:
+        raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
     rows = rows_of(args.rows, args.cases, args.seeds)
     size = replace(SIZES[args.size], schedule=args.schedule)
     if args.steps:
@@ -394,7 +399,7 @@ def main() -> None:
         limit = args.max_bytes or size.max_bytes
         corpus = prepare("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
     print(f"{len(corpus.train):,} training tokens", flush=True)
-    if args.pace:
+    if args.pace is not None:
         paces(rows, size, corpus, args.pace)
         return
     with tempfile.TemporaryDirectory() as temp:
