@@ -16,6 +16,7 @@ from tiny_serve import near_copy, tiny_decoder
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve import chain_graph as chain_module
 from shoestring.serve import engine as engine_module
+from shoestring.serve import read_graph as read_module
 from shoestring.serve import runner as runner_module
 from shoestring.serve.cuda_graphs import StepGraphs
 from shoestring.serve.kv_cache import Span
@@ -29,6 +30,7 @@ class Clock:
         """`slow`: the target; all others are drafters."""
         self.now, clock = 0.0, self
         launch, run, chain = StepGraphs._launch, Runner._run_fused, chain_module.launch_chain
+        read = read_module.launch_read
 
         def took(model: Any, rows: int, passes: int = 1) -> None:
             one = 1.0 + 0.01 * rows
@@ -39,6 +41,10 @@ class Clock:
         def launched(graphs: StepGraphs, spans: Sequence[Span], *rest: Any) -> Any:
             took(graphs.fused, sum(s.num for s in spans))
             return launch(graphs, spans, *rest)
+
+        def has_read(graphs: StepGraphs, spans: Sequence[Span], *rest: Any) -> Any:
+            took(graphs.fused, sum(s.num for s in spans))
+            return read(graphs, spans, *rest)
 
         def ran(runner: Runner, batch: Batch, *rest: Any) -> Any:
             took(runner._fused, 2 * sum(s.num for s in batch.spans))  # launched one by one
@@ -51,6 +57,7 @@ class Clock:
         monkeypatch.setattr(StepGraphs, "_launch", launched)
         monkeypatch.setattr(Runner, "_run_fused", ran)
         monkeypatch.setattr(runner_module, "launch_chain", chained)
+        monkeypatch.setattr(runner_module, "launch_read", has_read)
         monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
 

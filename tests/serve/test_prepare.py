@@ -20,7 +20,14 @@ from shoestring.serve import engine as engine_module
 from shoestring.serve import fused as fused_module
 from shoestring.serve.blocks import BlockPool
 from shoestring.serve.chain_graph import most_new
-from shoestring.serve.cuda_graphs import REQUESTS, REQUESTS_DRAFTED, ROWS_EACH, StepGraph, up_to
+from shoestring.serve.cuda_graphs import (
+    REQUESTS,
+    REQUESTS_DRAFTED,
+    ROWS_EACH,
+    CapturedStep,
+    StepGraph,
+    up_to,
+)
 from shoestring.serve.fused import FusedDecoder
 from shoestring.serve.goodput import LENGTHS, Goodput, Prospects
 from shoestring.serve.runner import Runner
@@ -31,14 +38,14 @@ PRICE = 50.0  # seconds that a graph takes to make, on the fake clock; a step ta
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.making = 0.0
-        made, clock = StepGraph.__init__, self
+        made, clock = CapturedStep.__init__, self
 
-        def make(graph: StepGraph, *args: Any) -> None:
+        def make(graph: CapturedStep, *args: Any) -> None:
             clock.now += PRICE
             clock.making += PRICE
             made(graph, *args)
 
-        monkeypatch.setattr(StepGraph, "__init__", make)
+        monkeypatch.setattr(CapturedStep, "__init__", make)
         monkeypatch.setattr(engine_module.time, "perf_counter", self.read)
 
     def read(self) -> float:
@@ -47,7 +54,6 @@ class Clock:
 
 
 def requests(num: int, seed: int) -> tuple[list[list[int]], list[Sampling]]:
-    """Longer than 16 tokens: a shorter prompt is read by a graph, too, with a drafter or without one."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(29) for _ in range(draw.randint(17, 24))] for _ in range(num)]
     samplings = [
@@ -338,13 +344,13 @@ def test_drafts_are_for_as_many_rows_as_all_requests_have(monkeypatch: pytest.Mo
     drafter = DraftModel(near_copy(target, 0.0), graphs=True)
     engine = Engine(target, max_requests=8, max_context=64, chunk=32, drafter=drafter, graphs=True)
     assert engine.goodput is not None
-    asked, choose = [], engine.goodput.choose
+    asked, decide = [], engine.goodput._decide
 
-    def noted(num: int, prospects: Callable[[], Prospects]) -> int:
+    def noted(num: int, prospects: Callable[[], Prospects]) -> tuple[int, int, float, float]:
         asked.append((num, prospects()[0] or 0))
-        return choose(num, prospects)
+        return decide(num, prospects)
 
-    monkeypatch.setattr(engine.goodput, "choose", noted)
+    monkeypatch.setattr(engine.goodput, "_decide", noted)
     samplings = [Sampling(max_tokens=20 if i == 0 else 2, ignore_eos=True) for i in range(8)]
     engine.generate([[i, 2, 3] for i in range(8)], samplings)
     assert asked[0] == (8, 3) and all(num * (1 + limit) <= 32 for num, limit in asked)

@@ -6,7 +6,8 @@ a GPU the program is captured once and replayed with a single launch. Graphs are
 
     (requests, rows each, how tokens are chosen, skip set)
 
-with the first two padded upwards; padding rows write nothing. Elsewhere the same program simply runs, which is
+with the first two padded upwards; padding rows write nothing. Steps that read prompts (read_graph.py) and drafts behind
+each other (chain_graph.py) are programs of the same kind. Elsewhere the same program simply runs, which is
 how it is tested without a GPU. Steps with several rows each are padded to few sizes, so that all of them can be made
 before the first request (`prepare`); `num_made` counts, so that nobody takes the making for the cost of a step.
 
@@ -27,6 +28,7 @@ Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -92,7 +94,7 @@ class StepGraphs:
         # Per table row: whose blocks, and how many are there.
         self._known: list[tuple[Sequence[int], int]] = []
         self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
-        self._graphs: dict[tuple[object, ...], StepGraph] = {}
+        self._graphs: dict[tuple[object, ...], CapturedStep] = {}
         self._num_moves = cache.num_moves
         self.num_made = 0
         self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
@@ -168,15 +170,15 @@ class StepGraphs:
 
     def padded(self, spans: Sequence[Span]) -> tuple[int, int]:
         """Requests and rows each of the graph that holds these rows."""
-        each = _at_least(max(s.num for s in spans), ROWS_EACH)
-        return _at_least(len(spans), REQUESTS if each == 1 else REQUESTS_DRAFTED), each
+        each = at_least(max(s.num for s in spans), ROWS_EACH)
+        return at_least(len(spans), REQUESTS if each == 1 else REQUESTS_DRAFTED), each
 
     def prepare(self, num: int, each: int, kind: Kind, skip: SkipSet | None = None) -> None:
         """Make the graph of such a step now, if it is not there."""
         key = (num, each, kind, "" if skip is None else skip.id)
         self.find(key, num, lambda: StepGraph(self, num, each, kind, skip))
 
-    def graph(self, key: tuple[object, ...], spans: Sequence[Span], make: Callable[[], StepGraph]) -> Any:
+    def graph(self, key: tuple[object, ...], spans: Sequence[Span], make: Callable[[], CapturedStep]) -> Any:
         """The graph of this key, made when first needed; tables and cache are ready for these rows."""
         num_requests = key[0]
         assert isinstance(num_requests, int)
@@ -184,7 +186,9 @@ class StepGraphs:
         self._send_tables(spans)
         return found
 
-    def find(self, key: tuple[object, ...], num_requests: int, make: Callable[[], StepGraph]) -> StepGraph:
+    def find(
+        self, key: tuple[object, ...], num_requests: int, make: Callable[[], CapturedStep]
+    ) -> CapturedStep:
         spec = self.fused.spec
         self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
         if self.cache.num_moves != self._num_moves:
@@ -258,25 +262,29 @@ class StepGraphs:
         self._tables.index_copy_(0, at, block.to(torch.int32))
 
 
-class StepGraph:
-    """One captured step."""
+class CapturedStep(ABC):
+    """A program over rows whose numbers lie in one buffer, and on a GPU its graph. Behind five numbers of every row
+    (token, position, slot, where its block belongs in the tables, its number) and the seeds of the rows that tokens
+    are chosen for come those that a kind of program has of its own."""
 
     def __init__(
         self,
         owner: StepGraphs,
         num_requests: int,
-        rows_each: int,
+        num_rows: int,
+        num_chosen: int,
+        num_own: int,
         kind: Kind,
         skip: SkipSet | None,
     ) -> None:
-        self.owner, self.num_requests, self.rows_each, self.kind = owner, num_requests, rows_each, kind
-        self.num_splits, self.skip = splits_for(num_requests, owner.fused.spec.num_kv_heads), skip
-        self.num_rows = num_requests * rows_each
-        device = owner.fused.device
-        self._numbers = torch.zeros(6 * self.num_rows + 2 * num_requests, dtype=torch.int64, device=device)
-        self.parameters_4R = torch.zeros(len(PARAMETERS), self.num_rows, dtype=torch.float64, device=device)
+        """`num_chosen`: rows that tokens are chosen for; `num_own`: numbers of its own."""
+        self.owner, self.num_requests, self.num_rows = owner, num_requests, num_rows
+        self.kind, self.skip, device = kind, skip, owner.fused.device
+        self._own = 5 * num_rows + num_chosen  # where its own numbers begin
+        self._numbers = torch.zeros(self._own + num_own, dtype=torch.int64, device=device)
+        self.parameters_4R = torch.zeros(len(PARAMETERS), num_chosen, dtype=torch.float64, device=device)
         self._sent: list[Sampling] | None = None
-        self._seeds: Sequence[int] = [0] * self.num_rows
+        self._seeds: Sequence[int] = [0] * num_chosen
         self.logits = torch.empty(0, device=device)
         self.replay: Callable[[], None] = self._program
         if device.type == "cuda":
@@ -284,9 +292,7 @@ class StepGraph:
 
     def _capture(self) -> None:
         # All rows are padding while the program runs to compile its kernels: only the last tokens would change.
-        num = self.num_rows
-        self._numbers[2 * num : 3 * num] = -1
-        self._numbers[3 * num : 4 * num] = self.owner.padding
+        self._rows_5R[2:4] = torch.tensor([[-1], [self.owner.padding]], device=self._numbers.device)
         last = self.owner.last_R.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -308,27 +314,89 @@ class StepGraph:
             fall_back(f"a decoding step could not be captured as a CUDA graph ({error})")
         self.owner.last_R.copy_(last)
 
+    @abstractmethod
+    def _program(self) -> None: ...
+
+    @property
+    def _rows_5R(self) -> Tensor:
+        return self._numbers[: 5 * self.num_rows].view(5, self.num_rows)
+
     @property
     def seeds_R(self) -> Tensor:
-        return self._numbers[5 * self.num_rows : 6 * self.num_rows]
+        return self._numbers[5 * self.num_rows : self._own]
+
+    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Part of a program: note the rows' blocks. Their tokens, positions and slots."""
+        given, position, slot, at, block = self._rows_5R
+        self.owner.note_blocks(
+            at, block.view(torch.int32)[::2]
+        )  # as they are, without a kernel that converts
+        return given, position, slot
+
+    def _choose(self, logits_RV: Tensor, position_R: Tensor, out_R: Tensor) -> None:
+        """Part of a program: the tokens behind rows at these positions."""
+        if self.kind == "greedy":
+            best_token_(logits_RV, out_R)
+        else:
+            cuts = self.kind == "cut"
+            out_R.copy_(sample_at(logits_RV, self.parameters_4R, self.seeds_R, position_R + 1, cuts=cuts))
+
+    def _host(self, laid: Laid, row_T: np.ndarray, tokens: Sequence[int] | None) -> Tensor:
+        """Numbers of the next replay, those of its own still to be set. `row_T`: where each of the rows goes."""
+        size = self.owner.cache.pool.block_size
+        host = pinned(len(self._numbers), self._numbers.device)
+        numbers = host.numpy()
+        rows_5R = numbers[: 5 * self.num_rows].reshape(5, self.num_rows)
+        rows_5R[:] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]  # of padding
+        rows_5R[0, row_T] = -1 if tokens is None else tokens
+        rows_5R[1, row_T] = laid.at_T
+        rows_5R[2, row_T] = laid.block_T * size + laid.at_T % size
+        rows_5R[3, row_T] = self.owner.place(laid.of_T, laid.at_T // size)
+        rows_5R[4, row_T] = laid.block_T
+        numbers[5 * self.num_rows : self._own] = self._seeds
+        return host
+
+    def _send_samplings(self, rows: list[Sampling]) -> None:
+        """One for each row that a token is chosen for; those that are missing belong to padding."""
+        if self.kind not in ("drawn", "cut"):
+            return
+        rows += [Sampling()] * (self.parameters_4R.shape[1] - len(rows))
+        if rows == self._sent:
+            return
+        settings, self._seeds = parameters(rows)
+        host = to_pinned(settings, torch.float64, self._numbers.device)
+        self.parameters_4R.copy_(host, non_blocking=True)
+        self._sent = rows
+
+
+class StepGraph(CapturedStep):
+    """Every request has equally many rows, each followed by a token. Its own numbers: a tile per request."""
+
+    def __init__(
+        self,
+        owner: StepGraphs,
+        num_requests: int,
+        rows_each: int,
+        kind: Kind,
+        skip: SkipSet | None,
+    ) -> None:
+        self.rows_each, num_rows = rows_each, num_requests * rows_each
+        self.num_splits = splits_for(num_requests, owner.fused.spec.num_kv_heads)
+        super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip)
 
     def _program(self) -> None:
-        owner, num = self.owner, self.num_rows
-        given, position, slot, at, block, seed = self._numbers[: 6 * num].view(6, num)
-        last = owner.last_R[:num]
-        owner.note_blocks(at, block.view(torch.int32)[::2])  # as they are, without a kernel that converts
-        tiles_N4 = self._numbers[6 * num :].view(torch.int32).view(self.num_requests, 4)
+        owner = self.owner
+        given, position, slot = self._place()
+        last = owner.last_R[: self.num_rows]
+        tiles_N4 = self._numbers[self._own :].view(torch.int32).view(self.num_requests, 4)
         tiles = Tiles(tiles_N4, self.rows_each, self.num_splits)
         rows = Rows(position, slot, owner.tables(self.num_requests), (tiles,))
         hidden = owner.fused.hidden(given, rows, owner.cache, self.skip, last)
         logits = owner.spread(owner.fused.logits(hidden))
         if self.kind == "logits":
             self.logits = logits
-        elif self.kind == "greedy":
-            best_token_(logits, last)
         else:
-            cuts = self.kind == "cut"
-            last.copy_(sample_at(logits, self.parameters_4R, seed, position + 1, cuts=cuts))
+            self._choose(logits, position, last)
 
     def fill(
         self,
@@ -337,39 +405,21 @@ class StepGraph:
         samplings: Sequence[Sampling] | None,
     ) -> None:
         """Send the numbers of the next replay. `tokens` lie request behind request; None: all from the device."""
-        if self.kind in ("drawn", "cut"):
-            assert samplings is not None
-            self._send_samplings(samplings)
-        size, num = self.owner.cache.pool.block_size, self.num_rows
-        laid = lay(spans, size)
-        row_T = laid.of_T * self.rows_each + laid.i_T
-        host = pinned(len(self._numbers), self._numbers.device)
-        numbers = host.numpy()
-        numbers_6R = numbers[: 6 * num].reshape(6, num)
-        # Of padding rows: token, position, slot, where their block belongs in the tables, its number; and all seeds.
-        numbers_6R[:5] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]
-        numbers_6R[5] = self._seeds
-        numbers_6R[0, row_T] = -1 if tokens is None else tokens
-        numbers_6R[1, row_T] = laid.at_T
-        numbers_6R[2, row_T] = laid.block_T * size + laid.at_T % size
-        numbers_6R[3, row_T] = self.owner.place(laid.of_T, laid.at_T // size)
-        numbers_6R[4, row_T] = laid.block_T
-        tiles_N4 = numbers[6 * num :].view(np.int32).reshape(self.num_requests, 4)
-        tiles_N4[len(spans) :] = 0
+        self._send_samplings([s for s in samplings or () for _ in range(self.rows_each)])
+        laid = lay(spans, self.owner.cache.pool.block_size)
+        host = self._host(laid, laid.of_T * self.rows_each + laid.i_T, tokens)
+        tiles_N4 = host.numpy()[self._own :].view(np.int32).reshape(self.num_requests, 4)
         n_N = np.arange(len(spans))
-        for i, column_N in enumerate((n_N, n_N * self.rows_each, laid.start_N, laid.num_N)):
-            tiles_N4[: len(spans), i] = column_N
+        fill_tiles(tiles_N4, n_N, n_N * self.rows_each, laid.start_N, laid.num_N)
         self._numbers.copy_(host, non_blocking=True)
 
-    def _send_samplings(self, samplings: Sequence[Sampling]) -> None:
-        rows = [s for s in samplings for _ in range(self.rows_each)]
-        rows += [Sampling()] * (self.num_rows - len(rows))
-        if rows == self._sent:
-            return
-        settings, self._seeds = parameters(rows)
-        host = to_pinned(settings, torch.float64, self._numbers.device)
-        self.parameters_4R.copy_(host, non_blocking=True)
-        self._sent = rows
+
+def fill_tiles(tiles_L4: np.ndarray, *columns: np.ndarray) -> None:
+    """Table, first row, its position, rows; tiles behind these do nothing."""
+    num = len(columns[0])
+    for i, column in enumerate(columns):
+        tiles_L4[:num, i] = column
+    tiles_L4[num:] = 0
 
 
 def kind_of(samplings: Sequence[Sampling] | None) -> Kind:
@@ -398,7 +448,7 @@ def up_to(num: int, sizes: Sequence[int]) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < num]
 
 
-def _at_least(num: int, sizes: Sequence[int]) -> int:
+def at_least(num: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= num)
 
 

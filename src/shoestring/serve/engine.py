@@ -52,7 +52,7 @@ from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.self_skip import stack_self_skip
 from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
-from shoestring.serve.step_work import Launched, Proposal, batch_of, check_of
+from shoestring.serve.step_work import Launched, Proposal, batch_of, check_of, reaches_the_end
 from shoestring.serve.tensor_parallel import LeadRunner, Ranks
 from shoestring.serve.text import TextStream
 from shoestring.serve.verify import Rule, Verify, accept, needs_logits, note_gained, verify
@@ -122,7 +122,7 @@ class Engine:
         self.stats, self._ids = Stats(), itertools.count()
         self._flight: Launched | None = None  # a step that runs ahead of what is known
         self._proposal = Proposal()  # guesses of the next step
-        self._made, self._reads = 0, False  # graphs when the last step ended; whether this one reads prompts
+        self._made = 0  # graphs when the last step ended
         self._ended: float | None = None  # when the last step did, while steps of the same requests follow
 
     # -- requests in and out --------------------------------------------------------------------------------
@@ -179,9 +179,7 @@ class Engine:
         sampling = sampling or Sampling()
         tokens = prompt_tokens(prompt, self.tokenizer, self.model.spec.vocab_size, self.max_context)
         if sampling.stop and self.tokenizer is None:
-            raise UserError(
-                f"stop strings {sampling.stop} need a tokenizer; build the engine with one or drop them"
-            )
+            raise UserError(f"stop strings {sampling.stop} need a tokenizer; give the engine one")
         rule = self.rule
         if rule == "auto":
             rule = "coupled" if sampling.greedy or sampling.seed is not None else "block"
@@ -209,18 +207,18 @@ class Engine:
             self._note(plan)
             if not plan.work:
                 return outputs
-            self._reads = bool(plan.admitted) or not all(r.ready for r, _ in plan.work)
-            if self._reads:
+            reads = bool(plan.admitted) or not all(r.ready for r, _ in plan.work)
+            if reads:
                 self._ended = None  # not the time of a decoding step
             began = time.perf_counter()
-            flight = self._launch(plan.work, began)
+            flight = self._launch(plan.work, began, reads)
             if flight is None:
                 self._proposal.settle(self.goodput)
-                return outputs + self._compute(plan.work, began)
+                return outputs + self._compute(plan.work, began, reads)
         self._flight = self._run_ahead(flight)
         return outputs + self._land(flight)
 
-    def _compute(self, work: Work, began: float) -> list[Output]:
+    def _compute(self, work: Work, began: float, reads: bool) -> list[Output]:
         """A step whose logits are wanted, or that verifies nothing."""
         logits_RV, checked, watched = self._forward(work)
         gained: list[list[int]] = []
@@ -228,28 +226,33 @@ class Engine:
             gained = self.verify(logits_RV, [check_of(r) for r in checked])
         if self.goodput is not None and checked:
             num_rows = sum(num for _, num in work)
-            self._clocked(num_rows, began, sum(map(len, gained)))
+            self._clocked(num_rows, began, sum(map(len, gained)), reads=reads)
         for watch in watched:
             watch.count({r.id: len(new) for r, new in zip(checked, gained, strict=True)})
         return [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
 
     # -- steps whose tokens are chosen on the device --------------------------------------------------------
-    def _launch(self, work: Work, began: float) -> Launched | None:
-        """Start a step in which every request gains tokens by the coupled rule; None where it is not such a one."""
-        requests = [r for r, _ in work]
-        if not all(r.ready and (r.rule == "coupled" or not r.drafts) for r in requests):
+    def _launch(self, work: Work, began: float, reads: bool) -> Launched | None:
+        """Start a step whose tokens are chosen by the coupled rule, for all requests or for those that have read their
+        prompt by then; None where it is not such a one."""
+        if not all(r.rule == "coupled" or not r.drafts for r, _ in work):
             return None
+        work = sorted(work, key=lambda part: not reaches_the_end(*part))
+        requests = [r for r, num in work if reaches_the_end(r, num)]
         checks = [check_of(r) for r in requests]
-        if needs_logits(self.verify, checks) or self.skipping.watching(work) is not None:
+        if not requests or needs_logits(self.verify, checks) or self.skipping.watching(work) is not None:
             return None
         groups = self.skipping.groups(work)
         if len(groups) > 1:
             return None
-        batch = batch_of(work)[0]
-        handle = self.runner.choose(batch, [r.sampling for r in requests], groups[0][0])
+        batch, samplings, skip = batch_of(work)[0], [r.sampling for r in requests], groups[0][0]
+        handle = self.runner.choose(batch, samplings, skip)
+        if handle is None and not any(r.drafts for r in requests):
+            handle = self.runner.read(batch, samplings, skip)
         if handle is None:
             return None
-        return Launched(requests, [r.table for r in requests], checks, groups[0][0], handle, began)
+        self._read_on(work[len(requests) :])
+        return Launched(requests, [r.table for r in requests], checks, skip, handle, began, reads=reads)
 
     def _run_ahead(self, flight: Launched) -> Launched | None:
         """Start the step after `flight` before its tokens are known on the host, where nothing but those tokens
@@ -295,18 +298,20 @@ class Engine:
         ]
         if self.goodput is not None and landed:
             num_gained = sum(len(new) for _, _, new in landed)
-            self._clocked(sum(map(len, targets)), flight.began, num_gained, ahead=flight.ahead)
+            num_rows = sum(map(len, targets))
+            self._clocked(num_rows, flight.began, num_gained, ahead=flight.ahead, reads=flight.reads)
         note_gained(self.verify, [check for _, check, _ in landed], [new for _, _, new in landed])
         return [self._commit(request, new) for request, _, new in landed]
 
-    def _clocked(self, num_rows: int, began: float, num_gained: int, *, ahead: bool = False) -> None:
-        """Tell the controller what a step took: from the end of the one before to its own, drafting apart. A step
-        that was launched early began when the one before it ended."""
+    def _clocked(
+        self, num_rows: int, began: float, num_gained: int, *, ahead: bool = False, reads: bool = False
+    ) -> None:
+        """Tell the controller what a step took: from the end of the one before to its own, drafting apart."""
         assert self.goodput is not None
         now, made = time.perf_counter(), num_made(self.runner, self.drafter)
-        if self._ended is not None:
+        if self._ended is not None:  # also where it was launched before that end
             began = self._ended + self.goodput.draft_seconds
-        usual = made == self._made and not self._reads
+        usual = made == self._made and not reads
         self._ended, self._made = now, made  # before the controller may want to measure (`_profile`)
         if usual:
             self.goodput.stepped(num_rows, max(now - began, 1e-9), num_gained, ahead=ahead)
@@ -377,11 +382,14 @@ class Engine:
         each skip set. Moves num_computed of the others."""
         parts = [self._forward_alike(part, skip) for skip, part in self.skipping.groups(work)]
         logits_RV = parts[0][0] if len(parts) == 1 else torch.cat([logits for logits, _, _ in parts])
+        self._read_on(work)
+        return logits_RV, [r for _, checked, _ in parts for r in checked], [w for *_, w in parts if w]
+
+    def _read_on(self, work: Work) -> None:
         for request, num in work:
             if not request.ready:  # else its commit does both
                 request.num_computed = min(request.num_computed + num, len(request.tokens) - 1)
                 self._seal(request)
-        return logits_RV, [r for _, checked, _ in parts for r in checked], [w for *_, w in parts if w]
 
     def _forward_alike(
         self, work: Work, skip: SkipSet | None
@@ -416,12 +424,8 @@ class Engine:
 
     def _seal(self, request: Request) -> None:
         if request.table is not None:
-            num = (
-                request.num_computed
-                if request.switch_at is None
-                else min(request.num_computed, request.switch_at)
-            )
-            self.cache.pool.seal(request.table, request.tokens, num)
+            limit = request.num_computed if request.switch_at is None else request.switch_at
+            self.cache.pool.seal(request.table, request.tokens, min(request.num_computed, limit))
 
     def _after_token(self, request: Request, token: int) -> FinishReason | None:
         """Append the token's text; why the request ends with this token, if it does."""

@@ -1,4 +1,4 @@
-"""What a request should not wait for, made before the first one: graphs of all steps with drafts, and their costs.
+"""What a request should not wait for, made before the first one: graphs of all steps, and the costs of drafts.
 
 A graph takes tens of milliseconds to make, the time of many steps. A controller that changes the number of drafts, and
 requests that end one by one, would meet new shapes for a long time, and each meeting would look like a slow step.
@@ -12,7 +12,7 @@ few numbers (`place_rows`), which all are met here.
 Left out: tokens that are cut (top_k, top_p, min_p), whose graphs are made when first needed, as are those of an
 engine whose keys and values are too large to be reserved; such steps are not taken for slow ones (`num_made`). So are
 cuDNN's plans for long texts read at once (whole_texts.py), of which there are few; and prompts that the target reads
-whole have all numbers of rows, with a drafter or without.
+whole in steps too large for a graph (read_graph.py) have all numbers of rows, with a drafter or without.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def prepare_drafting(
     if not runner.fast:
         return
     reserve(runner, max_requests, max_context)
+    runner.prepare_reads(max_requests, chunk, KINDS, skip)
     runner.prepare(max_requests, KINDS, [1, *(g + 1 for g in goodput.lengths)], skip)
     runner.warm(chunk)
     if drafter is not None and hasattr(drafter, "prepare"):

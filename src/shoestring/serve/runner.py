@@ -7,7 +7,8 @@ draft model each have one.
 
 Three ways to compute a step, the first that can:
 
-    graph   few rows per request: a program with fixed addresses, on a GPU a CUDA graph (cuda_graphs.py)
+    graph   few rows per request, or few in all: a program with fixed addresses, on a GPU a CUDA graph
+            (cuda_graphs.py, read_graph.py)
     fused   any rows: the fused forward over blocks read in place (fused.py)
     plain   `Decoder.forward` over gathered keys and values: on a CPU, under tensor parallelism, with hooks, or
             when somebody watches the residual stream. Layers that round their inputs to 8 bits, on a CPU,
@@ -57,6 +58,7 @@ from shoestring.serve.cuda_graphs import (
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
 from shoestring.serve.kv_cache import KVCache, Span, cache_root, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
+from shoestring.serve.read_graph import cut, launch_read, prepare_reads, read_fits
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.token_step import TokenStep, compilable
 from shoestring.serve.whole_texts import few_plans
@@ -192,6 +194,15 @@ class Runner:
         return self._graphs.choose(spans, None, samplings, skip)
 
     @torch.no_grad()
+    def read(self, batch: Batch, samplings: Sequence[Sampling], skip: SkipSet | None = None) -> Flight | None:
+        """`choose` for a step with texts that are read: a token behind the last row of the first spans, one for each
+        Sampling; None where that is not possible."""
+        if not self.ready() or batch.guesses or not read_fits(batch.spans):
+            return None
+        assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
+        return launch_read(self._graphs, batch.spans, batch.tokens, samplings, skip)
+
+    @torch.no_grad()
     def chain(
         self, batch: Batch, samplings: Sequence[Sampling], num_tokens: int, skip: SkipSet | None = None
     ) -> Flight | None:
@@ -215,6 +226,14 @@ class Runner:
                 for num, kind in product(reversed(sizes), kinds):  # the most first: tables grow once
                     if num * each <= MAX_ROWS:
                         self._graphs.prepare(num, each, kind, skip)
+
+    def prepare_reads(
+        self, max_requests: int, max_rows: int, kinds: Sequence[Kind], skip: SkipSet | None = None
+    ) -> None:
+        """The same for `read`, of so many rows altogether. To be made first: they need the largest tables."""
+        if self.ready():
+            assert self._graphs is not None
+            prepare_reads(self._graphs, max_requests, max_rows, kinds, skip)
 
     def prepare_chains(self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int]) -> None:
         """The same for `chain`, of so many tokens."""
@@ -384,12 +403,7 @@ def place_rows(
         splits = EAGER_SPLITS if splits_for(len(few), num_groups) >= EAGER_SPLITS else 1
         tiles.append(Tiles(_tiles(few, first_N[few], start_N[few], num_N[few]), most, splits))
     if len(many):
-        tiles_N = -(-num_N[many] // each)
-        of_L = many.repeat(tiles_N)
-        at_L = each * (np.arange(len(of_L)) - (tiles_N.cumsum() - tiles_N).repeat(tiles_N))
-        # The last tiles of a prompt see the most keys: first in the queue, they are not what all wait for.
-        cut = (of_L, first_N[of_L] + at_L, start_N[of_L] + at_L, np.minimum(each, num_N[of_L] - at_L))
-        tiles.append(Tiles(_tiles(*(numbers[::-1] for numbers in cut)), each, 1))
+        tiles.append(Tiles(_tiles(*cut(many, first_N, start_N, num_N, each)), each, 1))
     prompts = None
     if not by_table and not start_N.any():
         found, row = [], 0

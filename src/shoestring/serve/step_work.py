@@ -39,6 +39,11 @@ def batch_of(work: Work) -> tuple[Batch, list[Request]]:
     return Batch(spans, tokens, rows, guesses), checked
 
 
+def reaches_the_end(request: Request, num: int) -> bool:
+    """Whether so many rows gain the request a token."""
+    return request.num_computed + num >= len(request.tokens)
+
+
 def check_of(request: Request, num_coming: int = 0) -> Check:
     """`num_coming`: tokens that it will have gained by then."""
     draft, position = request.draft, len(request.tokens) + num_coming
@@ -79,6 +84,7 @@ class Launched:
     handle: Flight
     began: float
     ahead: bool = False  # launched before the tokens of the step before it were known
+    reads: bool = False  # a prompt, too: no measure of how long a step takes
 
     @property
     def alive(self) -> list[bool]:
