@@ -3,13 +3,14 @@
 Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
          shoestring run train/sparse24_fst weight_grad=exact      without the random pruning of gradients
+         shoestring run train/sparse24_fst schedule=wsd           a learning rate that stays until the dense finish
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
-         tokens of Python (bench/sparse24_quality, refresh=10, seed 0): validation loss 1.7473, dense 1.6970, half
-         the width 1.7324
+         tokens of Python (bench/sparse24_quality), validation loss: 1.7356, dense 1.6970, half the width 1.7324; with
+         schedule=wsd 1.6702 (mean of three seeds), dense 1.6379, half the width 1.6752
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
          masked_magnitude, mu and masked_decay, and the report plots them
 """
