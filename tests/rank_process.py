@@ -15,6 +15,7 @@ PRELOAD = [
     "rank_process",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "shoestring.recipes.shrink.lowbit_best",
     "shoestring.recipes.shrink.prune24",
     "shoestring.recipes.train.dense",
     "shoestring.serve",

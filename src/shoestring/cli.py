@@ -4,7 +4,7 @@ Verbs are thin: they parse, import what they need when they need it (so that --h
 function and print. What goes wrong ends in one of four ways:
     UserError           one line `error: ...` on stderr, exit code 2
     Interrupted         one line that says where the run was saved and how to continue, exit code 2
-    disk full, no permission, ...   one line, exit code 2
+    out of memory, disk full, no permission, ...   one line, exit code 2
     anything else       the traceback and one line asking to report it, exit code 1
 Under torchrun the other ranks print nothing but errors of their own.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from shoestring import __version__
-from shoestring.errors import Interrupted, UserError
+from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error
 from shoestring.terminal import find_skips, lead, open_engine, read_prompt, stream_text, user_lines
 
 if TYPE_CHECKING:
@@ -302,11 +302,12 @@ def inspect(
     against: Annotated[
         str | None, typer.Option(help="The model it was made from: how far each layer's weight has moved.")
     ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="One row per weight, not per kind.")] = False,
 ) -> None:
     """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
     from shoestring.summary import summarize
 
-    for table in summarize(Path(path)):
+    for table in summarize(Path(path), each_layer=layers):
         table.print()
     if against is not None:
         from shoestring.weight_errors import errors_table, weight_errors
@@ -377,7 +378,8 @@ def bench_serve(
         raise UserError("no request falls into this time; give a longer time or a higher rate")
     with at_url(target, serve_options) as url:
         case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
-        run_load(url, plan, slo, case, seed=seed, api_key=api_key, save=save)
+        about = {"load": "trace" if trace else "Poisson", "server": serve_options or ""}
+        run_load(url, plan, slo, case, seed=seed, api_key=api_key, save=save, about=about)
 
 
 # -- what the verbs share ----------------------------------------------------------------------------
@@ -393,7 +395,8 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
         if _rank() > 0:  # every rank reads the same command; one of them answers
             raise typer.Exit(2) from None
         raise
-    recipe.main(config)
+    with memory_as_user_error(config):
+        recipe.main(config)
 
 
 def _load(
@@ -422,7 +425,8 @@ def run_cli(argv: list[str] | None = None) -> int:
     # click's UsageError, wherever this version of typer keeps it
     usage_error = cast(type[Exception], typer.BadParameter.__base__)
     try:
-        result = app(args=argv, prog_name="shoestring", standalone_mode=False)
+        with memory_as_user_error():
+            result = app(args=argv, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Interrupted as stop:
         return _complain(str(stop), 2)
@@ -438,7 +442,7 @@ def run_cli(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if _is_users(error):
+        if is_users(error):
             where = f" ({error.filename})" if error.filename else ""
             return _complain(f"error: {error.strerror}{where}; free some space or choose another place", 2)
         return _bug(error)
@@ -466,12 +470,6 @@ def _bug(error: BaseException) -> int:
     traceback.print_exception(error)
     note = "this is a bug in shoestring, please report it with the lines above"
     return _complain(f"{note} and the output of: shoestring --version", 1)
-
-
-def _is_users(error: OSError) -> bool:
-    import errno
-
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _rank() -> int:

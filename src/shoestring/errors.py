@@ -1,12 +1,18 @@
-"""The one exception a user is meant to read.
+"""What a user is meant to read when something goes wrong.
 
 `UserError` is a ValueError whose message says what was given, what is allowed and what to change. The command
-line prints it as one line and exits with 2, and so do benches (`as_command`); every other exception is a defect of
-ours and keeps its traceback.
+line prints it as one line and exits with 2, and so do benches (`as_command`). Memory that runs out is nobody's
+defect: `memory_as_user_error` makes one such line of it. Every other exception is a defect of ours and keeps its
+traceback.
 """
 
+import errno
+import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -28,7 +34,146 @@ def suggest(given: str, allowed: list[str]) -> str:
 def as_command(main: Callable[[], None]) -> None:
     """Run a script's main; what the user is meant to read is one line on stderr, and the exit code is 2."""
     try:
-        main()
+        with memory_as_user_error():
+            main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def is_users(error: OSError) -> bool:
+    """A full disk or a missing permission: nothing of ours to repair."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+# -- memory that runs out ----------------------------------------------------------------------------
+
+# How allocators say it when they raise no class of their own; in small letters.
+GPU_WORDS = ("out of memory", "out_of_memory", "status_alloc_failed", "cudaerrormemoryallocation")
+HOST_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory")
+# Settings of recipes that cost less memory when they are smaller; those that change no result come first.
+SMALLER = (
+    *("micro", "max_requests", "memory_gb", "batch", "train_batch", "block_batch", "context"),
+    *("windows", "calib_windows", "calib_context", "damage_windows"),
+)
+PLACE, RUN = "in ", "run folder "  # what the notes below begin with
+
+
+@contextmanager
+def during(what: str) -> Iterator[None]:
+    """Errors inside get a note of where they happened, for tracebacks and for `memory_line`."""
+    with _noting(PLACE + what):
+        yield
+
+
+@contextmanager
+def in_run(folder: Path) -> Iterator[None]:
+    """Errors inside get a note of the run folder that `resume=` can go on with."""
+    with _noting(f"{RUN}{folder}"):
+        yield
+
+
+@contextmanager
+def memory_as_user_error(config: object = None) -> Iterator[None]:
+    """Memory that runs out inside is a UserError; `config`, of a recipe, has the settings to change."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        line = memory_line(error, config)
+        if line is None:
+            raise
+        raise UserError(line) from error
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Which memory ran out, "GPU" or "host", or None for every other error.
+
+    Looks along the chain that a traceback would show: what fails in a compiled or captured step is raised again as
+    something else. torch is known by name: this module does not import it.
+    """
+    for e in _chain(error):
+        said = str(e).lower()
+        if any(c.__name__ == "OutOfMemoryError" for c in type(e).__mro__):
+            return "GPU"
+        if isinstance(e, MemoryError):
+            return "host"
+        if isinstance(e, RuntimeError | OSError):
+            if any(words in said for words in HOST_WORDS):
+                return "host"
+            if any(words in said for words in GPU_WORDS):
+                return "GPU"
+    return None
+
+
+def memory_line(error: BaseException, config: object = None) -> str | None:
+    """What ran out, where, and what to do; None where it was not memory."""
+    which = out_of_memory(error)
+    if which is None:
+        return None
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", " ".join(map(str, _chain(error))), re.IGNORECASE)
+    size = f" ({asked[1]} more asked for)" if asked else ""
+    return f"out of {which} memory{size}{_place(error)}: {_remedy(which, config)}{_way_on(error, config)}"
+
+
+def _remedy(which: str, config: object) -> str:
+    settings = {name: getattr(config, name, None) for name in SMALLER}
+    given = [f"{name} (now {value})" for name, value in settings.items() if value]
+    if given:
+        less = f"make one of these smaller: {', '.join(given)}"
+    else:
+        less = "ask for less at a time (a smaller batch, a shorter context, fewer requests)"
+    ways = [less, "stop other programs that use it"]
+    if getattr(config, "recompute", None) is False:
+        ways.append("give recompute=true")
+    if which == "GPU" and (config is None or hasattr(config, "device")):
+        ways.append("use --device cpu" if config is None else "give device=cpu")
+    return ", or ".join(ways)
+
+
+def _way_on(error: BaseException, config: object) -> str:
+    if not hasattr(config, "resume"):
+        return ""
+    noted = [n.removeprefix(RUN) for n in _notes(error) if n.startswith(RUN)]
+    known = [*noted, getattr(config, "resume", None), getattr(config, "run", None)]
+    folder = next((f for f in known if f), None)
+    if folder is None:
+        return "; what a run has finished is kept: resume=FOLDER goes on, folders are in runs/"
+    if not (Path(folder) / "config.json").is_file():  # it had not begun
+        return ""
+    return f"; what is finished is kept, resume={folder} goes on with it and says which settings must stay"
+
+
+def _place(error: BaseException) -> str:
+    """The notes of where it happened, or else the innermost function of ours."""
+    noted = [n for n in _notes(error) if n.startswith(PLACE)]
+    if noted:
+        return " " + ", ".join(noted)
+    home = Path(__file__).parent
+    codes = [frame.f_code for e in _chain(error) for frame, _ in traceback.walk_tb(e.__traceback__)]
+    ours = [c for c in codes if home in Path(c.co_filename).parents and c.co_filename != __file__]
+    return f" in {Path(ours[-1].co_filename).relative_to(home)}, {ours[-1].co_name}" if ours else ""
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [note for e in _chain(error) for note in getattr(e, "__notes__", ())]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that a traceback would show above it."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        yield at
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+
+
+@contextmanager
+def _noting(note: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note)
+        raise

@@ -2,21 +2,25 @@
 
 Reads headers and JSON only, never the weights, so it is quick for a model of any size. Layer numbers are
 folded: one row stands for all layers whose tensors have the same shape and format ('layers.*' x30), and a
-layer that differs gets its own row.
+layer that differs gets its own row; each_layer=True folds nothing. The errors of the layers are those that
+quantization measured and wrote beside the weights (quantization.json).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shoestring.errors import UserError
 from shoestring.formats.registry import from_json
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf
+from shoestring.model.hf_names import our_module
+from shoestring.model.spec import ModelSpec
 from shoestring.model.tensor_files import TensorFiles, read_json
 from shoestring.report import Table, eval_table, flatten
 from shoestring.runlog import read_config, read_jsonl
@@ -43,14 +47,18 @@ class Stored:
     shape: tuple[int, ...]
     kind: str  # dtype or format
     bits: float  # stored bits in all
+    output_error: float | None = (
+        None  # relative mean square on the calibration text, where it was written down
+    )
+    weight_error: float | None = None  # relative mean square
 
     @property
     def weights(self) -> int:
         return math.prod(self.shape)
 
 
-def summarize(path: Path) -> list[Table]:
-    """The tables of whatever lies at `path`."""
+def summarize(path: Path, *, each_layer: bool = False) -> list[Table]:
+    """The tables of whatever lies at `path`; each_layer: one row per weight instead of one per kind."""
     if not path.exists():
         raise UserError(
             f"{path} does not exist; give a run, a model folder, a checkpoint folder or a .gguf file"
@@ -58,13 +66,13 @@ def summarize(path: Path) -> list[Table]:
     if path.is_file():
         if path.suffix != ".gguf":
             raise UserError(f"{path} is a file but no .gguf; give a run, a model or a checkpoint folder")
-        return _gguf(path)
+        return _gguf(path, each_layer)
     if (path / "manifest.json").is_file():
-        return _checkpoint(path)
+        return _checkpoint(path, each_layer)
     if (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir():
-        return _run(path)
+        return _run(path, each_layer)
     if (path / "config.json").is_file():
-        return _model_folder(path)
+        return _model_folder(path, each_layer)
     raise UserError(
         f"{path} holds no config.json, manifest.json or metrics.jsonl: not a run, model or checkpoint"
     )
@@ -73,7 +81,7 @@ def summarize(path: Path) -> list[Table]:
 # -- kinds of paths ----------------------------------------------------------------------------------
 
 
-def _run(folder: Path) -> list[Table]:
+def _run(folder: Path, each_layer: bool) -> list[Table]:
     config = read_config(folder)
     head = {k: config[k] for k in ("recipe", "command", "started") if k in config}
     rows = [["folder", str(folder)], *([k, v] for k, v in head.items())]
@@ -88,10 +96,10 @@ def _run(folder: Path) -> list[Table]:
     if evals:
         tables.append(eval_table(evals))
     models = [p.parent for p in sorted(folder.glob("*/config.json"))]
-    return [*tables, *(table for model in models for table in _model_folder(model))]
+    return [*tables, *(table for model in models for table in _model_folder(model, each_layer))]
 
 
-def _model_folder(folder: Path) -> list[Table]:
+def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
     spec = spec_from_hf(read_json(folder / "config.json"))
     shape = {
         k: getattr(spec, k)
@@ -103,8 +111,9 @@ def _model_folder(folder: Path) -> list[Table]:
         "vocab_size": spec.vocab_size,
         "max_positions": spec.max_positions,
     }
-    stored = folder_weights(folder)
-    return [_facts(f"Model {folder}", facts, stored), weights_table(stored), *_pruning(folder)]
+    stored, note = with_errors(folder_weights(folder), folder, spec)
+    weights = replace(weights_table(stored, each_layer), note=note)
+    return [_facts(f"Model {folder}", facts, stored), weights, *_pruning(folder)]
 
 
 def _pruning(folder: Path) -> list[Table]:
@@ -115,7 +124,7 @@ def _pruning(folder: Path) -> list[Table]:
     return [Table("Pruned to 2:4", ["", ""], [[k.replace("_", " "), v] for k, v in counted.items()])]
 
 
-def _gguf(path: Path) -> list[Table]:
+def _gguf(path: Path, each_layer: bool) -> list[Table]:
     from shoestring.model.gguf import read_metadata
 
     fields = read_metadata(path)  # first: it explains what is wrong with a bad file
@@ -127,10 +136,10 @@ def _gguf(path: Path) -> list[Table]:
     ]
     skipped = ("tokenizer.ggml.", "tokenizer.chat_template", "GGUF.")
     facts = {k: v for k, v in fields.items() if not k.startswith(skipped) and not isinstance(v, list)}
-    return [_facts(f"GGUF {path.name}", facts, stored), weights_table(stored)]
+    return [_facts(f"GGUF {path.name}", facts, stored), weights_table(stored, each_layer)]
 
 
-def _checkpoint(folder: Path) -> list[Table]:
+def _checkpoint(folder: Path, each_layer: bool) -> list[Table]:
     from shoestring.state.manifest import read_manifest
 
     manifest = read_manifest(folder)
@@ -146,7 +155,7 @@ def _checkpoint(folder: Path) -> list[Table]:
         "parts": len(manifest.parts),
     }
     facts |= {name: value for name, value in manifest.values.items() if isinstance(value, int | float | str)}
-    return [_facts(f"Checkpoint {folder}", facts, stored), weights_table(stored)]
+    return [_facts(f"Checkpoint {folder}", facts, stored), weights_table(stored, each_layer)]
 
 
 # -- weights -----------------------------------------------------------------------------------------
@@ -182,19 +191,71 @@ def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str,
     return {}, {}
 
 
-def weights_table(stored: list[Stored]) -> Table:
-    """One row per kind of weight, layer numbers folded."""
+def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[list[Stored], str]:
+    """The weights with what quantization wrote about them, and a sentence on what that is; or as they are."""
+    path = folder / "quantization.json"
+    told = read_json(path) if path.is_file() else {}
+    known = {layer["name"]: layer for layer in told.get("layers", [])}
+    if not known:
+        return stored, ""
+    found = []
+    for s in stored:
+        error = known.get(our_module(spec, s.name.removesuffix(".weight")), {})
+        found.append(
+            replace(s, output_error=error.get("output_error"), weight_error=error.get("weight_error"))
+        )
+    # A recipe that trains the whole model wrote down the errors of the grids it started from.
+    when = "before training end to end" if told["method"].startswith("shrink/") else f"by {told['method']}"
+    return found, f"Errors are relative mean squares, of outputs on the calibration text; measured {when}."
+
+
+def weights_table(stored: list[Stored], each_layer: bool = False) -> Table:
+    """One row per kind of weight, layer numbers folded, or one per weight."""
+    return Table("Weights", *(_each_weight(stored) if each_layer else _kinds(stored)))
+
+
+def _kinds(stored: list[Stored]) -> tuple[list[str], list[list[Any]]]:
     groups: dict[tuple[str, tuple[int, ...], str], list[Stored]] = {}
     for s in stored:
         groups.setdefault((fold(s.name), s.shape, s.kind), []).append(s)
+    headers = ["weight", "count", "shape", "stored as", "bits per weight", "MB"]
+    has_errors = any(s.output_error is not None for s in stored)
     rows = []
     for (name, shape, kind), members in groups.items():
         bits, weights = sum(m.bits for m in members), sum(m.weights for m in members)
-        sizes = " x ".join(map(str, shape)) or "scalar"
         which = _layers(members) if len(members) < max(map(len, groups.values())) else name
-        rows.append([which, len(members), sizes, kind, bits / max(weights, 1), bits / 8e6])
-    headers = ["weight", "count", "shape", "stored as", "bits per weight", "MB"]
-    return Table("Weights", headers, rows)
+        errors = _typical_and_worst(members) if has_errors else []
+        rows.append([which, len(members), _sizes(shape), kind, bits / max(weights, 1), bits / 8e6, *errors])
+    return [*headers, *(["output error, median", "worst"] if has_errors else [])], rows
+
+
+def _each_weight(stored: list[Stored]) -> tuple[list[str], list[list[Any]]]:
+    columns: dict[str, list[Any]] = {
+        "weight": [s.name for s in stored],
+        "shape": [_sizes(s.shape) for s in stored],
+        "stored as": [s.kind for s in stored],
+        "bits per weight": [s.bits / max(s.weights, 1) for s in stored],
+        "MB": [s.bits / 8e6 for s in stored],
+    }
+    errors = {
+        "weight error": [s.weight_error for s in stored],
+        "output error": [s.output_error for s in stored],
+    }
+    columns |= {k: v for k, v in errors.items() if any(e is not None for e in v)}
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _typical_and_worst(members: list[Stored]) -> list[Any]:
+    known = [(s.output_error, s.name) for s in members if s.output_error is not None]
+    if not known:
+        return [None, ""]
+    error, name = max(known)
+    where = re.search(r"[^.]+\.\d+(?=\.)", name)  # the rest of its name is the row's
+    return [median(e for e, _ in known), f"{error:.4g} in {where[0] if where else name}"]
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def fold(name: str) -> str:

@@ -20,17 +20,9 @@ pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
 from serving import running, tiny_model, tiny_tokenizer
 
-from shoestring.bench import soak
-from shoestring.bench.load import Planned, fit, from_trace, poisson
-from shoestring.bench.serve import (
-    Sent,
-    Slo,
-    bodies_for,
-    look_at,
-    percentiles,
-    send_all,
-    summarize,
-)
+from shoestring.bench import results, serve, soak
+from shoestring.bench.load import Planned, bodies_for, fit, from_trace, poisson
+from shoestring.bench.serve import Sent, Slo, look_at, percentiles, record_summary, send_all, summarize
 from shoestring.cli import run_cli
 from shoestring.errors import UserError
 from shoestring.model import save_model
@@ -155,6 +147,52 @@ def test_the_command_serves_loads_and_reports(
     assert "Time to first token" in (folder / "report.html").read_text()
     assert run_cli(["bench", "serve", "no-such-model", *asked]) == 2
     assert "the server did not start" in capsys.readouterr().err
+
+
+def test_a_trace_through_the_command_is_sent_and_recorded(
+    tmp_path: Path, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    trace = tmp_path / "trace.csv"
+    # The third does not fit the server's context; the last comes after the time is over and is not sent.
+    rows = [
+        "15:46.6805900,9,4",
+        "15:48.6805900,20,7",
+        "15:50.6805900,500,6",
+        "15:54.6805900,3,1",
+        "16:58.6805900,3,1",
+    ]
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"2023-11-16 18:{row}" for row in rows)]
+    trace.write_text("\n".join(lines))
+    rate = 10 * len(rows) / 72  # ten times as fast as the trace, which lasts 72 s
+    with running(max_context=64) as service:
+        url: str = service.url  # type: ignore[attr-defined]
+        asked = ["--trace", trace, "--rate", rate, "--seconds", 2, "--slo-ttft", 30, "--slo-tpot", 5]
+        shown = command("bench", "serve", f"{url}/v1", *asked, "--save")
+    assert "4 of 4 answered whole" in shown and "1 of 4 requests were shortened" in shown
+    [folder] = (tmp_path / "runs").iterdir()
+    sent = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert [s["at"] for s in sent] == pytest.approx([0, 0.2, 0.4, 0.8], abs=1e-5)
+    assert [(s["num_prompt"], s["num_new"]) for s in sent] == [(9, 4), (20, 7), (58, 6), (3, 1)]
+    assert all(s["num_tokens"] == s["num_new"] and s["began"] >= s["at"] for s in sent)
+
+    [line] = results.newest("serve")
+    assert line["quality"]["num_whole"] == line["quality"]["num_sent"] == 4
+    assert line["value"] == line["quality"]["requests_per_s"], "nobody broke such long promises"
+    wanted = {"model": "tiny", "rate": 3.75, "num_requests": 4, "num_shortened": 1, "max_context": 64}
+    wanted |= {"slo_ttft_s": 30, "slo_tpot_s": 5, "prompt_tokens": 22.5, "new_tokens": 4.5}
+    assert wanted.items() <= line["config"].items()
+    assert "| 22, 4 | 3.75 | 4 of 4 |" in serve.table() and "(30 s, 5000 ms)" in serve.table()
+
+
+def test_a_load_without_answers_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert serve.table() == "Not measured yet."
+    lost = summarize([Sent(Planned(0.0, 5, 5), error="ConnectError")], Slo())
+    with pytest.raises(UserError, match="nothing to record"):
+        record_summary("Poisson", lost, {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

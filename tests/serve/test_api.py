@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ httpx = pytest.importorskip("httpx")
 from serving import running, tiny_model, tiny_tokenizer  # noqa: E402
 
 from shoestring.serve import Engine, Sampling  # noqa: E402
+from shoestring.serve.verify import Verify  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Hello café 🙂"}]
 
@@ -118,6 +119,31 @@ def test_a_drafter_changes_no_text_and_is_marked(client: Any) -> None:
         assert 'spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}' in metrics
 
 
+def test_the_mean_accepted_length_can_be_had_from_the_metrics() -> None:
+    with running(drafter="ngram") as service:
+        service.engine.goodput = None  # always draft, whether it pays or not
+        seen: list[tuple[int, int]] = []
+        observe = service.engine.drafter.observe
+
+        def watched(request: Any, num_drafted: int, num_accepted: int) -> None:
+            seen.append((num_drafted, num_accepted))
+            observe(request, num_drafted, num_accepted)
+
+        service.engine.drafter.observe = watched
+        # Two texts at once, so that a step has several drafts; repetitive, so that some are accepted.
+        body = {"prompt": "The dog. The dog. The", "n": 2, "max_tokens": 60, "temperature": 0.3, "seed": 2}
+        biased = {**body, "logit_bias": {"70": 3, "71": 3}, "frequency_penalty": -0.5, "ignore_eos": True}
+        with httpx.Client(base_url=service.url, timeout=60) as http:
+            assert http.post("/v1/completions", json=biased).status_code == 200
+            told = _metrics(http)
+        stats, kinds = service.engine.stats, ("drafts", "draft_tokens", "accepted_tokens")
+        counted = [told[f'shoestring:spec_decode_num_{k}_total{{model_name="tiny"}}'] for k in kinds]
+        assert counted == [stats.num_drafts, stats.num_drafted, stats.num_accepted]
+        num_drafted, num_accepted = (sum(column) for column in zip(*seen, strict=True))
+        assert counted == [len(seen), num_drafted, num_accepted]
+        assert num_accepted > 0 and len(seen) < num_drafted  # else the three could be mixed up
+
+
 def test_a_prompt_asked_again_is_cached(client: Any) -> None:
     prompt = "A prompt that nobody has asked before, long enough for some blocks of keys and values. " * 2
     cached = []
@@ -155,6 +181,47 @@ def test_seeds_decide_and_stop_strings_cut(client: Any) -> None:
         model="tiny", prompt="The", max_tokens=40, seed=1, stop=stop, stream=True
     )
     assert "".join(c.choices[0].text for c in streamed) == cut.text
+
+
+SPLIT = "A 🦊🐻: né, 漢字𝄞!"  # characters that the tokenizer has not seen: up to four tokens each
+
+
+def saying(ids: Sequence[int], num_prompt: int) -> Verify:
+    """A `verify` that lets every text be these tokens, whatever the model thinks."""
+
+    def say(_logits: Any, checks: Sequence[Any]) -> list[list[int]]:
+        return [[ids[(check.position - num_prompt) % len(ids)]] for check in checks]
+
+    return say
+
+
+def test_characters_split_over_tokens_arrive_whole() -> None:
+    tokenizer = tiny_tokenizer()
+    ids, prompt = tokenizer.encode(SPLIT), tokenizer.encode("The")
+    chat = tokenizer.encode_chat(HELLO)
+    assert [len(tokenizer.encode(c)) for c in "🦊𝄞"] == [3, 4]
+    engine = Engine(tiny_model(tokenizer.vocab_size), tokenizer, verify=saying(ids, len(prompt)))
+    with running() as service, httpx.Client(base_url=service.url, timeout=60) as http:
+        ask = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
+        for num in (3, 4, 5, len(ids) + 4):  # the first two end within the first 🦊, the last in the second
+            expected = engine.generate([prompt], Sampling(max_tokens=num))[0].text
+            assert expected == {3: "A ", 4: "A ", 5: "A 🦊"}.get(num, SPLIT + "A ")
+            service.engine.verify = saying(ids, len(prompt))
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": num}
+            answer = ask.completions.create(**body)
+            assert (answer.choices[0].text, answer.usage.completion_tokens) == (expected, num)
+            pieces = [c.choices[0].text for c in ask.completions.create(**body, stream=True)]
+            assert "".join(pieces) == expected
+            sent = http.post("/v1/completions", json={**body, "stream": True}).text
+            assert "\ufffd" not in sent and "\\ufffd" not in sent
+            service.engine.verify = saying(ids, len(chat))
+            body = {"model": "tiny", "messages": HELLO, "max_tokens": num}
+            assert ask.chat.completions.create(**body).choices[0].message.content == expected
+            chunks = ask.chat.completions.create(**body, stream=True)
+            assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
+        # A stop string is found although it takes three tokens, too.
+        cut = ask.chat.completions.create(model="tiny", messages=HELLO, max_tokens=num, stop=["🐻"])
+        assert cut.choices[0].message.content == "A 🦊" and cut.choices[0].finish_reason == "stop"
 
 
 def test_bias_penalties_and_min_tokens_change_the_text(client: Any) -> None:

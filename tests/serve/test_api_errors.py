@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,15 +15,17 @@ from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
-from serving import running, tiny_tokenizer  # noqa: E402
+from serving import running, tiny_tokenizer, wait_for  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CONTEXT = 48  # so that a text without a limit of its own is soon over
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Any]:
-    with running(max_requests=4, max_queue=4, api_keys=("first", "second"), max_body_mb=1) as started:
+    limits = {"max_requests": 4, "max_queue": 4, "max_context": CONTEXT, "max_body_mb": 1}
+    with running(api_keys=("first", "second"), **limits) as started:
         yield started
 
 
@@ -39,6 +44,13 @@ def refused(response: Any, status: int, *words: str) -> dict[str, Any]:
     for word in words:
         assert word in error["message"]
     return error
+
+
+def nothing_is_left(service: Any) -> bool:
+    """Of any request: no text is open or computed, and every block of keys and values can be had."""
+    pool = service.engine.cache.pool
+    idle = service.loop.num_open == 0 and not service.engine.busy
+    return idle and pool.num_used == 0 and pool.num_available == pool.num_blocks
 
 
 def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
@@ -171,6 +183,22 @@ def test_paths_methods_types_sizes_and_keys(http: Any, service: Any) -> None:
     assert http.get("/version", headers={"X-Request-Id": "a b"}).headers["x-request-id"] != "a b"
 
 
+def test_a_body_of_10_mb_is_refused_by_default() -> None:
+    text = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    with running() as service, httpx.Client(base_url=service.url, timeout=60, headers=headers) as client:
+        for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+            for body in (text, b"\0" * (10 << 20)):
+                error = refused(client.post(path, content=body), 413, str(4 << 20))
+                assert error["code"] == "too_large" and error["type"] == "invalid_request_error"
+        parts = (text[i : i + 65536] for i in range(0, len(text), 65536))  # its size is not said beforehand
+        refused(client.post(TEXT, content=parts), 413, str(4 << 20))
+        assert nothing_is_left(service) and service.engine.stats.num_steps == 0
+        answer = client.post(TEXT, json={"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        assert client.get("/health").json() == {"status": "ok"}
+
+
 def test_cors_and_missing_chat_template() -> None:
     with running(allow_origins=("https://app.example",)) as service:
         service.loop.engine.tokenizer.chat_template = None
@@ -205,6 +233,8 @@ message_st = st.fixed_dictionaries(
 )
 # Mostly what is right, sometimes anything: bodies that fail at the first field test only that field.
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "max_tokens": st.integers(0, 6) | st.integers(0, 2**31),
+    "max_completion_tokens": st.integers(1, 2**31),
     "prompt": st.text(max_size=12) | ids_st | st.lists(ids_st, min_size=1, max_size=2),
     "messages": st.lists(message_st, min_size=1, max_size=3),
     "temperature": st.floats(0, 2) | st.sampled_from([1e-300, 1e6, 5e-324]),
@@ -233,7 +263,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 OWN = {
     TEXT: {"prompt", "echo", "stream_options"},
-    CHAT: {"messages", "top_logprobs", "response_format", "tools"},
+    CHAT: {"messages", "max_completion_tokens", "top_logprobs", "response_format", "tools"},
 }
 
 
@@ -250,14 +280,26 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def fuzzed(num: int) -> settings:
+    return settings(
+        max_examples=num, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    )
+
+
+def most_new_tokens(path: str, body: dict[str, Any]) -> int:
+    """That one text may have, by what its request says and by the context."""
+    default = 16 if path == TEXT else CONTEXT
+    given = body.get("max_completion_tokens") or body.get("max_tokens")
+    return min(CONTEXT, default if given is None else given)
+
+
+@fuzzed(100)
 @given(bodies())
-def test_no_body_makes_the_server_fail(http: Any, given_body: tuple[str, dict[str, Any]]) -> None:
+def test_no_body_makes_the_server_fail(
+    http: Any, service: Any, given_body: tuple[str, dict[str, Any]]
+) -> None:
     path, body = given_body
-    content = json.dumps({"max_tokens": 3, **body}).encode()
-    if len(content) > 100_000 or isinstance(body.get("max_tokens"), int):
-        return
-    answer = http.post(path, content=content)
+    answer = http.post(path, content=json.dumps(body).encode())
     assert answer.status_code in (200, 400), (body, answer.text)
     if answer.status_code == 400:
         refused(answer, 400)
@@ -267,10 +309,158 @@ def test_no_body_makes_the_server_fail(http: Any, given_body: tuple[str, dict[st
     else:
         texts = answer.json()["choices"]
         assert all(c["finish_reason"] in ("stop", "length") for c in texts)
-        assert answer.json()["usage"]["completion_tokens"] <= 3 * len(texts)
+        assert answer.json()["usage"]["completion_tokens"] <= most_new_tokens(path, body) * len(texts)
+    wait_for(lambda: nothing_is_left(service))
+
+
+TOKENS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "/tokenize": {
+        "prompt": st.text(max_size=40),
+        "messages": st.lists(message_st, min_size=1, max_size=3),
+        "add_special_tokens": st.booleans(),
+        "model": st.just("tiny"),
+    },
+    "/detokenize": {
+        "tokens": ids_st | st.lists(st.integers(-(2**70), 2**70), max_size=3),
+        "skip_special_tokens": st.booleans(),
+        "model": st.just("tiny"),
+    },
+}
+
+
+@st.composite
+def token_bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(TOKENS)))
+    fields = TOKENS[path]
+    first = next(iter(fields))
+    names = draw(st.sets(st.sampled_from([name for name in fields if name != first])))
+    body = {name: draw(fields[name]) for name in sorted(names)}
+    if "messages" not in body or draw(st.integers(0, 3)) == 0:
+        body[first] = draw(fields[first])
+    if draw(st.integers(0, 2)) == 0:
+        body[draw(st.sampled_from(sorted(fields)) | st.text(max_size=6))] = draw(json_st)
+    return path, body
+
+
+@fuzzed(100)
+@given(token_bodies())
+def test_no_body_makes_tokenizing_fail(
+    http: Any, service: Any, given_body: tuple[str, dict[str, Any]]
+) -> None:
+    path, body = given_body
+    answer = http.post(path, content=json.dumps(body).encode())
+    if answer.status_code == 200 and path == "/tokenize":
+        told = answer.json()
+        assert told["count"] == len(told["tokens"]) and told["max_model_len"] == CONTEXT
+    elif answer.status_code == 200:
+        assert set(answer.json()) == {"prompt"}
+    else:
+        refused(answer, 404 if isinstance(body.get("model"), str) and body["model"] != "tiny" else 400)
+    assert nothing_is_left(service)
+
+
+# -- any request at all -------------------------------------------------------------------------------------
+
+ROUTES = [
+    *(TEXT, CHAT, "/tokenize", "/detokenize", "/tokenizer_info", "/v1/models", "/v1/models/tiny"),
+    *("/health", "/metrics", "/stats", "/version", "/", "/web/app.js"),
+]
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW"]
+# Bytes as they are would end a line or a header; everything else is the server's to judge.
+line_st = st.binary(max_size=12).map(lambda b: b.translate(None, b"\r\n"))
+target_st = st.one_of(
+    st.sampled_from(ROUTES).map(str.encode),
+    st.builds(
+        lambda route, more: (route + more).encode(),
+        st.sampled_from(ROUTES),
+        st.sampled_from(["/", "/..", "/%2e%2e/%2e%2e/etc/passwd", "%00", "%ff", ";a", "//", "/../health"]),
+    ),
+    st.builds(
+        lambda folder, name: (folder + quote_from_bytes(name)).encode(),
+        st.sampled_from(["/", "/v1/models/", "/web/"]),
+        st.binary(max_size=12),
+    ),
+    line_st.map(lambda b: b"/" + b),
+)
+query_st = st.one_of(
+    st.just(b""),
+    st.sampled_from([b"?", b"?a=1&a=2", b"?stream=true", b"?api_key=second", b"?%ff=%", b"?" + b"x" * 3000]),
+    st.binary(max_size=12).map(lambda b: b"?" + quote_from_bytes(b).encode()),
+)
+KEY = b"Bearer second"
+JSON = b"application/json"
+HEADERS: dict[bytes, st.SearchStrategy[bytes]] = {
+    b"Authorization": st.sampled_from([b"", b"Bearer", b"Bearer  ", b"Basic c2Vjb25k", b"bearer second"])
+    | line_st.map(lambda b: b"Bearer " + b)
+    | line_st,
+    b"Content-Type": st.sampled_from(
+        [b"", b"text/plain", b"application/json; charset=latin-1", b"APPLICATION/JSON"]
+    )
+    | line_st,
+    b"Accept": st.sampled_from([b"text/event-stream", b"*/*;q=x"]) | line_st,
+    b"Accept-Encoding": st.just(b"gzip, br") | line_st,
+    b"Content-Encoding": st.just(b"gzip") | line_st,
+    b"Expect": st.just(b"100-continue") | line_st,
+    b"Origin": st.just(b"https://other.example") | line_st,
+    b"Range": st.sampled_from([b"bytes=0-1", b"bytes=9-1", b"bytes=-", b"bytes=0-0,2-3,99999999999-"])
+    | line_st,
+    b"If-None-Match": line_st,
+    b"X-Request-Id": st.just(b"a" * 65) | line_st,
+    b"X-Forwarded-For": line_st,
+    b"Cookie": line_st,
+}
+body_st = st.one_of(
+    st.just(b""),
+    st.binary(max_size=30),
+    st.sampled_from(
+        [b'{"prompt": "a", "max_tokens": 2}', b'{"messages": [{"role": "user", "content": "a"}]}']
+    ),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A method and the bytes of a request with it, whose end can be told."""
+    method = draw(st.sampled_from(METHODS))
+    target, query, body = draw(target_st), draw(query_st), draw(body_st)
+    # Mostly with the right key and type: what is refused for these tests nothing behind them.
+    given_headers = {b"Authorization": KEY, b"Content-Type": JSON}
+    for name in draw(st.lists(st.sampled_from(sorted(HEADERS)), max_size=3, unique=True)):
+        given_headers[name] = draw(HEADERS[name])
+    given_headers |= {b"Host": b"x", b"Connection": b"close", b"Content-Length": str(len(body)).encode()}
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in given_headers.items())
+    return method, method.encode() + b" " + target + query + b" HTTP/1.1\r\n" + head + b"\r\n" + body
+
+
+def answered(service: Any, method: str, sent: bytes) -> tuple[int, str, bytes]:
+    """Status, content type and body of the answer to these bytes; no client of ours puts them right."""
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(sent)
+        answer = HTTPResponse(client, method=method)
+        answer.begin()
+        return answer.status, answer.getheader("Content-Type", ""), answer.read()
+
+
+@fuzzed(250)
+@given(requests())
+def test_no_request_makes_the_server_fail(service: Any, given_request: tuple[str, bytes]) -> None:
+    method, sent = given_request
+    status, kind, body = answered(service, method, sent)
+    assert 200 <= status < 500, (sent, status, body)
+    assert b"Traceback" not in body, (sent, body)
+    if status == 400 and kind.startswith("text/plain"):
+        return  # no HTTP: said by uvicorn, before anything of ours has seen it
+    if status >= 400 and method != "HEAD":
+        assert kind == "application/json", (sent, kind, body)
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    path = sent.split(b" ", 2)[1].split(b"?")[0]
+    has_key = b"earer second\r\n" in sent
+    assert (status == 401) == (not has_key and path not in (b"/", b"/health", b"/web/app.js")), (sent, status)
+    wait_for(lambda: nothing_is_left(service))
 
 
 def test_the_server_is_still_well(http: Any, service: Any) -> None:
     assert http.get("/health").json() == {"status": "ok"}
-    assert service.loop.num_open == 0 and not service.engine.busy
+    assert nothing_is_left(service)
     assert tiny_tokenizer().vocab_size == service.engine.model.spec.vocab_size

@@ -14,10 +14,11 @@ from tiny_serve import near_copy, tiny_decoder
 from shoestring.serve import Engine, Sampling
 from shoestring.serve import engine as engine_module
 from shoestring.serve.blocks import BlockPool
-from shoestring.serve.drafters import DraftModel, Ngram, Stacked, trim_head
+from shoestring.serve.drafters import DraftModel, Ngram, trim_head
 from shoestring.serve.goodput import Goodput, StepCosts
 from shoestring.serve.request import Draft, Output, Request
 from shoestring.serve.runner import Batch, Runner
+from shoestring.serve.stack import Stacked
 from shoestring.serve.verify import Rule
 
 PROMPTS = [

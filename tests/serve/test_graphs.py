@@ -181,7 +181,8 @@ def test_a_step_runs_ahead_and_its_tokens_stay_on_the_device(monkeypatch: pytest
         lengths.append(len(request.new_tokens))
     assert request.new_tokens == naive(model, [1, 2, 3], sampling)
     assert lengths == list(range(1, 10)), "one token a step, as ever"
-    assert sent == [None] * 8, "the first behind a prompt that was read on the device"
+    # A prompt of a new size is read launch by launch; then one launch with tokens, the rest without.
+    assert sent[0] == [request.new_tokens[0]] and sent[1:] == [None] * 7
 
 
 def test_a_request_that_ends_leaves_the_step_that_ran_ahead() -> None:
@@ -370,15 +371,20 @@ def test_what_cannot_be_captured_is_launched_one_by_one() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_graphs_are_captured_again_after_all_were_dropped() -> None:
+def test_graphs_are_captured_again_after_all_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder(d_model=64, head_dim=16).float().cuda()
     model.compute_dtype = torch.float32
-    engine = Engine(model, max_requests=4)
-    sampling = Sampling(max_tokens=12)
+    engine = Engine(model, max_requests=20)
+    sampling, dropped = Sampling(max_tokens=12), []
+    drop = StepGraphs._drop
+    monkeypatch.setattr(
+        StepGraphs, "_drop", lambda self, *keys: (dropped.append(len(keys)), drop(self, *keys))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a step that cannot be captured says so
-        for num in (1, 2, 4):  # each needs larger tables, which ends all graphs that hold the old ones
+        for num in (1, 9, 20):  # each needs larger tables, which ends all graphs that hold the old ones
             engine.generate([[1, 2, 3 + i] for i in range(num)], sampling)
+    assert len([num for num in dropped if num]) >= 2
 
 
 def _replace_head(model: Decoder) -> None:

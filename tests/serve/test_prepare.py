@@ -92,6 +92,22 @@ def test_no_request_waits_for_a_graph(max_requests: int, monkeypatch: pytest.Mon
     assert (engine.cache.num_moves, drafter.cache.num_moves) == moved and clock.making == before
 
 
+@pytest.mark.parametrize("max_requests", [1, 5, 9])
+def test_nor_without_a_drafter(max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody prepared the engine, as a server does; else graphs are made when first needed."""
+    target = tiny_decoder(0)
+    prompts, samplings = requests(20, max_requests)
+    want = [c.token_ids for c in Engine(target).generate(prompts, samplings)]
+    clock = Clock(monkeypatch)
+    engine = Engine(target, max_requests=max_requests, max_context=64, chunk=60, graphs=True)
+    assert [c.token_ids for c in engine.generate(prompts[:1], samplings[:1])] == want[:1]
+    assert 0 < clock.making < 4 * PRICE, "a few, of those that one request needs"
+    engine.prepare()
+    before, moved = clock.making, engine.cache.num_moves
+    assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
+    assert clock.making == before and engine.cache.num_moves == moved
+
+
 class Variants:
     """Kernels of passes that are no graphs, as often as they would be compiled: what their compilation depends on."""
 

@@ -92,6 +92,50 @@ def test_vanished_clients_free_their_places_at_once(service: Any) -> None:
     assert service.engine.stats.num_steps <= steps + 6
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_memory_of_a_vanished_client_is_free_before_the_next_step(service: Any, stream: bool) -> None:
+    """Exact in steps: the engine is stopped within one until the cancellation lies in the loop's queue."""
+    engine, loop, pool = service.engine, service.loop, service.engine.cache.pool
+    step, cancel = engine.step, loop.cancel
+    hold, held, noticed = threading.Event(), threading.Event(), threading.Event()
+    starts: list[tuple[set[int], int, int]] = []  # at each step's: who runs, their blocks, all used blocks
+
+    def watched_step() -> Any:
+        blocks = sum(len(r.table.blocks) for r in engine.running)
+        starts.append(({r.id for r in engine.running}, blocks, pool.num_used))
+        if hold.is_set() and not noticed.is_set():
+            held.set()
+            assert noticed.wait(20)
+        return step()
+
+    def watched_cancel(jobs: Any) -> None:
+        cancel(jobs)
+        noticed.set()
+
+    engine.step, loop.cancel = watched_step, watched_cancel
+    staying = open_stream(service.url, {**LONG, "prompt": "I stay", "stream": True})
+    wait_for(lambda: len(engine.running) == 1)
+    (kept,) = engine.running
+    leaving = open_stream(service.url, {**LONG, "stream": stream})
+    wait_for(lambda: any(len(running) == 2 for running, _, _ in starts))
+    hold.set()
+    wait_for(held.is_set)
+    num_before = len(starts)
+    assert starts[-1][0] > {kept.id} and not noticed.is_set()
+    leaving.close()
+    wait_for(lambda: len(starts) > num_before)
+    running, blocks, used = starts[num_before]
+    assert running == {kept.id} and used == blocks > 0
+    # Alone, there is no next step at all.
+    noticed.clear()
+    held.clear()
+    wait_for(held.is_set)
+    num_before, num_steps = len(starts), engine.stats.num_steps
+    staying.close()
+    wait_for(lambda: memory_is_free(service))
+    assert len(starts) == num_before and engine.stats.num_steps == num_steps + 1  # the one that was held
+
+
 def test_concurrent_streams_are_whole_and_never_mixed() -> None:
     """Sixteen clients at once, a third of which leave midway: the others get what offline decoding gives."""
     tokenizer = tiny_tokenizer()

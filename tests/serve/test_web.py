@@ -98,6 +98,14 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
     started.close()
 
 
+def shows_acceptance(service: Any) -> str:
+    """JavaScript that is true when the page shows the engine's acceptance, which with this drafter is high."""
+    stats = service.engine.stats
+    share = 100 * stats.num_accepted / stats.num_drafted
+    assert 50 < share <= 100, stats
+    return f"Math.abs(parseInt($('accepted').textContent) - {share}) <= 0.5"
+
+
 @pytest.mark.slow
 def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, tmp_path: Path) -> None:
     with running(api_keys=("secret",)) as service:
@@ -117,6 +125,8 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         assert browser.run("document.querySelector('.assistant .body').textContent.length") > 0
         facts = browser.run("document.querySelector('.assistant .facts').textContent")
         assert "+ 12 tokens" in facts and "length" in facts and "tok/s" in facts
+        browser.wait_for(shows_acceptance(service))
+        browser.wait_for("$('kv-text').textContent === '0%' && $('kv').value === 0")
 
         # A long answer is stopped in the middle, and the engine stops working on it.
         browser.run("$('max_tokens').value = 4000; $('text').value = 'More'; $('ask').requestSubmit()")
@@ -124,6 +134,10 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         browser.wait_for("$('running').textContent === '1' && Number($('rate').textContent) > 0")
         browser.wait_for("document.querySelectorAll('.assistant .body .drafted').length > 5")
         assert not browser.run("$('drafts').hidden")
+        # 8 texts of 4096 tokens fit, so this one takes some percent; number and bar are of the same moment.
+        browser.wait_for("parseInt($('kv-text').textContent) >= 1")
+        share, text = browser.run("[$('kv').value, $('kv-text').textContent]")
+        assert 0.005 <= share <= 1 / 8 and text == f"{int(100 * share + 0.5)}%"
         browser.screenshot(Path(os.environ.get("SHOESTRING_SCREENSHOT", tmp_path / "playground.png")))
         browser.run("$('stop').click()")
         browser.wait_for("document.querySelectorAll('.assistant:not(.writing)').length === 2")
@@ -132,6 +146,8 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         )
         browser.wait_for("$('running').textContent === '0'")
         assert service.loop.num_open == 0
+        browser.wait_for("$('kv-text').textContent === '0%' && $('kv').value === 0")
+        browser.wait_for(shows_acceptance(service))
 
         assert browser.failures == []
         browser.run("$('stops').value = 'x'.repeat(9999); $('text').value = 'Hi'; $('ask').requestSubmit()")

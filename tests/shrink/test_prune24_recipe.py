@@ -162,7 +162,9 @@ def keep_weights(source: Path) -> Callable[..., dict[str, Any]]:
     return take
 
 
-def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: Path) -> None:
+def test_bad_input_is_one_line_and_leaves_no_run(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {p.name for p in here.iterdir()}
     assert "model= is missing" in cli("calib=calib.txt", fails=True)
     assert "needs data=" in cli(*ONE_SHOT, fails=True)
@@ -180,4 +182,6 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "nothing to learn" in cli(*ONE_SHOT, *short(distill="false", ce=0), fails=True)
     assert "'zzz' matches no" in cli(*ONE_SHOT, "train=none", "layers=zzz", fails=True)
     assert "blocks of 7" in cli(*ONE_SHOT, "train=none", "slorb=7", fails=True)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert "needs torch 2.12" in cli(*ONE_SHOT, *short(), "mesh.dp=2", fails=True)
     assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}

@@ -71,6 +71,15 @@ def test_a_group_that_does_not_divide_names_those_that_do(fails: Callable[..., s
 
 
 LOWBIT = ["model=model", "data=calib.txt", "format=int2:g32", "context=32"]
+TRAINED = [
+    "model=model",
+    "data=corpus.jsonl",
+    "format=int2:g32",
+    "context=32",
+    "batch=4",
+    "micro=2",
+    "steps=2",
+]
 DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
 
 
@@ -81,6 +90,11 @@ DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
         ("shrink/ptq", [*SMALL, "bits_budget=3", "damage_windows=0"], "damage_windows=0"),
         ("shrink/ptq", [*SMALL, "bits_budget=nan"], "bits_budget='nan'"),
         ("shrink/lowbit_best", [*LOWBIT, "bits_budget=3", "candidates=,"], "candidates= is empty"),
+        (
+            "shrink/lowbit_best",
+            [*TRAINED, "bits_budget=3", "candidates=int2:g32,int4:g48"],
+            "blocks.0.attn.q: Group 48 does not divide",
+        ),
         ("shrink/lowbit_best", [*LOWBIT, "gamma=2"], "gamma=2.0"),
         ("shrink/bitdistiller", [*LOWBIT, "k=0"], "k=0"),
         ("shrink/drafter", [*DRAFTER, "d_model=65"], "multiple of 32"),
@@ -103,7 +117,9 @@ def test_weights_that_are_not_finite_name_the_layer(
     with torch.no_grad():
         loaded.model.blocks[1].mlp.down.weight[3, 5] = value  # type: ignore[union-attr]
     save_model(here / "model", loaded.model, loaded.tokenizer)
-    for recipe, more in (("shrink/ptq", SMALL), ("shrink/rtn", ["model=model", "format=nf3:g32"])):
+    rounded = ("shrink/rtn", ["model=model", "format=nf3:g32"])
+    trained = [(recipe, TRAINED) for recipe in ("shrink/bitdistiller", "shrink/lowbit_best")]
+    for recipe, more in (("shrink/ptq", SMALL), rounded, *trained):
         assert "blocks.1.mlp.down.weight holds NaN or infinite values" in fails(recipe, *more)
 
 
@@ -113,6 +129,8 @@ def test_a_model_that_is_packed_already(fails: Callable[..., str], here: Path) -
     pack(loaded.model)
     save_model(here / "model", loaded.model, loaded.tokenizer)
     assert "int4:g32 already" in fails("shrink/ptq", *SMALL)
+    for recipe in ("shrink/bitdistiller", "shrink/lowbit_best"):
+        assert "blocks.0.attn.q is int4:g32 already" in fails(recipe, *TRAINED)
     assert "packed already" in fails("shrink/rtn", "model=model", "format=nf3:g32")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from shoestring.cli import run_cli
-from shoestring.formats import FormatLinear
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, Sparse24
+from shoestring.kernels import cslt
 from shoestring.kernels.sparse24 import is_24
 from shoestring.model import load_model
+from shoestring.recipes.train import sparse24_fst
 from shoestring.runlog import read_jsonl
+from shoestring.train import sparse24_tune
 
 TINY = [
     *(
@@ -39,7 +45,9 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(recipe: str, *options: str) -> None:
-    assert run_cli(["run", recipe, "data=text.txt", *TINY, *options]) == 0
+    given = {option.split("=")[0] for option in options}
+    rest = [option for option in TINY if option.split("=")[0] not in given]
+    assert run_cli(["run", recipe, "data=text.txt", *rest, *options]) == 0
 
 
 def test_a_probe_too_short_to_measure_ends_before_any_work(
@@ -67,6 +75,98 @@ def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path) -> None:
     assert run_cli(["run", "train/sparse24_fst", "resume=whole"]) == 0
     again = load_file(tmp_path / "whole/model/model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in weights.items())
+
+
+def test_fst_without_a_finish_delivers_24_weights_that_training_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: dict[torch.Size, torch.Tensor] = {}
+    multiply = Sparse24.train_with
+
+    def noting(format: Sparse24, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            used[weight.shape] = weight.detach() != 0
+        return multiply(format, weight, *rest)
+
+    monkeypatch.setattr(Sparse24, "train_with", noting)
+    run(
+        "train/sparse24_fst", "finish=0", "steps=12", "refresh=4", "num_layers=1", "run=out"
+    )  # 12: a refresh is due
+    weights = load_file(tmp_path / "out/model/model.safetensors")
+    pruned = {name for name in weights if ".mlp." in name}
+    assert len(pruned) == 3 and all(is_24(weights[name]) for name in pruned)
+    down = weights["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down != 0, used[down.shape])
+    tokens = torch.arange(12)[None]
+    a, b = (load_model(tmp_path / "out" / kind).model(tokens) for kind in ("model", "packed"))
+    assert torch.equal(a, b)
+    packed = json.loads((tmp_path / "out/packed/shoestring.json").read_text())
+    assert {m["format"]["name"] for m in packed["modules"].values()} == {"sparse24"}
+
+
+def test_a_finish_however_short_has_a_dense_step_and_is_not_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("train/sparse24_fst", "finish=0.01", "steps=8", "run=short")
+    assert "step 7: dense from here on" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"blocks.0.mlp.gate is not 2:4 after training"):
+        sparse24_fst.save_packed(tmp_path / "short", sparse24_fst.Config(device="cpu"), "*.mlp.*")
+    assert not (tmp_path / "short/packed").exists()
+
+
+def test_no_finish_and_nothing_but_a_probe_ends_before_any_work(command: Callable[..., str]) -> None:
+    err = command(
+        "run", "train/sparse24_fst", "data=text.txt", *TINY, "finish=0", "steps=4", "run=o", fails=True
+    )
+    assert "all steps=4 are dense" in err and not Path("o").exists()
+
+
+@pytest.mark.parametrize("recipe", ["train/sparse24_fst", "train/sparse24_sste"])
+def test_an_older_torch_is_refused_on_several_processes(
+    recipe: str, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["run", recipe, "data=text.txt", *TINY, "mesh.dp=2", "run=o"]
+    assert "torchrun" in command(*args, fails=True)  # a version that can: the next thing that is wrong
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert "needs torch 2.12 or newer, this is 2.11.0" in command(*args, fails=True)
+    assert not Path("o").exists()
+
+
+def test_a_resumed_run_goes_on_with_the_algorithms_of_its_first_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def machine(gpu: str, algorithm: int) -> None:
+        def measure(m: int, k: int, n: int, dtype: torch.dtype) -> cslt.Measured:
+            return cslt.Measured(m, k, n, str(dtype), (algorithm,) * 4, 1.0, 2.0)
+
+        cslt._table.cache_clear()
+        monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / f"cache{algorithm}"))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+        monkeypatch.setattr(cslt, "_measure", measure)
+
+    def resume() -> None:
+        (newest,) = (tmp_path / "out/checkpoints").glob("step-*2")
+        shutil.rmtree(newest)
+        assert run_cli(["run", "train/sparse24_sste", "resume=out"]) == 0
+
+    monkeypatch.setattr(sparse24_tune, "has_sparse_products", lambda: True)
+    shape = (256, 64, 64)  # gate and up as one
+    machine("GPU A", 1)
+    run("train/sparse24_sste", "d_model=64", "d_ff=128", "steps=2", "save_every=1", "run=out")
+    (kept,) = (tmp_path / "out").glob("cslt-GPU_A*.json")
+    assert {m.algorithms for m in cslt.read_table(kept)} == {(1,) * 4}
+    machine("GPU A", 2)
+    resume()
+    assert cslt.choice(*shape, torch.float32) == (1,) * 4
+    assert not list((tmp_path / "cache2").glob("cslt-*"))  # nothing was measured
+    machine("GPU B", 3)
+    capsys.readouterr()
+    resume()
+    assert cslt.choice(*shape, torch.float32) == (3,) * 4
+    assert {m.algorithms for m in cslt.read_table(kept)} == {(1,) * 4}  # for when it goes back
+    assert list((tmp_path / "out").glob("cslt-GPU_B*.json"))
+    assert f"algorithms of another GPU or torch ({kept.name}): measured anew" in capsys.readouterr().out
+    cslt._table.cache_clear()
 
 
 def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:

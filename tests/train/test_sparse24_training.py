@@ -25,6 +25,7 @@ from shoestring.train.sparse24 import (
     MaskedDecay,
     MaskRefresh,
     NoiseClock,
+    check_torch,
     count_24,
     sparse_layers,
 )
@@ -78,6 +79,47 @@ def test_masks_are_refreshed_when_due_and_the_change_is_logged() -> None:
     run.step = 6
     with pytest.raises(UserError, match="0: 1 weights are NaN or infinite at step 6"):
         hook.after_step(run)
+
+
+def test_masks_are_not_refreshed_when_no_step_would_use_them() -> None:
+    run = one_layer("sparse24:tile:held")
+    layer: Any = run.model[0]  # type: ignore[index]
+    old = layer.weight_mask.clone()
+    with torch.no_grad():
+        layer.weight.normal_()
+    run.step = 6
+    MaskRefresh(every=3, until=6).after_step(run)
+    assert torch.equal(layer.weight_mask, old)
+    MaskRefresh(every=3, until=7).after_step(run)
+    assert not torch.equal(layer.weight_mask, old)
+
+
+@pytest.mark.parametrize(
+    ("format", "fails"),
+    [
+        ("sparse24", False),
+        ("sparse24:soft", False),
+        ("sparse24:soft:mvue", True),
+        ("sparse24:held", True),
+        ("sparse24:tile:held:mvue", True),
+    ],
+)
+def test_several_processes_need_a_newer_torch(
+    format: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruning = parse_format(format)
+    assert isinstance(pruning, Sparse24)
+    for version in ("2.12.0a0+nv26", "2.13.1+cu130"):
+        monkeypatch.setattr(torch, "__version__", version)
+        check_torch(pruning, 2)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu128")
+    check_torch(pruning, 1)
+    if not fails:
+        check_torch(pruning, 2)
+        return
+    with pytest.raises(UserError, match=r"on 2 processes needs torch 2.12 or newer, this is 2.11.0") as said:
+        check_torch(pruning, 2)
+    assert ("weight_grad=exact" in str(said.value)) == (not pruning.hold_mask)  # where that would help
 
 
 def test_flip_rate_and_magnitudes_of_one_step() -> None:
@@ -150,7 +192,7 @@ def test_cast_shrinks_what_it_will_prune() -> None:
     assert count_24(run.model) == {"layers": 6, "layers_24": 6}
 
 
-@pytest.mark.parametrize("method", ["fst", "slorb"])
+@pytest.mark.parametrize("method", ["fst", "slorb", "sste", "srste"])
 def test_recomputed_blocks_draw_the_same_noise_and_see_the_same_masks(method: str) -> None:
     losses, masks, weights = {}, {}, {}
     for recompute in (False, True):
@@ -159,6 +201,31 @@ def test_recomputed_blocks_draw_the_same_noise_and_see_the_same_masks(method: st
         weights[recompute] = run.model.get_parameter("blocks.0.mlp.up.weight").detach()
     assert losses[False] == losses[True] and masks[False] == masks[True]
     assert torch.equal(weights[False], weights[True])
+
+
+@pytest.mark.parametrize("method", ["fst", "sste", "srste"])
+def test_recomputed_products_see_the_masks_of_the_forward(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no mask is held and every forward chooses its own."""
+    seen: list[torch.Tensor] = []
+    multiply = Sparse24.train_with
+
+    def noting(format: Sparse24, used: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(used.detach() != 0)
+        return multiply(format, used, *rest)
+
+    monkeypatch.setattr(Sparse24, "train_with", noting)
+    run, hooks = new_run(method, recompute=True)
+    fit(run, 6, hooks, data=Rows(micro=4))
+    passes = [seen[i : i + 12] for i in range(0, len(seen), 12)]
+    assert (
+        len(seen) == 6 * 12
+    )  # gate, up, down of two blocks, and again in the backward pass, last block first
+    for masks in passes:
+        for there, again in zip(masks[:6], [*masks[9:], *masks[6:9]], strict=True):
+            assert torch.equal(there, again)
+    assert not torch.equal(passes[0][0], passes[-1][0])  # masks did change meanwhile
 
 
 def test_micro_batches_draw_what_the_whole_batch_draws() -> None:

@@ -54,7 +54,8 @@ from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.serve import Engine
-from shoestring.serve.drafters import Drafter, DraftModel, Ngram, Stacked, trim_head
+from shoestring.serve.drafters import Drafter, DraftModel, Ngram, trim_head
+from shoestring.serve.stack import Stacked
 from shoestring.shrink.drafter import (
     Schedule,
     distil,

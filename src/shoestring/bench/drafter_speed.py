@@ -46,8 +46,9 @@ from shoestring.bench.results import record, significant, spread
 from shoestring.errors import UserError, as_command
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.model import Decoder, load_model
-from shoestring.serve.drafters import Drafter, DraftModel, Stacked, open_drafter
+from shoestring.serve.drafters import Drafter, DraftModel, open_drafter
 from shoestring.serve.goodput import Goodput
+from shoestring.serve.stack import Stacked
 from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4

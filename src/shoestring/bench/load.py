@@ -15,9 +15,11 @@ import datetime
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoestring.errors import UserError
 
@@ -69,6 +71,29 @@ def fit(plan: Sequence[Planned], max_context: int) -> tuple[list[Planned], int]:
         new = min(ask.num_new, max(1, max_context // 2))
         fitted.append(replace(ask, num_prompt=max(1, min(ask.num_prompt, max_context - new)), num_new=new))
     return fitted, sum(a != b for a, b in zip(fitted, plan, strict=True))
+
+
+def bodies_for(
+    plan: Sequence[Planned], pool: Sequence[int], model: str, seed: int = 0
+) -> list[dict[str, Any]]:
+    noise = random.Random(seed)
+    return [
+        {
+            "model": model,
+            "prompt": noise.choices(pool, k=ask.num_prompt),
+            "max_tokens": ask.num_new,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for ask in plan
+    ]
+
+
+def mean_rate(plan: Sequence[Planned]) -> float:
+    gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
+    return 1 / statistics.mean(gaps) if gaps and sum(gaps) > 0 else 0.0
 
 
 def _read_trace(path: Path) -> Iterator[Planned]:

@@ -350,7 +350,7 @@ def curve() -> str:
         seen = n["quality"]
         points = ", ".join(f"{tokens / 1e3:,.0f}k: {value:.1f}" for tokens, value in seen["curve"])
         first, last = seen["flip_rate_first"], seen["flip_rate_last"]
-        flips = "" if first is None else f"{first:.4f} -> {last:.4f}"
+        flips = "" if first is None else f"{first:.1e} -> {last:.1e}"
         rows.append(
             [NAMES[n["case"]], points, flips, f"{seen['masked_over_kept']}", f"{n['config']['lr']:g}"]
         )

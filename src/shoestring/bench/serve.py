@@ -10,20 +10,29 @@ the purpose (a model), and reports what users feel:
 
 Prompts are token ids drawn at random from a real text, so that no two share a prefix that a cache could
 answer, and every answer runs to its planned length.
+
+The rows of docs/server.md, a model of 135M parameters in its fastest mode on a CPU (4 minutes each):
+
+    python -m shoestring.bench.serve
+    python -m shoestring.bench.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6
+    python -m shoestring.bench.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.3 --seconds 200 --max-context 128
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
-import random
+import math
+import os
 import shlex
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +41,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoestring.bench.load import Planned, fit
-from shoestring.bench.results import markdown, newest, provenance, record
-from shoestring.errors import UserError
+from shoestring.bench.load import Planned, bodies_for, fit, from_trace, mean_rate, poisson
+from shoestring.bench.results import markdown, newest, provenance, record, significant
+from shoestring.errors import UserError, as_command
 from shoestring.report import Curves, Series, Table, write_report
 from shoestring.runlog import RunLog, new_run_folder
 
@@ -46,6 +55,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 TIMEOUT_S = 600.0
+MODEL = "SmolLM2-135M-Instruct"  # of the rows that are kept
 
 
 @dataclass
@@ -202,24 +212,6 @@ async def read_stream(
         sent.error = f"{type(error).__name__}: {error}"
 
 
-def bodies_for(
-    plan: Sequence[Planned], pool: Sequence[int], model: str, seed: int = 0
-) -> list[dict[str, Any]]:
-    noise = random.Random(seed)
-    return [
-        {
-            "model": model,
-            "prompt": noise.choices(pool, k=ask.num_prompt),
-            "max_tokens": ask.num_new,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for ask in plan
-    ]
-
-
 @dataclass(frozen=True)
 class Target:
     url: str
@@ -313,8 +305,13 @@ def run_load(
     seed: int = 0,
     api_key: str | None = None,
     save: bool = False,
+    about: dict[str, Any] | None = None,
+    note: str = "",
 ) -> Summary:
-    """Load a server, print the table, write a run folder with requests.jsonl and report.html."""
+    """Load a server, print the table, write a run folder with requests.jsonl and report.html.
+
+    `save` also records a line in results/, whose config has `about` in it: what a client cannot ask a server.
+    """
     target = look_at(url, api_key=api_key)
     plan, shortened = fit(plan, target.max_context)
     folder = new_run_folder("bench-serve")
@@ -333,16 +330,23 @@ def run_load(
         "model": target.model,
         "rate": round(mean_rate(plan), 3),
         "num_requests": len(plan),
+        "num_shortened": shortened,
+        "max_context": target.max_context,
+        "prompt_tokens": round(statistics.mean(ask.num_prompt for ask in plan), 1),
+        "new_tokens": round(statistics.mean(ask.num_new for ask in plan), 1),
         "seed": seed,
+        "slo_ttft_s": slo.ttft_s,
+        "slo_tpot_s": slo.tpot_s,
+        **(about or {}),
     }
-    log.save_config({**config, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": slo.tpot_s})
+    log.save_config(config)
     report = write_report(folder, f"Load on {target.model}", [shown, *latency_curves(sent)], subtitle=case)
     log.say(f"every request is in {folder / 'requests.jsonl'}, the plots in {report}")
     log.close()
-    if save:
-        record_summary(case, summary, slo, config)
     for error in sorted({s.error for s in sent if s.error and s.status != 429})[:3]:
         print(f"failed: {error}", file=sys.stderr)
+    if save:
+        record_summary(case, summary, config, note)
     return summary
 
 
@@ -355,7 +359,7 @@ def as_line(sent: Sent) -> dict[str, Any]:
 
 def summary_table(s: Summary, slo: Slo) -> Table:
     def ms(values: tuple[float, float, float]) -> list[float]:
-        return [round(1000 * v, 1) for v in values]
+        return [round(1000 * v, 1 if v < 1 else None) for v in values]
 
     note = (
         f"{s.num_whole} of {s.num_sent} answered whole in {s.seconds:.1f} s ({s.num_refused} refused with 429, "
@@ -401,39 +405,96 @@ def _share(name: str, values: Sequence[float], points: int = 200) -> Series:
     return Series(name, [ordered[r] for r in ranks], [(r + 1) / len(ordered) for r in ranks])
 
 
-def record_summary(case: str, s: Summary, slo: Slo, config: dict[str, Any]) -> None:
+def record_summary(case: str, s: Summary, config: dict[str, Any], note: str = "") -> None:
+    if not s.num_whole:
+        raise UserError("no request was answered whole, so there is nothing to record")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):  # percentiles of nothing are left out: JSON has no NaN
+            return [significant(v) for v in value if not math.isnan(v)]
+        return significant(value) if isinstance(value, float) else value
+
     record(
         bench="serve",
         case=case,
         metric="goodput",
         unit="requests/s",
         samples=[s.goodput],
-        quality={"whole": s.num_whole, "sent": s.num_sent, "refused": s.num_refused, "failed": s.num_failed},
-        config={**config, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": slo.tpot_s},
-        note=f"{s.requests_per_s:.3g} requests/s, {s.tokens_per_s:.4g} tokens/s; ms p50/p90/p99: "
-        + "; ".join(
-            f"{name} " + "/".join(f"{1000 * v:.3g}" for v in values)
-            for name, values in (("TTFT", s.ttft), ("TPOT", s.tpot), ("ITL", s.itl))
-        ),
+        quality={name: plain(value) for name, value in asdict(s).items()},
+        config=config,
+        note=note,
     )
 
 
 def table() -> str:
     lines = newest("serve")
+    if not lines:
+        return "Not measured yet."
+    header = ["load", "tokens in, out (mean)", "requests/s asked", "answered whole", "tokens/s"]
+    header += [f"{name} p50 / p90 / p99, ms" for name in ("TTFT", "TPOT", "ITL")]
     rows = [
         [
             n["case"],
+            f"{n['config']['prompt_tokens']:.0f}, {n['config']['new_tokens']:.0f}",
             f"{n['config']['rate']:g}",
-            f"{n['quality']['whole']} of {n['quality']['sent']}",
-            f"{n['value']:.2f}",
-            n["note"],
+            f"{n['quality']['num_whole']} of {n['quality']['num_sent']}",
+            f"{n['quality']['tokens_per_s']:.1f}",
+            *(" / ".join(f"{1000 * v:,.0f}" for v in n["quality"][name]) for name in ("ttft", "tpot", "itl")),
+            f"{n['value']:.2f} ({n['config']['slo_ttft_s']:g} s, {1000 * n['config']['slo_tpot_s']:g} ms)",
         ]
         for n in lines
     ]
-    header = ["load", "requests/s asked", "answered whole", "goodput, requests/s", "measured"]
-    return markdown(header, rows) + (provenance(lines) if lines else "")
+    notes = "".join(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"])
+    header.append("goodput, requests/s (TTFT, TPOT promised)")
+    return markdown(header, rows) + (f"\n{notes}" if notes else "") + provenance(lines)
 
 
-def mean_rate(plan: Sequence[Planned]) -> float:
-    gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
-    return 1 / statistics.mean(gaps) if gaps and sum(gaps) > 0 else 0.0
+# -- the rows of docs/server.md ----------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, help="arrivals and lengths; without it arrivals are Poisson")
+    parser.add_argument("--rate", type=float, default=0.15)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="without a trace")
+    parser.add_argument("--new-tokens", type=int, default=32, help="without a trace")
+    parser.add_argument("--max-context", type=int, default=256, help="what is longer is shortened to it")
+    parser.add_argument("--slo-ttft", type=float, default=2.0)
+    parser.add_argument("--slo-tpot", type=float, default=0.2)
+    parser.add_argument("--note", default="", help="what else a reader of the line should know")
+    args = parser.parse_args()
+    load, lengths = "Poisson", {"num_prompt": args.prompt_tokens, "num_new": args.new_tokens}
+    plan = poisson(args.rate, args.seconds, **lengths)
+    if args.trace:
+        load, plan = args.trace.stem, from_trace(args.trace, args.seconds, rate=args.rate)
+    slo = Slo(args.slo_ttft, args.slo_tpot)
+    note = "; ".join(filter(None, (args.note, f"load average before it {os.getloadavg()[0]:.1f}")))
+    options = ["--int8-activations", "--max-context", str(args.max_context)]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = pack_smollm2(Path(folder) / MODEL)
+        about = {"load": load, "weights": weights, "server": shlex.join(options)}
+        with own_server(str(Path(folder) / MODEL), options) as url:
+            run_load(url, plan, slo, f"{load}, {MODEL}", save=True, about=about, note=note)
+
+
+def pack_smollm2(folder: Path) -> str:
+    """Write the model in the fastest form that a CPU has here (bench/cpu_decode.py); returns what it is."""
+    from shoestring.bench.cpu_decode import FORMATS, gguf  # torch, which a load on a URL does without
+    from shoestring.formats import IntAsym, convert, pack, parse_format
+    from shoestring.model import load_model, save_model
+    from shoestring.model.untie import untie_head
+
+    loaded = load_model(gguf())
+    model = loaded.model
+    convert(model, [("*", parse_format(FORMATS[0]))])
+    pack(model)
+    untie_head(model, IntAsym(8, 0, symmetric=True))
+    save_model(folder, model, loaded.tokenizer)
+    return f"{FORMATS[0]}, head int8"
+
+
+if __name__ == "__main__":
+    as_command(main)

@@ -12,7 +12,8 @@ torch._sparse_semi_structured_tile writes is an older order that this version mi
 
 The library has some thirty algorithms and its own choice is often a third slower than the best. `tune` measures
 all of them against the dense product for one (m, k, n) and keeps the answer in a file per GPU; `choice` reads it:
-an algorithm, or None where dense is faster. An algorithm whose result is off is never kept.
+an algorithm, or None where dense is faster. An algorithm whose result is off is never kept. `adopt` takes over what
+another process measured: algorithms round differently, so a run that is to be equal bit for bit goes on with its own.
 
 Every function here is an operator of its own (torch.library), so that compiled models call it as it is.
 """
@@ -26,7 +27,8 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -174,6 +176,10 @@ class Measured:
     dense_ms: float
 
     @property
+    def key(self) -> tuple[int, int, int, str]:
+        return self.m, self.k, self.n, self.dtype
+
+    @property
     def gain(self) -> float:
         return self.dense_ms / self.sparse_ms
 
@@ -211,12 +217,17 @@ def tune(m: int, k: int, n: int, dtype: torch.dtype) -> Measured | None:
     return _table()[key]
 
 
-def _measure(m: int, k: int, n: int, dtype: torch.dtype) -> Measured:
-    gen = torch.Generator("cuda").manual_seed(0)
-    a = torch.randn(m, k, generator=gen, device="cuda", dtype=torch.float32).to(dtype)
-    keep = torch.tensor([True, False, False, True], device="cuda").repeat(k // 4)
-    a = torch.where(keep, a, torch.zeros((), device="cuda", dtype=dtype))
-    b = torch.randn(n, k, generator=gen, device="cuda", dtype=torch.float32).to(dtype).t()
+def adopt(found: Iterable[Measured]) -> None:
+    """Choose by these from now on, in place of what this process has read or measured for the same shapes."""
+    _table().update({f.key: f for f in found})
+
+
+def _measure(m: int, k: int, n: int, dtype: torch.dtype, device: str = "cuda") -> Measured:
+    gen = torch.Generator(device).manual_seed(0)
+    a = torch.randn(m, k, generator=gen, device=device, dtype=torch.float32).to(dtype)
+    keep = torch.tensor([True, False, False, True], device=device).repeat(k // 4)
+    a = torch.where(keep, a, torch.zeros((), device=device, dtype=dtype))
+    b = torch.randn(n, k, generator=gen, device=device, dtype=torch.float32).to(dtype).t()
     packed, rows = pack(a), b.contiguous()
     want = (a[:256] @ b).float()
 
@@ -295,13 +306,45 @@ def table_file() -> Path:
 
 @functools.cache
 def _table() -> dict[tuple[int, int, int, str], Measured]:
+    return {f.key: f for f in read_table(table_file())}
+
+
+def read_table(path: Path) -> list[Measured]:
+    """What was measured; nothing where there is no such file, or, with a warning, where it cannot be read."""
     try:
-        lines = json.loads(table_file().read_text())
-        found = [Measured(**{**line, "algorithms": tuple(line["algorithms"])}) for line in lines]
-        found = [f for f in found if len(f.algorithms) == 4]
-    except (OSError, ValueError, TypeError, KeyError):  # none yet, or of an older version: measured anew
-        return {}
-    return {(f.m, f.k, f.n, f.dtype): f for f in found}
+        return parse_table(path.read_text())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as why:
+        warnings.warn(f"{path} is ignored, its products are measured again: {why}", stacklevel=2)
+        return []
+
+
+def table_text(found: Iterable[Measured]) -> str:
+    return json.dumps([asdict(f) for f in found], indent=1)
+
+
+def parse_table(text: str) -> list[Measured]:
+    """Of a `table_text`; ValueError where it is damaged or of another version."""
+    try:
+        found = [Measured(**{**line, "algorithms": tuple(line["algorithms"])}) for line in json.loads(text)]
+    except (ValueError, TypeError, KeyError) as why:
+        raise ValueError("it is damaged or of another version") from why
+    if not all(_sound(f) for f in found):
+        raise ValueError("it is damaged or of another version")
+    return found
+
+
+def _sound(f: Measured) -> bool:
+    whole, times = (f.m, f.k, f.n, *f.algorithms), (f.sparse_ms, f.dense_ms)
+    return (
+        len(f.algorithms) == 4
+        and all(isinstance(number, int) for number in whole)
+        and isinstance(f.dtype, str)
+        and all(isinstance(ms, float | int) for ms in times)
+        and f.sparse_ms > 0  # infinite where no algorithm was right
+        and f.dense_ms >= 0
+    )
 
 
 def _save() -> None:
@@ -309,5 +352,5 @@ def _save() -> None:
     with contextlib.suppress(OSError):  # nowhere to write: measured again by the next process
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-            json.dump([asdict(found) for found in _table().values()], f, indent=1)
+            f.write(table_text(_table().values()))
         Path(f.name).replace(path)

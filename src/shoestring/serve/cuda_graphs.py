@@ -54,7 +54,7 @@ REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 REQUESTS_DRAFTED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the same where they have several rows each
 ROWS_EACH = (1, 2, 3, 5, 9, 16)  # those of 1, 2, 4 and 8 drafts among them
 MAX_ROWS = 512
-MAX_GRAPHS = 512  # the oldest goes
+MAX_GRAPHS = 512  # the one that was not asked for longest goes
 PADDED = 6  # times as many rows as are asked for; launched one by one they would take longer
 
 
@@ -95,6 +95,7 @@ class StepGraphs:
         self._known: list[tuple[Sequence[int], int]] = []
         self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
         self._graphs: dict[tuple[object, ...], CapturedStep] = {}
+        self._asked: set[tuple[object, ...]] = set()
         self._num_moves = cache.num_moves
         self.num_made = 0
         self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
@@ -195,13 +196,20 @@ class StepGraphs:
             self._drop(*self._graphs)
             self._num_moves = self.cache.num_moves
         self._fit_tables(num_requests)
-        found = self._graphs.get(key)
+        found = self._graphs.pop(key, None)
         if found is None:
             if len(self._graphs) == MAX_GRAPHS:
                 self._drop(next(iter(self._graphs)))
-            found = self._graphs[key] = make()
+            found = make()
             self.num_made += 1
+        self._graphs[key] = found  # the last that was asked for
         return found
+
+    def met(self, key: tuple[object, ...]) -> bool:
+        """Whether the graph is there, or was asked for before: one that is wanted once is not worth making."""
+        known = key in self._graphs or key in self._asked
+        self._asked.add(key)
+        return known
 
     def _drop(self, *keys: tuple[object, ...]) -> None:
         if self.fused.device.type == "cuda":
@@ -280,8 +288,8 @@ class CapturedStep(ABC):
         """`num_chosen`: rows that tokens are chosen for; `num_own`: numbers of its own."""
         self.owner, self.num_requests, self.num_rows = owner, num_requests, num_rows
         self.kind, self.skip, device = kind, skip, owner.fused.device
-        self._own = 5 * num_rows + num_chosen  # where its own numbers begin
-        self._numbers = torch.zeros(self._own + num_own, dtype=torch.int64, device=device)
+        self._own_at = 5 * num_rows + num_chosen  # where its own numbers begin
+        self._numbers = torch.zeros(self._own_at + num_own, dtype=torch.int64, device=device)
         self.parameters_4R = torch.zeros(len(PARAMETERS), num_chosen, dtype=torch.float64, device=device)
         self._sent: list[Sampling] | None = None
         self._seeds: Sequence[int] = [0] * num_chosen
@@ -311,7 +319,7 @@ class CapturedStep(ABC):
         except RuntimeError as error:  # a Format whose product waits for the host, say: launched one by one
             torch.cuda.synchronize()
             self.owner.leave_pool()
-            fall_back(f"a decoding step could not be captured as a CUDA graph ({error})")
+            fall_back(f"a {type(self).__name__} could not be captured as a CUDA graph ({error})")
         self.owner.last_R.copy_(last)
 
     @abstractmethod
@@ -323,7 +331,7 @@ class CapturedStep(ABC):
 
     @property
     def seeds_R(self) -> Tensor:
-        return self._numbers[5 * self.num_rows : self._own]
+        return self._numbers[5 * self.num_rows : self._own_at]
 
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """Part of a program: note the rows' blocks. Their tokens, positions and slots."""
@@ -353,7 +361,7 @@ class CapturedStep(ABC):
         rows_5R[2, row_T] = laid.block_T * size + laid.at_T % size
         rows_5R[3, row_T] = self.owner.place(laid.of_T, laid.at_T // size)
         rows_5R[4, row_T] = laid.block_T
-        numbers[5 * self.num_rows : self._own] = self._seeds
+        numbers[5 * self.num_rows : self._own_at] = self._seeds
         return host
 
     def _send_samplings(self, rows: list[Sampling]) -> None:
@@ -388,7 +396,7 @@ class StepGraph(CapturedStep):
         owner = self.owner
         given, position, slot = self._place()
         last = owner.last_R[: self.num_rows]
-        tiles_N4 = self._numbers[self._own :].view(torch.int32).view(self.num_requests, 4)
+        tiles_N4 = self._numbers[self._own_at :].view(torch.int32).view(self.num_requests, 4)
         tiles = Tiles(tiles_N4, self.rows_each, self.num_splits)
         rows = Rows(position, slot, owner.tables(self.num_requests), (tiles,))
         hidden = owner.fused.hidden(given, rows, owner.cache, self.skip, last)
@@ -408,7 +416,7 @@ class StepGraph(CapturedStep):
         self._send_samplings([s for s in samplings or () for _ in range(self.rows_each)])
         laid = lay(spans, self.owner.cache.pool.block_size)
         host = self._host(laid, laid.of_T * self.rows_each + laid.i_T, tokens)
-        tiles_N4 = host.numpy()[self._own :].view(np.int32).reshape(self.num_requests, 4)
+        tiles_N4 = host.numpy()[self._own_at :].view(np.int32).reshape(self.num_requests, 4)
         n_N = np.arange(len(spans))
         fill_tiles(tiles_N4, n_N, n_N * self.rows_each, laid.start_N, laid.num_N)
         self._numbers.copy_(host, non_blocking=True)

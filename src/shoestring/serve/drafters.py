@@ -7,8 +7,6 @@
               in a pool of the same kind as the engine's. After a rejection it keeps what is still right and
               catches up on the rest in its next pass, so a drafter that paused for a while costs one pass. Its
               head may know the most frequent tokens only (`vocab_ids`); it reads all of them.
-`Stacked`     asks drafters in order; the first with anything to say for a request speaks.
-
 Sampling: under the `coupled` rule a draft model uses the target's noise, so both draw the same token when
 their distributions agree. Under `token` and `block` it draws with noise of its own and reports the
 distribution it drew from. Whether to draft may depend on the text, never on a token drawn just now: that
@@ -17,7 +15,8 @@ would change the distribution (docs/methods/speculation.md has an example).
 A drafter made by `shoestring run shrink/drafter` is a model folder with a drafter.json, which names the tokens its
 head was trained for.
 
-The model's own layers as a drafter: self_skip.py. Left out: trees, drafters with another tokenizer.
+Several drafters as one: stack.py. The model's own layers as a drafter: self_skip.py. Left out: trees, drafters with
+another tokenizer.
 
 Shapes: N requests, G drafts, V vocabulary.
 """
@@ -46,6 +45,7 @@ from shoestring.serve.kv_cache import Span
 from shoestring.serve.request import NO_DRAFT, Awaited, Draft, Request
 from shoestring.serve.runner import Batch, Runner
 from shoestring.serve.sampling import sample
+from shoestring.serve.stack import Stacked
 from shoestring.serve.verify import draft_sampling, probabilities
 
 
@@ -374,61 +374,13 @@ def write_drafts(
     ]
 
 
-# -- several ------------------------------------------------------------------------------------------------
-
-
-class Stacked:
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        """In order of preference: the cheapest that is often right comes first."""
-        if not drafters:
-            raise UserError("a stack of no drafters; give at least one")
-        self.drafters = list(drafters)
-        self.caught_up = False  # one of those asked last had a long text to read first
-        self._spoke: dict[int, Drafter] = {}
-
-    def prepare(
-        self, max_requests: int, kinds: Sequence[Kind], lengths: Sequence[int], max_context: int
-    ) -> None:
-        for drafter in self.drafters:
-            if hasattr(drafter, "prepare"):
-                drafter.prepare(max_requests, kinds, lengths, max_context)
-
-    def behind(self, requests: Sequence[Request]) -> bool:
-        return any(drafter.behind(requests) for drafter in self.drafters if hasattr(drafter, "behind"))
-
-    @property
-    def num_made(self) -> int:
-        return sum(int(getattr(drafter, "num_made", 0)) for drafter in self.drafters)
-
-    def propose(self, requests: Sequence[Request], n: int) -> list[Draft]:
-        found: dict[int, Draft] = {}
-        silent, self.caught_up = list(requests), False
-        for drafter in self.drafters:
-            if not silent:
-                break
-            for request, draft in zip(silent, drafter.propose(silent, n), strict=True):
-                if draft.tokens:
-                    found[request.id] = draft
-                    self._spoke[request.id] = drafter
-            self.caught_up |= bool(getattr(drafter, "caught_up", False))
-            silent = [r for r in silent if r.id not in found]
-        return [found.get(r.id, NO_DRAFT) for r in requests]
-
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        drafter = self._spoke.pop(request.id, None)
-        if drafter is not None:
-            drafter.observe(request, num_drafted, num_accepted)
-
-    def release(self, request: Request) -> None:
-        self._spoke.pop(request.id, None)
-        for drafter in self.drafters:
-            drafter.release(request)
+# -- by name -------------------------------------------------------------------------------------------------
 
 
 def open_drafter(
     text: str, target: Decoder, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Drafter:
-    """'ngram', the path of a draft model, or several joined by '+' in order of preference."""
+    """'ngram', the path of a draft model, or several joined by '+', the cheapest first (stack.py)."""
     from shoestring.model.folder import load_model
 
     drafters: list[Drafter] = []

@@ -45,14 +45,14 @@ from shoestring.serve.blocks import BlockPool
 from shoestring.serve.drafters import Drafter
 from shoestring.serve.goodput import Goodput, Prospects
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.prepare import caught_up, num_made, prepare_drafting, prospects
+from shoestring.serve.prepare import caught_up, num_made, prepare_drafting, prepare_steps, prospects
 from shoestring.serve.request import NO_DRAFT, Completion, FinishReason, Output, Request, Stats, completion_of
 from shoestring.serve.runner import Runner
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.scheduler import Plan, Scheduler
 from shoestring.serve.self_skip import stack_self_skip
 from shoestring.serve.skipping import Skipping, SkipPolicy, Watched, Work
-from shoestring.serve.step_work import Launched, Proposal, batch_of, check_of, reaches_the_end
+from shoestring.serve.step_work import Launched, Proposal, batch_of, by_end, check_of
 from shoestring.serve.tensor_parallel import LeadRunner, Ranks
 from shoestring.serve.text import TextStream
 from shoestring.serve.verify import Rule, Verify, accept, needs_logits, note_gained, verify
@@ -164,12 +164,13 @@ class Engine:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Make what drafting needs (prepare.py); the first step does it otherwise, and its requests wait."""
-        self._prepared = True
+        """Make what requests would wait for (prepare.py). With a controller the first step does it otherwise."""
+        sizes = self.scheduler.max_requests, self.max_context, self.chunk
+        lengths = self.goodput.lengths if self.goodput else ()
+        prepare_steps(self.runner, *sizes, lengths, self.skipping.usual)
         if self.goodput is not None:
-            sizes = self.scheduler.max_requests, self.max_context, self.chunk
-            prepare_drafting(self.runner, self.drafter, self.goodput, *sizes, self.skipping.usual)
-        self._made = num_made(self.runner, self.drafter)
+            prepare_drafting(self.runner, self.drafter, self.goodput, *sizes)
+        self._made, self._prepared = num_made(self.runner, self.drafter), True
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache, after the model's weights changed where the engine cannot see it."""
@@ -195,7 +196,7 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Output]:
         """Compute one batch of rows; the requests that gained tokens or ended, in no particular order."""
-        if not self._prepared and self.busy:
+        if self.goodput is not None and not self._prepared and self.busy:
             self.prepare()
         outputs = self._expire()
         flight, self._flight = self._flight, None
@@ -233,25 +234,23 @@ class Engine:
 
     # -- steps whose tokens are chosen on the device --------------------------------------------------------
     def _launch(self, work: Work, began: float, reads: bool) -> Launched | None:
-        """Start a step whose tokens are chosen by the coupled rule, for all requests or for those that have read their
-        prompt by then; None where it is not such a one."""
+        """Start a step whose tokens are chosen by the coupled rule, behind all texts that are read by then, or None."""
         if not all(r.rule == "coupled" or not r.drafts for r, _ in work):
             return None
-        work = sorted(work, key=lambda part: not reaches_the_end(*part))
-        requests = [r for r, num in work if reaches_the_end(r, num)]
+        ends, others = by_end(work)
+        requests = [r for r, _ in ends]
         checks = [check_of(r) for r in requests]
-        if not requests or needs_logits(self.verify, checks) or self.skipping.watching(work) is not None:
+        groups = self.skipping.groups([*ends, *others])
+        if needs_logits(self.verify, checks) or self.skipping.watching(work) is not None or len(groups) > 1:
             return None
-        groups = self.skipping.groups(work)
-        if len(groups) > 1:
-            return None
-        batch, samplings, skip = batch_of(work)[0], [r.sampling for r in requests], groups[0][0]
+        ((skip, ordered),) = groups
+        batch, samplings = batch_of(ordered)[0], [r.sampling for r in requests]
         handle = self.runner.choose(batch, samplings, skip)
         if handle is None and not any(r.drafts for r in requests):
             handle = self.runner.read(batch, samplings, skip)
         if handle is None:
             return None
-        self._read_on(work[len(requests) :])
+        self._read_on(others)
         return Launched(requests, [r.table for r in requests], checks, skip, handle, began, reads=reads)
 
     def _run_ahead(self, flight: Launched) -> Launched | None:
@@ -286,6 +285,8 @@ class Engine:
 
     def _land(self, flight: Launched) -> list[Output]:
         """Wait for the tokens of a flight and give them to the requests that are still there."""
+        if not flight.requests:
+            return []  # a piece of a prompt: nothing to wait for
         targets = flight.handle.tokens()
         alive, checks = flight.alive, flight.checks
         if self._proposal.awaited:
@@ -424,8 +425,8 @@ class Engine:
 
     def _seal(self, request: Request) -> None:
         if request.table is not None:
-            limit = request.num_computed if request.switch_at is None else request.switch_at
-            self.cache.pool.seal(request.table, request.tokens, min(request.num_computed, limit))
+            alike = request.num_computed if request.switch_at is None else request.switch_at
+            self.cache.pool.seal(request.table, request.tokens, min(request.num_computed, alike))
 
     def _after_token(self, request: Request, token: int) -> FinishReason | None:
         """Append the token's text; why the request ends with this token, if it does."""

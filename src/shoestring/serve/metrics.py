@@ -26,6 +26,7 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were started")
         self.generation_tokens = counter("generation_tokens", "Tokens written")
         self._kept = {  # by the name that the engine's statistics have
+            "num_drafts": counter("spec_decode_num_drafts", "Drafts verified, one per request and step"),
             "num_drafted": counter("spec_decode_num_draft_tokens", "Tokens drafted ahead"),
             "num_accepted": counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted"),
             "num_prefix_asked": counter("prefix_cache_queries", "Tokens looked up in the prefix cache"),

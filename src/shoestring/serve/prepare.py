@@ -33,22 +33,29 @@ KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 SHARE = 0.25  # of the free memory that keys and values may take before they are needed
 
 
-def prepare_drafting(
+def prepare_steps(
     runner: Runner,
-    drafter: Drafter | None,
-    goodput: Goodput,
     max_requests: int,
     max_context: int,
     chunk: int,
+    lengths: Sequence[int] = (),
     skip: SkipSet | None = None,
 ) -> None:
-    """For an engine that is about to draft under this controller; `skip`: the set that its requests mostly have."""
+    """Of an engine that may draft so many tokens; `skip`: the set that its requests mostly have."""
     if not runner.fast:
         return
     reserve(runner, max_requests, max_context)
     runner.prepare_reads(max_requests, chunk, KINDS, skip)
-    runner.prepare(max_requests, KINDS, [1, *(g + 1 for g in goodput.lengths)], skip)
+    runner.prepare(max_requests, KINDS, [1, *(g + 1 for g in lengths)], skip)
     runner.warm(chunk)
+
+
+def prepare_drafting(
+    runner: Runner, drafter: Drafter | None, goodput: Goodput, max_requests: int, max_context: int, chunk: int
+) -> None:
+    """What a drafter needs, and what its controller asks about steps."""
+    if not runner.fast:
+        return
     if drafter is not None and hasattr(drafter, "prepare"):
         drafter.prepare(max_requests, KINDS, goodput.lengths, max_context)
     rows = 1

@@ -10,7 +10,9 @@ with the first two padded to few numbers. Rows lie span behind span. The token b
 chosen on the device, and the next step can be launched before it is known: the first step after a prompt is no special
 one. Of a text that is not read to its end that token is nobody's.
 
-Numbers of its own: each span's last row, a tile for each that has a single row, and tiles for all others.
+Attention is launched for three kinds of spans: single rows, few rows (a new turn behind a long prefix that is there
+already: its keys are cut into ranges, or one program would walk all of them), and the rest. Numbers of its own: each
+span's last row, and the tiles of these.
 
 Shapes: N requests, T rows of all, P tiles of texts, V vocabulary.
 """
@@ -41,10 +43,12 @@ from shoestring.serve.fused import Rows, Tiles
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.sampling import Sampling
 
-# Among those of steps that read nothing (REQUESTS): tables that hold these hold those.
-READ_REQUESTS = (8, 64, 256)
+# All among REQUESTS, up to its last: the tables of such a step then hold those of the one that runs ahead behind it,
+# and nothing has to be dropped for larger ones between them.
+READ_REQUESTS = (8, 16, 32, 64, 128, 256)
 # More rows keep the device busy for longer than the host takes to launch them.
-READ_ROWS = (32, 64, 128, 256, 384, 512)
+READ_ROWS = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+FEW_ROWS, FEW_TILES = 16, 8  # of spans with few rows; where there are more of them they are among the rest
 
 
 def read_fits(spans: Sequence[Span]) -> bool:
@@ -57,13 +61,15 @@ def launch_read(
     tokens: Sequence[int],
     samplings: Sequence[Sampling],
     skip: SkipSet | None,
-) -> Flight:
-    """The tokens behind the first spans, as many as there are Samplings; the other texts are not read to their end."""
+) -> Flight | None:
+    """The tokens behind the first spans, as many as there are Samplings; the other texts are not read to their end.
+    None the first time: a graph takes as long to make as some such steps launched one by one."""
     num, rows = at_least(len(spans), READ_REQUESTS), at_least(sum(s.num for s in spans), READ_ROWS)
     kind = kind_of(samplings)
-    graph: ReadGraph = graphs.graph(
-        _key(num, rows, kind, skip), spans, partial(ReadGraph, graphs, num, rows, kind, skip)
-    )
+    key = _key(num, rows, kind, skip)
+    if not graphs.met(key):
+        return None
+    graph: ReadGraph = graphs.graph(key, spans, partial(ReadGraph, graphs, num, rows, kind, skip))
     graph.fill(spans, tokens, samplings)
     graph.replay()
     return Flight(graphs.last_R[:num], [1] * len(samplings), 1)
@@ -73,8 +79,9 @@ def prepare_reads(
     graphs: StepGraphs, max_requests: int, max_rows: int, kinds: Sequence[Kind], skip: SkipSet | None
 ) -> None:
     """Make what steps of so many requests and rows need, before they do."""
-    sizes = product(reversed(up_to(max_requests, READ_REQUESTS)), up_to(max_rows, READ_ROWS), kinds)
-    for num, rows, kind in sizes:  # the most requests first: tables grow once
+    # The most first: tables grow once, and smaller steps find room in the memory of larger ones.
+    sizes = reversed(up_to(max_requests, READ_REQUESTS)), reversed(up_to(max_rows, READ_ROWS))
+    for num, rows, kind in product(*sizes, kinds):
         graphs.find(_key(num, rows, kind, skip), num, partial(ReadGraph, graphs, num, rows, kind, skip))
 
 
@@ -87,21 +94,25 @@ class ReadGraph(CapturedStep):
         self, owner: StepGraphs, num_requests: int, num_rows: int, kind: Kind, skip: SkipSet | None
     ) -> None:
         spec = owner.fused.spec
-        self._num_splits = splits_for(num_requests, spec.num_kv_heads)
-        self._rows_per_tile = prefill_rows(spec.num_heads, spec.num_kv_heads)
-        # Whole tiles, and one of each text that is not whole.
-        self._num_tiles = num_rows // self._rows_per_tile + num_requests
-        own = num_requests + 2 * (num_requests + self._num_tiles)
-        super().__init__(owner, num_requests, num_rows, num_requests, own, kind, skip)
+        each = prefill_rows(spec.num_heads, spec.num_kv_heads)
+        # Tiles, rows of each, ranges of keys. Of the rest there are whole tiles and one of each text that is not whole.
+        self._kinds = (
+            (num_requests, 1, splits_for(num_requests, spec.num_kv_heads)),
+            (FEW_TILES, FEW_ROWS, splits_for(FEW_TILES, spec.num_kv_heads)),
+            (num_rows // each + num_requests, each, 1),
+        )
+        num_own = num_requests + 2 * sum(num for num, _, _ in self._kinds)
+        super().__init__(owner, num_requests, num_rows, num_requests, num_own, kind, skip)
 
     def _program(self) -> None:
         owner, num = self.owner, self.num_requests
         given_T, position_T, slot_T = self._place()
-        last_row_N = self._numbers[self._own : self._own + num]
-        tiles_L4 = self._numbers[self._own + num :].view(torch.int32).view(-1, 4)
-        writing = Tiles(tiles_L4[:num], 1, self._num_splits)
-        reading = Tiles(tiles_L4[num:], self._rows_per_tile, 1)
-        rows = Rows(position_T, slot_T, owner.tables(num), (writing, reading), padded=True)
+        last_row_N = self._numbers[self._own_at : self._own_at + num]
+        tiles_L4 = self._numbers[self._own_at + num :].view(torch.int32).view(-1, 4)
+        parts = tiles_L4.split([count for count, _, _ in self._kinds])
+        tiles = tuple(Tiles(part, each, cut) for part, (_, each, cut) in zip(parts, self._kinds, strict=True))
+        # Zeros in rows that belong to no tile: a Format may round all rows by the largest value among them.
+        rows = Rows(position_T, slot_T, owner.tables(num), tiles, padded=True)
         hidden_TD = owner.fused.hidden(given_T, rows, owner.cache, self.skip)
         logits_NV = owner.spread(owner.fused.logits(hidden_TD.index_select(0, last_row_N)))
         self._choose(logits_NV, position_T.index_select(0, last_row_N), owner.last_R[:num])
@@ -109,22 +120,27 @@ class ReadGraph(CapturedStep):
     def fill(self, spans: Sequence[Span], tokens: Sequence[int], samplings: Sequence[Sampling]) -> None:
         """Send the numbers of the next replay."""
         self._send_samplings(list(samplings))
-        num = self.num_requests
         laid = lay(spans, self.owner.cache.pool.block_size)
         host = self._host(laid, np.arange(len(laid.of_T)), tokens)
-        own = host.numpy()[self._own :]
+        own, num = host.numpy()[self._own_at :], self.num_requests
         first_N = laid.num_N.cumsum() - laid.num_N
         own[:num] = 0  # padding chooses for the first row
         own[: len(spans)] = first_N + laid.num_N - 1
-        tiles_L4 = own[num:].view(np.int32).reshape(-1, 4)
-        one = np.flatnonzero(laid.num_N == 1)
-        fill_tiles(tiles_L4[:num], one, first_N[one], laid.start_N[one], laid.num_N[one])
-        many = np.flatnonzero(laid.num_N > 1)
-        fill_tiles(tiles_L4[num:], *cut(many, first_N, laid.start_N, laid.num_N, self._rows_per_tile))
+        tiles_L4, at = own[num:].view(np.int32).reshape(-1, 4), 0
+        for which, (count, each, _) in zip(by_rows(laid.num_N), self._kinds, strict=True):
+            fill_tiles(tiles_L4[at : at + count], *tiles_of(which, first_N, laid.start_N, laid.num_N, each))
+            at += count
         self._numbers.copy_(host, non_blocking=True)
 
 
-def cut(
+def by_rows(num_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which spans have a single row, few rows, and which are the rest."""
+    few = np.flatnonzero((num_N > 1) & (num_N <= FEW_ROWS))[:FEW_TILES]
+    rest = np.setdiff1d(np.flatnonzero(num_N > 1), few)
+    return np.flatnonzero(num_N == 1), few, rest
+
+
+def tiles_of(
     which: np.ndarray, first_N: np.ndarray, start_N: np.ndarray, num_N: np.ndarray, each: int
 ) -> list[np.ndarray]:
     """The rows of these spans in tiles of up to `each`: table, first row, its position, rows. The last tiles of a text

@@ -165,7 +165,8 @@ class Stats:
     num_steps: int = 0
     num_rows: int = 0
     num_new_tokens: int = 0
-    num_drafted: int = 0  # drafts that were verified
+    num_drafts: int = 0  # proposals of at least one token that were verified, one per request and step
+    num_drafted: int = 0  # tokens of those
     num_accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)  # accepted drafts by place: first, second, ...
     num_prefix_asked: int = 0  # tokens of admitted requests
@@ -179,6 +180,7 @@ class Stats:
     def count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
         """A request gained num_new tokens; of its drafts so many were accepted."""
         self.num_new_tokens += num_new
+        self.num_drafts += num_drafted > 0
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         if num_accepted:

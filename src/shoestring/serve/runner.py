@@ -58,7 +58,7 @@ from shoestring.serve.cuda_graphs import (
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, fusable
 from shoestring.serve.kv_cache import KVCache, Span, cache_root, weights_id
 from shoestring.serve.logits import TokenLogprob, prompt_logprobs
-from shoestring.serve.read_graph import cut, launch_read, prepare_reads, read_fits
+from shoestring.serve.read_graph import launch_read, prepare_reads, read_fits, tiles_of
 from shoestring.serve.sampling import Sampling
 from shoestring.serve.token_step import TokenStep, compilable
 from shoestring.serve.whole_texts import few_plans
@@ -196,7 +196,7 @@ class Runner:
     @torch.no_grad()
     def read(self, batch: Batch, samplings: Sequence[Sampling], skip: SkipSet | None = None) -> Flight | None:
         """`choose` for a step with texts that are read: a token behind the last row of the first spans, one for each
-        Sampling; None where that is not possible."""
+        Sampling; None where that is not possible, or not worth it yet."""
         if not self.ready() or batch.guesses or not read_fits(batch.spans):
             return None
         assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
@@ -403,7 +403,7 @@ def place_rows(
         splits = EAGER_SPLITS if splits_for(len(few), num_groups) >= EAGER_SPLITS else 1
         tiles.append(Tiles(_tiles(few, first_N[few], start_N[few], num_N[few]), most, splits))
     if len(many):
-        tiles.append(Tiles(_tiles(*cut(many, first_N, start_N, num_N, each)), each, 1))
+        tiles.append(Tiles(_tiles(*tiles_of(many, first_N, start_N, num_N, each)), each, 1))
     prompts = None
     if not by_table and not start_N.any():
         found, row = [], 0

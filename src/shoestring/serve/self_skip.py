@@ -19,10 +19,11 @@ from torch import Tensor
 
 from shoestring.model.skip import SkipSet
 from shoestring.serve.cuda_graphs import Kind
-from shoestring.serve.drafters import Drafter, Stacked, write_drafts
+from shoestring.serve.drafters import Drafter, write_drafts
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.request import NO_DRAFT, Draft, Request
 from shoestring.serve.runner import Batch, Runner
+from shoestring.serve.stack import Stacked
 
 
 class SelfSkip:

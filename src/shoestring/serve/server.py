@@ -141,7 +141,7 @@ class Service:
             rule="coupled",
             verify=with_rules(verify),
         )
-        self.engine.prepare()  # graphs of steps with drafts: no request waits for them
+        self.engine.prepare()  # graphs: no request waits for them
         self.loop = EngineLoop(
             self.engine,
             Metrics(name, options.metrics_prefix),

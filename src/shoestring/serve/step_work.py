@@ -39,9 +39,12 @@ def batch_of(work: Work) -> tuple[Batch, list[Request]]:
     return Batch(spans, tokens, rows, guesses), checked
 
 
-def reaches_the_end(request: Request, num: int) -> bool:
-    """Whether so many rows gain the request a token."""
-    return request.num_computed + num >= len(request.tokens)
+def by_end(work: Work) -> tuple[Work, Work]:
+    """Those whose rows reach the end of their text, which gains them a token, and the others."""
+    parts: tuple[Work, Work] = [], []
+    for request, num in work:
+        parts[request.num_computed + num < len(request.tokens)].append((request, num))
+    return parts
 
 
 def check_of(request: Request, num_coming: int = 0) -> Check:

@@ -24,9 +24,9 @@ norms and biases by parts of their root mean square. Some windows are held out; 
 the others the block is measured on them, and the best state wins, the untrained one included: a block never
 ends worse on them than it started.
 
-Memory: one block in fp32 with its gradients and moments, and two stores of activations (files beyond
-`memory_gb`). A finished block is final: it is written to `files`, and a stopped run goes on at the next one
-with the same bits.
+Memory: the whole model in its dtype; one block in fp32 with its gradients and moments; two stores of activations
+(files beyond `memory_gb`); and with keep_masters, on the host, the fp32 weights of all blocks. A finished block is
+final: it is written to `files`, and a stopped run goes on at the next one with the same bits.
 
 Left out on purpose: several processes; training across blocks (that is end-to-end training, with any
 objective, on the formats this leaves).
@@ -43,7 +43,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, during
 from shoestring.formats import Dense, FormatLinear, GridFormat, Parts
 from shoestring.formats.convert import Rule
 from shoestring.model.transformer import Block, Decoder
@@ -159,14 +159,11 @@ def train_blocks(
         if files is not None and index < num_finished:
             made, errors = files.load(index, block)
             told = files.notes(index)
+            for grid in made.values():  # back to the host, where they are kept
+                grid.update({name: t.cpu() for name, t in grid.items() if name == "master"})
         else:
-            try:
+            with during(f"block {index}"):
                 made, errors, told = train_block(block, task, statistics, wanted, settings, index, prefix)
-            except torch.OutOfMemoryError as error:
-                raise UserError(
-                    f"out of memory in block {index}: use fewer windows a step (train_batch, now "
-                    f"{settings.batch}), or shorter ones; finished blocks are kept"
-                ) from error
             if files is not None:
                 files.save(index, block, made, errors, told)
         grids.update(made)

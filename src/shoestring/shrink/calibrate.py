@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, during
 from shoestring.formats import FormatLinear
 from shoestring.model.attention import rope_frequencies, rope_tables
 from shoestring.model.transformer import Decoder
@@ -217,7 +217,7 @@ def run_block(
     it again. Without: write the outputs.
     """
     write = calibration is None or calibration.inputs == "full"
-    with ExitStack() as stack:
+    with during(f"block {index}"), ExitStack() as stack:
         collector = None
         if calibration is not None:
             num_tokens = store.shape[0] * store.shape[1]

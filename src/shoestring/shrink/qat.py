@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, during
 from shoestring.formats import Dense, GridFormat, Parts, convert, init_state
 from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.groups import split
@@ -35,10 +35,11 @@ from shoestring.model import Decoder, load_into
 from shoestring.model.folder import read_spec
 from shoestring.model.parallel import ParallelConfig, materialize, parallelize
 from shoestring.runlog import write_atomically
-from shoestring.shrink.calibrate import BlockStep, block_linears
+from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.clip import Clip, clip_ranges
 from shoestring.shrink.grid import state_of
 from shoestring.shrink.quantize import HEADS, plan
+from shoestring.shrink.resume import BlockFiles
 from shoestring.train.hooks import Hook
 from shoestring.train.trainer import Run
 
@@ -56,25 +57,42 @@ def clip_weights(
     settings: Clip | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
+    files: BlockFiles | None = None,
 ) -> None:
     """Clamp every group of the layers in `rules` to the range that hurts the layer's outputs least, in place.
 
-    steps: walk(model, windows, Calibration(inputs="full")), as published. Query and key stay as they are.
+    steps: walk(model, windows, Calibration(inputs="full")), as published. Query and key stay as they are. `files`:
+    where finished blocks are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
     """
     settings = settings or Clip(search="full")
     formats = plan(model, rules)
+    num_finished = files.count() if files is not None else 0
     for step in steps:
-        prefix = f"blocks.{step.index}."
-        for name, layer in block_linears(model.blocks[step.index]).items():
-            format = formats.get(prefix + name)
-            if format is None or name.rsplit(".", 1)[-1] in settings.skip:
-                continue
-            w = layer.weight.float()
-            state = state_of(format, w)  # type: ignore[arg-type]
-            low, high = clip_ranges(w, step.statistics[name].hessian, format, state, settings)
-            layer.weight.copy_(split(w, format.group).clamp(low, high).flatten(-2))
+        block, prefix = model.blocks[step.index], f"blocks.{step.index}."
+        if files is not None and step.index < num_finished:
+            files.load(step.index, block)
+        else:
+            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
+            with during(f"block {step.index}"):
+                clip_block(block, step.statistics, wanted, settings)
+            if files is not None:
+                files.save(step.index, block, {}, [])
         if progress is not None:
             progress(step.index + 1, len(model.blocks))
+
+
+@torch.no_grad()
+def clip_block(
+    block: nn.Module, statistics: dict[str, Statistics], formats: dict[str, GridFormat], settings: Clip
+) -> None:
+    linears = block_linears(block)
+    for name, format in formats.items():
+        if name.rsplit(".", 1)[-1] in settings.skip:
+            continue
+        w = linears[name].weight.float()
+        state = state_of(format, w)  # type: ignore[arg-type]
+        low, high = clip_ranges(w, statistics[name].hessian, format, state, settings)
+        linears[name].weight.copy_(split(w, format.group).clamp(low, high).flatten(-2))
 
 
 def build_student(

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, during
 from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, convert
 from shoestring.formats.convert import Rule, assign, candidates, tied_names
 from shoestring.model.transformer import Block, Decoder
@@ -132,7 +132,8 @@ def quantize(
         if files is not None and step.index < num_finished:
             made, errors = files.load(step.index, block)
         else:
-            made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
+            with during(f"block {step.index}"):
+                made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
             if files is not None:
                 files.save(step.index, block, made, errors)
         grids.update(made)

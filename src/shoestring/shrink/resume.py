@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, out_of_memory
 from shoestring.formats import Parts
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class BlockFiles:
                 errors = [LayerError(**e) for e in json.loads(f.metadata()["errors"])]
             block.load_state_dict(state)
         except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+            if out_of_memory(error):  # the file is good
+                raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f"{path} cannot be used ({reason}): delete it and go on, the block is then done again"

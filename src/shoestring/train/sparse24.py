@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # Tokens between the positions of two ranks when nobody says how many a step has; 2**32 / 4 groups are there to share.
 FAR = 1 << 24
 LEAST = 0.01  # of its first strength: what FlipController leaves of a decay
+TORCH_FOR_RANKS = (2, 12)  # the first with which masks and row numbers can be cut over processes
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,24 @@ def pruning_of(format: Format) -> Sparse24 | None:
     while isinstance(format, Slorb | Stacked):
         format = format.first
     return format if isinstance(format, Sparse24) else None
+
+
+def torch_version() -> tuple[int, ...]:
+    """Major and minor. Not compared as a version: that puts 2.12.0a0, which vendors build, before 2.12."""
+    return tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+def check_torch(pruning: Sparse24, num_processes: int) -> None:
+    """Masks and row numbers are sharded with the weight, which takes a newer torch than the rest of the package."""
+    sharded = pruning.hold_mask or pruning.weight_grad == "mvue"
+    if num_processes == 1 or not sharded or torch_version() >= TORCH_FOR_RANKS:
+        return
+    newer = ".".join(str(number) for number in TORCH_FOR_RANKS)
+    other = "" if pruning.hold_mask else ", or weight_grad=exact"
+    raise UserError(
+        f"{pruning.label} on {num_processes} processes needs torch {newer} or newer, this is {torch.__version__}: "
+        f"install that, or train on one process{other}"
+    )
 
 
 @torch.no_grad()
@@ -145,16 +164,17 @@ def _set_clocks(linear: FormatLinear, **values: int) -> None:
 class MaskRefresh(Hook):
     """Choose held masks anew every `every` steps; logs mask_change, the share of the masks that changed.
 
-    `resting`: also of layers that compute densely, for methods that only look at the mask (CAST).
+    `resting`: also of layers that compute densely, for methods that only look at the mask (CAST). `until`: no longer
+    from that step on, so that a model which is delivered with its masks was trained with them.
     """
 
-    def __init__(self, every: int = 40, *, resting: bool = False) -> None:
+    def __init__(self, every: int = 40, *, resting: bool = False, until: int | None = None) -> None:
         if every < 1:
             raise UserError(f"masks cannot be refreshed every {every} steps: use 1 or more")
-        self.every, self.resting = every, resting
+        self.every, self.resting, self.until = every, resting, until
 
     def after_step(self, run: Run) -> None:
-        if run.step % self.every == 0:
+        if run.step % self.every == 0 and (self.until is None or run.step < self.until):
             self.refresh(run)
 
     @torch.no_grad()

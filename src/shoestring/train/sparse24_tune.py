@@ -3,38 +3,126 @@
 A compiled model decides once, when it is traced, which kernels it calls; so the shapes are measured before that,
 once for each GPU (kernels/cslt.py keeps the table), and what was found is printed. Without a GPU, or without
 cuSPARSELt, nothing happens, and all products are dense.
+
+Algorithms round differently. So all ranks take the choices of the first, and a run keeps its own in its folder
+(KeepProducts): resumed on another machine with the same kind of GPU it goes on with them, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring.formats import Sparse24, sparse24_ffn
+from shoestring.kernels import cslt
 from shoestring.kernels.cslt import Measured
+from shoestring.mesh import Mesh
 from shoestring.model.transformer import Mlp
+from shoestring.runlog import write_atomically
+from shoestring.train.hooks import Hook
 from shoestring.train.sparse24 import sparse_layers
+from shoestring.train.trainer import Run
+
+Shape = tuple[int, int, int]  # m, k, n of a product
 
 
 def tune_products(
-    model: nn.Module, num_tokens: int, dtype: torch.dtype, say: Callable[[str], None] = print
+    model: nn.Module,
+    num_tokens: int,
+    dtype: torch.dtype,
+    say: Callable[[str], None] = print,
+    *,
+    mesh: Mesh | None = None,
+    folder: Path | None = None,
 ) -> list[Measured]:
-    """`num_tokens`: of one micro-batch on this rank."""
-    if not torch.cuda.is_available() or not torch.backends.cusparselt.is_available():
+    """`num_tokens`: of one micro-batch on this rank; `folder`: of a run that goes on, whose choices come first."""
+    if not has_sparse_products():
         return []
-    found: dict[tuple[int, int, int], Measured] = {}
-    for pruning, shape in multiplied(model):
-        for m in pruning.tune(num_tokens, shape, dtype):
-            found[m.m, m.k, m.n] = m
-    for m in found.values():
-        verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.worth_it else "stays dense"
-        say(f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}")
-    return list(found.values())
+    layers = multiplied(model)
+    found: list[Measured] = []
+    if mesh is None or mesh.is_main:
+        if folder is not None:
+            adopt_choices(folder, say)
+        measured = [m for pruning, shape in layers for m in pruning.tune(num_tokens, shape, dtype)]
+        found = list({m.key: m for m in measured}.values())
+    if mesh is not None:
+        found = mesh.broadcast_object(found)
+        cslt.adopt(found)
+    for line in (*map(product_line, found), *advice(found, drawn_shapes(layers, num_tokens))):
+        say(line)
+    return found
 
 
+def has_sparse_products() -> bool:
+    return torch.cuda.is_available() and torch.backends.cusparselt.is_available()
+
+
+# -- what is said --------------------------------------------------------------------------------------------
+def product_line(m: Measured) -> str:
+    verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.worth_it else "stays dense"
+    return f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}"
+
+
+def drawn_shapes(layers: list[tuple[Sparse24, tuple[int, int]]], num_tokens: int) -> list[Shape | None]:
+    """Of every layer with weight_grad=mvue the shape of that product; None where the library does not take it."""
+    drawing = [(pruning, shape) for pruning, shape in layers if pruning.weight_grad == "mvue"]
+    return [pruning.product_shapes(num_tokens, shape).get("weight_grad") for pruning, shape in drawing]
+
+
+def advice(found: list[Measured], drawn: list[Shape | None]) -> list[str]:
+    """A line where no gradient that is pruned at random gains by it."""
+    gaining = {(m.m, m.k, m.n) for m in found if m.worth_it}
+    if not drawn or any(shape in gaining for shape in drawn):
+        return []
+    return [
+        "2:4 weight gradients all stay dense, where mvue only adds noise and time: weight_grad=exact is better here"
+    ]
+
+
+# -- what a run keeps ----------------------------------------------------------------------------------------
+class KeepProducts(Hook):
+    """Leaves the choices of a run in its folder. The name of the file has the GPU and the version of torch.
+
+    Acts for `hook` too, and so takes no place of its own: a checkpoint fits a run with as many hooks, and those of
+    runs that kept no choices shall go on.
+    """
+
+    def __init__(self, found: list[Measured], hook: Hook) -> None:
+        self.found, self.hook = found, hook
+
+    def before_step(self, run: Run) -> None:
+        if self.found and run.log.main and run.log.folder is not None:
+            write_atomically(run.log.folder / cslt.table_file().name, cslt.table_text(self.found))
+        self.found = []
+        self.hook.before_step(run)
+
+    def after_step(self, run: Run) -> None:
+        self.hook.after_step(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.hook.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hook.load_state_dict(state)
+
+
+def adopt_choices(folder: Path, say: Callable[[str], None]) -> None:
+    own = folder / cslt.table_file().name
+    cslt.adopt(cslt.read_table(own))
+    others = sorted(path.name for path in folder.glob("cslt-*.json"))
+    if others and own.name not in others:
+        say(
+            f"{folder} has the algorithms of another GPU or torch ({others[0]}): measured anew, so the run goes on "
+            "with other roundings"
+        )
+
+
+# -- which products there are --------------------------------------------------------------------------------
 def multiplied(model: nn.Module) -> list[tuple[Sparse24, tuple[int, int]]]:
     """The weights of the products: of every 2:4 layer, or of gate and up as one where they are fused."""
     fused: dict[int, tuple[int, int]] = {}

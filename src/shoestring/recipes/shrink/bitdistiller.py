@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoestring.config import option
+from shoestring.errors import during, in_run
 from shoestring.formats.convert import Rule
 from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.model import load_model, save_model
@@ -32,6 +33,7 @@ from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
     check,
+    clip_start,
     finish,
     load_corpus,
     make_objective,
@@ -41,9 +43,9 @@ from shoestring.recipes.shrink.lowbit_run import (
     training_options,
     write_text,
 )
-from shoestring.shrink.calibrate import Calibration, walk, windows
+from shoestring.shrink.calibrate import windows
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import build_student, clip_weights, once
+from shoestring.shrink.qat import build_student, once
 from shoestring.shrink.quantize import plan
 from shoestring.train.optim import adamw, constant
 from shoestring.train.together import Together
@@ -65,7 +67,13 @@ class Config(Settings):
 def main(cfg: Config) -> Path:
     rules = check(cfg)
     trained_rules = [(glob, with_range_gradient(f)) for glob, f in rules] if cfg.range_gradient else rules
-    run = open_run(cfg, "shrink/bitdistiller")
+    run = open_run(cfg, "shrink/bitdistiller", lambda model: plan(model, rules))
+    with in_run(run.folder):
+        shrink(cfg, rules, trained_rules, run)
+    return run.folder
+
+
+def shrink(cfg: Config, rules: list[Rule], trained_rules: list[Rule], run: LowbitRun) -> None:
     once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
     corpus = load_corpus(cfg, run.folder, run.log)
     data = token_data(cfg, corpus, run.mesh)
@@ -73,29 +81,24 @@ def main(cfg: Config) -> Path:
     start = run.folder / "clipped" if cfg.calib_windows else cfg.model
     model = build_student(start, trained_rules, run.mesh, parallel_of(cfg, run))
     run.log.say(f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens, gamma {objective.gamma:.3f}")
-    train(
-        Run(model, adamw(model, lr=cfg.lr, weight_decay=0.0), run.mesh, run.log),
-        data,
-        Together(objective),
-        schedule=constant(cfg.lr),
-        **training_options(cfg, run),
-    )
+    with during("training"):
+        train(
+            Run(model, adamw(model, lr=cfg.lr, weight_decay=0.0), run.mesh, run.log),
+            data,
+            Together(objective),
+            schedule=constant(cfg.lr),
+            **training_options(cfg, run),
+        )
     finish(cfg, run, model, corpus, {"gamma": objective.gamma})
-    return run.folder
 
 
 def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     """On the first rank: the evaluation before, the text, the clipped weights."""
     loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
-    plan(loaded.model, rules)
     write_text(cfg, loaded, run)
     if cfg.calib_windows and not (run.folder / "clipped").exists():
         tokens = load_corpus(cfg, run.folder, run.log).train.head()
         context = min(cfg.context, loaded.spec.max_positions)
-        steps = walk(
-            loaded.model, windows(tokens, cfg.calib_windows, context), Calibration(inputs="full", memory_gb=8)
-        )
-        with run.log.progress(len(loaded.model.blocks), "clip by block") as bar:
-            settings = Clip(search=cfg.search)
-            clip_weights(loaded.model, rules, steps, settings, progress=lambda done, total: bar.advance(1))
+        seen_NT = windows(tokens, cfg.calib_windows, context)
+        clip_start(loaded, rules, seen_NT, Clip(search=cfg.search), 8.0, run)
         save_model(run.folder / "clipped", loaded.model, loaded.tokenizer)

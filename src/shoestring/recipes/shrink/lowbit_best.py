@@ -18,7 +18,8 @@ Run:     shoestring run shrink/lowbit_best model=DIR format=int2:g64 prompts=som
          torchrun --nproc-per-node 4 -m shoestring run shrink/lowbit_best mesh.dp=4 model=DIR ...
 Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight) and the full
          model beside them (2; teacher=cached: 261 bytes of disk a training token instead). Block-wise training runs on
-         the first process and holds one block at a time
+         the first process: the whole model in 16 bits, fp32 weights, gradients, moments and activations of one block,
+         and on the host the fp32 masters of all blocks (4 bytes a weight)
 Time:    stories260K (260k parameters), 81,920 training tokens: 30 s on one CPU core. SmolLM2-135M, 1.05M training
          tokens, on an H200: 35 s for the mix, of which measuring damage takes 17 beside another process
 Expect:  SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens in rows of 512 (bench/lowbit_quality):
@@ -46,16 +47,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.config import option
-from shoestring.errors import UserError
+from shoestring.errors import UserError, during, in_run
 from shoestring.formats import Dense, FormatLinear, Parts, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.model import Decoder, load_model, save_model
-from shoestring.model.folder import Loaded
 from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
     check,
+    clip_start,
     finish,
     load_corpus,
     make_objective,
@@ -68,14 +69,13 @@ from shoestring.recipes.shrink.lowbit_run import (
 from shoestring.recipes.shrink.ptq import pick_candidates
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
-from shoestring.shrink.calibrate import Calibration, walk, windows
+from shoestring.shrink.calibrate import Calibration, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
 from shoestring.shrink.qat import (
     FallingRates,
     Rates,
     build_student,
-    clip_weights,
     coarsest,
     hold_grids,
     learned_rules,
@@ -86,7 +86,6 @@ from shoestring.shrink.qat import (
 )
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
-from shoestring.train.shards import Corpus
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
 
@@ -139,7 +138,13 @@ def main(cfg: Config) -> Path:
     rates.softer(part_of(cfg, rules))  # what is not possible is said now
     block_settings(cfg, rules)
     trained_rules(cfg, rules)
-    run = open_run(cfg, "shrink/lowbit_best")
+    run = open_run(cfg, "shrink/lowbit_best", lambda model: check_model(cfg, rules, model))
+    with in_run(run.folder):
+        shrink(cfg, rules, rates, run)
+    return run.folder
+
+
+def shrink(cfg: Config, rules: list[Rule], rates: Rates, run: LowbitRun) -> None:
     once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
     told = json.loads((run.folder / "blockwise.json").read_text())
     if cfg.bits_budget is not None:
@@ -156,15 +161,15 @@ def main(cfg: Config) -> Path:
     run.log.say(
         f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens end to end, gamma {objective.gamma:.3f}"
     )
-    train(
-        Run(model, relative_adamw(model, rates), run.mesh, run.log),
-        data,
-        Together(objective),
-        hooks=[FallingRates(cfg.steps, warmup=max(1, cfg.steps // 20))],
-        **training_options(cfg, run),
-    )
+    with during("training end to end"):
+        train(
+            Run(model, relative_adamw(model, rates), run.mesh, run.log),
+            data,
+            Together(objective),
+            hooks=[FallingRates(cfg.steps, warmup=max(1, cfg.steps // 20))],
+            **training_options(cfg, run),
+        )
     finish(cfg, run, model, corpus, {"gamma": objective.gamma, **told})
-    return run.folder
 
 
 def part_of(cfg: Config, rules: list[Rule]) -> float:
@@ -190,6 +195,12 @@ def check_grids(cfg: Config) -> None:
         )
 
 
+def check_model(cfg: Config, rules: list[Rule], model: Decoder) -> None:
+    """Whether its weights can get these formats, or with a budget each of the candidates."""
+    plan(model, rules)
+    units_of(model, pick_candidates(cfg))
+
+
 def trained_rules(cfg: Config, rules: list[Rule]) -> list[Rule]:
     if not is_derived(cfg, rules):
         return learned_rules(rules)
@@ -200,7 +211,6 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     """On the first rank: the evaluation before, the text, and the blocks one after the other."""
     folder, log = run.folder, run.log
     loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
-    plan(loaded.model, rules)
     write_text(cfg, loaded, run)
     if (folder / "blockwise").exists():
         return
@@ -211,13 +221,17 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
         mix = choose_mix(cfg, loaded.model, seen, folder, log)
         rules, told = mix.rules, {"mixed_bits": mix.to_json()}
     if is_derived(cfg, rules):
-        clip_start(cfg, loaded, rules, corpus, run, told)
+        num = max(1, min(NUM_SEEN, (len(corpus.train) - 1) // cfg.context))
+        seen = windows(corpus.train.head(), num, cfg.context)
+        clip_start(loaded, rules, seen, Clip(), cfg.memory_gb, run)
+        write_atomically(folder / "blockwise.json", json.dumps({"grids": "derived", **told}) + "\n")
+        save_model(folder / "blockwise", loaded.model, loaded.tokenizer)
         return
     settings, num = block_settings(cfg, rules)
     if not cfg.windows:  # nobody asked for so many
         num = max(1, min(num, (len(corpus.train) - 1) // cfg.context))
     seen = windows(corpus.train.head(), num, cfg.context)
-    with log.progress(len(loaded.model.blocks), "block by block") as bar:
+    with during("training block by block"), log.progress(len(loaded.model.blocks), "block by block") as bar:
         report = train_blocks(
             loaded.model,
             rules,
@@ -239,23 +253,11 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     save_model(folder / "blockwise", loaded.model, loaded.tokenizer)
 
 
-def clip_start(
-    cfg: Config, loaded: Loaded, rules: list[Rule], corpus: Corpus, run: LowbitRun, told: dict[str, Any]
-) -> None:
-    """BitDistiller's start: groups clamped to searched ranges."""
-    num = max(1, min(NUM_SEEN, (len(corpus.train) - 1) // cfg.context))
-    seen = windows(corpus.train.head(), num, cfg.context)
-    steps = walk(loaded.model, seen, Calibration(inputs="full", memory_gb=cfg.memory_gb))
-    with run.log.progress(len(loaded.model.blocks), "clip by block") as bar:
-        clip_weights(loaded.model, rules, steps, Clip(), progress=lambda done, total: bar.advance(1))
-    write_atomically(run.folder / "blockwise.json", json.dumps({"grids": "derived", **told}) + "\n")
-    save_model(run.folder / "blockwise", loaded.model, loaded.tokenizer)
-
-
 def choose_mix(cfg: Config, model: Decoder, seen: Tensor, folder: Path, log: RunLog) -> Mix:
     assert cfg.bits_budget is not None
     formats = pick_candidates(cfg)
-    with log.progress(len(formats) * len(units_of(model, formats)), "damage of each format by layer") as bar:
+    num_trials = len(formats) * len(units_of(model, formats))
+    with during("measuring damage"), log.progress(num_trials, "damage of each format by layer") as bar:
         units = measure_damage(
             model,
             formats,

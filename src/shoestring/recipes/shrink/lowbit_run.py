@@ -1,9 +1,9 @@
 """What shrink/bitdistiller and shrink/lowbit_best share: both let a model write a text, and train a quantized copy of
 the model on it, against the model itself.
 
-    rules = check(cfg)              everything that can be said before a model is loaded
-    run = open_run(cfg, RECIPE)     the processes, the folder (new or resumed) and its log
-    ...                             the recipe's own stages, and training
+    rules = check(cfg)                          everything that can be said before a model is loaded
+    run = open_run(cfg, RECIPE, check_model)    the processes, the folder (new or resumed) and its log
+    ...                                         the recipe's own stages, and training
     finish(cfg, run, model, corpus, told)
 
 A run is finished when its report is written. Until then every stage it has done is kept, and it can be resumed.
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import UserError
+from shoestring.errors import UserError, during
 from shoestring.formats import convert, packed_state, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.measure import evaluate_row, need_tokenizer, pick_dtype, read_tokens
@@ -31,7 +33,10 @@ from shoestring.model.parallel import ParallelConfig
 from shoestring.recipes.shrink import rtn
 from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
 from shoestring.serve.sampling import Sampling
-from shoestring.shrink.qat import build_teacher
+from shoestring.shrink.calibrate import Calibration, walk
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.qat import build_teacher, clip_weights
+from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
@@ -134,11 +139,15 @@ def check(cfg: Settings) -> list[Rule]:
     return rules
 
 
-def open_run(cfg: Settings, recipe: str) -> LowbitRun:
+def open_run(cfg: Settings, recipe: str, check_model: Callable[[Decoder], object]) -> LowbitRun:
+    """The run, once everything has been said about its data and its model's weights: only then is there a folder."""
     mesh = open_mesh(cfg.mesh, cfg.device)
-    if cfg.data is not None:  # too little of it is said before there is a folder
+    if cfg.data is not None:
         token_data(cfg, load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main)), mesh)
     compute = pick_dtype(cfg.dtype, mesh.device)
+    if mesh.is_main and cfg.resume is None:
+        # Loaded for this alone and let go, so that nobody holds it while training; the first stage loads it again.
+        check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)
     folder = mesh.broadcast_object(open_folder(cfg, recipe) if mesh.is_main else None)
     log = RunLog(folder, main=mesh.is_main)
     log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
@@ -164,7 +173,8 @@ def write_text(cfg: Settings, loaded: Loaded, run: LowbitRun) -> None:
         sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_new, seed=cfg.seed)
         out = run.folder / "self_text.jsonl"
         options: dict[str, Any] = {"max_requests": cfg.max_requests, "progress": run.log.progress}
-        generate_text(loaded.model, need_tokenizer(loaded), prompts, out, sampling=sampling, **options)
+        with during("the text that the model writes"):
+            generate_text(loaded.model, need_tokenizer(loaded), prompts, out, sampling=sampling, **options)
 
 
 def evaluate(cfg: Settings, loaded: Loaded, label: str, log: RunLog) -> None:
@@ -192,16 +202,17 @@ def token_data(cfg: Settings, corpus: Corpus, mesh: Mesh) -> TokenData:
 def cache_teacher(cfg: Settings, run: LowbitRun, data: TokenData) -> TeacherCache:
     """The teacher's top-k for every target that training will see; the teacher is gone when this returns."""
     teacher = build_teacher(cfg.model, run.mesh, run.compute)
-    cache = build_cache(
-        run.folder / "teacher",
-        teacher,
-        one_epoch(data, cfg.steps),
-        num_targets=len(data.shards),
-        k=min(cfg.k, teacher.spec.vocab_size),
-        identity={"data": data.shards.fingerprint, "context": cfg.context, "model": cfg.model},
-        mesh=run.mesh,
-        progress=run.log.progress,
-    )
+    with during("the full model's cache"):
+        cache = build_cache(
+            run.folder / "teacher",
+            teacher,
+            one_epoch(data, cfg.steps),
+            num_targets=len(data.shards),
+            k=min(cfg.k, teacher.spec.vocab_size),
+            identity={"data": data.shards.fingerprint, "context": cfg.context, "model": cfg.model},
+            mesh=run.mesh,
+            progress=run.log.progress,
+        )
     room = 8e9 if run.mesh.device.type == "cuda" else 0.0
     return cache.to(run.mesh.device) if cache.num_bytes < room else cache
 
@@ -222,6 +233,22 @@ def make_objective(
         if run.mesh.is_main:
             write_atomically(kept, json.dumps({"gamma": gamma}) + "\n")
     return Cakld(live, gamma)
+
+
+# -- where training starts -----------------------------------------------------------------------------------
+
+
+def clip_start(
+    loaded: Loaded, rules: list[Rule], seen_NT: Tensor, settings: Clip, memory_gb: float, run: LowbitRun
+) -> None:
+    """BitDistiller's start: groups clamped to searched ranges. A finished block is kept, and not done again."""
+    files = BlockFiles(run.folder / "blocks")
+    calibration = Calibration(inputs="full", memory_gb=memory_gb)
+    steps = walk(loaded.model, seen_NT, calibration, start=files.count())
+    with during("the clip search"), run.log.progress(len(loaded.model.blocks), "clip by block") as bar:
+        clip_weights(
+            loaded.model, rules, steps, settings, progress=lambda done, total: bar.advance(1), files=files
+        )
 
 
 # -- training and after --------------------------------------------------------------------------------------

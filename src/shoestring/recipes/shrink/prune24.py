@@ -73,6 +73,7 @@ from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.corpus import list_files
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
+from shoestring.train.sparse24 import check_torch
 from shoestring.train.trainer import Run
 
 RECIPE = "shrink/prune24"
@@ -211,6 +212,8 @@ def check(cfg: Config) -> None:
         raise UserError(
             f"train={cfg.train} needs data=, a corpus to train on (or data=self); train=none prunes without training"
         )
+    if cfg.train != "none":
+        check_torch(Sparse24(hold_mask=True), cfg.mesh.replica * cfg.mesh.dp * cfg.mesh.tp)
     if cfg.data == "self" and cfg.prompts is None:
         raise UserError("data=self needs prompts=, a text or .jsonl file that the model goes on from")
     if cfg.slorb == 0 and cfg.projection == "trained":

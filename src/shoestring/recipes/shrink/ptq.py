@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import Interrupted, UserError
+from shoestring.errors import Interrupted, UserError, during, in_run
 from shoestring.formats import Format, pack, parse_format, unpack
 from shoestring.measure import (
     corpus_of_run,
@@ -156,74 +156,81 @@ def main(cfg: Config) -> Path:
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
     folder = run_folder(cfg)
-    files = BlockFiles(folder / "blocks")
-    log = RunLog(folder)
-    log.save_config({"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
-    log.truncate_after(0)
-    options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
-    if not log.evaluations():
-        log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
-    calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill)
-    mix = None
-    if cfg.inputs != "auto":
-        calibration = replace(calibration, inputs=cfg.inputs)
-    elif not isinstance(method, Blockwise):
-        calibration = replace(calibration, inputs=usual_inputs(method))
-    steps: Iterable[BlockStep] = ()
-    if calib_NT is not None and not isinstance(method, Blockwise):
-        steps = walk(loaded.model, calib_NT, calibration, start=files.count())
-    try:
-        if candidates:
-            assert calib_NT is not None
-            mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
-            rules = mix.rules
-        with log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar:
-
-            def progress(done: int, total: int, error: float) -> None:
-                log.log(done, output_error=error)
-                bar.advance(1, error=error)
-
-            if isinstance(method, Blockwise):
+    with in_run(folder):
+        files = BlockFiles(folder / "blocks")
+        log = RunLog(folder)
+        log.save_config(
+            {"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))}
+        )
+        log.truncate_after(0)
+        options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
+        if not log.evaluations():
+            log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
+        calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill)
+        mix = None
+        if cfg.inputs != "auto":
+            calibration = replace(calibration, inputs=cfg.inputs)
+        elif not isinstance(method, Blockwise):
+            calibration = replace(calibration, inputs=usual_inputs(method))
+        steps: Iterable[BlockStep] = ()
+        if calib_NT is not None and not isinstance(method, Blockwise):
+            steps = walk(loaded.model, calib_NT, calibration, start=files.count())
+        try:
+            if candidates:
                 assert calib_NT is not None
-                report = train_blocks(
-                    loaded.model, rules, calib_NT, method, calibration, progress=progress, files=files
-                )
-            else:
-                report = quantize(loaded.model, rules, steps, method, progress=progress, files=files)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"stopped after {files.count()} of {len(loaded.model.blocks)} blocks; go on with "
-            f"`shoestring run shrink/ptq resume={folder}`"
-        ) from None
-    pack(loaded.model, dtype=loaded.model.compute_dtype)
-    log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
-    if not any(row["model"] == "after" for row in log.evaluations()):
-        log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
+                mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
+                rules = mix.rules
+            with (
+                during(method.name),
+                log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar,
+            ):
 
-    out = Path(cfg.out) if cfg.out else folder / "model"
-    save_model(out, loaded.model, loaded.tokenizer)
-    told = {
-        **report.to_json(),
-        "calibration": cfg.calib,
-        "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
-        **({"mixed_bits": mix.to_json()} if mix is not None else {}),
-    }
-    write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
-    if cfg.dense_out is not None:
-        unpack(loaded.model)
-        save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
-    plots, tables = error_plots(log, report)
-    finish("shrink/ptq", log, folder, out, plots=plots, tables=tables)
-    shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
-    (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
+                def progress(done: int, total: int, error: float) -> None:
+                    log.log(done, output_error=error)
+                    bar.advance(1, error=error)
+
+                if isinstance(method, Blockwise):
+                    assert calib_NT is not None
+                    report = train_blocks(
+                        loaded.model, rules, calib_NT, method, calibration, progress=progress, files=files
+                    )
+                else:
+                    report = quantize(loaded.model, rules, steps, method, progress=progress, files=files)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"stopped after {files.count()} of {len(loaded.model.blocks)} blocks; go on with "
+                f"`shoestring run shrink/ptq resume={folder}`"
+            ) from None
+        pack(loaded.model, dtype=loaded.model.compute_dtype)
+        log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
+        if not any(row["model"] == "after" for row in log.evaluations()):
+            log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
+
+        out = Path(cfg.out) if cfg.out else folder / "model"
+        save_model(out, loaded.model, loaded.tokenizer)
+        told = {
+            **report.to_json(),
+            "calibration": cfg.calib,
+            "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
+            **({"mixed_bits": mix.to_json()} if mix is not None else {}),
+        }
+        write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
+        if cfg.dense_out is not None:
+            unpack(loaded.model)
+            save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
+        plots, tables = error_plots(log, report)
+        finish("shrink/ptq", log, folder, out, plots=plots, tables=tables)
+        shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
+        (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
     return folder
 
 
 def run_folder(cfg: Config) -> Path:
     folder = open_run_folder("shrink/ptq", to_json(cfg), DECIDING)
-    if cfg.resume is not None and not (folder / "blocks").is_dir() and not (folder / DAMAGE).is_file():
+    # The report is the last thing a run writes; it then removes its blocks.
+    if cfg.resume is not None and (folder / "report.html").exists() and not (folder / "blocks").is_dir():
         raise UserError(
-            f"resume={folder}: nothing to go on with there, no block is finished or all are; start anew"
+            f"resume={folder}: nothing to go on with there, that run is finished; start a new one"
         )
     return folder
 
@@ -258,7 +265,7 @@ def mixed_bits(
     assert cfg.bits_budget is not None
     some = calib_NT[:: max(1, len(calib_NT) // cfg.damage_windows)][: cfg.damage_windows]
     num_trials = len(candidates) * len(units_of(loaded.model, candidates, cfg.damage_units))
-    with log.progress(num_trials, f"damage by {cfg.damage_units}") as bar:
+    with during("measuring damage"), log.progress(num_trials, f"damage by {cfg.damage_units}") as bar:
         units = measure_damage(
             loaded.model,
             candidates,

@@ -4,6 +4,7 @@ Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
          shoestring run train/sparse24_fst weight_grad=exact      without the random pruning of gradients
          shoestring run train/sparse24_fst schedule=wsd           a learning rate that stays until the dense finish
+         shoestring run train/sparse24_fst finish=0               sparse to the end: the delivered model is 2:4
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
@@ -12,22 +13,28 @@ Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. G
          tokens of Python (bench/sparse24_quality), validation loss: 1.7356, dense 1.6970, half the width 1.7324; with
          schedule=wsd 1.6702 (mean of three seeds), dense 1.6379, half the width 1.6752
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
-         masked_magnitude, mu and masked_decay, and the report plots them
+         masked_magnitude, mu and masked_decay, and the report plots them; on a GPU cslt-*.json, the algorithms that
+         a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
+         which is checked before packing: zeros in model/, and packed/ with 9/16 of those layers' bytes
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from shoestring.config import option
 from shoestring.errors import UserError
-from shoestring.formats import Sparse24
-from shoestring.formats.convert import Rule
-from shoestring.mesh import Mesh
-from shoestring.model import Decoder
+from shoestring.formats import Sparse24, convert, pack
+from shoestring.kernels.sparse24 import is_24
+from shoestring.measure import pick_device, pick_dtype
+from shoestring.mesh import Mesh, MeshConfig
+from shoestring.model import Decoder, load_model, save_model
 from shoestring.recipes.train import dense
 from shoestring.report import Curves, Section, Series
 from shoestring.runlog import RunLog, read_jsonl
@@ -41,8 +48,9 @@ from shoestring.train.sparse24 import (
     MaskRefresh,
     NoiseClock,
     check_probe,
+    check_torch,
 )
-from shoestring.train.sparse24_tune import tune_products
+from shoestring.train.sparse24_tune import KeepProducts, tune_products
 
 
 @dataclass(frozen=True)
@@ -52,37 +60,95 @@ class Config(dense.Config):
     refresh: int = option(40, "steps between new masks", least=1)
     decay: float | None = option(None, "masked decay; none: found by the flip-rate controller", least=0)
     probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up", least=0)
-    finish: float = option(1 / 6, "share of the steps at the end that are dense")
+    finish: float = option(
+        1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4"
+    )
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
 
 
 def main(cfg: Config) -> Path:
+    check(cfg)
+    folder = dense.pretrain(
+        cfg,
+        "train/sparse24_fst",
+        rules=[(cfg.layers, pruning(cfg))],
+        make_hooks=partial(make_hooks, cfg),
+        plots=flip_plots,
+    )
+    if cfg.finish == 0:
+        save_packed(folder, cfg, cfg.layers)
+    return folder
+
+
+def check(cfg: Config) -> None:
     if not 0 <= cfg.finish < 1:
         raise UserError(f"finish={cfg.finish} is not a share of the steps; use 0 to 0.99, 1/6 is the paper's")
     if cfg.decay is None and cfg.probe is not None:
         check_probe(cfg.probe, cfg.flip_every)
-    return dense.pretrain(
-        cfg,
-        "train/sparse24_fst",
-        rules=make_rules(cfg),
-        make_hooks=partial(make_hooks, cfg),
-        plots=flip_plots,
-    )
+    if cfg.finish == 0 and cfg.decay is None and probe_steps(cfg) >= cfg.steps:
+        raise UserError(
+            f"finish=0 delivers a 2:4 model, but all steps={cfg.steps} are dense: the controller probes "
+            f"{probe_steps(cfg)}; use more steps, a smaller warmup= or probe=, or decay=6e-5"
+        )
+    check_torch(pruning(cfg), num_processes(cfg.mesh))
 
 
-def make_rules(cfg: Config) -> list[Rule]:
-    return [(cfg.layers, Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad))]
+def pruning(cfg: Config) -> Sparse24:
+    return Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad)
+
+
+def num_processes(mesh: MeshConfig) -> int:
+    return mesh.replica * mesh.dp * mesh.tp
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
-    tune_products(model, data.micro * data.context, model.compute_dtype, RunLog(None, main=mesh.is_main).say)
-    clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
     meter, decay = FlipMeter(cfg.flip_every), MaskedDecay(cfg.decay or 0.0)
-    hooks: list[Hook] = [clock, meter, MaskRefresh(cfg.refresh), decay]
+    refresh = MaskRefresh(cfg.refresh, until=cfg.steps)
+    hooks: list[Hook] = [clock_and_products(cfg, model, mesh, data), meter, refresh, decay]
     if cfg.decay is None:
-        probe = max(cfg.warmup, 2 * cfg.flip_every) if cfg.probe is None else cfg.probe
-        hooks.append(FlipController(model, meter, decay, probe=probe))
-    return [*hooks, DenseFinish(model, at=cfg.steps - round(cfg.finish * cfg.steps))]
+        hooks.append(FlipController(model, meter, decay, probe=probe_steps(cfg)))
+    if cfg.finish > 0:
+        hooks.append(DenseFinish(model, at=cfg.steps - dense_steps(cfg)))
+    return hooks
+
+
+def probe_steps(cfg: Config) -> int:
+    return max(cfg.warmup, 2 * cfg.flip_every) if cfg.probe is None else cfg.probe
+
+
+def dense_steps(cfg: Config) -> int:
+    """At least one of a finish that is asked for: dense weights that no step has used would be worse than both."""
+    return max(1, round(cfg.finish * cfg.steps))
+
+
+# -- what both 2:4 recipes do --------------------------------------------------------------------------------
+def clock_and_products(cfg: dense.Config, model: Decoder, mesh: Mesh, data: TokenData) -> Hook:
+    """What is drawn, and which products are sparse: measured now, or taken over from the run that goes on."""
+    say = RunLog(None, main=mesh.is_main).say
+    folder = None if cfg.resume is None else Path(cfg.resume)
+    tokens = data.micro * data.context
+    found = tune_products(model, tokens, model.compute_dtype, say, mesh=mesh, folder=folder)
+    clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
+    return KeepProducts(found, clock)
+
+
+def save_packed(folder: Path, cfg: dense.Config, layers: str) -> None:
+    """packed/ beside model/: the same weights without their zeros, in the dtype that training multiplied with (16 bits
+    have a decoding kernel on a GPU). By the first rank, when the others are done.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    loaded = load_model(folder / "model", dtype=torch.float32)
+    report = convert(loaded.model, [(layers, Sparse24())])
+    for changed in report.changed:
+        weight = loaded.model.get_parameter(f"{changed.name}.weight")
+        if not is_24(weight):
+            raise UserError(f"{changed.name} is not 2:4 after training; packing it would change the model")
+    dtype = pick_dtype(cfg.dtype, pick_device(cfg.device))
+    loaded.model.compute_dtype = dtype
+    pack(loaded.model, dtype=dtype)
+    save_model(folder / "packed", loaded.model, loaded.tokenizer)
+    RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")
 
 
 def flip_plots(folder: Path) -> list[Section]:

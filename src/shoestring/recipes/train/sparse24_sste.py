@@ -13,34 +13,26 @@ Expect:  every feed-forward weight is 2:4, which is checked before packing. GPT-
          of Python (bench/sparse24_quality), validation loss: 1.7462, method=srste 1.7486, dense 1.6970; with
          schedule=wsd 1.6840, method=srste 1.6760, dense 1.6379
 Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
-         metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them
+         metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them; on a GPU
+         cslt-*.json, the algorithms that a resumed run goes on with
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from shoestring.config import option
-from shoestring.errors import UserError
-from shoestring.formats import Sparse24, convert, pack
-from shoestring.formats.convert import Rule
-from shoestring.kernels.sparse24 import is_24
-from shoestring.measure import pick_device, pick_dtype
+from shoestring.formats import Sparse24
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, load_model, save_model
+from shoestring.model import Decoder
 from shoestring.recipes.train import dense
-from shoestring.recipes.train.sparse24_fst import flip_plots
-from shoestring.runlog import RunLog
+from shoestring.recipes.train.sparse24_fst import clock_and_products, flip_plots, num_processes, save_packed
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
-from shoestring.train.sparse24 import FlipMeter, MaskedDecay, NoiseClock
-from shoestring.train.sparse24_tune import tune_products
+from shoestring.train.sparse24 import FlipMeter, MaskedDecay, check_torch
 
 
 @dataclass(frozen=True)
@@ -56,41 +48,23 @@ class Config(dense.Config):
 
 
 def main(cfg: Config) -> Path:
+    check_torch(pruning(cfg), num_processes(cfg.mesh))
     folder = dense.pretrain(
         cfg,
         "train/sparse24_sste",
-        rules=make_rules(cfg),
+        rules=[(cfg.layers, pruning(cfg))],
         make_hooks=partial(make_hooks, cfg),
         plots=flip_plots,
     )
-    if os.environ.get("RANK", "0") == "0":
-        save_packed(folder, cfg.layers, pick_dtype(cfg.dtype, pick_device(cfg.device)))
+    save_packed(folder, cfg, cfg.layers)
     return folder
 
 
-def make_rules(cfg: Config) -> list[Rule]:
+def pruning(cfg: Config) -> Sparse24:
     select = "soft" if cfg.method == "sste" else "row"
-    return [(cfg.layers, Sparse24(select, weight_grad=cfg.weight_grad, precision=cfg.precision))]
+    return Sparse24(select, weight_grad=cfg.weight_grad, precision=cfg.precision)
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
-    tune_products(model, data.micro * data.context, model.compute_dtype, RunLog(None, main=mesh.is_main).say)
-    clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
     decay = [MaskedDecay(cfg.decay)] if cfg.method == "srste" else []
-    return [clock, FlipMeter(cfg.flip_every), *decay]
-
-
-def save_packed(folder: Path, layers: str, dtype: torch.dtype) -> None:
-    """packed/ beside model/: the same weights without their zeros, in the dtype that training multiplied with (16 bits
-    have a decoding kernel on a GPU).
-    """
-    loaded = load_model(folder / "model", dtype=torch.float32)
-    report = convert(loaded.model, [(layers, Sparse24())])
-    for changed in report.changed:
-        weight = loaded.model.get_parameter(f"{changed.name}.weight")
-        if not is_24(weight):
-            raise UserError(f"{changed.name} is not 2:4 after training; packing it would change the model")
-    loaded.model.compute_dtype = dtype
-    pack(loaded.model, dtype=dtype)
-    save_model(folder / "packed", loaded.model, loaded.tokenizer)
-    RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")
+    return [clock_and_products(cfg, model, mesh, data), FlipMeter(cfg.flip_every), *decay]
