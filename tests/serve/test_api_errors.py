@@ -359,6 +359,15 @@ def test_no_body_makes_tokenizing_fail(
     assert nothing_is_left(service)
 
 
+@pytest.mark.parametrize("path", ["/", "/web/app.js", "/web/style.css"])
+def test_a_page_comes_whole_whatever_range_is_asked_for(service: Any, path: str) -> None:
+    whole = httpx.get(service.url + path)
+    assert whole.status_code == 200 and whole.headers["x-content-type-options"] == "nosniff"
+    for asked in ("bytes=0-1", "bytes=9-1", "bytes=0-0,2-3,99999999999-", "x"):
+        part = httpx.get(service.url + path, headers={"Range": asked})
+        assert (part.status_code, part.content) == (200, whole.content)
+
+
 # -- any request at all -------------------------------------------------------------------------------------
 
 ROUTES = [

@@ -381,3 +381,9 @@ def test_costs_are_known_where_a_chunk_is_no_power_of_two() -> None:
     known = set(engine.goodput.costs.known)
     engine.generate([[i, 2, 3] for i in range(8)], Sampling(max_tokens=20, ignore_eos=True))
     assert set(engine.goodput.costs.known) == known, "measured while requests waited"
+
+
+def test_what_a_cpu_compiles_is_there_before_the_first_request() -> None:
+    engine = Engine(tiny_decoder(0), graphs=False)
+    engine.prepare()
+    assert engine.runner._weights is not None, "made with the weights as they are"

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from shoestring.bench.load import Planned
-from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.results import markdown, newest, provenance, record, significant
 from shoestring.bench.serve import Sent, percentiles, read_stream
 from shoestring.errors import as_command
 from shoestring.model import Decoder, ModelSpec, Tokenizer
@@ -93,6 +93,8 @@ def questions(seed: int) -> list[Question]:
 class Outcome:
     counts: Counter[str]  # whole, wrong, failed, left, refused
     ttft: list[float]
+    gaps: list[float]  # between pieces of one answer
+    seconds: list[float]  # of whole answers
     rss_mb: list[float]  # once a second
     kv_usage: float  # after the last client has gone
     first_wrong: str = ""
@@ -107,7 +109,7 @@ class Outcome:
 async def soak(
     url: str, asked: list[Question], *, clients: int, seconds: float, leaving: float, pid: int, seed: int = 0
 ) -> Outcome:
-    outcome = Outcome(Counter(), [], [], 1.0)
+    outcome = Outcome(Counter(), [], [], [], [], 1.0)
     end = time.perf_counter() + seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(limits=limits, timeout=120) as client:
@@ -127,6 +129,8 @@ async def soak(
                 outcome.counts[kind] += 1
                 if kind == "whole":
                     outcome.ttft.append(sent.ttft)
+                    outcome.gaps += sent.gaps
+                    outcome.seconds.append(sent.pieces[-1] - sent.planned.at)
                 elif kind == "refused":
                     await asyncio.sleep(0.2)
                 elif not outcome.first_wrong:
@@ -222,12 +226,14 @@ def _await(url: str, server: subprocess.Popen[bytes]) -> None:
 def table() -> str:
     lines = newest("soak")
     rows = [
-        [n["case"], f"{n['config']['seconds']:.0f}", str(n["quality"]["whole"]), str(n["quality"].get("wrong", 0)),
-         f"{n['value']:.0f}", f"{n['quality']['rss_growth']:+.2%}"]
-        for n in lines
+        [n["case"], f"{n['config']['seconds']:.0f}", f"{q['whole']:,}", str(q.get("wrong", 0)), f"{q['left']:,}",
+         *(" / ".join(f"{ms:,.0f}" for ms in q[name]) for name in ("ttft_ms", "gap_ms", "answer_ms")),
+         f"{q['rss_mb'][0]:.0f} -> {q['rss_mb'][1]:.0f} ({q['rss_growth']:+.2%} in the last third)"]
+        for n in lines for q in [n["quality"]]
     ]  # fmt: skip
-    header = ["load", "seconds", "whole answers", "wrong", "TTFT p99, ms", "memory, last third"]
-    return markdown(header, rows) + (provenance(lines) if lines else "")
+    header = ["load", "seconds", "whole answers", "wrong", "left midway"]
+    header += [f"{name} p50 / p90 / p99, ms" for name in ("first piece", "between pieces", "whole answer")]
+    return markdown([*header, "memory of the server, MB"], rows) + provenance(lines)
 
 
 def main() -> None:
@@ -254,21 +260,31 @@ def main() -> None:
         max_requests=args.max_requests,
         drafter=drafter,
     )
-    p50, p90, p99 = (1000 * p for p in percentiles(outcome.ttft))
-    memory = f"server memory {outcome.rss_mb[0]:.0f} -> {outcome.rss_mb[-1]:.0f} MB"
-    counts = dict(sorted(outcome.counts.items()))
-    print(f"answers: {counts}; TTFT ms p50 {p50:.0f} p90 {p90:.0f} p99 {p99:.0f}")
-    print(f"{memory} ({outcome.growth:+.2%} in the last third); KV in use at the end {outcome.kv_usage:g}")
+    times = {
+        name: [significant(1000 * p) for p in percentiles(values)]
+        for name, values in (("ttft", outcome.ttft), ("gap", outcome.gaps), ("answer", outcome.seconds))
+    }
+    counts, memory = dict(sorted(outcome.counts.items())), [round(outcome.rss_mb[i], 1) for i in (0, -1)]
+    print(f"answers: {counts}; ms p50, p90, p99: {times}")
+    print(
+        f"server memory {memory} MB ({outcome.growth:+.2%} in the last third); "
+        f"keys and values in use at the end {outcome.kv_usage:g}"
+    )
     options = ("clients", "seconds", "leaving", "max_requests", "drafter")
     record(
         bench="soak",
-        case=f"{args.clients} clients, {args.leaving:.0%} told to leave midway",
+        case=f"{args.clients} clients, {args.leaving:.0%} of requests left midway",
         metric="ttft_p99",
         unit="ms",
-        samples=[p99],
-        quality={**counts, "kv_usage_at_end": outcome.kv_usage, "rss_growth": round(outcome.growth, 4)},
+        samples=[times["ttft"][-1]],
+        quality={
+            **counts,
+            **{f"{name}_ms": values for name, values in times.items()},
+            "kv_usage_at_end": outcome.kv_usage,
+            "rss_mb": memory,
+            "rss_growth": round(outcome.growth, 4),
+        },
         config={name: getattr(args, name) for name in options},
-        note=f"TTFT ms p50 {p50:.0f}, p90 {p90:.0f}; {memory}",
     )
     if outcome.counts["wrong"] or outcome.counts["failed"] or outcome.kv_usage:
         sys.exit(f"NOT GOOD: {outcome.first_wrong or 'keys and values were not freed'}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,6 +46,7 @@ from shoestring.serve.schema import (
 log = logging.getLogger("shoestring.serve")
 
 WEB = Path(__file__).parent / "web"
+PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/style.css")  # no key needed
 KEEP_ALIVE_S = 15.0  # a stream that has nothing to say yet sends a comment this often
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
@@ -285,13 +286,12 @@ class Api:
         return JSONResponse({"version": __version__})
 
     async def page(self) -> Response:
-        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-        return FileResponse(WEB / "index.html", headers=headers)
+        return _file("index.html", {"Content-Security-Policy": PAGE_POLICY})
 
     async def page_part(self, name: str) -> Response:
         if f"/web/{name}" not in OPEN_PATHS:
             raise ApiError(404, "there is no such page")
-        return FileResponse(WEB / name, headers={"X-Content-Type-Options": "nosniff"})
+        return _file(name, {})
 
     # -- reading --------------------------------------------------------------------------------------------
     async def _read(self, request: Request) -> dict[str, Any]:
@@ -394,6 +394,14 @@ def _log_line(scope: Scope, request_id: str, status: int, seconds: float, answer
         text += f" prompt={sum(len(p) for p in answer.prompts)} new={answer.num_new} finish={reasons}"
     level = logging.DEBUG if scope["path"] in ("/health", "/metrics", "/stats") else logging.INFO
     log.log(level, "%s", text)
+
+
+def _file(name: str, headers: dict[str, str]) -> Response:
+    """A part of the page, always whole: a file response would answer odd ranges in a form of its own."""
+    kind = PAGE_KINDS[Path(name).suffix]
+    return Response(
+        (WEB / name).read_bytes(), media_type=kind, headers={**headers, "X-Content-Type-Options": "nosniff"}
+    )
 
 
 def _tell(_request: Request | None, error: Any) -> Response:

@@ -42,6 +42,7 @@ def prepare_steps(
     skip: SkipSet | None = None,
 ) -> None:
     """Of an engine that may draft so many tokens; `skip`: the set that its requests mostly have."""
+    runner.refresh()  # a CPU's step in C++ is compiled when it is first made
     if not runner.fast:
         return
     reserve(runner, max_requests, max_context)
