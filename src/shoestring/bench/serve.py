@@ -11,11 +11,10 @@ the purpose (a model), and reports what users feel:
 Prompts are token ids drawn at random from a real text, so that no two share a prefix that a cache could
 answer, and every answer runs to its planned length.
 
-The rows of docs/server.md, a model of 135M parameters in its fastest mode on a CPU (4 minutes each):
+The rows of docs/server.md, a model of 135M parameters in its fastest mode on a CPU (3 minutes each):
 
-    python -m shoestring.bench.serve
-    python -m shoestring.bench.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6
-    python -m shoestring.bench.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.3 --seconds 200 --max-context 128
+    python -m shoestring.bench.serve --rate 0.4
+    python -m shoestring.bench.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150
 """
 
 from __future__ import annotations
