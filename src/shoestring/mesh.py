@@ -33,6 +33,10 @@ class MeshConfig:
     tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)"})
     replica: int = field(default=1, metadata={"help": "whole copies of the sharded state"})
 
+    @property
+    def num_processes(self) -> int:
+        return self.replica * self.dp * self.tp
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -151,7 +155,7 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     sizes = (cfg.replica, cfg.dp, cfg.tp)
     if min(sizes) < 1:
         raise UserError(f"mesh axes must be at least 1, got replica={cfg.replica} dp={cfg.dp} tp={cfg.tp}")
-    wanted = cfg.replica * cfg.dp * cfg.tp
+    wanted = cfg.num_processes
     if wanted != world_size:
         raise UserError(
             f"the mesh replica={cfg.replica} x dp={cfg.dp} x tp={cfg.tp} needs {wanted} processes but {world_size} "

@@ -213,7 +213,7 @@ def check(cfg: Config) -> None:
             f"train={cfg.train} needs data=, a corpus to train on (or data=self); train=none prunes without training"
         )
     if cfg.train != "none":
-        check_torch(Sparse24(hold_mask=True), cfg.mesh.replica * cfg.mesh.dp * cfg.mesh.tp)
+        check_torch(Sparse24(hold_mask=True), cfg.mesh.num_processes)
     if cfg.data == "self" and cfg.prompts is None:
         raise UserError("data=self needs prompts=, a text or .jsonl file that the model goes on from")
     if cfg.slorb == 0 and cfg.projection == "trained":

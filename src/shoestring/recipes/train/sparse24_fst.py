@@ -33,7 +33,7 @@ from shoestring.errors import UserError
 from shoestring.formats import Sparse24, convert, pack
 from shoestring.kernels.sparse24 import is_24
 from shoestring.measure import pick_device, pick_dtype
-from shoestring.mesh import Mesh, MeshConfig
+from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.recipes.train import dense
 from shoestring.report import Curves, Section, Series
@@ -90,15 +90,11 @@ def check(cfg: Config) -> None:
             f"finish=0 delivers a 2:4 model, but all steps={cfg.steps} are dense: the controller probes "
             f"{probe_steps(cfg)}; use more steps, a smaller warmup= or probe=, or decay=6e-5"
         )
-    check_torch(pruning(cfg), num_processes(cfg.mesh))
+    check_torch(pruning(cfg), cfg.mesh.num_processes)
 
 
 def pruning(cfg: Config) -> Sparse24:
     return Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad)
-
-
-def num_processes(mesh: MeshConfig) -> int:
-    return mesh.replica * mesh.dp * mesh.tp
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
