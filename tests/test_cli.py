@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from shoestring.cli import run_cli
 from shoestring.errors import Interrupted
@@ -242,6 +243,27 @@ def test_chat_reads_lines_from_a_pipe(
     result = cli("chat", folder, "--max-tokens", 4)
     assert result.code == 0
     assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
+
+
+def test_chat_begins_once(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template writes the BOS, and the tokenizer would add one to a text."""
+    loaded = load_model(model_folder)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None and tokenizer.bos_id is not None
+    bos = tokenizer.backend.id_to_token(tokenizer.bos_id)
+    tokenizer.chat_template = f"{bos}{TEMPLATE}"
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
+    )
+    assert tokenizer.encode("hello")[0] == tokenizer.bos_id
+    folder = save_model(tmp_path / "chat", loaded.model, tokenizer)
+    asked: list[list[int]] = []
+    monkeypatch.setattr("shoestring.cli.stream_text", lambda _, ids, *rest: asked.append(ids) or "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert cli("chat", folder, "--max-tokens", 1).code == 0
+    assert asked[0].count(tokenizer.bos_id) == 1 and asked[0][0] == tokenizer.bos_id
 
 
 def test_chat_with_a_broken_template_does_not_wait_for_a_message(

@@ -184,7 +184,7 @@ def chat(
         messages = [{"role": "system", "content": system}] if system else []
         for line in user_lines():
             messages.append({"role": "user", "content": line})
-            text = stream_text(engine, tokenizer.encode(tokenizer.render_chat(messages)), sampling, stats)
+            text = stream_text(engine, tokenizer.encode_chat(messages), sampling, stats)
             messages.append({"role": "assistant", "content": text})
 
     lead(talk, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)

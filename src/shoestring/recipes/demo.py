@@ -339,7 +339,7 @@ def python_reference(num_characters: int = 60_000) -> str:
 def ask(loaded: Loaded, question: str) -> str:
     """One turn of chat, greedy."""
     tokenizer = need_tokenizer(loaded)
-    prompt = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]))
+    prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
     engine = Engine(loaded.model, tokenizer, max_requests=1, max_context=512)
     return engine.generate([prompt], Sampling(max_tokens=24))[0].text.strip()
 
