@@ -140,6 +140,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(
             f"device={name}: the last GPU of this machine is cuda:{torch.cuda.device_count() - 1}"
         )
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels and graphs go to the current one, wherever their tensors lie
     return device
 
 

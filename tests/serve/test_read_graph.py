@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from shoestring.formats import convert, pack, parse_format
 from shoestring.model.skip import SkipSet, Sublayer
 from shoestring.serve import ByContext, DraftModel, Engine, Sampling
 from shoestring.serve.blocks import BlockPool
-from shoestring.serve.cuda_graphs import REQUESTS
+from shoestring.serve.cuda_graphs import REQUESTS, Flight
 from shoestring.serve.kv_cache import Span
 from shoestring.serve.logits import RuledSampling, Rules, with_rules
 from shoestring.serve.read_graph import (
@@ -125,15 +126,21 @@ def test_prompts_are_read_on_the_device_and_the_next_step_runs_ahead(launched: l
 def test_pieces_of_a_prompt_alone_are_not_waited_for(
     launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompt = tiny_decoder(), [4 + i % 9 for i in range(30)]
+    """But for those before the last two: whoever comes meanwhile does not wait for a whole long prompt."""
+    model, prompt = tiny_decoder(), [4 + i % 9 for i in range(38)]
     engine = Engine(model, graphs=True, chunk=8)
     engine.prepare()
     launched.clear()
-    request, outputs = engine.add(prompt, Sampling(max_tokens=3)), []
-    for done in (8, 16, 24):
+    waited: list[Flight] = []
+    monkeypatch.setattr(Flight, "wait", lambda self: waited.append(self))
+    request, outputs, flights = engine.add(prompt, Sampling(max_tokens=3)), [], []
+    for done in (8, 16, 24, 32):
         outputs += engine.step()
         assert request.num_computed == done and not outputs
-    assert launched == ["read"] * 3
+        assert engine.runner._graphs is not None
+        flights.append(engine.runner._graphs.reads[-1])
+        assert waited == flights[:-2]
+    assert launched == ["read"] * 4
     while engine.busy:
         engine.step()
     assert request.new_tokens == naive(model, prompt, Sampling(max_tokens=3)) and "_run_fused" not in launched
@@ -291,7 +298,74 @@ def test_reading_steps_are_captured_on_the_gpu(format: str, launched: list[str])
         launched.clear()
         for _ in range(2):  # the second time behind prefixes that are there
             assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
-    assert launched.count("read") > 20 and "_run_fused" not in launched
+    assert launched.count("read") > 15 and "_run_fused" not in launched
     assert engine.runner._graphs is not None
     made = [g for g in engine.runner._graphs._graphs.values() if isinstance(g, ReadGraph)]
     assert made and all(g.replay != g._program for g in made)
+
+
+@contextmanager
+def no_other_wait(device: str) -> Iterator[None]:
+    """On a GPU everything that makes the host wait is an error in here, but for an event."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+MIXES: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}],
+    "drawn": [{"temperature": 0.8}],
+    "cut": [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.1, "top_k": 5}],
+    "all": [{}, {"temperature": 0.7}, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02}],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_step_waits_for_the_device_once(
+    mix: str, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that write and steps that read: for their tokens, where they have some, and for nothing else."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    model = tiny_decoder(d_model=64, head_dim=16, d_ff=96, max_positions=128).to(device, torch.float32)
+    model.compute_dtype = torch.float32
+    engine = Engine(model, graphs=True, max_requests=6, chunk=24, prefix_cache=False)
+    engine.prepare()
+    kinds, waits = MIXES[mix], [0]
+    steps: list[tuple[int, bool]] = []  # how often each waited, and whether anybody gained a token
+
+    def serve() -> None:
+        """Texts of many lengths, of which one comes after the other."""
+        draw, left = random.Random(1), 14
+        while left or engine.busy:
+            if left and draw.random() < 0.4:
+                left -= 1
+                prompt = [draw.randrange(29) for _ in range(draw.choice([1, 5, 30, 60]))]
+                options = {**kinds[left % len(kinds)], "seed": left, "max_tokens": draw.randint(4, 30)}
+                engine.add(prompt, Sampling(**options, ignore_eos=True))
+            before, outputs = waits[0], engine.step()
+            steps.append((waits[0] - before, bool(outputs)))
+
+    for _ in range(3):  # what is made when first needed may wait
+        serve()
+    made = engine.runner.num_made
+    waiter, name = (torch.cuda.Event, "synchronize") if device == "cuda" else (Flight, "tokens")
+    wait = getattr(waiter, name)
+
+    def counted(self: Any) -> Any:
+        waits[0] += 1
+        return wait(self)
+
+    monkeypatch.setattr(waiter, name, counted)
+    launched.clear()
+    steps.clear()
+    with no_other_wait(device):
+        serve()
+    assert engine.runner.num_made == made and "_run_fused" not in launched
+    assert launched.count("read") > 10 and launched.count("choose_next") > 20
+    assert len(steps) > 50 and all(num == gained for num, gained in steps)

@@ -196,7 +196,8 @@ class Tokenizer:
 
         Special tokens written out in the text ("<|im_end|>") become those tokens, as in `transformers`.
         """
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+        # As a batch of one: while it encodes a batch the library lets other threads run, and a long text takes seconds.
+        return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Like `encode` for each, on all cores."""
@@ -246,6 +247,31 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         _write_json(folder / "tokenizer_config.json", config)
         _write_json(folder / "special_tokens_map.json", self.special)
+
+    def longest_token(self) -> int | None:
+        """Bytes of the longest token; None where a token may stand for more text than it is spelt with.
+
+        That is so where a normalizer shortens the text, where unknown characters or cut-off text vanish, and where a
+        special token takes the spaces around it along. Byte-level BPE without these spells out every byte.
+        """
+        told = json.loads(self.backend.to_str())
+        model, cut = told["model"], told["pre_tokenizer"] or {}
+        cuts = cut.get("pretokenizers", [cut])
+        spelt = (
+            told["normalizer"] is None
+            and told["truncation"] is None
+            and model["type"] == "BPE"
+            and not model["continuing_subword_prefix"]
+            and not model["end_of_word_suffix"]
+            and set(pre_tokenizers.ByteLevel.alphabet()) <= set(model["vocab"])
+            and "ByteLevel" in {c.get("type") for c in cuts} <= {"ByteLevel", "Digits", "Split"}
+            and all(c.get("behavior") != "Removed" for c in cuts)
+            and not any(token["lstrip"] or token["rstrip"] for token in told["added_tokens"])
+        )
+        if not spelt:
+            return None
+        added = [len(token["content"].encode()) for token in told["added_tokens"]]
+        return max([*map(len, model["vocab"]), *added])  # a letter of the vocabulary is a byte
 
     @property
     def fingerprint(self) -> str:

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoestring import __version__
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.answers import Answer, event, token_bytes
-from shoestring.serve.asks import Ask, Limits, chat_ask, chat_ids, check_ids, completion_ask
+from shoestring.serve.asks import Ask, Limits, chat_ask, chat_text, check_ids, completion_ask
 from shoestring.serve.grammar import Grammars
 from shoestring.serve.loop import EngineLoop, Job, Mailbox
 from shoestring.serve.schema import (
@@ -68,7 +68,8 @@ class Api:
         self.loop, self.tokenizer, self.settings = loop, tokenizer, settings
         vocab = engine.model.spec.vocab_size
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
-        self.limits = Limits(vocab, engine.max_context, loop.max_running + loop.max_queue, eos_ids)
+        max_texts = loop.max_running + loop.max_queue
+        self.limits = Limits(vocab, engine.max_context, max_texts, eos_ids, tokenizer.longest_token())
         self.grammars = Grammars(tokenizer, vocab, eos_ids)
         self.created = int(time.time())
         self._token_bytes = token_bytes(tokenizer)
@@ -215,7 +216,8 @@ class Api:
 
         def encode() -> list[int]:
             if body.messages is not None:
-                return chat_ids(ChatBody.parse({"messages": body.messages}).chat, self.tokenizer)
+                chat = ChatBody.parse({"messages": body.messages}).chat
+                return self.tokenizer.encode(chat_text(chat, self.tokenizer), special=False)
             return self.tokenizer.encode(body.prompt, special=body.add_special_tokens)
 
         ids = await asyncio.to_thread(encode)

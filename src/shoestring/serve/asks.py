@@ -1,7 +1,8 @@
 """From a checked request body to what the engine needs: token ids, samplings, limits.
 
 Encoding a long prompt takes a while, so these functions run on a worker thread; they touch nothing but the
-tokenizer, which may be shared.
+tokenizer, which may be shared. A text of so many bytes that no tokens of this model could make it fit is refused
+without being encoded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Limits:
     max_context: int
     max_texts: int  # choices of one request, over all its prompts
     eos_ids: tuple[int, ...] = ()
+    longest_token: int | None = None  # in bytes; None: a token may stand for any length of text
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,13 @@ def completion_ask(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -
     given = body.prompts
     _check_texts(len(given), body.n or 1, limits)
     max_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
+    num_new = min(1, max_tokens)
+    for text in given:
+        if isinstance(text, str):
+            _check_size(text, num_new, limits)
     prompts = [_prompt_ids(p, tokenizer, limits) for p in given]
     for prompt in prompts:
-        _check_length(len(prompt) + min(1, max_tokens), limits)
+        _check_length(len(prompt) + num_new, limits)
     echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in given] if body.echo else None
     samplings = _samplings(body, prompts, max_tokens, body.logprobs, limits)
     return Ask(
@@ -77,7 +83,9 @@ def chat_ask(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: Gra
     grammar = grammars.of(body.response_format)
     if grammar is not None and (body.min_tokens or body.ignore_eos):
         raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format")
-    prompt = chat_ids(body.chat, tokenizer)
+    text = chat_text(body.chat, tokenizer)
+    _check_size(text, 1, limits)
+    prompt = tokenizer.encode(text, special=False)
     _check_length(len(prompt) + 1, limits)
     max_tokens = body.max_completion_tokens or body.max_tokens or limits.max_context - len(prompt)
     samplings = _samplings(body, [prompt], max_tokens, body.num_logprobs, limits, grammar)
@@ -93,13 +101,14 @@ def chat_ask(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: Gra
     )
 
 
-def chat_ids(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
+def chat_text(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> str:
+    """What the model reads of a chat; its template writes the BOS."""
     if tokenizer.chat_template is None:
         raise ApiError(
             400, "this model has no chat template; use /v1/completions, or start with --chat-template"
         )
     try:
-        return tokenizer.encode_chat(messages)
+        return tokenizer.render_chat(messages)
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from None
 
@@ -125,6 +134,12 @@ def check_ids(ids: Sequence[int], limits: Limits, param: str) -> None:
         raise ApiError(
             400, f"{param} has token id {shown}; this model's are 0 to {limits.vocab_size - 1}", param=param
         )
+
+
+def _check_size(text: str, num_new: int, limits: Limits) -> None:
+    """Refuses by its bytes what cannot fit; encoding megabytes only to say so takes seconds."""
+    if limits.longest_token is not None:
+        _check_length(-(-len(text.encode()) // limits.longest_token) + num_new, limits)
 
 
 def _check_length(num: int, limits: Limits) -> None:

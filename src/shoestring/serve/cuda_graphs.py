@@ -83,6 +83,11 @@ class Flight:
         chosen = self._host.tolist()
         return [chosen[n * self._each : n * self._each + num] for n, num in enumerate(self._nums)]
 
+    def wait(self) -> None:
+        """Until the device is done with the step; its tokens may be nobody's."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+
 
 class StepGraphs:
     def __init__(self, fused: FusedDecoder, cache: KVCache, spread: Spread = as_it_is) -> None:
@@ -98,6 +103,7 @@ class StepGraphs:
         self._asked: set[tuple[object, ...]] = set()
         self._num_moves = cache.num_moves
         self.num_made = 0
+        self.reads: list[Flight] = []  # the last steps that read prompts
         self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
 
     # -- what the runner calls ------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from shoestring.errors import UserError
 from shoestring.serve.engine import Engine, Output, Request
 from shoestring.serve.logits import RuledSampling, TokenLogprob
@@ -210,6 +212,8 @@ class EngineLoop:
     # -- the thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
+            if self.engine.runner.device.index is not None:
+                torch.cuda.set_device(self.engine.runner.device)  # every thread has a current GPU of its own
             while self._take():
                 self._expire()
                 if self._to_score:

@@ -48,6 +48,7 @@ from shoestring.serve.sampling import Sampling
 READ_REQUESTS = (8, 16, 32, 64, 128, 256)
 # More rows keep the device busy for longer than the host takes to launch them.
 READ_ROWS = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+MAX_READS = 2  # such steps under way at once
 FEW_ROWS, FEW_TILES = 16, 8  # of spans with few rows; where there are more of them they are among the rest
 
 
@@ -72,7 +73,13 @@ def launch_read(
     graph: ReadGraph = graphs.graph(key, spans, partial(ReadGraph, graphs, num, rows, kind, skip))
     graph.fill(spans, tokens, samplings)
     graph.replay()
-    return Flight(graphs.last_R[:num], [1] * len(samplings), 1)
+    flight = Flight(graphs.last_R[:num], [1] * len(samplings), 1)
+    # Nobody waits for a piece of a prompt, and the host is faster than the device: without this all pieces of a long
+    # prompt would be queued, and whoever comes meanwhile, or leaves, would wait for all of them.
+    graphs.reads.append(flight)
+    if len(graphs.reads) > MAX_READS:
+        graphs.reads.pop(0).wait()
+    return flight
 
 
 def prepare_reads(
