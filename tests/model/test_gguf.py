@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from shoestring.cli import run_cli
 from shoestring.errors import UserError
 from shoestring.model import Decoder
 from shoestring.model.folder import read_spec
@@ -396,12 +399,68 @@ def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     path.write_bytes(whole[:at] + struct.pack("<Q", 1 << 50) + whole[at + 8 :])  # a list of 10^15 numbers
     with pytest.raises(UserError, match="truncated or damaged"):
         load_gguf(path)
+    path.write_bytes(
+        whole.replace(b"smollm", b"sm\xff\xffm\xff")
+    )  # its kind of vocabulary, which is no text now
+    with pytest.raises(UserError, match="truncated or damaged"):
+        load_gguf(path)
     for content in (b"", b"PK\x03\x04 something else"):
         path.write_bytes(content)
         with pytest.raises(UserError, match="not a GGUF file"):
             load_gguf(path)
     with pytest.raises(UserError, match="cannot read"):
         load_gguf(tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize("call", ["__init__", "_get"])
+@pytest.mark.parametrize(
+    ("error", "which"),
+    [
+        (MemoryError(), "host"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "host"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
+    ],
+    ids=["python", "map", "torch"],
+)
+def test_no_memory_is_not_a_damaged_file(
+    tmp_path: Path,
+    vocabulary: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    which: str,
+    call: str,
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"))
+
+    def full(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(gguf.GGUFReader, call, full)
+    assert run_cli(["inspect", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: out of {which} memory") and told.count("\n") == 1, told
+
+
+def test_other_errors_of_the_reader_keep_their_traceback(
+    tmp_path: Path, vocabulary: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"))
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise AttributeError("no such thing in this version of gguf")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFReader, "_get", broken)
+        with pytest.raises(AttributeError):
+            load_gguf(path)
+
+    def unreadable(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", unreadable)
+    with pytest.raises(UserError, match=r"cannot read .*m\.gguf"):
+        load_gguf(path)
 
 
 # --- the real model -------------------------------------------------------------------------------

@@ -40,6 +40,15 @@ def here(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def own_home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that one test has to itself, and that it works in."""
+    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
 def cli(command: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.chdir(here)
     monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import torch
 
 from shoestring.cli import run_cli
 from shoestring.errors import UserError, as_command, during, memory_line, out_of_memory
+from shoestring.recipes.shrink import drafter, prune24
+from shoestring.recipes.train import sparse24_sste
 from shoestring.runlog import read_jsonl
 from shoestring.shrink import blockwise, qat, quantize, resume
 from shoestring.train import cakld
@@ -23,18 +24,20 @@ HOST = (
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate 4096000000000 bytes. Error code 12 (Cannot allocate memory)"
 )
+# fmt: off
 PTQ = ["model=model", "calib=calib.txt", "calib_windows=4", "calib_context=32", "format=int4:g32"]
+DENSE = [
+    "data=calib.txt", "context=16", "batch=4", "micro=2", "steps=4", "vocab_size=280", "save_every=1", "eval_every=0",
+    "device=cpu",
+]
+DRAFTER = [
+    "model=model", "prompts=prompts.jsonl", "num_prompts=6", "new_tokens=24", "layers=1", "steps=2", "batch=2",
+    "context=16", "held_out=2", "eval_tokens=4", "eval_every=0", "device=cpu",
+]
 LOWBIT = [
     "model=model", "data=corpus.jsonl", "context=32", "batch=4", "micro=2", "steps=4", "save_every=2", "log_every=1",
-]  # fmt: skip
-
-
-@pytest.fixture
-def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
-    return tmp_path
+]
+# fmt: on
 
 
 def full(limit: int, action: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
@@ -125,7 +128,7 @@ def test_it_is_seen_behind_what_a_compiler_or_a_graph_makes_of_it() -> None:
 
 
 def test_verbs_and_benches_say_it_in_one_line(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoestring.serve.engine import Engine
 
@@ -143,20 +146,46 @@ def test_verbs_and_benches_say_it_in_one_line(
 
 
 def test_training_says_what_to_make_smaller_and_goes_on(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoestring.train.objectives import CrossEntropy
 
-    argv = ["run", "train/dense", "data=calib.txt", "context=16", "batch=4", "micro=2", "steps=4"]
-    argv += ["vocab_size=280", "save_every=1", "eval_every=0", "device=cpu"]
     with monkeypatch.context() as patch:
         patch.setattr(CrossEntropy, "__call__", full(5, CrossEntropy.__call__, RuntimeError(HOST)))
-        line = fails(capsys, *argv, "run=dense")
+        line = fails(capsys, "run", "train/dense", *DENSE)  # into a folder of its own choice
+    (folder,) = (own_home / "runs").iterdir()
     assert "out of host memory (4096000000000 bytes more asked for)" in line and "device=cpu" not in line
     assert "micro (now 2), batch (now 4), context (now 16)" in line and "recompute=true" in line
-    assert "resume=dense" in line
-    assert run_cli(["run", "train/dense", "resume=dense", "micro=1"]) == 0
+    assert f"resume={folder.relative_to(own_home)} goes on" in line
+    assert run_cli(["run", "train/dense", f"resume={folder}", "micro=1"]) == 0
     assert "resumed from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "module", "name"),
+    [
+        ("train/sparse24_sste", [*DENSE, "flip_every=1"], sparse24_sste, "save_packed"),
+        ("shrink/prune24", [*PTQ[:-1], "train=none", "device=cpu"], prune24, "prune"),
+        ("shrink/drafter", DRAFTER, drafter, "generate_text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_that_chose_its_own_folder_is_named(
+    recipe: str,
+    argv: list[str],
+    module: Any,
+    name: str,
+    own_home: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, full(0, print, MemoryError()))
+        line = fails(capsys, "run", recipe, *argv)
+    (folder,) = (own_home / "runs").iterdir()
+    assert f"resume={folder.relative_to(own_home)} goes on" in line
+    assert run_cli(["run", recipe, f"resume={folder}"]) == 0
+    assert (folder / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +196,7 @@ def test_quantizing_names_the_block_and_goes_on_behind_the_finished_ones(
     method: str,
     module: Any,
     name: str,
-    here: Path,
+    own_home: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -176,8 +205,8 @@ def test_quantizing_names_the_block_and_goes_on_behind_the_finished_ones(
     with monkeypatch.context() as patch:
         patch.setattr(module, name, full(1, action, torch.OutOfMemoryError(GPU)))
         line = fails(capsys, *argv)  # into a folder of its own choice
-    (folder,) = (here / "runs").iterdir()
-    assert f"in block 1, in {method}: " in line and f"resume={folder.relative_to(here)} goes on" in line
+    (folder,) = (own_home / "runs").iterdir()
+    assert f"in block 1, in {method}: " in line and f"resume={folder.relative_to(own_home)} goes on" in line
     assert "calib_windows (now 4)" in line and "device=cpu" in line
     with monkeypatch.context() as patch:
         again, calls = counted(action)
@@ -186,25 +215,25 @@ def test_quantizing_names_the_block_and_goes_on_behind_the_finished_ones(
     assert len(calls) == 2  # of three blocks
     assert run_cli([*argv, "run=whole"]) == 0
     packed = "model/packed.safetensors"
-    assert (folder / packed).read_bytes() == (here / "whole" / packed).read_bytes()
+    assert (folder / packed).read_bytes() == (own_home / "whole" / packed).read_bytes()
 
 
 def test_no_memory_in_the_first_block_leaves_a_run_that_can_go_on(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(quantize, "quantize_block", full(0, quantize.quantize_block, MemoryError()))
         line = fails(capsys, "run", "shrink/ptq", *PTQ, "device=cpu", "run=cut")
     assert "out of host memory in block 0, in gptq" in line and "resume=cut goes on" in line
     assert run_cli(["run", "shrink/ptq", "resume=cut", "memory_gb=0.5"]) == 0
-    assert (here / "cut/model/packed.safetensors").is_file()
+    assert (own_home / "cut/model/packed.safetensors").is_file()
 
 
 def test_no_memory_for_a_finished_block_does_not_blame_its_file(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = torch.nn.Linear(4, 4)
-    files = resume.BlockFiles(here / "blocks")
+    files = resume.BlockFiles(own_home / "blocks")
     files.save(0, block, {}, [])
     monkeypatch.setattr(block, "load_state_dict", full(0, print, torch.OutOfMemoryError(GPU)))
     with pytest.raises(torch.OutOfMemoryError):
@@ -227,7 +256,7 @@ CLIPPING = {
 def test_a_stopped_clip_search_goes_on_at_the_next_block(
     recipe: str,
     error: BaseException,
-    here: Path,
+    own_home: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -239,7 +268,7 @@ def test_a_stopped_clip_search_goes_on_at_the_next_block(
         else:
             line = fails(capsys, *argv, "run=cut")
             assert "in block 2, in the clip search: " in line and "resume=cut goes on" in line
-    assert resume.BlockFiles(here / "cut/blocks").count() == 2
+    assert resume.BlockFiles(own_home / "cut/blocks").count() == 2
     with monkeypatch.context() as patch:
         again, calls = counted(qat.clip_block)
         patch.setattr(qat, "clip_block", again)
@@ -247,15 +276,17 @@ def test_a_stopped_clip_search_goes_on_at_the_next_block(
     assert len(calls) == 1  # of three blocks
     assert run_cli([*argv, "run=whole"]) == 0
     packed = "model/packed.safetensors"
-    assert (here / "cut" / packed).read_bytes() == (here / "whole" / packed).read_bytes()
-    losses = [[row["loss"] for row in read_jsonl(here / run / "metrics.jsonl")] for run in ("cut", "whole")]
+    assert (own_home / "cut" / packed).read_bytes() == (own_home / "whole" / packed).read_bytes()
+    losses = [
+        [row["loss"] for row in read_jsonl(own_home / run / "metrics.jsonl")] for run in ("cut", "whole")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert not (here / "cut/blocks").exists()
+    assert not (own_home / "cut/blocks").exists()
 
 
 @pytest.mark.parametrize("recipe", CLIPPING)
 def test_no_memory_in_training_keeps_the_stages_before(
-    recipe: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: str, own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ["run", recipe, *LOWBIT, *CLIPPING[recipe], "device=cpu", "run=cut"]
     with monkeypatch.context() as patch:

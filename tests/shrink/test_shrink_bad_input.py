@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,24 +24,16 @@ SMALL = ["model=model", "calib=calib.txt", "calib_windows=4", "calib_context=32"
 
 
 @pytest.fixture
-def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str], here: Path) -> Callable[..., str]:
+def fails(capsys: pytest.CaptureFixture[str], own_home: Path) -> Callable[..., str]:
     """The one-line error of a recipe, which leaves no run folder."""
 
     def call(recipe: str, *argv: str) -> str:
-        before = {p.name for p in here.iterdir()}
+        before = {p.name for p in own_home.iterdir()}
         capsys.readouterr()
         code = run_cli(["run", recipe, *argv, "device=cpu", "run=never"])
         out, err = capsys.readouterr()
         assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
-        assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}
+        assert {p.name for p in own_home.iterdir()} - {"cache"} == before - {"cache"}
         return err
 
     return call
@@ -54,11 +45,11 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_calibration_that_is_empty_short_or_not_text(fails: Callable[..., str], here: Path) -> None:
+def test_calibration_that_is_empty_short_or_not_text(fails: Callable[..., str], own_home: Path) -> None:
     for text in ("", "   \n", "abc"):
-        (here / "calib.txt").write_text(text)
+        (own_home / "calib.txt").write_text(text)
         assert "give a longer text" in fails("shrink/ptq", *SMALL), text
-    (here / "calib.txt").write_bytes(b"\xff\xfe\x00bad")
+    (own_home / "calib.txt").write_bytes(b"\xff\xfe\x00bad")
     assert "calib.txt" in fails("shrink/ptq", *SMALL)
     assert "nowhere.txt" in fails("shrink/ptq", "model=model", "calib=nowhere.txt")
 
@@ -111,23 +102,23 @@ def test_settings_that_cannot_work_are_said_before_any_work(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_name_the_layer(
-    value: float, fails: Callable[..., str], here: Path
+    value: float, fails: Callable[..., str], own_home: Path
 ) -> None:
-    loaded = load_model(here / "model")
+    loaded = load_model(own_home / "model")
     with torch.no_grad():
         loaded.model.blocks[1].mlp.down.weight[3, 5] = value  # type: ignore[union-attr]
-    save_model(here / "model", loaded.model, loaded.tokenizer)
+    save_model(own_home / "model", loaded.model, loaded.tokenizer)
     rounded = ("shrink/rtn", ["model=model", "format=nf3:g32"])
     trained = [(recipe, TRAINED) for recipe in ("shrink/bitdistiller", "shrink/lowbit_best")]
     for recipe, more in (("shrink/ptq", SMALL), rounded, *trained):
         assert "blocks.1.mlp.down.weight holds NaN or infinite values" in fails(recipe, *more)
 
 
-def test_a_model_that_is_packed_already(fails: Callable[..., str], here: Path) -> None:
-    loaded = load_model(here / "model")
+def test_a_model_that_is_packed_already(fails: Callable[..., str], own_home: Path) -> None:
+    loaded = load_model(own_home / "model")
     convert(loaded.model, [("*", parse_format("int4:g32"))])
     pack(loaded.model)
-    save_model(here / "model", loaded.model, loaded.tokenizer)
+    save_model(own_home / "model", loaded.model, loaded.tokenizer)
     assert "int4:g32 already" in fails("shrink/ptq", *SMALL)
     for recipe in ("shrink/bitdistiller", "shrink/lowbit_best"):
         assert "blocks.0.attn.q is int4:g32 already" in fails(recipe, *TRAINED)
@@ -150,9 +141,9 @@ def test_zero_and_constant_groups_keep_their_value(label: str) -> None:
     torch.testing.assert_close(got, w, rtol=coarse, atol=1e-6)
 
 
-def test_killed_in_the_middle_of_a_block_it_goes_on_and_the_source_is_untouched(here: Path) -> None:
+def test_killed_in_the_middle_of_a_block_it_goes_on_and_the_source_is_untouched(own_home: Path) -> None:
     """SIGKILL while block 1 is being written: no handler runs, half a file stays behind."""
-    before = contents(here / "model")
+    before = contents(own_home / "model")
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -168,18 +159,20 @@ from shoestring.cli import run_cli
 sys.exit(run_cli(sys.argv[1:]))
 """
     argv = ["run", "shrink/ptq", *SMALL, "device=cpu"]
-    killed = subprocess.run([sys.executable, "-c", script, *argv, "run=cut"], capture_output=True, cwd=here)
+    killed = subprocess.run(
+        [sys.executable, "-c", script, *argv, "run=cut"], capture_output=True, cwd=own_home
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert resume.BlockFiles(here / "cut/blocks").count() == 1 and not (here / "cut/model").exists()
+    assert resume.BlockFiles(own_home / "cut/blocks").count() == 1 and not (own_home / "cut/model").exists()
     assert run_cli(["run", "shrink/ptq", "resume=cut"]) == 0
     assert run_cli([*argv, "run=whole"]) == 0
     packed = "model/packed.safetensors"
-    assert (here / "cut" / packed).read_bytes() == (here / "whole" / packed).read_bytes()
-    assert contents(here / "model") == before
+    assert (own_home / "cut" / packed).read_bytes() == (own_home / "whole" / packed).read_bytes()
+    assert contents(own_home / "model") == before
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = resume.save_file
 
@@ -192,7 +185,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     assert run_cli(["run", "shrink/ptq", *SMALL, "device=cpu", "run=cut"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: cannot write block 1") and "resume=" in error
-    assert [p.name for p in (here / "cut/blocks").iterdir()] == ["block-00000.safetensors"]
+    assert [p.name for p in (own_home / "cut/blocks").iterdir()] == ["block-00000.safetensors"]
     monkeypatch.setattr(resume, "save_file", whole)
     assert run_cli(["run", "shrink/ptq", "resume=cut"]) == 0
-    assert load_model(here / "cut/model").model.blocks[2].mlp.up.packed  # type: ignore[union-attr]
+    assert load_model(own_home / "cut/model").model.blocks[2].mlp.up.packed  # type: ignore[union-attr]

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, out_of_memory
 from shoestring.model.attention import rope_frequencies
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.tokenizer import Tokenizer
@@ -49,13 +51,15 @@ _PER_BLOCK = {
     "ffn_down": "mlp.down",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+# How short and changed bytes surface deep inside the reader. Not memory that runs out: the file is good then.
+_DAMAGE = (ValueError, LookupError, OverflowError, RecursionError)
 
 
 def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer]:
     """The model in a GGUF file: its spec, its weights in fp32 under our names, its tokenizer."""
     path = Path(path)
     reader = _open(path)
-    fields = _fields(reader)
+    fields = _fields(path, reader)
     tensors = {t.name: t for t in reader.tensors}
     for name, tensor in tensors.items():
         if tensor.tensor_type.name not in BLOCK_TYPES:
@@ -104,7 +108,8 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The key/value part of a GGUF file as Python values."""
-    return _fields(_open(Path(path)))
+    path = Path(path)
+    return _fields(path, _open(path))
 
 
 def find_smollm2() -> Path | None:
@@ -165,18 +170,30 @@ def _open(path: Path) -> GGUFReader:
             return values
 
     try:
-        reader = Reader(path)
-    except Exception as error:  # short files surface as index and reshape errors deep inside the reader
-        raise UserError(
-            f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again"
-        ) from error
+        with _damage_said(path):
+            reader = Reader(path)
+    except OSError as error:
+        if out_of_memory(error):  # for the map of the file
+            raise
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     if reader.byte_order == "S":
         raise UserError(f"{path} is stored in the other byte order; get a little-endian GGUF file")
     return reader
 
 
-def _fields(reader: GGUFReader) -> dict[str, Any]:
-    return {name: field.contents() for name, field in reader.fields.items()}
+def _fields(path: Path, reader: GGUFReader) -> dict[str, Any]:
+    with _damage_said(path):
+        return {name: field.contents() for name, field in reader.fields.items()}
+
+
+@contextmanager
+def _damage_said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        raise UserError(
+            f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again"
+        ) from error
 
 
 def _architecture(path: Path, fields: dict[str, Any]) -> str:

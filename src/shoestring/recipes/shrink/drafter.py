@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoestring.config import option, to_json
-from shoestring.errors import Interrupted, UserError
+from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.measure import corpus_of_run, need_tokenizer, pick_device, pick_dtype, ready
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, Loaded, load_model
@@ -125,18 +125,19 @@ def main(cfg: Config) -> Path:
     prompts, held_out, whole = make_prompts(cfg, loaded, *prompt_source(cfg), RunLog(None))
     settings = to_json(cfg)
     folder = open_run_folder(RECIPE, settings, [key for key in settings if key not in FREE])
-    log = RunLog(folder)
-    log.save_config({"recipe": RECIPE, "config": {**settings, "resume": None, "run": str(folder)}})
-    try:
-        corpus = make_text(cfg, loaded, prompts, whole, folder, log)
-        train_stage(cfg, loaded, corpus, folder, log)
-        rows = acceptance_stage(cfg, loaded, held_out, folder, log)
-    except (Interrupted, KeyboardInterrupt) as stop:
-        said = str(stop) if isinstance(stop, Interrupted) else "stopped"
-        raise Interrupted(
-            f"{said.split(';')[0]}; go on with `shoestring run {RECIPE} resume={folder}`"
-        ) from None
-    finish(cfg, log, folder, rows)
+    with in_run(folder):
+        log = RunLog(folder)
+        log.save_config({"recipe": RECIPE, "config": {**settings, "resume": None, "run": str(folder)}})
+        try:
+            corpus = make_text(cfg, loaded, prompts, whole, folder, log)
+            train_stage(cfg, loaded, corpus, folder, log)
+            rows = acceptance_stage(cfg, loaded, held_out, folder, log)
+        except (Interrupted, KeyboardInterrupt) as stop:
+            said = str(stop) if isinstance(stop, Interrupted) else "stopped"
+            raise Interrupted(
+                f"{said.split(';')[0]}; go on with `shoestring run {RECIPE} resume={folder}`"
+            ) from None
+        finish(cfg, log, folder, rows)
     return folder
 
 

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import Interrupted, UserError
+from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.formats import Slorb, Sparse24, convert, pack
 from shoestring.formats.convert import Rule
 from shoestring.measure import evaluate_row, pick_dtype, text_tokens
@@ -182,23 +182,24 @@ def main(cfg: Config) -> Path:
     with torch.device("meta"):
         convert(Decoder(spec), rules)  # layers that cannot be 2:4 are said before there is a folder
     folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), DECIDING) if mesh.is_main else None)
-    log = RunLog(folder, main=mesh.is_main)
-    log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
-    once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh))
-    corpus = None
-    student: Decoder | None = None
-    if settings is not None:
-        corpus = training_text(cfg, folder, log, mesh, tokenizer)
-        student = train_stage(cfg, settings, rules, folder, log, mesh, corpus)
-    whole = None
-    if student is not None:
-        whole = gather(student, rules, mesh)
-    elif mesh.is_main:
-        whole = load_start(folder, rules)
-    if whole is not None:
-        compute = pick_dtype(cfg.dtype, mesh.device)
-        coverage = deliver(cfg, whole, rules, folder, log, tokenizer, compute, corpus, mesh.device)
-        finish(cfg, folder, log, coverage)
+    with in_run(folder):
+        log = RunLog(folder, main=mesh.is_main)
+        log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+        once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh))
+        corpus = None
+        student: Decoder | None = None
+        if settings is not None:
+            corpus = training_text(cfg, folder, log, mesh, tokenizer)
+            student = train_stage(cfg, settings, rules, folder, log, mesh, corpus)
+        whole = None
+        if student is not None:
+            whole = gather(student, rules, mesh)
+        elif mesh.is_main:
+            whole = load_start(folder, rules)
+        if whole is not None:
+            compute = pick_dtype(cfg.dtype, mesh.device)
+            coverage = deliver(cfg, whole, rules, folder, log, tokenizer, compute, corpus, mesh.device)
+            finish(cfg, folder, log, coverage)
     mesh.barrier()
     mesh.close()
     return folder

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from shoestring.config import option, to_json
-from shoestring.errors import UserError
+from shoestring.errors import UserError, in_run
 from shoestring.formats import convert, init_state
 from shoestring.formats.convert import Rule
 from shoestring.measure import evaluate_row, pick_dtype
@@ -142,31 +142,32 @@ def pretrain(
 
     # Everything that can be wrong with the settings has been said: only now is there a folder.
     folder = mesh.broadcast_object(open_folder(cfg, recipe) if mesh.is_main else None)
-    log = RunLog(folder, main=mesh.is_main)
-    log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
-    params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
-    log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
-    last = cfg.steps if cfg.save_every else None
-    checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, last=last)
-    if cfg.resume is not None and latest(checkpointer.folder) is None:
-        log.say(f"{folder} has no checkpoint yet: starting from the first step")
-        log.truncate_after(0)
-    train(
-        Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log),
-        data,
-        CrossEntropy(),
-        steps=cfg.steps,
-        schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
-        hooks=make_hooks(model, mesh, data),
-        clip=cfg.clip,
-        checkpointer=checkpointer,
-        log_every=cfg.log_every,
-        evaluate=validation_loss(held_out) if held_out else None,
-        eval_every=cfg.eval_every,
-    )
-    save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
-    if mesh.is_main:
-        finish(cfg, recipe, corpus, log, folder, mesh.device, plots(folder))
+    with in_run(folder):
+        log = RunLog(folder, main=mesh.is_main)
+        log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+        params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
+        log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
+        last = cfg.steps if cfg.save_every else None
+        checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, last=last)
+        if cfg.resume is not None and latest(checkpointer.folder) is None:
+            log.say(f"{folder} has no checkpoint yet: starting from the first step")
+            log.truncate_after(0)
+        train(
+            Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log),
+            data,
+            CrossEntropy(),
+            steps=cfg.steps,
+            schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
+            hooks=make_hooks(model, mesh, data),
+            clip=cfg.clip,
+            checkpointer=checkpointer,
+            log_every=cfg.log_every,
+            evaluate=validation_loss(held_out) if held_out else None,
+            eval_every=cfg.eval_every,
+        )
+        save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
+        if mesh.is_main:
+            finish(cfg, recipe, corpus, log, folder, mesh.device, plots(folder))
     mesh.close()
     return folder
 

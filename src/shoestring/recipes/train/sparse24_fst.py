@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from shoestring.config import option
-from shoestring.errors import UserError
+from shoestring.errors import UserError, in_run
 from shoestring.formats import Sparse24, convert, pack
 from shoestring.kernels.sparse24 import is_24
 from shoestring.measure import pick_device, pick_dtype
@@ -76,7 +76,8 @@ def main(cfg: Config) -> Path:
         plots=flip_plots,
     )
     if cfg.finish == 0:
-        save_packed(folder, cfg, cfg.layers)
+        with in_run(folder):
+            save_packed(folder, cfg, cfg.layers)
     return folder
 
 

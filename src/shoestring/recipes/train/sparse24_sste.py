@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoestring.config import option
+from shoestring.errors import in_run
 from shoestring.formats import Sparse24
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder
@@ -56,7 +57,8 @@ def main(cfg: Config) -> Path:
         make_hooks=partial(make_hooks, cfg),
         plots=flip_plots,
     )
-    save_packed(folder, cfg, cfg.layers)
+    with in_run(folder):
+        save_packed(folder, cfg, cfg.layers)
     return folder
 
 
