@@ -1,10 +1,14 @@
-"""Shared fixtures: where the optional assets are, the command line, and a way to start real gloo ranks."""
+"""Shared fixtures: where the optional assets are, the command line, and a way to start real gloo ranks. And which
+packages a test may be skipped for.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +20,34 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    """`make setup` fails without the packages of the extra dev. Where it has succeeded, one that cannot be imported is
+    a fault that a skip would hide; what set-up can do without (lm-eval, SmolLM2, a browser, g++) still skips.
+    """
+    importorskip = pytest.importorskip
+
+    def import_or_fail(name: str, *args: Any, **options: Any) -> Any:
+        try:
+            return importorskip(name, *args, **options)
+        except pytest.skip.Exception as skipped:
+            done = Path(sys.prefix) / ".setup-done"
+            if done.is_file() and name.split(".")[0] in _modules_of_setup():
+                raise ImportError(
+                    f"{name} cannot be imported although {done} says that it was installed; run make -B setup"
+                ) from skipped
+            raise
+
+    pytest.importorskip = import_or_fail
+
+
+def _modules_of_setup() -> set[str]:
+    """What `pip install '.[dev]'` brings here, by the names that are imported."""
+    from packaging.requirements import Requirement
+
+    asked = [Requirement(line) for line in importlib.metadata.requires("shoestring") or []]
+    return {r.name.replace("-", "_") for r in asked if not r.marker or r.marker.evaluate({"extra": "dev"})}
 
 
 @pytest.fixture(scope="session")

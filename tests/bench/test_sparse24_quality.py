@@ -180,6 +180,30 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert table().count("\n| ") == 2 and "9.0000" in table()
 
 
+def test_another_decay_of_srste_is_a_row_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
+    monkeypatch.setattr(sparse24_quality, "EVAL_BATCHES", 1)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    common = ("--size", "gpt2-124m", "--corpus", corpus, "--missing", "--rows", "dense:0", "SR-STE:0")
+    call(monkeypatch, *common)
+    call(monkeypatch, *common, "--decay", 2e-4)  # the published one: both are known
+    call(monkeypatch, *common, "--decay", 0.02)  # dense has no decay: known
+    lines = [json.loads(text) for text in (tmp_path / "sparse24_quality.jsonl").read_text().splitlines()]
+    assert [n["case"] for n in lines] == ["dense", "SR-STE", "SR-STE, decay 0.02"]
+    assert lines[2]["config"] == {**lines[1]["config"], "decay": 0.02} and "decay" not in lines[1]["config"]
+    assert lines[2]["baseline_value"] == lines[0]["value"] and lines[2]["value"] != lines[1]["value"]
+    rows = [row.split(" | ") for row in table().splitlines()]
+    assert [row[1] for row in rows if row[0].startswith("| SR-STE")] == ["2:4", "2:4"] and len(rows) >= 5
+    capsys.readouterr()
+    call(monkeypatch, *common, "--decay", 0.02)
+    assert "validation loss" not in capsys.readouterr().out
+    for wrong in (-1e-4, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="use 0 or more"):
+            call(monkeypatch, *common, "--decay", wrong)
+
+
 def test_the_pace_of_rows_is_printed_and_nothing_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

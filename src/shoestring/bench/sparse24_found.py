@@ -45,7 +45,7 @@ def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE)
     was not, read more than once."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff")}
+        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay")}
 
     def read_again(config: dict[str, Any]) -> bool:
         # The oldest lines do not say how long their text was: short.
@@ -76,7 +76,8 @@ def table_of(lines: list[dict[str, Any]]) -> str:
         late = statistics.mean(n["quality"]["flip_rate_at_5/6"] for n in runs)
         ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
         fitted = f"{statistics.mean(ends):.2f}" if ends else ""
-        delivered, mean = "2:4" if case in SPARSE else "dense", f"{statistics.mean(losses):.4f}{spread}"
+        delivered = "2:4" if case.split(",")[0] in SPARSE else "dense"
+        mean = f"{statistics.mean(losses):.4f}{spread}"
         rows.append([case, delivered, str(len(runs)), mean, against, fitted, f"{peak:.4f}", f"{late:.5f}"])
     header = ["", "delivered as", "seeds", "validation loss", "against dense", "training loss at the end",
               "flip rate, highest", "at 5/6 of the steps"]  # fmt: skip

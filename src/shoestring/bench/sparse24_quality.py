@@ -11,7 +11,7 @@ Same data, seed, schedule and number of steps for every row; the feed-forward la
 dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
 FST and S-STE have the MVUE weight gradient, and in rows that say so the exact one, which is without MVUE's noise.
 SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
-published 2e-4; FST's is found by its controller.
+published 2e-4, or a --decay that the row then names; FST's is found by its controller.
 
 A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
 next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
@@ -72,6 +72,7 @@ from shoestring.train.trainer import Run, train
 SCHEDULES = (COSINE, WSD)
 THRICE = ("dense", "FST")  # rows with three seeds
 FINISH = 1 / 6  # of the steps that FST is dense
+DECAY = 2e-4  # of SR-STE, as published
 EVAL_BATCHES = 16
 PART = 8  # windows of the validation text in a part
 WARM = 3  # steps before a pace is timed
@@ -92,6 +93,7 @@ class Size:
     compile: CompileMode = "off"
     measurements: int = 10  # of the flip rate during the probe
     schedule: str = COSINE
+    decay: float = DECAY  # of SR-STE
 
     def rate(self) -> Schedule:
         """The learning rate by step."""
@@ -300,7 +302,7 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     if case.startswith("S-STE"):
         return [clock, meter]
     if case.startswith("SR-STE"):
-        return [clock, meter, MaskedDecay(2e-4)]
+        return [clock, meter, MaskedDecay(size.decay)]
     # At rest the layers are dense, and the meter shows the masks that they would have had.
     for layer in sparse_layers(model):
         layer.linear.rest()
@@ -333,8 +335,11 @@ def eval_batches(corpus: Corpus, size: Size) -> int:
 def dense_loss(config: dict[str, Any]) -> float | None:
     """Of the newest dense line with the same settings; rows may be measured in several calls."""
 
+    def shared(config: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in config.items() if k not in ("d_ff", "decay")}
+
     def same(line: dict[str, Any]) -> bool:
-        return {**line["config"], "d_ff": 0} == {**config, "d_ff": 0}
+        return shared(line["config"]) == shared(config)
 
     found = [line["value"] for line in newest(BENCH) if line["case"] == "dense" and same(line)]
     return found[-1] if found else None
@@ -382,6 +387,7 @@ def main() -> None:
     parser.add_argument(
         "--refresh", type=int, help="steps between new masks of FST, other than the size's own"
     )
+    parser.add_argument("--decay", type=float, help=f"of SR-STE's masked weights, other than {DECAY}")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
     torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
@@ -393,6 +399,10 @@ def main() -> None:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
     if args.refresh is not None:
         size = replace(size, refresh=args.refresh)
+    if args.decay is not None:
+        if not 0 <= args.decay < math.inf:
+            raise UserError(f"--decay {args.decay} is not possible: use 0 or more, {DECAY} is SR-STE's own")
+        size = replace(size, decay=args.decay)
     if args.corpus:
         corpus = open_prepared(args.corpus)
     else:
@@ -405,7 +415,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         for case, seed in rows:
             config = config_of(case, args.size, size, corpus, seed)
-            label = f"{case}, masks every {args.refresh}" if args.refresh and case.startswith("FST") else case
+            label = label_of(case, size, args.refresh)
             if args.missing and is_known(label, config):
                 continue
             if time.perf_counter() > ends:
@@ -424,6 +434,17 @@ def main() -> None:
             save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
 
 
+def label_of(case: str, size: Size, refresh: int | None) -> str:
+    """The row's name: its case, and what it does not have from its size or paper."""
+    if refresh and case.startswith("FST"):
+        return f"{case}, masks every {refresh}"
+    return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case
+
+
+def has_other_decay(case: str, size: Size) -> bool:
+    return case.startswith("SR-STE") and size.decay != DECAY
+
+
 def folder_of(name: str, schedule: str, label: str, seed: int) -> str:
     words = [name, *([] if schedule == COSINE else [schedule]), *label.replace(",", "").split(), str(seed)]
     return "-".join(words)
@@ -438,6 +459,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         "vocab_size": corpus.tokenizer.vocab_size, "corpus": corpus.train.fingerprint[:8],
         "different_tokens": len(corpus.train),
         **({} if size.schedule == COSINE else {"schedule": size.schedule}),  # which the oldest lines do not name
+        **({"decay": size.decay} if has_other_decay(case, size) else {}),  # nor what was published
     }  # fmt: skip
 
 
