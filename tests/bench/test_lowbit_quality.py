@@ -407,7 +407,8 @@ def test_table_and_verdicts_read_the_results(tmp_path: Path, monkeypatch: pytest
         lowbit_found.must_hold()
     )
     absent = page.partition("Not measured at all: ")[2].partition(".")[0].split(", ")
-    assert "int4:g192" in absent and "int2:g192" not in absent and len(absent) == 14
+    assert "int4:g192" in absent and "int2:g192" not in absent and len(absent) == 22
+    assert "fp3:s2:g192" in absent and "fp4:s1:g64" in absent
 
 
 def test_settings_are_judged_on_one_text() -> None:

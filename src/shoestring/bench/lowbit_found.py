@@ -35,12 +35,18 @@ TEXTS = {
 }
 COLUMNS = {**{m: m for m in UNTRAINED}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
 MODELS = (SMOLLM2, KEPT, STORIES)
-ASKED = {SMOLLM2: (64, 192)}  # groups whose every grid the table should have one day
+GROUPS = (64, 192)
+ASKED = {SMOLLM2: GROUPS}  # whose every grid the table should have one day
 
 
 def grids(group: int) -> list[str]:
     """3, 2 and 4 bits; evenly spaced, and NF with one and with two scales."""
     return [f"{kind.format(b)}:g{group}" for b in (3, 2, 4) for kind in ("int{}", "nf{}:s1", "nf{}:s2")]
+
+
+def float_grids(group: int) -> list[str]:
+    """The values of a tiny float, at 3 and 4 bits, with one and with two scales."""
+    return [f"fp{bits}:s{scales}:g{group}" for bits in (3, 4) for scales in (1, 2)]
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
         said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."
     if any(len(f.lines) > 1 for f in here.values()):
         said += " Several seeds: lowest to highest."
-    asked = [label for group in ASKED.get(model, ()) for label in grids(group)]
+    asked = [label for group in ASKED.get(model, ()) for label in (*grids(group), *float_grids(group))]
     if absent := [label for label in asked if all(of != label for _, of in here)]:
         said += f" Not measured at all: {', '.join(sorted(absent, key=_order))}."
     header = [model, "bits/weight", *(COLUMNS[m] for m in columns)]

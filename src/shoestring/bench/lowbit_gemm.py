@@ -1,6 +1,7 @@
 """Low-bit products against bf16 `F.linear` and other libraries: correct against fp64 first, then timed.
 
     python -m shoestring.bench.lowbit_gemm                       # the whole table with all peers, about three minutes
+    python -m shoestring.bench.lowbit_gemm --part variants       # fp16 activations and groups of 64, ours alone
     python -m shoestring.bench.lowbit_peers humming              # one peer alone
     python -m shoestring.bench.lowbit_gemm --tune PLANS.json     # choose plans of the kernel for many rows
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,14 +50,49 @@ FORMATS = {
     **dict.fromkeys(("nf4:s2:g128", "int3:g128", "nf3:s2:g128", "int2:g128", "int4:g64"), ROWS),
 }
 # in this order; seconds kept for each
-PEERS = {"humming": 24.0, "tinygemm": 7.0, "gemlite": 18.0, "torchao": 14.0}
+PEERS = {"humming": 36.0, "tinygemm": 7.0, "gemlite": 18.0, "torchao": 14.0}
 COMPILING = "gemlite", "humming"  # kernels of their own, for each shape
 TUNED_ROWS = (*wide.MEASURED, 2048)
-BASELINE = "bf16 F.linear"
 COLD_BYTES = 250e6  # four times the L2 cache of an H200
 LEAST_CALLS = 24  # of a sample: the start of a graph is no part of a product
 AWAKE = 0.03  # seconds of work before the first sample; in a run without, many lines of one and two rows were higher
 DEVICE, DTYPE = "cuda", torch.bfloat16
+DTYPES = {"bf16": DTYPE, "fp16": torch.float16}  # of activations
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """What is measured of a Format: a line for each shape and number of rows."""
+
+    label: str
+    shapes: Sequence[tuple[int, int]]
+    rows: Sequence[int]
+    activations: str = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.activations]
+
+    @property
+    def case(self) -> str:
+        return f"shoestring {self.label}" + ("" if self.activations == "bf16" else f", {self.activations}")
+
+    @property
+    def jobs(self) -> Iterator[tuple[Lines, tuple[int, int], int]]:
+        return ((self, shape, rows) for shape in self.shapes for rows in self.rows)
+
+
+# Tables of their own: of fewer shapes and rows than the others.
+OTHER_GROUPS = "nf4:s2:g64", "int3:g64", "nf3:s2:g64", "int2:g64"
+FEWER_SHAPES, FEWER_ROWS = (SHAPES[0], SHAPES[2]), (1, 4, 16, 64, 256, 2048)
+PARTS = {
+    "table": [Lines(label, SHAPES, rows) for label, rows in FORMATS.items()],
+    "variants": [
+        *(Lines(label, FEWER_SHAPES, FEWER_ROWS) for label in OTHER_GROUPS),
+        *(Lines(label, FEWER_SHAPES, FEWER_ROWS, "fp16") for label in FORMATS),
+    ],
+}
+LABELS = tuple(dict.fromkeys(lines.label for part in PARTS.values() for lines in part))
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
@@ -98,13 +134,13 @@ def replays(rows: int) -> int:
 BASELINES: dict[str, list[float]] = {}  # of this run; handed on from process to process
 
 
-def baseline(out: int, width: int, rows: int) -> list[float]:
-    key = f"{out}x{width} {rows}"
+def baseline(out: int, width: int, rows: int, activations: str = "bf16") -> list[float]:
+    key, dtype = f"{activations} {out}x{width} {rows}", DTYPES[activations]
     if key not in BASELINES:
         weights = [
-            torch.randn(out, width, device=DEVICE, dtype=DTYPE) for _ in range(copies(out * width * 2))
+            torch.randn(out, width, device=DEVICE, dtype=dtype) for _ in range(copies(out * width * 2))
         ]
-        x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+        x = torch.randn(rows, width, device=DEVICE, dtype=dtype)
         BASELINES[key] = graph_times([partial(F.linear, x, w) for w in weights], replays(rows))
     return BASELINES[key]
 
@@ -125,10 +161,14 @@ def record_time(
     rows: int,
     *,
     error: float | None,
+    activations: str = "bf16",
     note: str = "",
     **config: Any,
 ) -> float:
-    base = statistics.median(baseline(out, width, rows))
+    """Also in the results; lines that say nothing of activations are of bf16."""
+    base = statistics.median(baseline(out, width, rows, activations))
+    if activations != "bf16":
+        config["dtype"] = activations
     ratio = base / statistics.median(samples)
     record(
         bench="lowbit_gemm",
@@ -136,7 +176,7 @@ def record_time(
         metric="time",
         unit="us",
         samples=samples,
-        baseline=BASELINE,
+        baseline=f"{activations} F.linear",
         baseline_value=base,
         ratio=ratio,
         quality={} if error is None else {"relative_error": round(error, 6)},
@@ -173,13 +213,13 @@ def make_weight(label: str, out: int, width: int) -> Weight:
     return Weight(layout, [chunks.clone() for _ in range(copies(chunks.numel()))], parts.get("table"), dense)
 
 
-def check(weight: Weight, label: str, rows: int) -> float:
-    """Relative error against fp64; at most twice that of bf16 F.linear on the decoded weight."""
-    x = torch.randn(rows, weight.dense.shape[1], device=DEVICE, dtype=DTYPE)
+def check(weight: Weight, case: str, rows: int, dtype: torch.dtype = DTYPE) -> float:
+    """Relative error against fp64; at most twice that of F.linear in `dtype` on the decoded weight."""
+    x = torch.randn(rows, weight.dense.shape[1], device=DEVICE, dtype=dtype)
     want = x.double() @ weight.dense.double().t()
     error = relative_error(weight.call(x, 0), want)
-    allowed = relative_error(F.linear(x, weight.dense.to(DTYPE)), want)
-    assert error <= 2 * allowed, f"{label} with {rows} rows: error {error:.5f}, bf16 {allowed:.5f}"
+    allowed = relative_error(F.linear(x, weight.dense.to(dtype)), want)
+    assert error <= 2 * allowed, f"{case} with {rows} rows: error {error:.5f}, F.linear {allowed:.5f}"
     return error
 
 
@@ -239,36 +279,37 @@ def way(layout: Layout, rows: int, out: int, width: int) -> str:
     return "decode, cuBLAS"
 
 
-def measure(labels: Sequence[str], until: float) -> None:
-    for label in labels:
-        bits = int(label.split(":")[0][-1])
-        for out, width in SHAPES:
-            weight = make_weight(label, out, width)
+def measure(part: Sequence[Lines], until: float) -> None:
+    for lines in part:
+        bits = int(lines.label.split(":")[0][-1])
+        for out, width in lines.shapes:
+            weight = make_weight(lines.label, out, width)
             told = []
-            for rows in FORMATS[label]:
+            for rows in lines.rows:
                 if time.monotonic() > until:
                     say("out of time")
                     return
                 try:
-                    error = check(weight, label, rows)
+                    error = check(weight, lines.case, rows, lines.dtype)
                 except (AssertionError, nvrtc.NvrtcError) as wrong:
-                    say(f"{label} {out}x{width}: not measured ({wrong})")
+                    say(f"{lines.case} {out}x{width}: not measured ({wrong})")
                     continue
-                x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+                x = torch.randn(rows, width, device=DEVICE, dtype=lines.dtype)
                 samples = weight.times(x, replays=replays(rows))
                 ratio = record_time(
-                    f"shoestring {label}",
+                    lines.case,
                     samples,
                     out,
                     width,
                     rows,
                     error=error,
+                    activations=lines.activations,
                     bits=bits,
-                    format=label,
+                    format=lines.label,
                     note=way(weight.layout, rows, out, width),
                 )
                 told.append(f"{rows}: {statistics.median(samples):.1f}us x{ratio:.2f}")
-            say(f"{label} {out}x{width}  " + "  ".join(told))
+            say(f"{lines.case} {out}x{width}  " + "  ".join(told))
 
 
 def measure_memory(label: str = "int4:g128") -> None:
@@ -301,6 +342,31 @@ def measure_memory(label: str = "int4:g128") -> None:
 def table() -> str:
     """Times faster than bf16 F.linear: one row a kernel and shape, one column a number of rows."""
     lines = [n for n in newest("lowbit_gemm") if n["metric"] == "time"]
+    return ratios(
+        [n for n in lines if "dtype" not in n["config"] and n["config"].get("format") not in OTHER_GROUPS]
+    )
+
+
+def variants() -> str:
+    """The same of fp16 activations and groups of 64, each against F.linear in the dtype of its activations; what the
+    other table has of groups of 64 stands here too."""
+    groups = *(label for label in FORMATS if label.endswith(":g64")), *OTHER_GROUPS
+    cases = [f"shoestring {label}" for label in groups] + [
+        n.case for n in PARTS["variants"] if n.dtype != DTYPE
+    ]
+    shapes = [list(shape) for shape in FEWER_SHAPES]
+    lines = [
+        n
+        for n in newest("lowbit_gemm")
+        if n["metric"] == "time"
+        and n["case"] in cases
+        and [n["config"]["n"], n["config"]["k"]] in shapes
+        and n["config"]["rows"] in FEWER_ROWS
+    ]
+    return ratios(sorted(lines, key=lambda n: cases.index(n["case"])))
+
+
+def ratios(lines: list[dict[str, Any]]) -> str:
     if not lines:
         return "Not measured yet."
     columns = sorted({n["config"]["rows"] for n in lines})
@@ -317,22 +383,22 @@ def table() -> str:
 
 
 # -- the whole run -------------------------------------------------------------------------------------------
-def compile_ours(labels: Sequence[str]) -> None:
+def compile_ours(part: Sequence[Lines]) -> None:
     """Run every case once on weights of zeros, many at a time, so that its kernels are compiled."""
 
-    def one(label: str, shape: tuple[int, int], rows: int) -> None:
+    def one(lines: Lines, shape: tuple[int, int], rows: int) -> None:
         out, width = shape
-        layout: Layout = parse_format(label).layout(width)  # type: ignore[attr-defined]
+        layout: Layout = parse_format(lines.label).layout(width)  # type: ignore[attr-defined]
         chunks = torch.zeros(out // 16, width // 128, layout.chunk_bytes, dtype=torch.uint8, device=DEVICE)
         table = torch.zeros(1 << layout.bits, device=DEVICE) if layout.table else None
-        x = torch.zeros(rows, width, device=DEVICE, dtype=DTYPE)
+        x = torch.zeros(rows, width, device=DEVICE, dtype=lines.dtype)
         try:
             for _ in range(2):  # some kernels come in two shapes, in turn
                 lowbit.lowbit_linear(x, chunks, table, None, layout)
         except nvrtc.NvrtcError as error:
-            say(f"{label} {out}x{width} with {rows} rows: {error}")
+            say(f"{lines.case} {out}x{width} with {rows} rows: {error}")
 
-    jobs = [(label, shape, rows) for label in labels for shape in SHAPES for rows in FORMATS[label]]
+    jobs = [job for lines in part for job in lines.jobs]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, *zip(*jobs, strict=True)))
 
@@ -355,12 +421,21 @@ def finish(process: subprocess.Popen[bytes], what: str, until: float) -> None:
         say(f"{what}: stopped, out of time")
 
 
-def run_all(labels: Sequence[str], seconds: float) -> None:
+def run_variants(part: Sequence[Lines], seconds: float) -> None:
+    """Ours alone: compile all at once, then time."""
+    began = time.monotonic()
+    compile_ours(part)
+    say(f"compiled after {time.monotonic() - began:.0f} s")
+    measure(part, began + seconds)
+    say(f"measured after {time.monotonic() - began:.0f} s")
+
+
+def run_all(part: Sequence[Lines], seconds: float) -> None:
     """Compile all at once, then ours, then one peer after the other with what time is left."""
     began = time.monotonic()
     prepared = began + 0.38 * seconds
     limit = ("--seconds", f"{0.34 * seconds:.0f}")
-    preparing = {"ours": run_module("lowbit_gemm", "--prepare", "--formats", *labels)}
+    preparing = {"ours": run_module("lowbit_gemm", "--prepare", "--formats", *(n.label for n in part))}
     for name, (out, width) in itertools.product(COMPILING, SHAPES):
         shape = f"{out}x{width}"
         preparing[f"{name} {shape}"] = run_module(
@@ -370,7 +445,7 @@ def run_all(labels: Sequence[str], seconds: float) -> None:
         finish(process, f"compiling for {name}", prepared)
         say(f"compiled for {name} after {time.monotonic() - began:.0f} s")
     measure_memory()
-    measure(labels, began + 0.7 * seconds)
+    measure(part, began + 0.7 * seconds)
     say(f"ours measured after {time.monotonic() - began:.0f} s")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as shared:
         json.dump(BASELINES, shared)
@@ -388,18 +463,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tune", type=Path, help="choose plans and write them here")
-    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--part", default="table", choices=list(PARTS), help="variants: fp16, groups of 64")
+    parser.add_argument("--formats", nargs="*", default=list(LABELS), choices=list(LABELS), help="only these")
     parser.add_argument("--prepare", action="store_true", help="only compile our kernels")
-    parser.add_argument("--seconds", type=float, default=200, help="start nothing new after this long")
+    parser.add_argument("--seconds", type=float, default=240, help="start nothing new after this long")
     args = parser.parse_args()
     torch.manual_seed(0)
-    until = time.monotonic() + args.seconds
+    part = [lines for lines in PARTS[args.part] if lines.label in args.formats]
+    if not part:
+        allowed = ", ".join(lines.label for lines in PARTS[args.part])
+        parser.error(f"--part {args.part} has none of these formats; it has {allowed}")
     if args.prepare:
-        compile_ours(args.formats)
+        compile_ours(part)
     elif args.tune:
-        tune(args.formats, args.tune, until)
+        tune([lines.label for lines in part], args.tune, time.monotonic() + args.seconds)
+    elif args.part == "variants":
+        run_variants(part, args.seconds)
     else:
-        run_all(args.formats, args.seconds)
+        run_all(part, args.seconds)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Other libraries' products with low-bit weights, for bench/lowbit_gemm.py: how each packs a weight, and timing it.
 
+    python -m shoestring.bench.lowbit_peers humming              # all cells of one library
+    python -m shoestring.bench.lowbit_peers humming --missing    # those that results/ lacks, compiled side by side
+
 Every result is compared first with fp64 on the weight that it stands for; one that is wrong, and a library that is
 missing or fails, leaves a line that says how, and the next one goes on. Libraries that are not installed are looked for
 in ./peers. Settings are those that each library chooses itself; none is searched for here.
@@ -31,13 +34,15 @@ from shoestring.bench.lowbit_gemm import (
     ROWS,
     SHAPES,
     copies,
+    finish,
     graph_times,
     record_time,
     relative_error,
     replays,
+    run_module,
     say,
 )
-from shoestring.bench.results import markdown, newest
+from shoestring.bench.results import device_name, markdown, newest
 from shoestring.errors import as_command
 
 MOST_ERROR = 0.05  # more than this is another product, not another rounding
@@ -152,8 +157,8 @@ PEERS: dict[str, list[Case]] = {
     "humming": [
         humming_case("int4, zero points", "uint4", True, ROWS),
         humming_case("int4, symmetric", "uint4", False, (1, 4, 16, 64, 256)),
-        humming_case("int3, symmetric", "uint3", False, (1, 16, 64)),
-        humming_case("int2, symmetric", "uint2", False, (1, 16, 64)),
+        humming_case("int3, symmetric", "uint3", False, ROWS[:-1]),
+        humming_case("int2, symmetric", "uint2", False, ROWS[:-1]),
     ],
 }
 
@@ -189,6 +194,34 @@ def measure_case(
     say(f"{case} {out}x{width} {time.monotonic() - began:.1f}s  " + "  ".join(told))
 
 
+Cell = tuple[Case, tuple[int, int]]  # a case with the rows that are wanted, and a shape
+
+
+def cells(peer: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int], missing: bool) -> list[Cell]:
+    """What is to be measured; `missing`: only what results/ has not from this kind of GPU."""
+    known = {
+        (n["case"], n["config"]["n"], n["config"]["k"], n["config"]["rows"])
+        for n in newest("lowbit_gemm")
+        if missing and n["metric"] == "time" and n["device"] == device_name()
+    }
+    found: list[Cell] = []
+    for (case, bits, make, measured), shape in itertools.product(PEERS[peer], shapes):
+        wanted = tuple(r for r in measured if r in rows and (case, *shape, r) not in known)
+        if wanted:
+            found.append(((case, bits, make, wanted), shape))
+    return found
+
+
+def prepare(peer: str, some: Sequence[Cell], rows: Sequence[int], seconds: float) -> None:
+    """Compile what is missing, one process a shape: a library compiles its kernels one after the other."""
+    until = time.monotonic() + seconds
+    more = ("--prepare", "--missing", "--seconds", f"{seconds:.0f}", "--rows", *map(str, rows))
+    shapes = dict.fromkeys(f"{out}x{width}" for _, (out, width) in some)
+    running = {shape: run_module("lowbit_peers", peer, "--shapes", shape, *more) for shape in shapes}
+    for shape, process in running.items():
+        finish(process, f"compiling for {peer} {shape}", until + 5)
+
+
 def against() -> str:
     """Time of each library over ours of the same width, group 128: the least and the most over the shapes."""
     times: dict[str, dict[tuple[int, int, int], float]] = {}
@@ -202,11 +235,11 @@ def against() -> str:
         if case.startswith("shoestring") or width is None:
             continue
         ours = times[f"shoestring {width[0]}:g128"]
-        cells = []
+        shown = []
         for count in ROWS:
             found = [peer[place] / ours[place] for place in peer if place in ours and place[2] == count]
-            cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "")
-        rows.append([case, *cells])
+            shown.append(f"{min(found):.2f} to {max(found):.2f}" if found else "")
+        rows.append([case, *shown])
     return markdown(["library", *map(str, ROWS)], rows)
 
 
@@ -216,6 +249,7 @@ def main() -> None:
     )
     parser.add_argument("peer", choices=list(PEERS))
     parser.add_argument("--prepare", action="store_true", help="call everything once and time nothing")
+    parser.add_argument("--missing", action="store_true", help="leave out what the results have")
     parser.add_argument("--baseline", type=Path, help="times of F.linear that this run has measured already")
     parser.add_argument("--seconds", type=float, default=200, help="start nothing new after this long")
     names = {f"{out}x{width}": (out, width) for out, width in SHAPES}
@@ -228,13 +262,14 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     if args.baseline:
         BASELINES.update(json.loads(args.baseline.read_text()))
-    for case, bits, make, rows_list in PEERS[args.peer]:
-        for shape in map(names.__getitem__, args.shapes):
-            if time.monotonic() > until:
-                say(f"{case} {shape[0]}x{shape[1]}: out of time")
-                continue
-            rows = [r for r in rows_list if r in args.rows]
-            measure_case(case, bits, make, rows, shape, until, timed=not args.prepare)
+    some = cells(args.peer, [names[shape] for shape in args.shapes], args.rows, args.missing)
+    if args.missing and not args.prepare:
+        prepare(args.peer, some, args.rows, 0.6 * args.seconds)
+    for (case, bits, make, rows), shape in some:
+        if time.monotonic() > until:
+            say(f"{case} {shape[0]}x{shape[1]}: out of time")
+            continue
+        measure_case(case, bits, make, rows, shape, until, timed=not args.prepare)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Quality of a real model at 4, 3 and 2 bits: methods without training, BitDistiller, ours, at stated tokens.
 
     python -m shoestring.bench.lowbit_quality --assets FOLDER [--model FILE] [--seconds 330] [--missing]
-    ... --part two          only a part of the cells: several processes then share one GPU (this model is small)
+    ... --part two          only a part of the cells, or several parts in the order given: several processes then share
+                            one GPU (this model is small)
     ... --small             stories260K instead, minutes on a CPU
 
     python -m shoestring.bench.python_corpus C
@@ -19,10 +20,12 @@ perplexity on the WikiText-2 validation text stands for the method. Methods with
 validation text itself.
 
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
-overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. This model's weights
-lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and all widths are repeated on a model of GPT-2's
-small shape that bench/sparse24_quality trained from scratch on Python sources (last three commands). Its text is that
-corpus: trained methods see a part that it was trained on, perplexity is that of held-out files, in windows of 1,024.
+overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. BoolQ is not among
+them: the full model says yes to nearly all of its first questions, so that its accuracy is that of yes. This model's
+weights lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and all widths are repeated on a model of
+GPT-2's small shape that bench/sparse24_quality trained from scratch on Python sources (last three commands). Its text
+is that corpus: trained methods see a part that it was trained on, perplexity is that of held-out files, in windows of
+1,024.
 
 Cells are measured in order of what is most worth knowing, until the seconds are spent, and recorded one by one;
 --missing goes on where a stopped call was. On a CPU give --steps 8 and patience.
@@ -35,12 +38,12 @@ import itertools
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoestring.bench.lowbit_found import BENCH, PLAIN, UNTRAINED, grids, verdicts
+from shoestring.bench.lowbit_found import BENCH, GROUPS, PLAIN, UNTRAINED, float_grids, grids, verdicts
 from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import KEPT, NOTES, SMOLLM2, STORIES, kept, smollm2, stories
 from shoestring.bench.results import device_name, newest, record
@@ -88,6 +91,16 @@ PARTS: dict[str, list[Cell]] = {
     # GPTQ whose ranges are searched, as those of AWQ and of the clip search are.
     "clipped": [
         (SMOLLM2, "gptq+clip", f"{f}:g{group}", 0) for group in (64, 192) for f in ("int4", "nf3:s2", "int2")
+    ],
+    # AFPQ's other tables.
+    "float": [
+        *(
+            (SMOLLM2, method, label, 0)
+            for g in GROUPS
+            for label in float_grids(g)
+            for method in ("rtn", "clip")
+        ),
+        *((SMOLLM2, "gptq", label, 0) for label in float_grids(64) if label.startswith("fp4")),
     ],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
@@ -286,6 +299,11 @@ def known_cells(args: argparse.Namespace) -> set[Cell]:
     }
 
 
+def cells_of(parts: Sequence[str]) -> list[Cell]:
+    """In the order given; a cell that several parts have, once."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(PARTS[part] for part in parts)))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -296,7 +314,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--text", type=Path, help="training text that the model wrote before (.jsonl)")
     parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun that would end later")
-    parser.add_argument("--part", choices=tuple(PARTS), help="only these cells")
+    parser.add_argument("--part", nargs="+", default=[], choices=tuple(PARTS), help="only these cells")
     parser.add_argument("--only", nargs="*", help="'METHOD FORMAT [SEED]' of the part's model instead")
     parser.add_argument("--missing", action="store_true", help="leave out what the results have")
     parser.add_argument(
@@ -318,11 +336,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="stories260K instead: minutes on a CPU")
     parser.add_argument("--small-steps", type=int, default=40, help="training steps of 16 x 128 tokens there")
     args = parser.parse_args()
-    args.cells = list(SMALL_CELLS if args.small else PARTS[args.part] if args.part else CELLS)
+    args.cells = list(SMALL_CELLS if args.small else cells_of(args.part) if args.part else CELLS)
     if args.only:
         words = [cell.split() for cell in args.only]
         args.cells = [(args.cells[0][0], w[0], w[1], int(w[2]) if len(w) > 2 else 0) for w in words]
-    if args.assets is None and args.cells[0][0] != KEPT:
+    if args.assets is None and any(name != KEPT for name, *_ in args.cells):
         parser.error("--assets FOLDER is needed: it holds the texts, and stories260K")
     return args
 
