@@ -43,12 +43,30 @@ def test_a_captured_layer_lives_as_long_as_its_graph(monkeypatch: pytest.MonkeyP
 
 
 def test_every_row_of_the_table_is_a_command_of_its_own() -> None:
-    asked = train_sparse24.commands(5)
+    asked = train_sparse24.commands(train_sparse24.AT_ONCE, 5)
     assert len(asked) == len(train_sparse24.AT_ONCE)
     assert [c for c in asked if "step" in c and "4096" in c] == asked[:1]  # the most wanted first
     for what, width, cases, _ in train_sparse24.AT_ONCE:
         assert what in (*train_sparse24.WHAT, "parts") and width in train_sparse24.WIDTHS
         assert set(cases) <= {*train_sparse24.FORMATS, "FP8"} - {"dense"}
+
+
+def test_products_are_chosen_before_anything_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only those of the rows that were asked for."""
+    happened: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_sparse24.subprocess, "run", lambda asked, **_: happened.append(asked))
+    monkeypatch.setattr(
+        train_sparse24.turns, "run", lambda asked, *_, **__: happened.append(asked) or ["done"] * len(asked)
+    )
+    monkeypatch.setattr(
+        "sys.argv", ["bench", "--at-once", "60", "--widths", "768", "5120", "--what", "step", "block"]
+    )
+    train_sparse24.main()
+    first, rows = happened
+    assert first[3:8] == ["--what", "tune", "--widths", "5120", "768"]
+    assert {"FST", "S-STE", *train_sparse24.SMALL} <= set(first[8:])
+    assert [(c[4], c[6]) for c in rows] == [("step", "5120"), ("block", "5120"), ("step", "768")]
 
 
 def test_the_table_shows_ratios_by_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

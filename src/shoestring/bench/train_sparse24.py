@@ -1,7 +1,8 @@
 """2:4 training against dense training on one GPU: whole steps, blocks, feed-forward layers, and the parts between.
 
     python -m shoestring.bench.train_sparse24                    about 8 minutes on an H200
-    python -m shoestring.bench.train_sparse24 --at-once 150      the table's rows: compiled at once, timed in turns
+    python -m shoestring.bench.train_sparse24 --at-once 280      the table's rows: compiled at once, timed in turns
+    python -m shoestring.bench.train_sparse24 --at-once 90 --widths 5120 --what step block      some of them
     python -m shoestring.bench.train_sparse24 --widths 4096 --what ffn parts
 
 The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask search, packing, masked decay and
@@ -19,19 +20,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.bench import turns
+from shoestring.bench.fp8_mlp import Fp8Mlp
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.train_dense import FixedData
 from shoestring.errors import as_command
@@ -76,18 +78,21 @@ WHAT = {"ffn": "FFN", "block": "block", "step": "whole step"}
 GRAPHED = 2048  # layers up to this width are timed as CUDA graphs
 SMALL = ("FST, exact weight gradient", "S-STE, exact weight gradient")
 # (what, width, cases, seconds for each), the most wanted first: --at-once
-AT_ONCE: tuple[tuple[str, int, tuple[str, ...], float], ...] = (
+Row = tuple[str, int, tuple[str, ...], float]
+AT_ONCE: tuple[Row, ...] = (
     ("step", 4096, ("FST", "S-STE", "FP8"), 4.0),
+    ("step", 5120, ("FST", "S-STE", "FP8"), 4.0),
     ("block", 4096, ("FST", "S-STE", "FP8"), 2.0),
+    ("block", 5120, ("FST", "S-STE", "FP8"), 2.0),
     ("ffn", 4096, ("FST", "S-STE", "FP8", "S-STE in FP8"), 1.6),
     ("ffn", 1280, (*SMALL, "FP8"), 1.0),
     ("ffn", 768, (*SMALL, "FP8", "FST"), 1.0),
     ("ffn", 2048, ("FST", "S-STE", "FP8"), 1.5),
     ("ffn", 5120, ("FST", "S-STE", "FP8"), 1.5),
     ("parts", 4096, (), 0.0),
-    ("step", 1280, SMALL[:1], 2.0),
-    ("step", 768, SMALL[:1], 2.0),
-    ("step", 2048, ("FST",), 2.0),
+    ("step", 1280, (*SMALL, "FP8"), 2.0),
+    ("step", 768, (*SMALL, "FP8"), 2.0),
+    ("step", 2048, ("FST", "S-STE", "FP8"), 2.0),
 )
 
 
@@ -104,11 +109,23 @@ def spec_of(width: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def build(width: int, case: str, mesh: Mesh) -> Decoder:
+def on_paper(width: int, case: str) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec_of(width))
         if case in PRUNED:
             convert(model, [("*.mlp.*", FORMATS[case])])
+    return model
+
+
+def tune(widths: Sequence[int], cases: Sequence[str]) -> None:
+    """Choose the products of these models and leave the choices on disk, where other processes find them."""
+    for width, case in itertools.product(widths, cases):
+        if case in PRUNED:
+            tune_products(on_paper(width, case), ROWS * CONTEXT, torch.bfloat16)
+
+
+def build(width: int, case: str, mesh: Mesh) -> Decoder:
+    model = on_paper(width, case)
     materialize(model, mesh.device)
     init_weights(model, 0)
     init_state(model)
@@ -209,52 +226,6 @@ def graphed(eager: Callable[[int], None], once: Callable[[], None]) -> Callable[
             graph.replay()
 
     return replays
-
-
-class Fp8Mlp(torch.nn.Module):
-    """The rival: gate, up and down with dense FP8 products and per-tensor scales made on the fly."""
-
-    def __init__(self, width: int, d_ff: int) -> None:
-        super().__init__()
-        shapes = {"gate": (d_ff, width), "up": (d_ff, width), "down": (width, d_ff)}
-        for name, shape in shapes.items():
-            weight = 0.02 * torch.randn(shape, device="cuda")  # masters in fp32, as everywhere
-            self.register_parameter(name, torch.nn.Parameter(weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        hidden = F.silu(_Fp8Linear.apply(flat, self.gate)) * _Fp8Linear.apply(flat, self.up)
-        return _Fp8Linear.apply(hidden, self.down).view_as(x)
-
-
-def to_fp8(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale = t.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
-    return (t.float() / scale).to(dtype), scale
-
-
-class _Fp8Linear(torch.autograd.Function):
-    """x W^T with all three products in FP8: E4M3 forward, E5M2 for gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        x8, sx = to_fp8(x, torch.float8_e4m3fn)
-        w8, sw = to_fp8(w, torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, sx, w8, sw)
-        ctx.master = w.dtype
-        return torch._scaled_mm(
-            x8, w8.t(), scale_a=sx, scale_b=sw, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x8, sx, w8, sw = ctx.saved_tensors
-        dz8, sz = to_fp8(grads[0], torch.float8_e5m2)
-        # The second operand must lie column by column, so both gradients need a transposed copy.
-        dx = torch._scaled_mm(dz8, w8.t().contiguous().t(), scale_a=sz, scale_b=sw, out_dtype=torch.bfloat16)
-        dw = torch._scaled_mm(
-            dz8.t().contiguous(), x8.t().contiguous().t(), scale_a=sz, scale_b=sx, out_dtype=torch.bfloat16
-        )
-        return dx, dw.to(ctx.master)
 
 
 def milliseconds(loop: Callable[[int], None], count: int) -> float:
@@ -430,7 +401,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
-    parser.add_argument("--what", nargs="*", default=[*WHAT, "parts"], choices=[*WHAT, "parts"])
+    parser.add_argument("--what", nargs="*", default=[*WHAT, "parts"], choices=[*WHAT, "parts", "tune"])
     parser.add_argument("--cases", nargs="*", default=[*PRUNED, "FP8"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="timed seconds for each comparison")
@@ -438,13 +409,17 @@ def main() -> None:
         "--at-once",
         type=float,
         metavar="SECONDS",
-        help="the table's rows, in this time; the last ones may be left out",
+        help="the table's rows of these widths and kinds, in this time; the last ones may be left out",
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this bench compares GPU training steps and needs a CUDA GPU")
     if args.at_once:
-        at_once(args.at_once, args.repeats)
+        rows = [row for row in AT_ONCE if row[0] in args.what and row[1] in args.widths]
+        at_once(rows, args.at_once, args.repeats)
+        return
+    if args.what == ["tune"]:
+        tune(args.widths, args.cases)
         return
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 256  # every case compiles the same code anew
@@ -457,20 +432,31 @@ def main() -> None:
                 compare(width, what, args.cases, args.repeats, args.seconds, mesh)
 
 
-def at_once(seconds: float, repeats: int) -> None:
-    """One process for each (what, width); about half of the time goes to compiling."""
+def at_once(rows: Sequence[Row], seconds: float, repeats: int) -> None:
+    """One process for each (what, width); about half of the time goes to compiling. Products are chosen before, alone:
+    choices that were timed beside other processes are bad ones."""
+    began = time.monotonic()
+    widths = sorted({str(width) for _, width, _, _ in rows})
+    cases = dict.fromkeys(case for *_, each, _ in rows for case in each)
+    subprocess.run(command("tune", widths, list(cases)), timeout=seconds, check=True)
+    left = seconds - (time.monotonic() - began)
     with tempfile.TemporaryDirectory() as folder:
-        told = turns.run(commands(repeats), Path(folder), patience=0.55 * seconds, seconds=seconds)
-    for (what, width, _, _), end in zip(AT_ONCE, told, strict=True):
+        told = turns.run(commands(rows, repeats), Path(folder), patience=0.55 * left, seconds=left)
+    for (what, width, _, _), end in zip(rows, told, strict=True):
         print(f"{what} {width}: {end}", flush=True)
 
 
-def commands(repeats: int) -> list[list[str]]:
+def commands(rows: Sequence[Row], repeats: int) -> list[list[str]]:
     return [
-        [sys.executable, "-m", "shoestring.bench.train_sparse24", "--what", what, "--widths", str(width),
-         "--cases", *cases, "--seconds", str(each), "--repeats", str(3 if what == "step" else repeats)]
-        for what, width, cases, each in AT_ONCE
+        [*command(what, [str(width)], cases), "--seconds", str(each),
+         "--repeats", str(3 if what == "step" else repeats)]
+        for what, width, cases, each in rows
     ]  # fmt: skip
+
+
+def command(what: str, widths: Sequence[str], cases: Sequence[str]) -> list[str]:
+    module = "shoestring.bench.train_sparse24"
+    return [sys.executable, "-m", module, "--what", what, "--widths", *widths, "--cases", *cases]
 
 
 if __name__ == "__main__":
