@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
     from shoestring.model.tokenizer import Tokenizer
     from shoestring.model.transformer import Decoder
+    from shoestring.shrink.calibrate import Calibration
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DENSE_BITS = 16.0
@@ -98,34 +99,47 @@ def evaluate_row(
     stride: int | None = None,
     max_tokens: int | None = None,
     speed: bool = False,
+    stream: Calibration | None = None,
 ) -> dict[str, Any]:
-    """One model as one row: its format and size, perplexity where tokens are given, speed where asked."""
-    ready(loaded)
+    """One model as one row: its format and size, perplexity where tokens are given, speed where asked.
+
+    stream: the model stays at home, and one block at a time visits the device that is named there.
+    """
+    if stream is None:
+        ready(loaded)
     row: dict[str, Any] = {"model": label, "format": formats_name(loaded.model), **size_of(loaded.model)}
     if tokens is not None:
         context = min(context, loaded.spec.max_positions)
-        row |= {"text": text, **measure_perplexity(loaded.model, tokens, context, stride, max_tokens)}
+        row |= {"text": text, **measure_perplexity(loaded.model, tokens, context, stride, max_tokens, stream)}
     if speed:
         row |= measure_speed_of(loaded.model)
     return row
 
 
 def measure_perplexity(
-    model: Decoder, tokens: Tensor, context: int, stride: int | None = None, max_tokens: int | None = None
+    model: Decoder,
+    tokens: Tensor,
+    context: int,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    stream: Calibration | None = None,
 ) -> dict[str, Any]:
     from shoestring.evals.perplexity import perplexity
+    from shoestring.shrink.streamed_perplexity import streamed_perplexity
 
     batch = max(1, ROWS // max(1, context))  # a context that is not possible is refused below
     with RunLog(None).progress(min(len(tokens), max_tokens or len(tokens)), "perplexity") as bar:
-        result = perplexity(
-            model,
-            tokens,
-            context=context,
-            stride=stride,
-            max_tokens=max_tokens,
-            batch=batch,
-            progress=lambda done, total: bar.advance(done - bar.done),
-        )
+        options: dict[str, Any] = {
+            "context": context,
+            "stride": stride,
+            "max_tokens": max_tokens,
+            "batch": batch,
+        }
+        options["progress"] = lambda done, total: bar.advance(done - bar.done)
+        if stream is None:
+            result = perplexity(model, tokens, **options)
+        else:
+            result = streamed_perplexity(model, tokens, stream, **options)
     return {
         "perplexity": round(result.value, 4),
         "num_tokens": result.num_tokens,

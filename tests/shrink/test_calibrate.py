@@ -71,6 +71,21 @@ def test_changes_reach_the_next_block_only_with_quantized_inputs() -> None:
     assert not torch.allclose(second_block("quantized", True), second_block("quantized", False), rtol=1e-2)
 
 
+@pytest.mark.parametrize("inputs", ["quantized", "full"])
+def test_visiting_blocks_see_the_same_and_are_at_home_when_the_walk_is_closed(inputs: str) -> None:
+    whole, model = tiny_model().bfloat16().float(), tiny_model().bfloat16()
+    model.compute_dtype = torch.float32
+    visit = Calibration(inputs=inputs, visit=torch.device("cpu"))  # type: ignore[arg-type]
+    there = walk(model, tokens(), visit)
+    for here in walk(whole, tokens(), Calibration(inputs=inputs)):  # type: ignore[arg-type]
+        step = next(there)
+        assert {p.dtype for p in model.blocks[here.index].parameters()} == {torch.float32}
+        for name in here.statistics:
+            assert torch.equal(here.statistics[name].hessian, step.statistics[name].hessian)
+    there.close()  # before the last block was let go
+    assert {p.dtype for p in model.blocks[-1].parameters()} == {torch.bfloat16}
+
+
 def test_windows_are_spread_over_the_text_and_deterministic() -> None:
     text = torch.arange(1000)
     got = windows(text, 4, 100)

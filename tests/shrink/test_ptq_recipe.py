@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny_shrink import dying
 
 from shoestring.cli import run_cli
-from shoestring.model import load_model
+from shoestring.model import load_model, save_model
 from shoestring.runlog import read_jsonl
+from shoestring.shrink.quantize import quantize
 from shoestring.shrink.resume import BlockFiles
 
 
@@ -141,6 +144,82 @@ def test_a_budget_of_bits(cli: Callable[..., str], here: Path) -> None:
     assert not (here / "mixed/damage.jsonl").exists()
     assert "give one of them" in cli(*argv, "rules=*=int4", fails=True)
     assert "needs a calibration text" in cli("model=model", "method=rtn", "bits_budget=3", fails=True)
+
+
+# -- streamed ------------------------------------------------------------------------------------------------
+STREAMED = ["model=half", *SMALL[1:], "calib=calib.txt", "text=test.txt"]
+
+
+@pytest.fixture
+def half(here: Path) -> Path:
+    """A checkpoint in bf16: at home narrower than what a CPU computes in."""
+    if not (here / "half").exists():
+        loaded = load_model(here / "model")
+        save_model(here / "half", loaded.model, loaded.tokenizer, dtype=torch.bfloat16)
+    return here / "half"
+
+
+def artefacts(run: Path) -> list[Any]:
+    told = json.loads((run / "model/quantization.json").read_text())
+    rows = [{k: v for k, v in row.items() if k != "time"} for row in read_jsonl(run / "evals.jsonl")]
+    return [(run / "model/packed.safetensors").read_bytes(), told, rows]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["method=gptq"],
+        ["method=blockwise", "epochs=1", "held_out=0.3"],
+        ["method=awq", "bits_budget=3.4", "candidates=int2:g32,int4:g32", "damage_windows=2"],
+        ["method=rtn", "memory_gb=0"],
+    ],
+    ids=["gptq", "blockwise", "a budget", "rtn"],
+)
+def test_streamed_runs_leave_the_same_files(
+    cli: Callable[..., str], here: Path, half: Path, method: list[str]
+) -> None:
+    argv = [*STREAMED, "format=int3:g32", *method]
+    runs = {stream: here / f"{stream}-{method[0].split('=')[1]}" for stream in ("true", "false")}
+    for stream, run in runs.items():
+        cli(*argv, f"stream={stream}", f"run={run}", f"dense_out={run}-dense")
+    assert artefacts(runs["true"]) == artefacts(runs["false"])
+    dense = [Path(f"{run}-dense/model.safetensors").read_bytes() for run in runs.values()]
+    assert dense[0] == dense[1]
+
+
+@pytest.mark.parametrize("first", ["true", "false"])
+def test_a_stopped_run_goes_on_streamed_or_not(
+    cli: Callable[..., str], here: Path, half: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [*STREAMED, "format=int3:g32", "method=gptq"]
+    cli(*argv, "stream=false", f"run=whole-{first}")
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "save", dying(2, BlockFiles.save))
+        cut = [*argv, f"stream={first}", f"run=cut-{first}", "device=cpu"]
+        assert run_cli(["run", "shrink/ptq", *cut]) != 0
+    assert BlockFiles(here / f"cut-{first}/blocks").count() == 2
+    cli(f"resume=cut-{first}", f"stream={'false' if first == 'true' else 'true'}")
+    assert artefacts(here / f"cut-{first}") == artefacts(here / f"whole-{first}")
+
+
+def test_auto_streams_what_would_fill_the_device(
+    cli: Callable[..., str], here: Path, half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits: list[Any] = []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        visits.append(options["visit"])
+        return quantize(*args, **options)
+
+    monkeypatch.setattr("shoestring.recipes.shrink.ptq.quantize", spy)
+    argv = ["model=half", "method=rtn", "format=nf3:g32"]
+    cli(*argv, "run=roomy")
+    monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 1000)
+    cli(*argv, "run=crowded")
+    cli(*argv, "run=told", "stream=false")
+    assert visits == [None, torch.device("cpu"), None]
+    assert artefacts(here / "roomy") == artefacts(here / "crowded") == artefacts(here / "told")
+    assert "auto" in cli(*argv, "stream=yes", fails=True)
 
 
 def test_rtn_needs_no_text(cli: Callable[..., str], here: Path) -> None:

@@ -69,12 +69,12 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of the first `max_tokens` of a 1-D tensor of token ids. progress(counted so far, to count)."""
     stride = context if stride is None else stride
-    tokens = _check(model, tokens, context, stride, max_tokens, batch)
+    tokens = checked_tokens(model, tokens, context, stride, max_tokens, batch)
     plan = windows(len(tokens), context, stride)
     total = sum(w.stop - w.counted_from for w in plan)
     device = model.embed.weight.device
     nll_sum, done = 0.0, 0
-    for group in _equal_shapes(plan, batch):
+    for group in equal_shapes(plan, batch):
         nll_sum += _nll_sum(model, tokens, group, device)
         done += sum(w.stop - w.counted_from for w in group)
         if progress is not None:
@@ -96,7 +96,7 @@ def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window], device: torch.
     return float(model(inputs_BT, rows=torch.tensor(rows, device=device), readout=readout))
 
 
-def _equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:
+def equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:
     """Runs of at most `batch` windows of the same length: only the last window of a text can be shorter."""
     groups: list[list[Window]] = []
     for w in plan:
@@ -108,7 +108,7 @@ def _equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:
     return groups
 
 
-def _check(
+def checked_tokens(
     model: Decoder, tokens: Tensor, context: int, stride: int, max_tokens: int | None, batch: int
 ) -> Tensor:
     spec = model.spec

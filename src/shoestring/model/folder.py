@@ -223,11 +223,11 @@ def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
         if not path.is_file():
             raise UserError(f"{path} does not exist; give a .gguf file or a model folder")
         return path, _GgufSource(path)
-    folder = _find_model_folder(path)
+    folder = find_model_folder(path)
     return folder, _FolderSource(folder)
 
 
-def _find_model_folder(path: Path) -> Path:
+def find_model_folder(path: Path) -> Path:
     if not path.exists():
         raise UserError(
             f"{path} does not exist; give a Hugging Face folder, a run folder or a .gguf file on this machine"

@@ -24,9 +24,10 @@ norms and biases by parts of their root mean square. Some windows are held out; 
 the others the block is measured on them, and the best state wins, the untrained one included: a block never
 ends worse on them than it started.
 
-Memory: the whole model in its dtype; one block in fp32 with its gradients and moments; two stores of activations
-(files beyond `memory_gb`); and with keep_masters, on the host, the fp32 weights of all blocks. A finished block is
-final: it is written to `files`, and a stopped run goes on at the next one with the same bits.
+Memory: the whole model in its dtype, or with Calibration(visit=device) one block of it (visit.py); one block in fp32
+with its gradients and moments; two stores of activations (files beyond `memory_gb`); and with keep_masters, on the
+host, the fp32 weights of all blocks. A finished block is final: it is written to `files`, and a stopped run goes on
+at the next one with the same bits.
 
 Left out on purpose: several processes; training across blocks (that is end-to-end training, with any
 objective, on the formats this leaves).
@@ -35,8 +36,8 @@ objective, on the formats this leaves).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,6 +55,7 @@ from shoestring.shrink.calibrate import (
     activation_store,
     block_linears,
     check_tokens,
+    compute_device,
     embed,
     rope_of,
     run_block,
@@ -69,10 +71,12 @@ from shoestring.shrink.quantize import (
     QuantizeReport,
     Rtn,
     finish,
+    pack_guests,
     plan,
     quantize_block,
 )
 from shoestring.shrink.resume import BlockFiles
+from shoestring.shrink.visit import visiting
 from shoestring.train.step_graph import Replay
 
 Rope = tuple[Tensor, Tensor] | None
@@ -150,42 +154,46 @@ def train_blocks(
     check_tokens(model, tokens_NT)
     formats = plan(model, rules, skip)
     grids: dict[str, Parts] = {}
+    masters: Parts = {}
     layers: list[LayerError] = []
     notes: list[dict[str, float]] = []
     num_finished = files.count() if files is not None else 0
-    for index, block, task, statistics in walk_pairs(model, tokens_NT, calibration, num_finished):
-        prefix = f"blocks.{index}."
-        wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-        if files is not None and index < num_finished:
-            made, errors = files.load(index, block)
-            told = files.notes(index)
-            for grid in made.values():  # back to the host, where they are kept
-                grid.update({name: t.cpu() for name, t in grid.items() if name == "master"})
-        else:
-            with during(f"block {index}"):
-                made, errors, told = train_block(block, task, statistics, wanted, settings, index, prefix)
-            if files is not None:
-                files.save(index, block, made, errors, told)
-        grids.update(made)
-        layers.extend(errors)
-        notes.append(told)
-        if progress is not None:
-            progress(index + 1, len(model.blocks), told["after"])
-    masters = {n: grid.pop("master") for n, grid in grids.items() if "master" in grid}
+    with closing(walk_pairs(model, tokens_NT, calibration, num_finished)) as pairs:
+        for index, block, task, statistics in pairs:
+            prefix = f"blocks.{index}."
+            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
+            if files is not None and index < num_finished:
+                made, errors = files.load(index, block)
+                told = files.notes(index)
+            else:
+                with during(f"block {index}"):
+                    made, errors, told = train_block(block, task, statistics, wanted, settings, index, prefix)
+                if files is not None:
+                    files.save(index, block, made, errors, told)
+            # Masters are kept on the host, wherever they come from.
+            masters |= {name: grid.pop("master").cpu() for name, grid in made.items() if "master" in grid}
+            if calibration.visit is None:
+                grids.update(made)
+            else:
+                pack_guests(model, {prefix + n: f for n, f in wanted.items()}, made)
+            layers.extend(errors)
+            notes.append(told)
+            if progress is not None:
+                progress(index + 1, len(model.blocks), told["after"])
     with torch.no_grad():
-        report = finish(model, rules, formats, grids, layers, settings.name, skip)
+        report = finish(model, rules, formats, grids, layers, settings.name, skip, calibration.visit)
     report.blocks, report.masters = notes, masters
     return report
 
 
 def walk_pairs(
     model: Decoder, tokens_NT: Tensor, calibration: Calibration, start: int
-) -> Iterator[tuple[int, Block, Task, dict[str, Statistics]]]:
+) -> Generator[tuple[int, Block, Task, dict[str, Statistics]], None, None]:
     """Block after block with its inputs, the full block's outputs, and its layers' statistics on these inputs.
 
     The caller changes the block between two steps. Blocks before `start` come without statistics.
     """
-    device = model.embed.weight.device
+    device = compute_device(model, calibration)
     num_windows, context = tokens_NT.shape
     shape = (num_windows, context, model.spec.d_model)
     halved = replace(calibration, memory_gb=calibration.memory_gb / 2)
@@ -195,19 +203,20 @@ def walk_pairs(
         batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
         with torch.no_grad():
             for rows in batches:
-                seen[rows] = full[rows] = embed(model, tokens_NT[rows].to(device)).to(seen.device)
+                seen[rows] = full[rows] = embed(model, tokens_NT[rows]).to(seen.device)
         rope = rope_of(model, context, device)
         for index, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            statistics: dict[str, Statistics] = {}
-            if index >= start:
-                statistics = run_block(block, index, seen, batches, rope, device, collecting)
-            run_block(block, index, full, batches, rope, device, None)
-            yield index, block, Task(seen, full, rope, device), statistics
-            if calibration.inputs == "full":
-                seen.copy_(full)
-            elif index + 1 < len(model.blocks):
-                run_block(block, index, seen, batches, rope, device, None)
+            with visiting(block, calibration.visit, model.compute_dtype, keep=True):
+                statistics: dict[str, Statistics] = {}
+                if index >= start:
+                    statistics = run_block(block, index, seen, batches, rope, device, collecting)
+                run_block(block, index, full, batches, rope, device, None)
+                yield index, block, Task(seen, full, rope, device), statistics
+                if calibration.inputs == "full":
+                    seen.copy_(full)
+                elif index + 1 < len(model.blocks):
+                    run_block(block, index, seen, batches, rope, device, None)
 
 
 # -- one block -----------------------------------------------------------------------------------------------
@@ -249,6 +258,7 @@ def train_block(
             old, hessian = start.weights[name].float(), start.statistics[name].hessian
             errors.add(prefix + name, formats[name], old, used.float(), hessian)
         for name, p in block.named_parameters():
+            p.grad = None  # of the last step: as large as the weights, and of no use
             p.data = p.data.to(dtypes[name])
             p.requires_grad_(True)
     return made, errors.read(), {"before": before, "after": after}

@@ -13,6 +13,9 @@ two.
 
 Layers that see the very same tensor (query, key and value; gate and up) share one Statistics.
 
+With Calibration(visit=device) the model stays at home (visit.py): a block is on the device from its statistics until
+the next block's turn, changes included, and then goes back. Close the walk if you leave it early.
+
 Left out on purpose: several processes, attention masks between documents, and anything about methods.
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +37,7 @@ from shoestring.errors import UserError, during
 from shoestring.formats import FormatLinear
 from shoestring.model.attention import rope_frequencies, rope_tables
 from shoestring.model.transformer import Decoder
+from shoestring.shrink.visit import visiting
 
 Inputs = Literal["quantized", "full"]
 
@@ -46,6 +50,8 @@ class Calibration:
     folder: str | None = None  # for that file; None: the system's temporary folder
     num_samples: int = 0  # input tokens to keep per layer, evenly spaced
     double: bool = False  # sum the Hessian in fp64
+    # Where one block at a time computes while the model stays at home; None: where the model lies.
+    visit: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -174,14 +180,14 @@ def block_linears(block: nn.Module) -> dict[str, FormatLinear]:
 
 def walk(
     model: Decoder, tokens_NT: Tensor, calibration: Calibration | None = None, *, start: int = 0
-) -> Iterator[BlockStep]:
+) -> Generator[BlockStep, None, None]:
     """Yield the statistics of one block after the other; see the module docstring.
 
     Blocks before `start` are yielded without statistics, for a caller that has their weights already.
     """
     calibration = calibration or Calibration()
     check_tokens(model, tokens_NT)
-    device = model.embed.weight.device
+    device = compute_device(model, calibration)
     num_windows, context = tokens_NT.shape
     shape = (num_windows, context, model.spec.d_model)
     with ExitStack() as stack:
@@ -189,18 +195,23 @@ def walk(
         batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
         with torch.no_grad():
             for rows in batches:
-                store[rows] = embed(model, tokens_NT[rows].to(device)).to(store.device)
+                store[rows] = embed(model, tokens_NT[rows]).to(store.device)
         rope = rope_of(model, context, device)
         for index, block in enumerate(model.blocks):
-            # The generator is suspended outside of no_grad: the caller's grad mode stays its own.
-            statistics: dict[str, Statistics] = {}
-            if index >= start:
-                statistics = run_block(block, index, store, batches, rope, device, calibration)
-            elif calibration.inputs == "full":
-                run_block(block, index, store, batches, rope, device, None)
-            yield BlockStep(index, statistics)
-            if calibration.inputs == "quantized" and index + 1 < len(model.blocks):
-                run_block(block, index, store, batches, rope, device, None)
+            with visiting(block, calibration.visit, model.compute_dtype, keep=True):
+                # The generator is suspended outside of no_grad: the caller's grad mode stays its own.
+                statistics: dict[str, Statistics] = {}
+                if index >= start:
+                    statistics = run_block(block, index, store, batches, rope, device, calibration)
+                elif calibration.inputs == "full":
+                    run_block(block, index, store, batches, rope, device, None)
+                yield BlockStep(index, statistics)
+                if calibration.inputs == "quantized" and index + 1 < len(model.blocks):
+                    run_block(block, index, store, batches, rope, device, None)
+
+
+def compute_device(model: Decoder, calibration: Calibration) -> torch.device:
+    return calibration.visit or model.embed.weight.device
 
 
 @torch.no_grad()
@@ -232,8 +243,8 @@ def run_block(
 
 
 def embed(model: Decoder, tokens_BT: Tensor) -> Tensor:
-    """What the first block reads."""
-    x = model.embed(tokens_BT).to(model.compute_dtype)
+    """What the first block reads, on the device of the embedding."""
+    x = model.embed(tokens_BT.to(model.embed.weight.device)).to(model.compute_dtype)
     if model.spec.positions == "learned":
         x = x + model.positions(torch.arange(tokens_BT.shape[1], device=x.device)[None]).to(x.dtype)
     return x

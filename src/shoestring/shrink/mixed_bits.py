@@ -8,7 +8,8 @@ The damage of a Format in a layer is what the whole model's predictions lose whe
 mean over tokens of KL(full || changed), or the rise of the loss on the text itself. Everything before the
 changed block is computed once, so that a trial costs the blocks from there on. Damages of different layers are
 taken to add up, which is the assumption of this method; what the chosen mix really costs is for an evaluation to
-say.
+say. With Calibration(visit=device) one block at a time is on the device (visit.py), beside the output head; all trials
+of a block then go through the others together, so that each of these travels once for all of them.
 
 Choosing is a knapsack: minimise the summed damage with the summed bits, scales, zero points and tables
 included, within the budget. Solved exactly: states (bits, damage) are kept only while no other is better in
@@ -20,9 +21,10 @@ Left out on purpose: several processes, and choices that look at two layers at o
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -34,20 +36,24 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatLinear, GridFormat
 from shoestring.formats.convert import Rule
-from shoestring.model.transformer import Block, Decoder
+from shoestring.model.transformer import Decoder
 from shoestring.shrink.calibrate import (
     Calibration,
     activation_store,
     check_tokens,
+    compute_device,
     embed,
     rope_of,
     run_block,
 )
 from shoestring.shrink.grid import nearest, state_of
 from shoestring.shrink.quantize import HEADS, plan
+from shoestring.shrink.visit import visiting
 
 MAX_STATES = 200_000
 CHUNK = 1024  # tokens whose logits are held at once
+
+Change = tuple[Sequence[str], Format | None]  # layers of a block, and what they are rounded to
 
 
 @dataclass(frozen=True)
@@ -139,27 +145,51 @@ def measure_damage(
     check_tokens(model, tokens_NT)
     grouped = units_of(model, candidates, units, skip)
     known = _read(file, tokens_NT, measure)
-    trials = _Trials(model, tokens_NT, calibration or Calibration(), measure)
-    made: list[Unit] = []
+    known |= {_key(name, f): 0.0 for name in grouped for f in candidates if isinstance(f, Dense)}
+    calibration = calibration or Calibration()
+    turns = turns_of(grouped, candidates, together=calibration.visit is not None)
     done, total = 0, len(grouped) * len(candidates)
-    with trials:
-        for name, members in grouped.items():
-            options = []
-            for format in candidates:
-                key = f"{name} {format.label}"
-                if isinstance(format, Dense):
-                    known[key] = 0.0
-                elif key not in known:
-                    known[key] = trials.damage(members, format)
-                    _append(file, key, known[key], tokens_NT, measure)
-                shapes = [_linear(model, m).shape for m in members]
-                bits = sum(format.bits_per_weight(s) * s[0] * s[1] for s in shapes)
-                options.append(Option(format, bits, known[key]))
+    with _Trials(model, tokens_NT, calibration, measure, max(map(len, turns), default=1)) as trials:
+        for turn in turns:
+            missing = [(name, f) for name, f in turn if _key(name, f) not in known]
+            damages = trials.damages([(grouped[name], f) for name, f in missing])
+            for (name, format), damage in zip(missing, damages, strict=True):
+                known[_key(name, format)] = damage
+                _append(file, _key(name, format), damage, tokens_NT, measure)
+            for name, format in turn:
                 done += 1
                 if progress is not None:
-                    progress(done, total, known[key])
-            made.append(Unit(name, tuple(members), sum(s[0] * s[1] for s in shapes), tuple(options)))
-    return made
+                    progress(done, total, known[_key(name, format)])
+    return [_unit(model, name, members, candidates, known) for name, members in grouped.items()]
+
+
+def turns_of(
+    grouped: dict[str, list[str]], candidates: Sequence[Format], together: bool
+) -> list[list[tuple[str, Format]]]:
+    """The trials (unit, Format) in order: those of a block together, or every one by itself."""
+    turns: dict[object, list[tuple[str, Format]]] = {}
+    for trial in itertools.product(grouped, candidates):
+        turns.setdefault(_block_of(trial[0]) if together else trial, []).append(trial)
+    return list(turns.values())
+
+
+def _key(unit: str, format: Format) -> str:
+    return f"{unit} {format.label}"
+
+
+def _block_of(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _unit(
+    model: Decoder, name: str, members: list[str], candidates: Sequence[Format], known: dict[str, float]
+) -> Unit:
+    shapes = [_linear(model, m).shape for m in members]
+    options = [
+        Option(f, sum(f.bits_per_weight(s) * s[0] * s[1] for s in shapes), known[_key(name, f)])
+        for f in candidates
+    ]
+    return Unit(name, tuple(members), sum(s[0] * s[1] for s in shapes), tuple(options))
 
 
 def units_of(
@@ -188,29 +218,36 @@ class _Trials:
     tokens_NT: Tensor
     calibration: Calibration
     measure: str
+    together: int  # trials that are computed at once, at most
     at: int = 0
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> _Trials:
-        model = self.model
-        self.device = model.embed.weight.device
+        model, visit = self.model, self.calibration.visit
+        self.device = compute_device(model, self.calibration)
         num_windows, context = self.tokens_NT.shape
-        shape = (num_windows, context, model.spec.d_model)
+        one = (num_windows, context, model.spec.d_model)
         self.batches = [
             slice(i, i + self.calibration.batch) for i in range(0, num_windows, self.calibration.batch)
         ]
-        self.store, self.final = (
-            activation_store(shape, model.compute_dtype, self.device, self.calibration, self.stack)
-            for _ in range(2)
-        )
-        self.rope = rope_of(model, context, self.device)
-        for rows in self.batches:
-            self.store[rows] = embed(model, self.tokens_NT[rows].to(self.device)).to(self.store.device)
-        self.full_loss = 0.0
-        for rows in self.batches:
-            self.final[rows] = self.run(self.store[rows], 0).to(self.final.device)
-        if self.measure == "loss":
-            self.full_loss = sum(self.score(self.final[r], r) for r in self.batches) / self.num_scored
+        with ExitStack() as stack:
+            self.store, self.final, work = (
+                activation_store(shape, model.compute_dtype, self.device, self.calibration, stack)
+                for shape in (one, one, (num_windows * self.together, *one[1:]))
+            )
+            self.work = work.split(num_windows)
+            self.rope = rope_of(model, context, self.device)
+            for rows in self.batches:
+                self.store[rows] = embed(model, self.tokens_NT[rows]).to(self.store.device)
+            # Only now: a tied head is the embedding.
+            for module in (model.norm, model.embed if model.head is None else model.head):
+                stack.enter_context(visiting(module, visit, model.compute_dtype))
+            self.run([((), None)])
+            self.final.copy_(self.work[0])
+            self.full_loss = 0.0
+            if self.measure == "loss":
+                self.full_loss = sum(self.score(self.final[r], r) for r in self.batches) / self.num_scored
+            self.stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -221,11 +258,20 @@ class _Trials:
         num_windows, context = self.tokens_NT.shape
         return num_windows * (context - 1 if self.measure == "loss" else context)
 
-    def run(self, x: Tensor, start: int) -> Tensor:
-        x = x.to(self.device)
-        for block in list(self.model.blocks)[start:]:
-            x = block(x, self.rope, None)
-        return self.model.norm(x)
+    def run(self, changes: Sequence[Change]) -> None:
+        """What the output head reads after each of the changes, which are all in the next block, into `work`."""
+        model, parts = self.model, self.work[: len(changes)]
+        for part in parts:
+            part.copy_(self.store)
+        for index in range(self.at, len(model.blocks)):
+            block = model.blocks[index]
+            with visiting(block, self.calibration.visit, model.compute_dtype):
+                for part, (layers, format) in zip(parts, changes, strict=True):
+                    changed = [_linear(model, name) for name in layers] if index == self.at else []
+                    with rounded(changed, format):
+                        run_block(block, index, part, self.batches, self.rope, self.device, None)
+        for part, rows in itertools.product(parts, self.batches):
+            part[rows] = model.norm(part[rows].to(self.device)).to(part.device)
 
     def logp(self, hidden_RD: Tensor) -> Tensor:
         head = self.model.read_head(hidden_RD.dtype).weight_VD.to(hidden_RD.dtype)
@@ -246,24 +292,32 @@ class _Trials:
             total += float(F.kl_div(self.logp(h), self.logp(f), reduction="sum", log_target=True))
         return total
 
-    def damage(self, layers: Sequence[str], format: Format) -> float:
-        index = int(layers[0].split(".")[1])
-        while self.at < index:
-            run_block(
-                self.model.blocks[self.at], self.at, self.store, self.batches, self.rope, self.device, None
-            )
+    def damages(self, changes: Sequence[tuple[Sequence[str], Format]]) -> list[float]:
+        """Of each change by itself; all of them are in one block, and blocks come in order."""
+        if not changes:
+            return []
+        while self.at < _block_of(changes[0][0][0]):
+            block = self.model.blocks[self.at]
+            with visiting(block, self.calibration.visit, self.model.compute_dtype):
+                run_block(block, self.at, self.store, self.batches, self.rope, self.device, None)
             self.at += 1
-        linears = [_linear(self.model, n) for n in layers]
-        kept = [m.weight.detach().clone() for m in linears]
-        assert isinstance(self.model.blocks[index], Block) and isinstance(format, GridFormat)
-        try:
-            for m in linears:
-                m.weight.copy_(nearest(m.weight, format, state_of(format, m.weight)).weight)  # type: ignore[arg-type]
-            total = sum(self.score(self.run(self.store[r], index), r) for r in self.batches)
-        finally:
-            for m, w in zip(linears, kept, strict=True):
-                m.weight.copy_(w)
-        return total / self.num_scored - self.full_loss
+        self.run(changes)
+        sums = [sum(self.score(part[r], r) for r in self.batches) for part in self.work[: len(changes)]]
+        return [total / self.num_scored - self.full_loss for total in sums]
+
+
+@contextmanager
+def rounded(linears: list[FormatLinear], format: Format | None) -> Iterator[None]:
+    """Inside, the layers have weights rounded to the nearest level of the Format; then their own again."""
+    kept = [m.weight.detach().clone() for m in linears]
+    try:
+        for m in linears:
+            assert isinstance(format, GridFormat)
+            m.weight.copy_(nearest(m.weight, format, state_of(format, m.weight)).weight)
+        yield
+    finally:
+        for m, w in zip(linears, kept, strict=True):
+            m.weight.copy_(w)
 
 
 def _stamp(tokens_NT: Tensor, measure: str) -> str:

@@ -8,11 +8,15 @@ grids; they replace the weights at once, so that the walk can carry their error 
 its Format with the chosen grid as state. What `pack` then stores decodes to exactly what the method chose.
 
 Layers outside the blocks (an output head named in a rule) are rounded to nearest: nothing is collected there.
+
+With `visit`, for a walk whose blocks visit a device one at a time (visit.py), a finished block is packed before it
+goes home: the grids do not stay on the device, and the model in the host's memory shrinks as the work goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -20,8 +24,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, during
-from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, convert
-from shoestring.formats.convert import Rule, assign, candidates, tied_names
+from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts
+from shoestring.formats.convert import Changed, Rule, assign, candidates, tied_names
 from shoestring.model.transformer import Block, Decoder
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
@@ -29,6 +33,7 @@ from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.grid import Choice, hold, nearest, state_of
 from shoestring.shrink.resume import BlockFiles
+from shoestring.shrink.visit import visiting
 
 Progress = Callable[[int, int, float], None]
 HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `convert`
@@ -113,35 +118,64 @@ def quantize(
     skip: Sequence[str] = HEADS,
     progress: Progress | None = None,
     files: BlockFiles | None = None,
+    visit: torch.device | None = None,
 ) -> QuantizeReport:
-    """Quantize in place; the layers end with a fixed grid, ready for `pack`.
+    """Quantize in place; the layers end with a fixed grid, ready for `pack`, or packed where blocks `visit`.
 
     `steps`: walk(model, ...), or a list of its steps on the same weights (inputs="full"), which several runs
     can share. progress(blocks done, blocks, mean output error of the block). `files`: where finished blocks
-    are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
+    are kept; those that are there already are taken, and steps = walk(..., start=files.count()). `visit`: as the
+    walk's Calibration has it.
     """
     formats = plan(model, rules, skip)
     grids: dict[str, Parts] = {}
     layers: list[LayerError] = []
     num_finished = files.count() if files is not None else 0
-    for step in steps:
-        block = model.blocks[step.index]
-        assert isinstance(block, Block)
-        prefix = f"blocks.{step.index}."
-        wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-        if files is not None and step.index < num_finished:
-            made, errors = files.load(step.index, block)
-        else:
-            with during(f"block {step.index}"):
-                made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
-            if files is not None:
-                files.save(step.index, block, made, errors)
-        grids.update(made)
-        layers.extend(errors)
-        if progress is not None:
-            known = [e.output_error for e in errors if e.output_error is not None]
-            progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
-    return finish(model, rules, formats, grids, layers, method.name, skip)
+    with ended(steps):
+        for step in steps:
+            block = model.blocks[step.index]
+            assert isinstance(block, Block)
+            prefix = f"blocks.{step.index}."
+            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
+            if files is not None and step.index < num_finished:
+                made, errors = files.load(step.index, block)
+            else:
+                with during(f"block {step.index}"):
+                    made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
+                if files is not None:
+                    files.save(step.index, block, made, errors)
+            if visit is None:
+                grids.update(made)
+            else:
+                pack_guests(model, {prefix + n: f for n, f in wanted.items()}, made)
+            layers.extend(errors)
+            if progress is not None:
+                known = [e.output_error for e in errors if e.output_error is not None]
+                progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
+    return finish(model, rules, formats, grids, layers, method.name, skip, visit)
+
+
+@contextmanager
+def ended(steps: Iterable[BlockStep]) -> Iterator[None]:
+    """A walk that an error interrupts ends here and now: its block is at home when the error is seen."""
+    try:
+        yield
+    finally:
+        if isinstance(steps, Generator):
+            steps.close()
+
+
+def pack_guests(model: Decoder, formats: dict[str, GridFormat], grids: dict[str, Parts]) -> None:
+    """Pack layers of a block that is about to go home; it may run once more before, with the weights it had."""
+    for name, format in formats.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, FormatLinear)
+        layer.set_format(format.fix_grid())  # type: ignore[arg-type]
+        hold(layer, grids[name])
+        with during(f"packing {name}"):
+            layer.pack(model.compute_dtype)
+        # Decoded, it multiplies as the dense one did; a kernel for packed weights sums in another order.
+        layer.keep_decoded(model.compute_dtype)
 
 
 def finish(
@@ -152,23 +186,51 @@ def finish(
     layers: list[LayerError],
     method: str,
     skip: Sequence[str],
+    visit: torch.device | None = None,
 ) -> QuantizeReport:
-    """Round the layers outside of the blocks, and give every layer its Format with the chosen grid."""
-    errors = LayerErrors()
-    for name in [n for n in formats if n not in grids]:
-        layer, format = model.get_submodule(name), formats[name]
-        assert isinstance(layer, FormatLinear)
-        choice = nearest(layer.weight, format, _table(format, layer.weight))
-        errors.add(name, format, layer.weight.float(), choice.weight, None)
-        layer.weight.copy_(choice.weight)
-        grids[name] = choice.grid
+    """Round the layers that no step reached, and give every layer its Format with the chosen grid."""
+    left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
+    rounded, errors = round_layers(model, left, visit)
+    grids = {**grids, **rounded}
     fixed = [(glob, f.fix_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]
-    converted = convert(model, fixed, skip=skip)  # type: ignore[arg-type]
-    for name, grid in grids.items():
-        layer = model.get_submodule(name)
+    modules = candidates(model)
+    chosen, left_alone = assign(modules, fixed, skip, tied_names(model))  # type: ignore[arg-type]
+    report = ConvertReport(left=left_alone)
+    for name, format in chosen.items():
+        layer = modules[name]
         assert isinstance(layer, FormatLinear)
-        hold(layer, grid)
-    return QuantizeReport(method, converted, [*layers, *errors.read()])
+        if not layer.packed:  # else it came home so
+            layer.set_format(format)
+            hold(layer, grids.get(name, {}))
+        report.changed.append(Changed(name, layer.shape, Dense().label, format))
+    return QuantizeReport(method, report, [*layers, *errors])
+
+
+def round_layers(
+    model: Decoder, formats: dict[str, GridFormat], visit: torch.device | None
+) -> tuple[dict[str, Parts], list[LayerError]]:
+    """Round to nearest, block by block; returns grids and errors, no grids where the blocks came home packed."""
+    owners: dict[str, dict[str, GridFormat]] = {}  # a block, or a layer outside of them
+    for name, format in formats.items():
+        owner = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name
+        owners.setdefault(owner, {})[name] = format
+    grids: dict[str, Parts] = {}
+    errors = LayerErrors()
+    for owner, wanted in owners.items():
+        with visiting(model.get_submodule(owner), visit, model.compute_dtype, keep=True):
+            made: dict[str, Parts] = {}
+            for name, format in wanted.items():
+                layer = model.get_submodule(name)
+                assert isinstance(layer, FormatLinear)
+                choice = nearest(layer.weight, format, _table(format, layer.weight))
+                errors.add(name, format, layer.weight.float(), choice.weight, None)
+                layer.weight.copy_(choice.weight)
+                made[name] = choice.grid
+            if visit is None:
+                grids.update(made)
+            else:
+                pack_guests(model, wanted, made)
+    return grids, errors.read()
 
 
 def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:

@@ -6,7 +6,10 @@ Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.t
          shoestring run shrink/ptq model=DIR format=int2 method=blockwise calib=some.txt calib_windows=128
          shoestring run shrink/ptq model=DIR bits_budget=3 candidates=int2,int3,int4 method=awq calib=some.txt
          shoestring run shrink/ptq resume=RUN        goes on at the next block after Ctrl-C or a crash
-Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb)
+         shoestring run shrink/ptq model=DIR format=int4 calib=some.txt stream=true      model larger than the GPU
+Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb);
+         streamed, the device needs room for one block and for the embedding or the output head, and the host for
+         the model as it is stored
 Time:    SmolLM2-135M, nf3, 8 windows of 512 on one CPU core: gptq 4 minutes, clip and awq 1 to 2 and one for the
          statistics, blockwise 16; more windows cost gptq half a minute for every four. Evaluating comes on top
 Expect:  SmolLM2-135M, nf3 in groups of 64, WikiText-2: perplexity 27.0 before; 60.2 rounded (rtn), 48.7 with
@@ -22,7 +25,8 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +37,7 @@ from torch import Tensor
 from shoestring.config import option, to_json
 from shoestring.errors import Interrupted, UserError, during, in_run
 from shoestring.formats import Format, pack, parse_format, unpack
+from shoestring.formats.convert import Rule
 from shoestring.measure import (
     corpus_of_run,
     evaluate_row,
@@ -42,7 +47,7 @@ from shoestring.measure import (
     read_tokens,
     text_tokens,
 )
-from shoestring.model import load_model, save_model
+from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import Loaded
 from shoestring.recipes.shrink.rtn import finish, parse_rules
 from shoestring.report import Curves, Section, Series, Table
@@ -54,6 +59,7 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
+from shoestring.shrink.visit import fits, home_dtype
 
 # Settings that finished blocks depend on.
 DECIDING = (
@@ -114,6 +120,11 @@ class Config:
         4, "bits_budget: calibration windows that the damage is measured on", least=1
     )
     damage_units: Literal["layer", "block"] = option("layer", "bits_budget: what gets a format of its own")
+    stream: Literal["auto", "true", "false"] = option(
+        "auto",
+        "true: the model stays in the host's memory and one block at a time goes to the device; auto: where the "
+        "whole model would take more than half of the device's free memory",
+    )
     memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
@@ -131,11 +142,57 @@ class Config:
 
 
 def main(cfg: Config) -> Path:
+    check_settings(cfg)
+    rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
+    candidates, method = pick_candidates(cfg), pick_method(cfg)
+    loaded, visit = load_where_it_fits(cfg)
+    if candidates:
+        units_of(loaded.model, candidates)
+    else:
+        plan(loaded.model, rules)
+    calib_NT = calibration_windows(cfg, loaded)
+    calibration = pick_calibration(cfg, method, visit)
+    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
+
+    folder = run_folder(cfg)
+    with in_run(folder):
+        log = RunLog(folder)
+        log.save_config(
+            {"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))}
+        )
+        log.truncate_after(0)
+
+        def evaluate(label: str) -> None:
+            """Once in a run's life: a resumed one has the row already."""
+            if not any(row["model"] == label for row in log.evaluations()):
+                stream = calibration if visit is not None else None
+                sizes: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
+                log.evaluated(**evaluate_row(loaded, label, tokens, text, **sizes, stream=stream))
+
+        evaluate("before")
+        files = BlockFiles(folder / "blocks")
+        mix = None
+        with resumable(folder, files, len(loaded.model.blocks)):
+            if candidates:
+                assert calib_NT is not None
+                mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
+                rules = mix.rules
+            report = shrink_blocks(loaded.model, rules, method, calib_NT, calibration, files, log)
+        pack(loaded.model, dtype=loaded.model.compute_dtype)
+        log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
+        evaluate("after")
+        out = deliver(cfg, loaded, report, mix, calib_NT, folder)
+        plots, tables = error_plots(log, report)
+        finish("shrink/ptq", log, folder, out, plots=plots, tables=tables)
+        shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
+        (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
+    return folder
+
+
+def check_settings(cfg: Config) -> None:
+    """What can be said without a look at the model."""
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
-    rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
-    candidates = pick_candidates(cfg)
-    method = pick_method(cfg)
     check_outputs(to_json(cfg), "out", "dense_out")
     if (
         cfg.text is not None
@@ -146,83 +203,91 @@ def main(cfg: Config) -> Path:
             f"text and calib are both {cfg.text}: a perplexity measured on the calibration text flatters the "
             "result; give two texts"
         )
+
+
+def load_where_it_fits(cfg: Config) -> tuple[Loaded, torch.device | None]:
+    """The model, and the device that its blocks visit one at a time; None where it lies on the device itself."""
     device = pick_device(cfg.device)
-    loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
-    if candidates:
-        units_of(loaded.model, candidates)
-    else:
-        plan(loaded.model, rules)
-    calib_NT = calibration_windows(cfg, loaded)
-    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
+    compute = pick_dtype(cfg.dtype, device)
+    if cfg.stream == "false":
+        return load_model(cfg.model, device=device, dtype=compute), None
+    loaded = load_model(cfg.model, dtype=home_dtype(cfg.model, compute))
+    loaded.model.compute_dtype = compute
+    if cfg.stream == "auto" and fits(loaded.model, device, compute):
+        loaded.model.to(device=device, dtype=compute)
+        return loaded, None
+    return loaded, device
 
-    folder = run_folder(cfg)
-    with in_run(folder):
-        files = BlockFiles(folder / "blocks")
-        log = RunLog(folder)
-        log.save_config(
-            {"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))}
-        )
-        log.truncate_after(0)
-        options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
-        if not log.evaluations():
-            log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
-        calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill)
-        mix = None
-        if cfg.inputs != "auto":
-            calibration = replace(calibration, inputs=cfg.inputs)
-        elif not isinstance(method, Blockwise):
-            calibration = replace(calibration, inputs=usual_inputs(method))
+
+def pick_calibration(cfg: Config, method: Method | Blockwise, visit: torch.device | None) -> Calibration:
+    found = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, visit=visit)
+    if cfg.inputs != "auto":
+        return replace(found, inputs=cfg.inputs)
+    return found if isinstance(method, Blockwise) else replace(found, inputs=usual_inputs(method))
+
+
+@contextmanager
+def resumable(folder: Path, files: BlockFiles, num_blocks: int) -> Iterator[None]:
+    """Ctrl-C inside is a line that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped after {files.count()} of {num_blocks} blocks; go on with "
+            f"`shoestring run shrink/ptq resume={folder}`"
+        ) from None
+
+
+def shrink_blocks(
+    model: Decoder,
+    rules: Sequence[Rule],
+    method: Method | Blockwise,
+    calib_NT: Tensor | None,
+    calibration: Calibration,
+    files: BlockFiles,
+    log: RunLog,
+) -> QuantizeReport:
+    """Block after block by the method; finished ones are in `files`."""
+    with during(method.name), log.progress(len(model.blocks), f"{method.name} by block") as bar:
+
+        def progress(done: int, total: int, error: float) -> None:
+            log.log(done, output_error=error)
+            bar.advance(1, error=error)
+
+        if isinstance(method, Blockwise):
+            assert calib_NT is not None
+            return train_blocks(model, rules, calib_NT, method, calibration, progress=progress, files=files)
         steps: Iterable[BlockStep] = ()
-        if calib_NT is not None and not isinstance(method, Blockwise):
-            steps = walk(loaded.model, calib_NT, calibration, start=files.count())
-        try:
-            if candidates:
-                assert calib_NT is not None
-                mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
-                rules = mix.rules
-            with (
-                during(method.name),
-                log.progress(len(loaded.model.blocks), f"{method.name} by block") as bar,
-            ):
+        if calib_NT is not None:
+            steps = walk(model, calib_NT, calibration, start=files.count())
+        return quantize(model, rules, steps, method, progress=progress, files=files, visit=calibration.visit)
 
-                def progress(done: int, total: int, error: float) -> None:
-                    log.log(done, output_error=error)
-                    bar.advance(1, error=error)
 
-                if isinstance(method, Blockwise):
-                    assert calib_NT is not None
-                    report = train_blocks(
-                        loaded.model, rules, calib_NT, method, calibration, progress=progress, files=files
-                    )
-                else:
-                    report = quantize(loaded.model, rules, steps, method, progress=progress, files=files)
-        except KeyboardInterrupt:
-            raise Interrupted(
-                f"stopped after {files.count()} of {len(loaded.model.blocks)} blocks; go on with "
-                f"`shoestring run shrink/ptq resume={folder}`"
-            ) from None
-        pack(loaded.model, dtype=loaded.model.compute_dtype)
-        log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
-        if not any(row["model"] == "after" for row in log.evaluations()):
-            log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
-
-        out = Path(cfg.out) if cfg.out else folder / "model"
-        save_model(out, loaded.model, loaded.tokenizer)
-        told = {
-            **report.to_json(),
-            "calibration": cfg.calib,
-            "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
-            **({"mixed_bits": mix.to_json()} if mix is not None else {}),
-        }
-        write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
-        if cfg.dense_out is not None:
-            unpack(loaded.model)
-            save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
-        plots, tables = error_plots(log, report)
-        finish("shrink/ptq", log, folder, out, plots=plots, tables=tables)
-        shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
-        (folder / DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
-    return folder
+def deliver(
+    cfg: Config,
+    loaded: Loaded,
+    report: QuantizeReport,
+    mix: Mix | None,
+    calib_NT: Tensor | None,
+    folder: Path,
+) -> Path:
+    """Write the packed model with its errors, and the dense one where it was asked for."""
+    model = loaded.model
+    # What never left home is in the checkpoint's dtype: streamed or not, the files are the same.
+    model.to(model.compute_dtype)
+    out = Path(cfg.out) if cfg.out else folder / "model"
+    save_model(out, model, loaded.tokenizer)
+    told = {
+        **report.to_json(),
+        "calibration": cfg.calib,
+        "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
+        **({"mixed_bits": mix.to_json()} if mix is not None else {}),
+    }
+    write_atomically(out / "quantization.json", json.dumps(told, indent=1) + "\n")
+    if cfg.dense_out is not None:
+        unpack(model)
+        save_model(cfg.dense_out, model, loaded.tokenizer)
+    return out
 
 
 def run_folder(cfg: Config) -> Path:
