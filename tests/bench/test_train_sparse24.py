@@ -25,8 +25,10 @@ class NoGraph:
 
 
 def test_a_captured_layer_lives_as_long_as_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDAGraph", "Stream", "current_stream"):
+    for name in ("CUDAGraph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, NoGraph)
+    monkeypatch.setattr("shoestring.kernels.side_stream.side_stream", lambda device: NoGraph())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda thing: contextlib.nullcontext())
 

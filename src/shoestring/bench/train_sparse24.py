@@ -40,6 +40,7 @@ from shoestring.errors import as_command
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
 from shoestring.kernels import cslt, ffn24
 from shoestring.kernels.masked_decay import pull_masked_
+from shoestring.kernels.side_stream import beside
 from shoestring.kernels.transposable24 import transposable_mask
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
@@ -211,11 +212,8 @@ def there_and_back(
 
 
 def graphed(eager: Callable[[int], None], once: Callable[[], None]) -> Callable[[int], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with beside():
         eager(3)  # compiles, and reserves what it needs
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         once()

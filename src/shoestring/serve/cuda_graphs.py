@@ -39,6 +39,7 @@ from torch import Tensor
 
 from shoestring.kernels.backend import fall_back
 from shoestring.kernels.paged_attention import splits_for
+from shoestring.kernels.side_stream import beside
 from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, to_device
@@ -308,11 +309,8 @@ class CapturedStep(ABC):
         # All rows are padding while the program runs to compile its kernels: only the last tokens would change.
         self._rows_5R[2:4] = torch.tensor([[-1], [self.owner.padding]], device=self._numbers.device)
         last = self.owner.last_R.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with beside():
             self._program()
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
             with (

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.kernels.side_stream import beside
+
 # (inputs, outputs) -> graph by what decides the kernels; a dozen of them, small beside a model.
 _GRAPHS: dict[Hashable, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None] = {}
 _LIMIT = 12
@@ -44,11 +46,8 @@ def _capture(
 ) -> tuple[tuple[Tensor, ...], tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None]:
     """The result for these inputs, and the graph or None."""
     held = tuple(t.clone() for t in inputs)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with beside():
         found = tuple(t.clone() for t in run(*held))
-    torch.cuda.current_stream().wait_stream(side)
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

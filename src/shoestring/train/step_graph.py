@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.kernels.side_stream import beside
 from shoestring.train.micro import Micro
 
 TOLERANCE = 1e-2  # relative, of the gradient norm: sums in another order, in 16 bits
@@ -49,15 +50,12 @@ class Replay:
         return self.loss.clone()
 
     def _capture(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with beside():
             for _ in range(2):  # compiles, tunes and reserves
                 self._forget()
                 loss = self.passes()
             want = torch.stack([loss.float(), self._norm()])
             self._forget()
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.loss = self.passes()
