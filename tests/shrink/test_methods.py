@@ -65,6 +65,20 @@ def test_gptq_beats_rounding_on_correlated_inputs(label: str, settings: Gptq) ->
     assert output_error(w, choice.weight, h) < 0.75 * plain
 
 
+@pytest.mark.parametrize("search", ["alternate", "symmetric", "full"])
+def test_the_second_sweep_of_a_shape_sends_nothing_to_the_device(
+    search: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is captured as a CUDA graph there, and a copy from the host would spoil that."""
+    w, h = random_weight(), hessian(correlated())
+    format, state = setup("int3:g32", w)
+    settings = Gptq(clip=Clip(search=search, steps=4))  # type: ignore[arg-type]
+    first = gptq(w, h, format, state, settings)
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("made from numbers of the host"))
+    assert torch.equal(gptq(w, h, format, state, settings).weight, first.weight)
+
+
 def plain_gptq(w: Tensor, h: Tensor, format: GridFormat, state: dict[str, Tensor], group: int) -> Tensor:
     """Column by column without blocks, from the definition: fp64, H shrinks by one column at a time."""
     w = w.double()

@@ -12,7 +12,8 @@ from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise, train_blocks
-from shoestring.shrink.gptq import gptq
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.gptq import Gptq, gptq
 from shoestring.shrink.sparsegpt import sparsegpt
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import Distill
@@ -87,14 +88,15 @@ def test_captured_block_wise_training_is_the_plain_one(monkeypatch: pytest.Monke
 @needs_gpu
 @pytest.mark.filterwarnings("error:column sweeps run without")
 @pytest.mark.parametrize("label", ["int3:g32", "nf3:s2:g32"])
-def test_captured_sweeps_are_those_of_every_layer(label: str) -> None:
+@pytest.mark.parametrize("settings", [Gptq(), Gptq(clip=Clip())], ids=["gptq", "gptq+clip"])
+def test_captured_sweeps_are_those_of_every_layer(label: str, settings: Gptq) -> None:
     format = parse_format(label)
     for seed in range(3):
         gen = torch.Generator().manual_seed(seed)
         w, x = torch.randn(48, 64, generator=gen), torch.randn(200, 64, generator=gen)
         h = (x.T @ x / 200).cuda()
         state = {n: aux.tensor.cuda() for n, aux in format.state(w).items()}
-        found = gptq(w.cuda(), h, format, state).weight.cpu()  # type: ignore[arg-type]
-        wanted = gptq(w, h.cpu(), format, {n: t.cpu() for n, t in state.items()}).weight  # type: ignore[arg-type]
+        found = gptq(w.cuda(), h, format, state, settings).weight.cpu()  # type: ignore[arg-type]
+        wanted = gptq(w, h.cpu(), format, {n: t.cpu() for n, t in state.items()}, settings).weight  # type: ignore[arg-type]
         assert (found - wanted).square().mean() < 0.02 * (wanted - w).square().mean()
         torch.testing.assert_close(sparsegpt(w.cuda(), h).cpu(), sparsegpt(w, h.cpu()), rtol=1e-3, atol=1e-3)

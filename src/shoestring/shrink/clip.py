@@ -19,8 +19,8 @@ says little about the attention scores). `skip=()` changes this.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -121,6 +121,12 @@ def _row_ranges(
     return low, high
 
 
+@cache
+def factors(settings: Clip, device: torch.device) -> Tensor:
+    """What ranges are shrunk by, [1, trials, 1, 1]. Made once: nothing may be sent to a GPU during a capture."""
+    return torch.tensor(shrinks(settings), device=device).view(1, -1, 1, 1)
+
+
 def search_ranges(
     w_g: Tensor,
     blocks: Tensor,
@@ -139,7 +145,7 @@ def search_ranges(
     if format.symmetric:  # moving one end alone would move nothing
         high = torch.maximum(-low, high)
         low = -high
-    factor = torch.tensor(shrinks(settings), device=w_g.device).view(1, -1, 1, 1)
+    factor = factors(settings, w_g.device)
     lows, highs = low.unsqueeze(1) * factor, high.unsqueeze(1) * factor  # [groups, trials, rows, 1]
 
     def best(lows: Tensor, highs: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,8 +159,7 @@ def search_ranges(
     if settings.search == "symmetric" or format.symmetric:
         return best(lows, highs)
     if settings.search == "full":
-        pairs = list(itertools.product(range(settings.steps), repeat=2))
-        return best(lows[:, [i for i, _ in pairs]], highs[:, [j for _, j in pairs]])
+        return best(lows.repeat_interleave(settings.steps, dim=1), highs.repeat(1, settings.steps, 1, 1))
     _, high = best(low.unsqueeze(1).expand_as(lows), highs)
     # The first of `lows` is unclipped, so this round starts from what the first one found.
     return best(lows, high.unsqueeze(1).expand_as(lows))
