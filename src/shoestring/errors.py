@@ -127,6 +127,8 @@ def _remedy(which: str, config: object) -> str:
     ways = [less, "stop other programs that use it"]
     if getattr(config, "recompute", None) is False:
         ways.append("give recompute=true")
+    if which == "GPU" and getattr(config, "stream", "true") != "true":
+        ways.append("give stream=true")  # one block at a time on the GPU
     if which == "GPU" and (config is None or hasattr(config, "device")):
         ways.append("use --device cpu" if config is None else "give device=cpu")
     return ", or ".join(ways)

@@ -13,7 +13,7 @@ import torch
 
 from shoestring.cli import run_cli
 from shoestring.errors import UserError, as_command, during, memory_line, out_of_memory
-from shoestring.recipes.shrink import drafter, prune24
+from shoestring.recipes.shrink import drafter, prune24, ptq
 from shoestring.recipes.train import sparse24_sste
 from shoestring.runlog import read_jsonl
 from shoestring.shrink import blockwise, qat, quantize, resume
@@ -125,6 +125,16 @@ def test_it_is_seen_behind_what_a_compiler_or_a_graph_makes_of_it() -> None:
     with pytest.raises(RuntimeError) as caught:
         hidden()
     assert out_of_memory(caught.value) is None
+
+
+@pytest.mark.parametrize(("stream", "error", "advised"), [
+    ("auto", torch.OutOfMemoryError(GPU), True),
+    ("false", torch.OutOfMemoryError(GPU), True),
+    ("true", torch.OutOfMemoryError(GPU), False),
+    ("auto", MemoryError(), False),
+])  # fmt: skip
+def test_a_gpu_that_is_too_small_is_told_of_streaming(stream: Any, error: Exception, advised: bool) -> None:
+    assert ("give stream=true" in str(memory_line(error, ptq.Config(stream=stream)))) == advised
 
 
 def test_verbs_and_benches_say_it_in_one_line(
