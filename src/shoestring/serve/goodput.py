@@ -26,14 +26,15 @@ them meanwhile, for the host is busy. Who joins ends it (`joined`), since texts 
 changes their number, which does, too.
 
 The model may be wrong, so nothing is done on credit. There is one `purse`: five plain steps at the start, and
-`explore` (1%) of all time that passes, up to what the next try is expected to cost. And every size keeps what drafts
+`explore` (1%) of all time that passes, up to what the next try is expected to cost, and a tenth of what drafts win, up
+to FULL plain steps: a load that changes is tried at once where drafts have won before. And every size keeps what drafts
 won there: a step with drafts adds what it saved against a plain one, or takes what it lost from that and then from the
 purse, in full, whatever the cause. Drafts are only made where the purse and half of what was won (the `balance`) could
 pay for a step that gains nothing. So all losses together are at most
 
     five plain steps + 1% of the time + one step of each size and one probe (those that emptied what there was),
 
-however wrong the model is (tests/serve/test_goodput.py); plain steps must be known for that.
+beyond what drafts won, however wrong the model is (tests/serve/test_goodput.py); plain steps must be known for that.
 
 What is not tried is not learned: at g = 0 the averages would stand still for ever. So now and then the longest draft is
 tried again (a probe), out of the purse: in a pause for few of the requests, in turn, since they have texts to be read,
@@ -59,6 +60,7 @@ STEPS = 9  # whose median counts
 START = 5  # plain steps in the purse
 SHARE = 0.5  # of what was won at a size, that may be risked there
 MOST = 128  # plain steps that count as won
+TITHE, FULL = 0.1, 32  # of what is won, for tries at other sizes, until the purse has so many plain steps
 FIRST_EXTRA = 0.125  # X of one draft for one request, in plain steps, before any was seen
 FIRST_READ = 0.5  # the same of one text that is read
 LONGER = 2  # times as long as usual a text may be
@@ -350,10 +352,13 @@ class Goodput:
             self._see_plain(num, seconds, ahead)
             account.owed, account.num_drafted = max(0, account.owed - 1), 0
         else:
-            paid = self._book(account, num, plain, spent, num_new)
+            saved = num_new * plain / num - spent  # against a plain step
+            paid = self._book(account, num, plain, spent, num_new, saved)
             if paid and self.probing and self._best_rate <= num / plain:
                 purse = min(purse, self._due)  # the next one in a pause is saved for anew
             purse -= paid
+            if saved > 0:
+                purse = max(purse, min(purse + TITHE * saved, FULL * plain))
             if not self._partial:
                 self._see_drafted(num, drafts, rows, spent)
         if purse < self._due:
@@ -375,7 +380,9 @@ class Goodput:
             read = max(0.0, spent - self.seconds(num, drafts))
             self.reads.note(key[:1], read / _root(key[:1]), FIRST_READ * plain)
 
-    def _book(self, account: Account, num: int, plain: float, spent: float, num_new: int) -> float:
+    def _book(
+        self, account: Account, num: int, plain: float, spent: float, num_new: int, saved: float
+    ) -> float:
         """Note what a step with drafts won; what the purse is to pay."""
         lost = spent - num_new / self._best_rate
         if self.probing:
@@ -388,7 +395,7 @@ class Goodput:
         account.num_drafted += 1
         if account.num_drafted >= AGAIN and self._best_rate < CLOSE * num / plain:
             account.owed, account.num_drafted = PLAIN_STEPS, 0
-        return account.book(num_new * plain / num - spent, plain)
+        return account.book(saved, plain)
 
 
 def _bracket(rows: float) -> int:
