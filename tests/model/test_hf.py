@@ -221,6 +221,8 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"rms_norm_eps": "small"}, ["rms_norm_eps"]),
         ("llama", {"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
         ("llama", {"num_key_value_heads": 3}, ["num_kv_heads=3"]),
+        ("llama", {"vocab_size": 1 << 40}, ["vocab_size=1099511627776", "1 to 67,108,864"]),
+        ("llama", {"num_hidden_layers": 20_000}, ["num_layers=20000", "1 to 10,000"]),
         ("llama", {"head_dim": 7}, ["head_dim=7"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),

@@ -11,6 +11,18 @@ from typing import Literal
 
 from shoestring.errors import UserError
 
+SIZES = [
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "d_ff",
+    "max_positions",
+]
+MOST_SIZE, MOST_LAYERS = 1 << 26, 10_000  # more is a damaged file: its matrices could not even be described
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -51,6 +63,12 @@ class ModelSpec:
     extra_eos_ids: tuple[int, ...] = ()  # further tokens that end a text (Llama 3's end of turn)
 
     def __post_init__(self) -> None:
+        for name in SIZES:
+            size, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST_SIZE
+            if not isinstance(size, int) or not 1 <= size <= most:
+                raise UserError(
+                    f"{name}={size!r} is not a model's: allowed are 1 to {most:,}; check the config or the header"
+                )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
