@@ -30,9 +30,14 @@ def test_table_shows_the_peers_that_were_measured(monkeypatch: pytest.MonkeyPatc
     ours = {"baseline_value": 100.0, "ratio": 0.8, "quality": {"bits_per_weight": 16.0}}
     lines = [line("shoestring", 80.0, 1, **ours), line("shoestring", 70.0, 64, **ours)]
     lines.append(line("transformers, eager", 30.0, 1))
+    again = line("transformers, eager", 40.0, 1, commit="older")
+    again["config"] = {**again["config"], "tokens": 9}  # type: ignore[dict-item]
+    lines.insert(2, again)  # an older run, that wrote another number of tokens
     monkeypatch.setattr(decode, "newest", lambda bench: lines)
+    monkeypatch.setattr(decode, "recorded", lambda bench: lines)
     header, _, one, many = decode.table().splitlines()[:4]
     assert "HF eager" in header and "HF static" not in header
+    assert "older" not in decode.table(), "it says where the numbers come from that are shown"
     assert one.endswith("| 80 | 100 | 80% | 30 |") and many.endswith("| 70 | 100 | 80% |  |")
 
 

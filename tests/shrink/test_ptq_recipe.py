@@ -211,13 +211,23 @@ def test_auto_streams_what_would_fill_the_device(
         visits.append(options["visit"])
         return quantize(*args, **options)
 
+    loads: list[Any] = []
+
+    def loading(path: str, **options: Any) -> Any:
+        loads.append(options)
+        return load_model(path, **options)
+
     monkeypatch.setattr("shoestring.recipes.shrink.ptq.quantize", spy)
+    monkeypatch.setattr("shoestring.recipes.shrink.ptq.load_model", loading)
     argv = ["model=half", "method=rtn", "format=nf3:g32"]
     cli(*argv, "run=roomy")
     monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 1000)
     cli(*argv, "run=crowded")
     cli(*argv, "run=told", "stream=false")
     assert visits == [None, torch.device("cpu"), None]
+    # What fits goes to the device at once; the other stays at home, as it is stored.
+    there = {"device": torch.device("cpu"), "dtype": torch.float32}
+    assert loads == [there, {"dtype": torch.bfloat16}, there]
     assert artefacts(here / "roomy") == artefacts(here / "crowded") == artefacts(here / "told")
     assert "auto" in cli(*argv, "stream=yes", fails=True)
 

@@ -25,7 +25,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,9 +230,10 @@ class _Trials:
         self.batches = [
             slice(i, i + self.calibration.batch) for i in range(0, num_windows, self.calibration.batch)
         ]
+        third = replace(self.calibration, memory_gb=self.calibration.memory_gb / 3)  # there are three stores
         with ExitStack() as stack:
             self.store, self.final, work = (
-                activation_store(shape, model.compute_dtype, self.device, self.calibration, stack)
+                activation_store(shape, model.compute_dtype, self.device, third, stack)
                 for shape in (one, one, (num_windows * self.together, *one[1:]))
             )
             self.work = work.split(num_windows)

@@ -48,7 +48,7 @@ from shoestring.measure import (
     text_tokens,
 )
 from shoestring.model import Decoder, load_model, save_model
-from shoestring.model.folder import Loaded
+from shoestring.model.folder import Loaded, read_spec
 from shoestring.recipes.shrink.rtn import finish, parse_rules
 from shoestring.report import Curves, Section, Series, Table
 from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
@@ -211,11 +211,17 @@ def load_where_it_fits(cfg: Config) -> tuple[Loaded, torch.device | None]:
     compute = pick_dtype(cfg.dtype, device)
     if cfg.stream == "false":
         return load_model(cfg.model, device=device, dtype=compute), None
+    if Path(cfg.model).suffix == ".gguf":  # comes into the host's memory whole, wherever it goes then
+        loaded = load_model(cfg.model, dtype=compute)
+        if cfg.stream == "true" or not fits(loaded.spec.num_params(), device, compute):
+            return loaded, device
+        loaded.model.to(device)
+        return loaded, None
+    # Decided before a weight is read: what fits on the device never takes the host's memory.
+    if cfg.stream == "auto" and fits(read_spec(cfg.model)[0].num_params(), device, compute):
+        return load_model(cfg.model, device=device, dtype=compute), None
     loaded = load_model(cfg.model, dtype=home_dtype(cfg.model, compute))
     loaded.model.compute_dtype = compute
-    if cfg.stream == "auto" and fits(loaded.model, device, compute):
-        loaded.model.to(device=device, dtype=compute)
-        return loaded, None
     return loaded, device
 
 
