@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from shoestring import measure
 from shoestring.cli import run_cli
-from shoestring.errors import Interrupted
+from shoestring.errors import Interrupted, UserError
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
@@ -230,6 +232,41 @@ def test_generate_streams_the_engines_text(
     drafted = cli("generate", model_folder, "the quick", *options, "--drafter", model_folder, "--stats").out
     assert drafted.startswith(f"the quick{expected}\n")  # guessing ahead never changes the text
     assert "drafted tokens accepted" in drafted
+    nothing = cli(
+        "generate", model_folder, "the quick", "--max-tokens", 1, "--drafter", "ngram", "--stats"
+    ).out
+    assert "[nothing was drafted: " in nothing
+
+
+def test_a_run_that_has_no_validation_text_needs_none(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows a short training can be done; who asks for such a corpus is told what else there is."""
+    monkeypatch.setattr(measure, "corpus_of_run", lambda path: ("texts", None))
+    monkeypatch.setattr(measure, "validation_split", lambda *_: torch.zeros(1, dtype=torch.int64))
+    loaded = load_model(model_folder)
+    assert measure.text_tokens(loaded, str(model_folder)) == (None, "")
+    with pytest.raises(UserError, match="no document in its validation split.*text=FILE.*--text FILE"):
+        measure.text_tokens(loaded, str(model_folder), data="texts")
+
+
+def test_an_empty_path_is_called_that(cli: Cli, model_folder: Path) -> None:
+    for argv in (["generate", "", "x"], ["generate", model_folder, "x", "--drafter", ""]):
+        assert_one_line_error(cli(*argv), "the path of a model is empty")
+
+
+def test_a_recipe_that_is_terminated_is_interrupted(cli: Cli, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "import os, signal\nfrom dataclasses import dataclass\nfrom shoestring.errors import Interrupted\n\n\n"
+        "@dataclass(frozen=True)\nclass Config:\n    steps: int = 1\n\n\ndef main(config):\n    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n        signal.pause()\n"
+        "    except KeyboardInterrupt:\n        raise Interrupted('saved, go on with resume=') from None\n"
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    result = cli("run", recipe)
+    assert (result.code, result.err) == (2, "saved, go on with resume=\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_chat_reads_lines_from_a_pipe(

@@ -20,7 +20,7 @@ import typer
 
 from shoestring import __version__
 from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error
-from shoestring.terminal import find_skips, lead, open_engine, read_prompt, stream_text, user_lines
+from shoestring.terminal import find_skips, lead, open_engine, read_prompt, stoppable, stream_text, user_lines
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
@@ -395,7 +395,7 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
         if _rank() > 0:  # every rank reads the same command; one of them answers
             raise typer.Exit(2) from None
         raise
-    with memory_as_user_error(config):
+    with memory_as_user_error(config), stoppable():
         recipe.main(config)
 
 

@@ -184,12 +184,14 @@ def text_tokens(
         raise UserError("both a text and a corpus (data) are given; give one of them")
     if text is not None:
         return read_tokens(Path(text), need_tokenizer(loaded)), Path(text).name
-    max_mb = None
-    if data is None:
-        data, max_mb = corpus_of_run(Path(given))
+    if data is not None:
+        return validation_tokens(data, need_tokenizer(loaded)), f"{data} (validation)"
+    data, max_mb = corpus_of_run(Path(given))
     if data is None:
         return None, ""
-    return validation_tokens(data, need_tokenizer(loaded), max_mb), f"{data} (validation)"
+    val = validation_split(data, need_tokenizer(loaded), max_mb)
+    # A run of a text so short that none of it was left for validation: nobody asked for it here.
+    return (None, "") if len(val) < 2 else (val, f"{data} (validation)")
 
 
 def need_tokenizer(loaded: Loaded) -> Tokenizer:
@@ -212,16 +214,23 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
 
 
 def validation_tokens(data: str, tokenizer: Tokenizer, max_mb: float | None = None) -> Tensor:
-    """The validation split of a corpus, tokenised once and cached."""
+    """The validation split of a corpus that was asked for."""
+    val = validation_split(data, tokenizer, max_mb)
+    if len(val) < 2:
+        raise UserError(
+            f"data={data} has no document in its validation split; give more text, or a text file (text=FILE for a "
+            "recipe, --text FILE for a command)"
+        )
+    return val
+
+
+def validation_split(data: str, tokenizer: Tokenizer, max_mb: float | None = None) -> Tensor:
+    """The validation split of a corpus, tokenised once and cached; it may be empty."""
     from shoestring.train.shards import prepare
 
     max_bytes = None if max_mb is None else int(max_mb * 1e6)
-    val = prepare(data, tokenizer=tokenizer, max_bytes=max_bytes, progress=RunLog(None).progress).val
-    if len(val) < 2:
-        raise UserError(
-            f"data={data} has no document in its validation split; give more text, or a text file"
-        )
-    return val.head()
+    corpus = prepare(data, tokenizer=tokenizer, max_bytes=max_bytes, progress=RunLog(None).progress)
+    return corpus.val.head()
 
 
 def is_run(path: Path) -> bool:

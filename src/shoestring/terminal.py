@@ -5,8 +5,11 @@ Imports what it needs when it needs it, as the command line does, so that --help
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +112,8 @@ def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bo
         if s.num_drafted:
             share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
             print(f"[{share}, {s.num_steps} steps, {s.num_new_tokens / s.num_steps:.2f} tokens per step]")
+        elif engine.drafter is not None:
+            print("[nothing was drafted: there was no guess, or guessing ahead did not pay]")
     return "".join(pieces)
 
 
@@ -144,3 +149,20 @@ def user_lines() -> Any:
             if not interactive:
                 print(f"> {line}")
             yield line
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM inside is what Ctrl-C is: whoever can save and say how to go on does so."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -51,7 +51,7 @@ def test_calibration_that_is_empty_short_or_not_text(fails: Callable[..., str], 
         assert "give a longer text" in fails("shrink/ptq", *SMALL), text
     (own_home / "calib.txt").write_bytes(b"\xff\xfe\x00bad")
     assert "calib.txt" in fails("shrink/ptq", *SMALL)
-    assert "nowhere.txt" in fails("shrink/ptq", "model=model", "calib=nowhere.txt")
+    assert "calib=nowhere.txt does not exist" in fails("shrink/ptq", "model=model", "calib=nowhere.txt")
 
 
 def test_a_group_that_does_not_divide_names_those_that_do(fails: Callable[..., str]) -> None:
@@ -80,6 +80,17 @@ DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
         ("shrink/ptq", [*SMALL, "bits_budget=3", "candidates="], "candidates= is empty"),
         ("shrink/ptq", [*SMALL, "bits_budget=3", "damage_windows=0"], "damage_windows=0"),
         ("shrink/ptq", [*SMALL, "bits_budget=nan"], "bits_budget='nan'"),
+        (
+            "shrink/ptq",
+            [*SMALL, "bits_budget=1", "candidates=int2:g32,int4:g32"],
+            "the smallest candidates need",
+        ),
+        (
+            "shrink/lowbit_best",
+            [*TRAINED, "bits_budget=1", "candidates=int2:g32"],
+            "the smallest candidates need",
+        ),
+        ("shrink/ptq", [*SMALL, "spill=nowhere/at/all"], "spill=nowhere/at/all is no folder"),
         ("shrink/lowbit_best", [*LOWBIT, "bits_budget=3", "candidates=,"], "candidates= is empty"),
         (
             "shrink/lowbit_best",

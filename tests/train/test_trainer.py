@@ -164,9 +164,12 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
 
     run = new_run(tmp_path / "run")
+    run.log.save_config({"recipe": "train/dense", "config": {}})
     before = signal.getsignal(signal.SIGINT)
     checkpointer = Checkpointer(tmp_path / "run/checkpoints", every=100)
-    with pytest.raises(Interrupted, match=r"step 5 of 20 and saved.*resume=.*run"):
+    with pytest.raises(
+        Interrupted, match=r"step 5 of 20 and saved.*`shoestring run train/dense resume=.*run`"
+    ):
         fit(run, 20, hooks=[PressCtrlC()], checkpointer=checkpointer)
     assert signal.getsignal(signal.SIGINT) is before
     again = new_run(tmp_path / "run")

@@ -218,6 +218,10 @@ class _FolderSource:
 
 
 def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
+    if not str(path):
+        raise UserError(
+            "the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file"
+        )
     path = Path(path).expanduser()
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():

@@ -69,7 +69,7 @@ class Config:
     d_model: int = option(192, "width of the small model", least=1)
     pretrained: bool = option(True, "also quantize and chat with SmolLM2-135M-Instruct")
     eval_tokens: int = option(4096, "tokens per perplexity", least=1)
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     run: str | None = option(None, "folder for this run; none makes runs/demo-DATE")
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -352,17 +353,29 @@ def _append(file: Path | None, trial: str, damage: float, tokens_NT: Tensor, mea
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
-def choose_formats(units: Sequence[Unit], budget: float) -> Mix:
-    """The least summed damage within `budget` bits per weight over all units, metadata included."""
-    if not units or any(not u.options for u in units):
-        raise UserError("mixed bits need layers and candidate formats: there are none")
+def check_candidates(model: Decoder, candidates: Sequence[Format], budget: float) -> None:
+    """Every mistake in candidates and budget, before anything is measured."""
+    nothing: dict[str, float] = defaultdict(float)
+    grouped = units_of(model, candidates)
+    check_budget([_unit(model, n, members, candidates, nothing) for n, members in grouped.items()], budget)
+
+
+def check_budget(units: Sequence[Unit], budget: float) -> None:
     weights = sum(u.num_weights for u in units)
-    least = sum(min(o.bits for o in u.options) for u in units) / weights
+    least = sum(min(o.bits for o in u.options) for u in units) / max(1, weights)
     if least > budget * (1 + 1e-9):
         raise UserError(
             f"a budget of {budget} bits per weight is too small: the smallest candidates need {least:.3f}; give "
             "more bits, a larger group, or a candidate with fewer bits"
         )
+
+
+def choose_formats(units: Sequence[Unit], budget: float) -> Mix:
+    """The least summed damage within `budget` bits per weight over all units, metadata included."""
+    if not units or any(not u.options for u in units):
+        raise UserError("mixed bits need layers and candidate formats: there are none")
+    weights = sum(u.num_weights for u in units)
+    check_budget(units, budget)
     bits = [[o.bits for o in u.options] for u in units]
     damage = [[o.damage for o in u.options] for u in units]
     picks, exact = knapsack(bits, damage, budget * weights)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoestring.errors import Interrupted, UserError
 from shoestring.mesh import Mesh
-from shoestring.runlog import RunLog
+from shoestring.runlog import RunLog, read_config
 from shoestring.state.checkpoint import latest
 from shoestring.train.gradient_watch import GradientWatch
 from shoestring.train.hooks import Hook
@@ -230,8 +230,10 @@ def _stop(run: Run, parts: dict[str, Any], checkpointer: StepCheckpointer | None
             f"stopped at step {run.step} of {steps}; nothing was saved because no checkpointer was given"
         )
     checkpointer.save(run, parts)
+    folder = run.log.folder
+    recipe = read_config(folder).get("recipe", "RECIPE") if folder is not None else "RECIPE"
     raise Interrupted(
-        f"stopped at step {run.step} of {steps} and saved; run the same recipe with resume={run.log.folder} to continue"
+        f"stopped at step {run.step} of {steps} and saved; go on with `shoestring run {recipe} resume={folder}`"
     )
 
 

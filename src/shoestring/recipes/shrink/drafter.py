@@ -109,7 +109,7 @@ class Config:
     num_drafts: int = option(4, "guesses per step when acceptance is measured", least=1)
     eval_tokens: int = option(64, "tokens written after each of them", least=1)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     save_every: int = option(200, "steps between checkpoints; 0: only at the end and on Ctrl-C", least=0)
     eval_every: int = option(100, "steps between looks at the validation split; 0 is off", least=0)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-drafter-DATE")

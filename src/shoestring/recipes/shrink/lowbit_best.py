@@ -71,7 +71,7 @@ from shoestring.runlog import RunLog, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, windows
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
+from shoestring.shrink.mixed_bits import Mix, check_candidates, choose_formats, measure_damage, units_of
 from shoestring.shrink.qat import (
     FallingRates,
     Rates,
@@ -198,7 +198,8 @@ def check_grids(cfg: Config) -> None:
 def check_model(cfg: Config, rules: list[Rule], model: Decoder) -> None:
     """Whether its weights can get these formats, or with a budget each of the candidates."""
     plan(model, rules)
-    units_of(model, pick_candidates(cfg))
+    if cfg.bits_budget is not None:
+        check_candidates(model, pick_candidates(cfg), cfg.bits_budget)
 
 
 def trained_rules(cfg: Config, rules: list[Rule]) -> list[Rule]:

@@ -81,7 +81,7 @@ class Settings:
     eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2)
     eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(False, "keep one activation per block: less memory, more time")
     compile: Literal["off", "blocks"] = option("off", "torch.compile each block")
     mesh: MeshConfig = option(MeshConfig(), "how processes share the training")

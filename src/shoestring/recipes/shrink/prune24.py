@@ -157,7 +157,7 @@ class Config:
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "compute precision, masters are fp32; auto: bf16 on GPU"
     )
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(
         False, "keep one activation per block, recompute the rest: less memory, more time"
     )

@@ -56,7 +56,7 @@ from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.mixed_bits import Mix, choose_formats, measure_damage, units_of
+from shoestring.shrink.mixed_bits import Mix, check_candidates, choose_formats, measure_damage, units_of
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.visit import fits, home_dtype
@@ -75,7 +75,9 @@ MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 @dataclass(frozen=True)
 class Config:
     model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
-    format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g128 :s1")
+    format: str = option(
+        "nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1"
+    )
     rules: str | None = option(
         None, "instead of format: glob=format;glob=format, the first that matches wins"
     )
@@ -136,7 +138,7 @@ class Config:
     context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
     resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
 
@@ -147,7 +149,8 @@ def main(cfg: Config) -> Path:
     candidates, method = pick_candidates(cfg), pick_method(cfg)
     loaded, visit = load_where_it_fits(cfg)
     if candidates:
-        units_of(loaded.model, candidates)
+        assert cfg.bits_budget is not None
+        check_candidates(loaded.model, candidates, cfg.bits_budget)
     else:
         plan(loaded.model, rules)
     calib_NT = calibration_windows(cfg, loaded)
@@ -194,6 +197,8 @@ def check_settings(cfg: Config) -> None:
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     check_outputs(to_json(cfg), "out", "dense_out")
+    if cfg.spill is not None and not Path(cfg.spill).is_dir():
+        raise UserError(f"spill={cfg.spill} is no folder; give one that is there, with room for activations")
     if (
         cfg.text is not None
         and cfg.calib is not None
@@ -377,6 +382,8 @@ def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor | None:
         )
     tokenizer = need_tokenizer(loaded)
     path = Path(source)
+    if cfg.calib is not None and path.suffix in (".txt", ".md") and "://" not in source and not path.exists():
+        raise UserError(f"calib={source} does not exist; give a text file or a corpus that is there")
     if path.is_file() and path.suffix in (".txt", ".md", ""):
         tokens = read_tokens(path, tokenizer)
     else:

@@ -59,7 +59,7 @@ class Config:
     )
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-skip_set-DATE")
 
 
