@@ -246,7 +246,7 @@ def test_a_run_that_has_no_validation_text_needs_none(
     monkeypatch.setattr(measure, "validation_split", lambda *_: torch.zeros(1, dtype=torch.int64))
     loaded = load_model(model_folder)
     assert measure.text_tokens(loaded, str(model_folder)) == (None, "")
-    with pytest.raises(UserError, match="no document in its validation split.*text=FILE.*--text FILE"):
+    with pytest.raises(UserError, match=r"no document in its validation split.*text=FILE.*--text FILE"):
         measure.text_tokens(loaded, str(model_folder), data="texts")
 
 

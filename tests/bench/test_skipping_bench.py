@@ -22,11 +22,17 @@ from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve.skipping import NUM_WATCHED, AdaSkip
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n" * 40
+OPTIONS = (
+    "--windows 2 --window 32 --rows 32 --lookahead 2 --tokens 64 --items 2 --new 6 --context-sets 32 64 "
+    "--prompts 2 --continuation 24 --repeats 1"
+)
 
 
-def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A tiny model, texts, and where sets go, as options; contexts are small, results go beside them."""
     tokenizer = Tokenizer.train([TEXT], 300)
-    model = Decoder(ModelSpec(tokenizer.vocab_size, 32, 6, 4, 2, 8, 64, 128, eos_id=tokenizer.eos_id))
+    model = Decoder(ModelSpec(tokenizer.vocab_size, 32, 5, 4, 2, 8, 64, 128, eos_id=tokenizer.eos_id))
     init_weights(model, 0)
     save_model(tmp_path / "model", model, tokenizer)
     for name in ("valid", "test"):
@@ -35,16 +41,17 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
         path.write_text(TEXT)
     (tmp_path / "eval").mkdir()
     item = {"context": "pack my box with five dozen liquor", "continuation": " jugs"}
-    (tmp_path / "eval/lambada_openai.jsonl").write_text((json.dumps(item) + "\n") * 4)
+    (tmp_path / "eval/lambada_openai.jsonl").write_text((json.dumps(item) + "\n") * 2)
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("SHOESTRING_COMMIT", "none")  # git need not be asked for each of the many lines
     monkeypatch.setattr(skipping, "CONTEXTS", (32, 64))
-    monkeypatch.setattr(skipping, "measure_speed", lambda args: None)
-    options = (
-        "--windows 2 --window 32 --rows 32 --lookahead 2 --tokens 64 --items 2 --new 6 --context-sets 32 64 "
-        "--prompts 2 --continuation 24 --repeats 3"
-    )
-    paths = ["--model", str(tmp_path / "model"), "--assets", str(tmp_path), "--sets", str(tmp_path / "sets")]
-    argv = ["x", "sets", "quality", "draft-set", "drafts", "online", *paths, *options.split()]
+    return ["--model", str(tmp_path / "model"), "--assets", str(tmp_path), "--sets", str(tmp_path / "sets")]
+
+
+def test_every_part_runs_and_its_table_is_whole(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["x", "sets", "quality", "draft-set", "drafts", "online", *paths, *OPTIONS.split()]
     monkeypatch.setattr(sys, "argv", argv)
     skipping.main()
     lines = [n for n in results.newest("skipping") if n["metric"] == "decode_speedup"]
@@ -52,24 +59,26 @@ def test_every_part_runs_and_its_table_is_whole(tmp_path: Path, monkeypatch: pyt
     assert {n["case"] for n in lines} == {"whole model", *skipping_sets.METHODS}
     assert all(n["quality"]["perplexity"] > 1 for n in lines)
     assert skipping.table().count("\n| CPU |") == 18
-    assert "| lossless |" in skipping.drafts() and "12 of 12" in skipping.drafts()
+    assert "| lossless |" in skipping.drafts() and "6 of 6" in skipping.drafts()
     assert skipping.costs().count("attention") == 2
     check_online(tmp_path / "sets")
     before = len((tmp_path / "results/skipping.jsonl").read_text().splitlines())
     monkeypatch.setattr(sys, "argv", ["x", "quality", *argv[6:]])
     skipping.main()  # goes on where it was stopped: nothing is left
     assert len((tmp_path / "results/skipping.jsonl").read_text().splitlines()) == before
-    # The same apart: sets by given costs, quality without a clock, decode steps later.
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "apart")
+
+
+def test_sets_by_given_costs_quality_without_a_clock_and_decode_steps_later(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = ["--window", "0", "--costs", "32:1000:50:40", "64:1000:60:40", "--no-speed", "--items", "0"]
-    paths[-1] = str(tmp_path / "sets2")
-    monkeypatch.setattr(sys, "argv", ["x", "sets", "quality", *paths, *options.split(), *given])
+    monkeypatch.setattr(sys, "argv", ["x", "sets", "quality", *paths, *OPTIONS.split(), *given])
     skipping.main()
     assert {n["metric"] for n in results.newest("skipping")} == {"perplexity"}
     assert skipping_sets.read_costs(6, "64:1000:60:40").speedup(
         skipping_sets.early_exit(6, 2)
     ) == pytest.approx(1 / 0.9)
-    monkeypatch.setattr(sys, "argv", ["x", "times", *paths, "--repeats", "3", "--context-sets", "32", "64"])
+    monkeypatch.setattr(sys, "argv", ["x", "times", *paths, "--repeats", "1", "--context-sets", "32", "64"])
     skipping.main()
     assert skipping.table().count("\n| CPU |") == 18
 
@@ -167,6 +176,12 @@ def test_a_continuation_that_cannot_be_measured_is_refused(
     argv = f"x online --sets {tmp_path} --context-sets 32 64 --continuation {continuation}"
     monkeypatch.setattr(sys, "argv", argv.split())
     with pytest.raises(UserError, match=f"--continuation {continuation}: give more than {NUM_WATCHED + 1}"):
+        skipping.main()
+
+
+def test_no_context_at_all_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", f"x online --sets {tmp_path} --context-sets".split())
+    with pytest.raises(UserError, match="--context-sets names no length: give some"):
         skipping.main()
 
 

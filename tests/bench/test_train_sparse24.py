@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from shoestring.bench import results, train_sparse24
+from shoestring.errors import UserError
 
 
 class NoGraph:
@@ -69,6 +71,55 @@ def test_products_are_chosen_before_anything_else_runs(monkeypatch: pytest.Monke
     assert first[3:8] == ["--what", "tune", "--widths", "5120", "768"]
     assert {"FST", "S-STE", *train_sparse24.SMALL} <= set(first[8:])
     assert [(c[4], c[6]) for c in rows] == [("step", "5120"), ("block", "5120"), ("step", "768")]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "--what tune ffn parts",
+            "--what tune ffn parts: tune measures nothing; give it alone, or the others",
+        ),
+        (
+            "--at-once 60 --what parts --widths 768",
+            "has no row of --what parts --widths 768; its rows are step 4096, ",
+        ),
+        (
+            "--at-once 60 --what tune",
+            "--at-once has no row of --what tune --widths 768 1280 2048 4096 5120; its rows",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_a_usage_error(
+    given: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sys.argv", ["bench", *given.split()])
+    with pytest.raises(SystemExit) as stopped:
+        train_sparse24.main()
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            subprocess.CalledProcessError(3, "tune"),
+            "failed with exit code 3.*--what tune --widths 4096 runs it alone",
+        ),
+        (subprocess.TimeoutExpired("tune", 60), "after the 60 seconds of --at-once: give more seconds"),
+    ],
+)
+def test_products_that_cannot_be_chosen_are_one_line(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(train_sparse24.subprocess, "run", fail)
+    with pytest.raises(UserError, match=said) as raised:
+        train_sparse24.at_once([row for row in train_sparse24.AT_ONCE if row[1] == 4096], 60.0, 5)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_table_shows_ratios_by_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

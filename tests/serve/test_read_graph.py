@@ -298,6 +298,7 @@ def test_reading_steps_are_captured_on_the_gpu(format: str, launched: list[str])
         launched.clear()
         for _ in range(2):  # the second time behind prefixes that are there
             assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
+    # With these prompts 19 of such steps were seen on a GPU; far fewer would mean that most prompts go the other way.
     assert launched.count("read") > 15 and "_run_fused" not in launched
     assert engine.runner._graphs is not None
     made = [g for g in engine.runner._graphs._graphs.values() if isinstance(g, ReadGraph)]
@@ -362,6 +363,9 @@ def test_a_step_waits_for_the_device_once(
         return wait(self)
 
     monkeypatch.setattr(waiter, name, counted)
+    # The wait for the piece before the last two keeps the queue short (a test above); whether it finds the device that
+    # far behind depends on the machine, and is no wait for tokens.
+    monkeypatch.setattr(Flight, "wait", lambda self: None)
     launched.clear()
     steps.clear()
     with no_other_wait(device):

@@ -42,6 +42,7 @@ from shoestring.kernels import lowbit, lowbit_few, nvrtc
 from shoestring.kernels import lowbit_wgmma as wide
 from shoestring.kernels.lowbit_layout import Layout
 from shoestring.kernels.lowbit_wgmma import WidePlan
+from shoestring.kernels.side_stream import beside
 
 SHAPES = [(14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048)
@@ -99,8 +100,7 @@ LABELS = tuple(dict.fromkeys(lines.label for part in PARTS.values() for lines in
 def graph_times(calls: Sequence[Callable[[], Any]], replays: int = 15) -> list[float]:
     """Microseconds of one call, one sample a replay of all calls."""
     calls = [*calls] * -(-LEAST_CALLS // len(calls))
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    with beside():
         calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -10,6 +10,7 @@ that the linear layers of the blocks. Keys and values are no part of it.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
@@ -86,14 +87,19 @@ def save(
 
 
 def table() -> str:
-    """One row for blocks and head: the linear weights alone, and the whole model."""
-    lines = newest(BENCH)
-    if not lines:
+    """One row for blocks and head: the linear weights alone, and the whole model.
+
+    Without rows of which one of the two is missing: their run died between its lines.
+    """
+    by_row: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for n in newest(BENCH):
+        by_row.setdefault((n["config"]["blocks"], n["config"]["head"]), {})[n["metric"]] = n
+    found = {row: by_metric for row, by_metric in by_row.items() if by_metric.keys() >= {LINEAR, WHOLE}}
+    if not found:
         return "Not measured yet."
-    found = {(n["config"]["blocks"], n["config"]["head"], n["metric"]): n for n in lines}
     rows = []
-    for blocks, head in dict.fromkeys((blocks, head) for blocks, head, _ in found):
-        cells = [found[blocks, head, metric] for metric in (LINEAR, WHOLE)]
+    for (blocks, head), by_metric in found.items():
+        cells = by_metric[LINEAR], by_metric[WHOLE]
         numbers = (text for n in cells for text in (f"{n['value']:,.0f}", f"{n['ratio']:.2f}"))
         rows.append([blocks, head, *numbers])
     header = [
@@ -104,10 +110,11 @@ def table() -> str:
         "whole model, MB",
         "times smaller",
     ]
+    lines = [n for by_metric in found.values() for n in by_metric.values()]
     said = f"\n\n{lines[0]['config']['model']}."
     label, least = WANTED
-    if (label, "bf16", LINEAR) in found:
-        ratio = found[label, "bf16", LINEAR]["ratio"]
+    if (label, "bf16") in found:
+        ratio = found[label, "bf16"][LINEAR]["ratio"]
         said += (
             f" Wanted of linear layers at `{label}`: {least:g} times smaller, which is "
             f"{'met' if ratio >= least else 'missed'}."

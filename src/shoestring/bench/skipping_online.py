@@ -140,6 +140,10 @@ def perplexity_behind(reads: Sequence[Read]) -> float:
 
 
 def measure_online(args: argparse.Namespace) -> None:
+    if not args.context_sets:
+        raise UserError(
+            "--context-sets names no length: give some, such as --context-sets 2048, or leave it out"
+        )
     if not NUM_WATCHED + 1 < args.continuation < min(args.context_sets):
         raise UserError(
             f"--continuation {args.continuation}: give more than {NUM_WATCHED + 1}, since AdaSkip watches the first "

@@ -36,7 +36,7 @@ from shoestring.bench import turns
 from shoestring.bench.fp8_mlp import Fp8Mlp
 from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.bench.train_dense import FixedData
-from shoestring.errors import as_command
+from shoestring.errors import UserError, as_command
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
 from shoestring.kernels import cslt, ffn24
 from shoestring.kernels.masked_decay import pull_masked_
@@ -410,10 +410,18 @@ def main() -> None:
         help="the table's rows of these widths and kinds, in this time; the last ones may be left out",
     )
     args = parser.parse_args()
+    if "tune" in args.what and len(args.what) > 1:
+        parser.error(
+            f"--what {' '.join(args.what)}: tune measures nothing; give it alone, or the others without it"
+        )
+    rows = [row for row in AT_ONCE if row[0] in args.what and row[1] in args.widths]
+    if args.at_once is not None and not rows:
+        there = ", ".join(f"{what} {width}" for what, width, _, _ in AT_ONCE)
+        asked = f"--what {' '.join(args.what)} --widths {' '.join(map(str, args.widths))}"
+        parser.error(f"--at-once has no row of {asked}; its rows are {there}")
     if not torch.cuda.is_available():
         parser.error("this bench compares GPU training steps and needs a CUDA GPU")
-    if args.at_once:
-        rows = [row for row in AT_ONCE if row[0] in args.what and row[1] in args.widths]
+    if args.at_once is not None:
         at_once(rows, args.at_once, args.repeats)
         return
     if args.what == ["tune"]:
@@ -436,7 +444,18 @@ def at_once(rows: Sequence[Row], seconds: float, repeats: int) -> None:
     began = time.monotonic()
     widths = sorted({str(width) for _, width, _, _ in rows})
     cases = dict.fromkeys(case for *_, each, _ in rows for case in each)
-    subprocess.run(command("tune", widths, list(cases)), timeout=seconds, check=True)
+    try:
+        subprocess.run(command("tune", widths, list(cases)), timeout=seconds, check=True)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"products were still being chosen after the {seconds:g} seconds of --at-once: give more seconds, or fewer "
+            "--widths"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise UserError(
+            f"the process that chooses products failed with exit code {error.returncode}; what it said is above, and "
+            f"--what tune --widths {' '.join(widths)} runs it alone"
+        ) from None
     left = seconds - (time.monotonic() - began)
     with tempfile.TemporaryDirectory() as folder:
         told = turns.run(commands(rows, repeats), Path(folder), patience=0.55 * left, seconds=left)

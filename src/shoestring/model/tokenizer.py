@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,11 @@ class Tokenizer:
         _write_json(folder / "tokenizer_config.json", config)
         _write_json(folder / "special_tokens_map.json", self.special)
 
-    def longest_token(self) -> int | None:
-        """Bytes of the longest token; None where a token may stand for more text than it is spelt with.
+    def spelling(self) -> Spelling | None:
+        """None where a token may stand for more text than it is spelt with.
 
-        That is so where a normalizer shortens the text, where unknown characters or cut-off text vanish, and where a
-        special token takes the spaces around it along. Byte-level BPE without these spells out every byte.
+        That is so where a normalizer shortens the text, where cut-off text vanishes, and where a special token takes
+        the spaces around it along. Byte-level BPE without these spells out every byte that it has a letter for.
         """
         told = json.loads(self.backend.to_str())
         model, cut = told["model"], told["pre_tokenizer"] or {}
@@ -263,7 +264,6 @@ class Tokenizer:
             and model["type"] == "BPE"
             and not model["continuing_subword_prefix"]
             and not model["end_of_word_suffix"]
-            and set(pre_tokenizers.ByteLevel.alphabet()) <= set(model["vocab"])
             and "ByteLevel" in {c.get("type") for c in cuts} <= {"ByteLevel", "Digits", "Split"}
             and all(c.get("behavior") != "Removed" for c in cuts)
             and not any(token["lstrip"] or token["rstrip"] for token in told["added_tokens"])
@@ -271,7 +271,9 @@ class Tokenizer:
         if not spelt:
             return None
         added = [len(token["content"].encode()) for token in told["added_tokens"]]
-        return max([*map(len, model["vocab"]), *added])  # a letter of the vocabulary is a byte
+        longest = max([1, *map(len, model["vocab"]), *added])  # a letter of the vocabulary is a byte
+        vanishing = sorted(byte for letter, byte in letter_bytes().items() if letter not in model["vocab"])
+        return Spelling(longest, bytes(vanishing))
 
     @property
     def fingerprint(self) -> str:
@@ -293,6 +295,25 @@ class Tokenizer:
             self.backend.post_processor = processors.TemplateProcessing(
                 single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, self.bos_id)]
             )
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How much text a token of a byte-level vocabulary can stand for."""
+
+    longest: int  # bytes of the longest token
+    vanishing: bytes  # those without a letter in the vocabulary, which leaves them out or calls a row of them unknown
+
+    def fewest_tokens(self, text: str) -> int:
+        """A bound by bytes alone, without encoding: `encode` never gives fewer."""
+        return -(-len(text.encode().translate(None, self.vanishing)) // self.longest)
+
+
+def letter_bytes() -> dict[str, int]:
+    """Letters of a byte-level vocabulary: printable ones are bytes of their own number, the others follow in order."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = sorted(set(range(256)) - {ord(letter) for letter in letters})
+    return {letter: ord(letter) if ord(letter) < 256 else others[ord(letter) - 256] for letter in letters}
 
 
 class TokenStream:

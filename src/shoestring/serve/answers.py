@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.tokenizer import Tokenizer, letter_bytes
 from shoestring.serve.logits import TokenLogprob
 from shoestring.serve.loop import Delta
 
@@ -223,7 +223,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     """token id -> the bytes it stands for; b'' for ids that no token has (padding of the vocabulary)."""
     backend = tokenizer.backend
     byte_level = "ByteLevel" in str(type(backend.decoder)) or "ByteLevel" in str(backend.decoder)
-    from_letter = {letter: byte for byte, letter in _byte_letters().items()}
+    from_letter = letter_bytes()
 
     @lru_cache(maxsize=1 << 16)
     def read(token: int) -> bytes:
@@ -241,13 +241,3 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
         return name.replace("\u2581", " ").encode()
 
     return read
-
-
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256, 257, ..."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {byte: chr(byte) for byte in plain}
-    for byte in range(256):
-        if byte not in letters:
-            letters[byte] = chr(256 + len(letters) - len(plain))
-    return letters

@@ -69,7 +69,7 @@ class Api:
         vocab = engine.model.spec.vocab_size
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
         max_texts = loop.max_running + loop.max_queue
-        self.limits = Limits(vocab, engine.max_context, max_texts, eos_ids, tokenizer.longest_token())
+        self.limits = Limits(vocab, engine.max_context, max_texts, eos_ids, tokenizer.spelling())
         self.grammars = Grammars(tokenizer, vocab, eos_ids)
         self.created = int(time.time())
         self._token_bytes = token_bytes(tokenizer)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoestring.errors import UserError
-from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.tokenizer import Spelling, Tokenizer
 from shoestring.serve.grammar import Grammars
 from shoestring.serve.logits import Grammar, RuledSampling, Rules, Trace
 from shoestring.serve.schema import ApiError, Body, ChatBody, CompletionBody
@@ -30,7 +30,7 @@ class Limits:
     max_context: int
     max_texts: int  # choices of one request, over all its prompts
     eos_ids: tuple[int, ...] = ()
-    longest_token: int | None = None  # in bytes; None: a token may stand for any length of text
+    spelling: Spelling | None = None  # None: a token may stand for any length of text
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def check_ids(ids: Sequence[int], limits: Limits, param: str) -> None:
 
 def _check_size(text: str, num_new: int, limits: Limits) -> None:
     """Refuses by its bytes what cannot fit; encoding megabytes only to say so takes seconds."""
-    if limits.longest_token is not None:
-        _check_length(-(-len(text.encode()) // limits.longest_token) + num_new, limits)
+    if limits.spelling is not None:
+        _check_length(limits.spelling.fewest_tokens(text) + num_new, limits)
 
 
 def _check_length(num: int, limits: Limits) -> None:

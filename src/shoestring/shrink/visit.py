@@ -44,7 +44,8 @@ def visiting(
         return
     before = [(m, _attributes(m)) for m in module.modules()]
     at_home = [(p, p.data, p.requires_grad) for p in module.parameters()]
-    home = next(chain(module.parameters(), module.buffers())).device
+    # A module without tensors has nothing to move, and is at home wherever it computes.
+    home = next((t.device for t in chain(module.parameters(), module.buffers())), device)
     went_well = False
     try:
         module.to(device=device, dtype=dtype)
@@ -68,7 +69,9 @@ def visiting(
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Everything a module has, such that a change of its Format can be undone."""
+    """What a module itself has, its tensors included, such that a change of its Format can be undone. Which
+    submodules and hooks it has is not kept: who changes those in a visit changes them back.
+    """
     found = dict(vars(module))
     for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
         found[name] = found[name].copy()
@@ -94,12 +97,11 @@ def home_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
     return stored if stored is not None and torch.promote_types(stored, compute) == compute else compute
 
 
-def fits(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the model in `dtype` takes at most half of the device's free memory, which leaves the other half for
-    activations and for the work on them.
+def fits(num_params: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model of this size in `dtype`, which is not there yet, takes at most half of the device's free memory:
+    that leaves the other half for activations and for the work on them.
     """
-    needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    return needed <= free_bytes(device) / 2
+    return num_params * dtype.itemsize <= free_bytes(device) / 2
 
 
 def free_bytes(device: torch.device) -> int:
