@@ -130,6 +130,7 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is no file")
     assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
     assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
+    assert_one_line_error(cli("eval", "nowhere", "--tasks", binary), "binary.txt")  # before the long work
     assert_one_line_error(cli("inspect", binary), "no .gguf")
     assert_one_line_error(cli("inspect", tmp_path), "not a run, model or checkpoint")
     assert_one_line_error(cli("export", model_folder, model_folder), "exists already")

@@ -203,6 +203,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "not UTF-8": (["data=BINARY"], "UTF-8"),
     "too many ranks": (["data=CORPUS", "mesh.dp=2"], "torchrun --nproc-per-node 2"),
     "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
+    "odd heads, before any text is read": (["data=nowhere", "d_model=60"], "heads of 15 dims"),
     "tokenizer": (["data=CORPUS", "tokenizer=nowhere"], "nowhere"),
     "init": (["data=CORPUS", "init_from=nowhere"], "nowhere"),
     "init without a tokenizer": (["data=CORPUS", "init_from=BARE"], "BARE has no tokenizer"),

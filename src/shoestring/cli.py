@@ -277,10 +277,13 @@ def evaluate(
     int8_activations: Int8Option = False,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
+    from shoestring.evals.tasks import read_task
     from shoestring.measure import evaluate_row, is_run, measure_task, text_tokens
     from shoestring.report import eval_table
     from shoestring.runlog import RunLog
 
+    for task in tasks or []:
+        read_task(task, limit=limit)  # what is wrong with a file is said before the long work
     loaded = _load(model, device, dtype, int8_activations)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
     if tokens is None and not tasks and not speed:

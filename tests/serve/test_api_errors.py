@@ -153,11 +153,11 @@ def test_bodies_that_are_no_good_json(http: Any, path: str, body: bytes) -> None
 
 
 def test_paths_methods_types_sizes_and_keys(http: Any, service: Any) -> None:
-    refused(http.get("/v1/nothing"), 404)
+    refused(http.get("/v1/nothing"), 404, "/v1/nothing")
     refused(http.get("/web/api.py"), 404)
     refused(http.get("/web/..%2Fapi.py"), 404)
     refused(http.get("/v1/models/other"), 404, "other")
-    refused(http.get(TEXT), 405)
+    refused(http.get(TEXT), 405, f"{TEXT} does not take GET; it takes POST")
     refused(http.post(TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}), 415)
     # Too large, with and without its size said beforehand; the connection is good for the next request.
     big = json.dumps({"prompt": "a" * (3 << 20)}).encode()

@@ -411,10 +411,13 @@ def _tell(_request: Request | None, error: Any) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-def _tell_http(_request: Request, error: Any) -> Response:
+def _tell_http(request: Request, error: Any) -> Response:
     """Starlette's own errors (no such route, wrong method) in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    message = {404: "there is no such path", 405: "this path does not take that method"}.get(
-        error.status_code, str(error.detail)
-    )
+    path = request.url.path[:100]
+    allowed = next((v for k, v in (error.headers or {}).items() if k.lower() == "allow"), "another one")
+    message = {
+        404: f"there is no such path: {path}; docs/server.md lists them, /v1/completions is one",
+        405: f"{path} does not take {request.method[:20]}; it takes {allowed}",
+    }.get(error.status_code, str(error.detail))
     return _tell(None, ApiError(error.status_code, message, headers=dict(error.headers or {})))

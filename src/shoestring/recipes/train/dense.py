@@ -130,6 +130,8 @@ def pretrain(
     """The whole run; recipes for other ways to train give Formats for the layers, hooks, and plots of their own."""
     if cfg.run is not None and cfg.resume is None:
         check_free(Path(cfg.run))
+    if cfg.init_from is None:
+        make_spec(cfg, None)  # a shape that is not possible is said before a tokenizer is trained
     mesh = open_mesh(cfg.mesh, cfg.device)
     corpus = load_corpus(cfg, mesh, RunLog(None, main=mesh.is_main))
     model = build_model(cfg, mesh, corpus.tokenizer, rules)
@@ -192,8 +194,10 @@ def load_corpus(cfg: Config, mesh: Mesh, log: RunLog) -> Corpus:
     return prepare(cfg.data, **options, progress=log.progress)
 
 
-def make_spec(cfg: Config, tokenizer: Tokenizer) -> ModelSpec:
-    """The size's shape with the keys of the command in place of its own."""
+def make_spec(cfg: Config, tokenizer: Tokenizer | None) -> ModelSpec:
+    """The size's shape with the keys of the command in place of its own; without a tokenizer only to see if it is
+    possible.
+    """
     d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
     if cfg.d_model is not None and cfg.d_model != d_model:
         # A new width keeps the size's proportions where nothing else is said.
@@ -206,8 +210,13 @@ def make_spec(cfg: Config, tokenizer: Tokenizer) -> ModelSpec:
         raise UserError(
             f"d_model={d_model} is not a multiple of num_heads={num_heads}; choose one that divides it"
         )
+    if (d_model // num_heads) % 2 and not cfg.size.startswith("gpt2"):  # rotary positions turn pairs
+        raise UserError(
+            f"d_model={d_model} with num_heads={num_heads} gives heads of {d_model // num_heads} dims, and positions "
+            "need an even number; choose another d_model or num_heads"
+        )
     return ModelSpec(
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=cfg.vocab_size if tokenizer is None else tokenizer.vocab_size,
         d_model=d_model,
         num_layers=cfg.num_layers or num_layers,
         num_heads=num_heads,
@@ -215,8 +224,8 @@ def make_spec(cfg: Config, tokenizer: Tokenizer) -> ModelSpec:
         head_dim=d_model // num_heads,
         d_ff=cfg.d_ff or d_ff,
         max_positions=cfg.context,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
+        bos_id=None if tokenizer is None else tokenizer.bos_id,
+        eos_id=None if tokenizer is None else tokenizer.eos_id,
         **(GPT2 if cfg.size.startswith("gpt2") else {}),
     )
 
