@@ -5,27 +5,16 @@ from __future__ import annotations
 from math import log
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from test_lowbit_quality import VOCAB, chain
+from taught_chain import chain_subject, taught
 from torch import Tensor
 
-from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
+from shoestring.bench.lowbit_methods import evaluate, shrink, unformat
 from shoestring.formats import parse_format
-from shoestring.mesh import open_mesh
-from shoestring.model import Decoder, ModelSpec
-from shoestring.model.parallel import init_weights
-from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise
-from shoestring.shrink.calibrate import windows
 from shoestring.shrink.grid import nearest, state_of
 from shoestring.shrink.qat import Rates
-from shoestring.train.data import TokenData
-from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, warmup_cosine
-from shoestring.train.shards import TokenShards
-from shoestring.train.trainer import Run, train
 
 INTS = [f"int{bits}:{group}" for bits in (4, 3, 2) for group in ("g32", "g64")]
 FLOATS = [f"nf{bits}:s{scales}:g32" for bits in (4, 3, 2) for scales in (1, 2)]
@@ -34,31 +23,16 @@ TRAINED = ("int4:g64", "int3:g64", "int2:g32", "int2:g64")
 MIX = "ours@mix=int2:g64+int4:g64"
 
 
-def taught(seed: int, steps: int = 300) -> tuple[Decoder, TokenShards]:
-    """A model of the chain whose layers have groups of 32 and of 64."""
-    text = TokenShards(chain(60_000, 1), None, "chain")
-    model = Decoder(ModelSpec(VOCAB, 64, 2, 2, 2, 32, 128, 64))
-    init_weights(model, seed)
-    run = Run(model, adamw(model, lr=5e-3, weight_decay=0.0), open_mesh(), RunLog(None, quiet=True))
-    data = TokenData(text, context=32, batch=32, seed=seed)
-    train(run, data, CrossEntropy(), steps=steps, schedule=warmup_cosine(5e-3, warmup=20, steps=steps))
-    return model, text
-
-
 def losses(seed: int, folder: Path) -> dict[tuple[str, str], float]:
     """{(method, format): nats a token above full precision}"""
-    model, text = taught(seed)
-    subject = Subject(
-        "chain",
+    model, text = taught(300, width=64, lr=5e-3, seed=seed)  # layers with groups of 32 and of 64
+    subject = chain_subject(
         model,
-        None,
-        torch.from_numpy(chain(8192, 2).astype(np.int64)),
-        32,
-        windows(text.head(20_000), 32, 32),
         text,
+        8192,
+        32,
         steps=60,
         batch=16,
-        train_context=32,
         top=16,
         blockwise_part=0.125,
         blockwise=Blockwise(epochs=2, batch=16),

@@ -7,15 +7,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
-from test_lowbit_quality import chain, taught
+from taught_chain import chain_subject, taught
 
 from shoestring.bench import lowbit_quality, results
-from shoestring.bench.lowbit_methods import Subject, shrink, unformat
+from shoestring.bench.lowbit_methods import shrink, unformat
 from shoestring.formats import parse_format
-from shoestring.shrink.calibrate import windows
 
 
 def test_several_parts_in_one_call_measure_what_is_missing_in_their_order(
@@ -58,17 +55,13 @@ def test_several_parts_in_one_call_measure_what_is_missing_in_their_order(
 
 def test_grids_of_tiny_floats_go_through_the_methods_of_their_part() -> None:
     model, text = taught(3)
-    subject = Subject(
-        "chain",
+    subject = chain_subject(
         model,
-        None,
-        torch.from_numpy(chain(512, 2).astype(np.int64)),
-        32,
-        windows(text.head(2_000), 8, 32),
         text,
+        512,
+        8,
         steps=1,
         batch=1,
-        train_context=32,
     )
     name = "blocks.0.mlp.up.weight"
     errors: dict[tuple[str, str], float] = {}

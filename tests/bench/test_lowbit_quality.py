@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from small_corpus import small_corpus
+from taught_chain import VOCAB, chain, chain_subject, taught
 
 from shoestring.bench import lowbit_found, lowbit_methods, lowbit_quality, results
 from shoestring.bench.kept import fingerprint, keep_model, open_kept
-from shoestring.bench.lowbit_methods import Subject, evaluate, shrink, unformat
+from shoestring.bench.lowbit_methods import evaluate, shrink, unformat
 from shoestring.bench.lowbit_subjects import KEPT
 from shoestring.bench.sparse24_quality import GPT2
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
@@ -27,52 +28,20 @@ from shoestring.formats.convert import format_linears
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
-from shoestring.runlog import RunLog
 from shoestring.shrink.blockwise import Blockwise
-from shoestring.shrink.calibrate import windows
 from shoestring.shrink.qat import Rates
-from shoestring.train.data import TokenData
-from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.shards import TokenShards
-from shoestring.train.trainer import Run, train
-
-VOCAB = 24
-
-
-def chain(num: int, seed: int) -> np.ndarray:
-    """Every pair of tokens has two successors, at 80 and 20 percent: a perplexity of 1.65 is the least possible."""
-    table = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, VOCAB, 2))
-    second = (np.random.default_rng(seed).random(num) < 0.2).astype(int)
-    tokens = np.zeros(num, dtype="<u2")
-    for i in range(2, num):
-        tokens[i] = table[tokens[i - 2], tokens[i - 1], second[i]]
-    return tokens
-
-
-def taught(steps: int) -> tuple[Decoder, TokenShards]:
-    text = TokenShards(chain(60_000, 1), None, "chain")
-    model = Decoder(ModelSpec(VOCAB, 32, 2, 2, 2, 16, 64, 64))
-    init_weights(model, 0)
-    run = Run(model, adamw(model, lr=1e-2, weight_decay=0.0), open_mesh(), RunLog(None, quiet=True))
-    data = TokenData(text, context=32, batch=32)
-    train(run, data, CrossEntropy(), steps=steps, schedule=warmup_cosine(1e-2, warmup=20, steps=steps))
-    return model, text
 
 
 def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
     model, text = taught(3)[0], TokenShards(chain(3_000, 1), None, "short")
-    subject = Subject(
-        "chain",
+    subject = chain_subject(
         model,
-        None,
-        torch.from_numpy(chain(512, 2).astype(np.int64)),
-        32,
-        windows(text.head(2_000), 8, 32),
         text,
+        512,
+        8,
         steps=4,
         batch=8,
-        train_context=32,
         blockwise=Blockwise(epochs=1, batch=4),
         cache_folder=tmp_path / "cache",
     )
@@ -103,17 +72,13 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_orderings_at_two_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = taught(250)
-    subject = Subject(
-        "chain",
+    subject = chain_subject(
         model,
-        None,
-        torch.from_numpy(chain(4096, 2).astype(np.int64)),
-        32,
-        windows(text.head(20_000), 32, 32),
         text,
+        4096,
+        32,
         steps=60,
         batch=16,
-        train_context=32,
         lr=5e-4,
         top=16,
         blockwise_part=0.125,

@@ -79,21 +79,31 @@ def perplexity(
         done += sum(w.stop - w.counted_from for w in group)
         if progress is not None:
             progress(done, total)
-    nll = nll_sum / total
-    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, total, context, stride)
+    return perplexity_of(nll_sum, total, context, stride)
+
+
+def perplexity_of(nll_sum: float, num_tokens: int, context: int, stride: int) -> Perplexity:
+    nll = nll_sum / num_tokens
+    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, num_tokens, context, stride)
 
 
 def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window], device: torch.device) -> float:
     # The last token of a window is only predicted, never read.
     inputs_BT = torch.stack([tokens[w.start : w.stop - 1] for w in group]).to(device)
-    width = inputs_BT.shape[1]
-    rows = [b * width + at - 1 - w.start for b, w in enumerate(group) for at in range(w.counted_from, w.stop)]
-    targets = torch.cat([tokens[w.counted_from : w.stop] for w in group]).to(device)
+    rows, targets = predicted(tokens, group, device)
 
     def readout(hidden_RD: Tensor, head: Head) -> Tensor:
         return read_nll(hidden_RD, head, targets)[0].double().sum()
 
-    return float(model(inputs_BT, rows=torch.tensor(rows, device=device), readout=readout))
+    return float(model(inputs_BT, rows=rows, readout=readout))
+
+
+def predicted(tokens: Tensor, group: list[Window], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of windows of equal length, read side by side: the rows whose predictions count, and what follows them."""
+    width = group[0].stop - group[0].start - 1
+    rows = [b * width + at - 1 - w.start for b, w in enumerate(group) for at in range(w.counted_from, w.stop)]
+    targets = torch.cat([tokens[w.counted_from : w.stop] for w in group])
+    return torch.tensor(rows, device=device), targets.to(device)
 
 
 def equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:

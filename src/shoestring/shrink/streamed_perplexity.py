@@ -7,13 +7,20 @@ which is a file beyond the Calibration's memory_gb.
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from shoestring.evals.perplexity import Perplexity, Window, checked_tokens, equal_shapes, windows
+from shoestring.evals.perplexity import (
+    Perplexity,
+    Window,
+    checked_tokens,
+    equal_shapes,
+    perplexity_of,
+    predicted,
+    windows,
+)
 from shoestring.evals.scoring import Progress, read_nll
 from shoestring.formats import keep_decoded
 from shoestring.model.transformer import Decoder
@@ -62,8 +69,7 @@ def streamed_perplexity(
             _nll_sum(model, part.contiguous().to(device), tokens, group)
             for part, group in zip(parts, groups, strict=True)
         )
-    nll = nll_sum / total
-    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, total, context, stride)
+    return perplexity_of(nll_sum, total, context, stride)
 
 
 def _parts(store_NTD: Tensor, groups: list[list[Window]]) -> list[Tensor]:
@@ -76,8 +82,6 @@ def _parts(store_NTD: Tensor, groups: list[list[Window]]) -> list[Tensor]:
 
 
 def _nll_sum(model: Decoder, x_BTD: Tensor, tokens: Tensor, group: list[Window]) -> float:
-    width = x_BTD.shape[1]
-    rows = [b * width + at - 1 - w.start for b, w in enumerate(group) for at in range(w.counted_from, w.stop)]
-    targets = torch.cat([tokens[w.counted_from : w.stop] for w in group]).to(x_BTD.device)
-    hidden_RD = model.norm(x_BTD).flatten(0, 1)[torch.tensor(rows, device=x_BTD.device)]
+    rows, targets = predicted(tokens, group, x_BTD.device)
+    hidden_RD = model.norm(x_BTD).flatten(0, 1)[rows]
     return float(read_nll(hidden_RD, model.read_head(hidden_RD.dtype), targets)[0].double().sum())
