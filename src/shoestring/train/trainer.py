@@ -89,12 +89,12 @@ def train(
     log_every: int = 10,
     evaluate: Callable[[Run], dict[str, float]] | None = None,
     eval_every: int = 0,
-    graph: bool = False,
+    graph: bool | StepGraph = False,
 ) -> Run:
     """Run from run.step (or from the checkpointer's latest) to `steps`.
 
-    `graph`: the passes of a step as one CUDA graph, where that is possible (step_graph.py); formats and objective must
-    then stay as they are until the end.
+    `graph`: the passes of a step as one CUDA graph, where that is possible (step_graph.py); the objective must then
+    stay as it is until the end. A StepGraph that the caller made serves several calls, and stays open.
 
     Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
     or infinite stops the run with its layer's name (gradient_watch.py).
@@ -109,8 +109,9 @@ def train(
     meter = _Meter(run)
     watch = GradientWatch(run.model, world_size=run.mesh.world_size)
     run.model.train()
-    fits = graph and StepGraph.fits(run.model, run.mesh.world_size, run.mesh.device)
-    passes = StepGraph(run.model, objective) if fits else None
+    passes = graph if isinstance(graph, StepGraph) else None
+    if graph is True and StepGraph.fits(run.model, run.mesh.world_size, run.mesh.device):
+        passes = StepGraph(run.model, objective)
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
         while run.step < steps:
@@ -144,7 +145,7 @@ def train(
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
                 watch.check(partial(_newest, checkpointer))
                 _stop(run, parts, checkpointer, steps)
-    if passes is not None:
+    if passes is not None and passes is not graph:
         passes.close()
     return run
 

@@ -105,6 +105,9 @@ class Config:
     compile: Literal["off", "blocks", "whole"] = option(
         "off", "torch.compile each block, or all as one graph"
     )
+    graph: bool = option(
+        False, "a step's passes as one CUDA graph: small models whose GPU waits for Python; one GPU"
+    )
     mesh: MeshConfig = option(MeshConfig(), "how processes share the work")
     log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
     eval_every: int = option(200, "steps between validation losses; 0 is off", least=0)
@@ -133,6 +136,10 @@ def pretrain(
     if cfg.init_from is None:
         make_spec(cfg, None)  # a shape that is not possible is said before a tokenizer is trained
     mesh = open_mesh(cfg.mesh, cfg.device)
+    if cfg.graph and (mesh.device.type != "cuda" or mesh.world_size > 1):
+        raise UserError(
+            f"graph=true needs one CUDA GPU, this run has {mesh.world_size} x {mesh.device.type}: leave it out"
+        )
     corpus = load_corpus(cfg, mesh, RunLog(None, main=mesh.is_main))
     model = build_model(cfg, mesh, corpus.tokenizer, rules)
     share = {"context": cfg.context, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
@@ -166,6 +173,7 @@ def pretrain(
             log_every=cfg.log_every,
             evaluate=validation_loss(held_out) if held_out else None,
             eval_every=cfg.eval_every,
+            graph=cfg.graph,
         )
         save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
         if mesh.is_main:
