@@ -1,5 +1,5 @@
-"""Shared fixtures: where the optional assets are, the command line, and a way to start real gloo ranks. And which
-packages a test may be skipped for.
+"""Shared fixtures: where the optional assets are, the command line, and a way to start real gloo ranks. And what a test
+may be skipped for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ REPO = Path(__file__).resolve().parent.parent
 
 def pytest_configure() -> None:
     """`make setup` fails without the packages of the extra dev. Where it has succeeded, one that cannot be imported is
-    a fault that a skip would hide; what set-up can do without (lm-eval, SmolLM2, a browser, g++) still skips.
+    a fault that a skip would hide. What set-up can do without (lm-eval, SmolLM2, a browser, g++) skips; of these,
+    `make test` promises some, and then their skips are failures, too (`_promise_kept`).
     """
     importorskip = pytest.importorskip
 
@@ -48,6 +49,32 @@ def _modules_of_setup() -> set[str]:
 
     asked = [Requirement(line) for line in importlib.metadata.requires("shoestring") or []]
     return {r.name.replace("-", "_") for r in asked if not r.marker or r.marker.evaluate({"extra": "dev"})}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[Any]:
+    return _promise_kept((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[Any]:
+    return _promise_kept((yield))
+
+
+def _promise_kept(report: Any) -> Any:
+    """The report of a test or of a whole file; failed where it was skipped for the lack of what SHOESTRING_PROMISED
+    names, in words of the reasons that skips give. The Makefile sets it; pytest alone skips.
+    """
+    if report.skipped and isinstance(report.longrepr, tuple):
+        why = report.longrepr[2]
+        promised = [part for part in os.environ.get("SHOESTRING_PROMISED", "").split(",") if part]
+        if any(part.lower() in why.lower() for part in promised):
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{why}: set-up should have installed this; run make -B setup and see what it says, or "
+                "make test PROMISED= to skip"
+            )
+    return report
 
 
 @pytest.fixture(scope="session")

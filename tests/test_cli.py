@@ -131,6 +131,11 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
     assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
     assert_one_line_error(cli("eval", "nowhere", "--tasks", binary), "binary.txt")  # before the long work
+    for context in (65, 10**6):  # of more tokens than the model has positions
+        wanted = f"context={context} does not fit this model, which has 64 positions; give 2 to 64"
+        assert_one_line_error(cli("eval", model_folder, "--data", "nowhere", "--context", context), wanted)
+    for context in (1, 0, -5):
+        assert_one_line_error(cli("eval", model_folder, "--context", context), "'--context'")
     assert_one_line_error(cli("inspect", binary), "no .gguf")
     assert_one_line_error(cli("inspect", tmp_path), "not a run, model or checkpoint")
     assert_one_line_error(cli("export", model_folder, model_folder), "exists already")
@@ -335,6 +340,8 @@ def test_eval_reports_what_the_evals_compute(cli: Cli, model_folder: Path, tmp_p
     for needle in ("text.txt", "cloze", "accuracy", "decode tokens/s", "dense"):
         assert needle in shown.out
     assert not (model_folder / "evals.jsonl").exists()  # a model folder is not ours to write to
+    without = cli("eval", model_folder, "--text", text)  # a context: all of the 64 positions
+    assert f"{perplexity(loaded.model, tokens, context=64).value:.4g}" in without.out
 
 
 def test_inspect_shows_formats_per_layer(cli: Cli, model_folder: Path, packed_folder: Path) -> None:

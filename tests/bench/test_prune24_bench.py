@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shoestring.bench import prune24, results
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.shrink.retrain24 import Retrain
 
 
 def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +42,16 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines = {n["case"]: n for n in results.newest("prune24")}
     assert tuple(lines) == prune24.CASES
     assert all(n["baseline_value"] == lines["dense"]["value"] for n in lines.values())
-    for case in ("ast", "ast+slorb", "cast"):
+    for case in prune24.TRAINED:
         assert lines[case]["quality"]["layers_24"] == 14 and lines[case]["quality"]["kept_share"] <= 0.5
         assert [tokens for tokens, _ in lines[case]["quality"]["curve"]] == [*range(0, 1280, 192), 1280]
     assert lines["ast"]["config"]["train_tokens"] == 1280 and lines["cast"]["config"]["start"] == "dense"
+    assert (
+        10 < lines["ast+slorb:trained"]["config"]["bits"] < 12 and lines["ast:dense"]["config"]["bits"] == 9
+    )
     page, curve = prune24.table(), prune24.curve()
     assert "| AST + SLoRB | 10 |" in page and "1,280 (" in page and "1,024 tokens of the validation" in page
-    assert curve.count("| AST |") == 1 and "0k:" in curve
+    assert curve.count("| AST |") == 1 and "0.0M:" in curve
 
     # As many steps as the clock allows; what was reached then is a row like the others.
     limits = ["--steps", "90000", "--seconds", "0.5", "--eval-every", "90000"]
@@ -59,3 +64,17 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         prune24.main()
     assert torch.is_grad_enabled()
+
+
+def test_rates_follow_the_clock_and_not_the_steps_that_nobody_reaches() -> None:
+    settings = Retrain(steps=90000, lr=1e-3)
+    group = {"lr": 0.0, "anneal": 0.0}
+    run = SimpleNamespace(step=99, optimizer=SimpleNamespace(param_groups=[group]))
+    hook = prune24.by_clock(settings, 60.0)
+    rates = []
+    for spent in (0.01, 0.05, 0.5, 1.0):
+        hook.set_rates(run, spent)  # type: ignore[arg-type]
+        rates.append(group["lr"])
+    assert rates[0] == pytest.approx(0.2 * settings.lr, rel=0.01) and rates[1] > 0.99 * settings.lr
+    assert rates[1] > rates[2] > rates[3]
+    assert group["anneal"] == 25  # of a hundred steps

@@ -100,6 +100,9 @@ def test_settings() -> None:
     assert read_settings({"until": "\n"}) == Sampling(stop=("\n",), max_tokens=256)
     assert read_settings({"do_sample": False, "temperature": 0.7}).temperature == 0
     assert read_settings({"do_sample": True, "temperature": 0.7}).temperature == 0.7
+    assert read_settings({"top_p": 0, "top_k": -1}) == Sampling(top_p=0.0, max_tokens=256)
+    nothing = dict.fromkeys(("until", "max_gen_toks", "temperature", "top_p", "top_k", "min_p", "seed"))
+    assert read_settings(nothing) == Sampling(max_tokens=256)
     with pytest.raises(UserError, match="beams"):
         read_settings({"beams": 4})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import quote_from_bytes
@@ -85,8 +85,7 @@ def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
         (TEXT, {"prompt": [-1]}, "token id -1"),
         (TEXT, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
         (TEXT, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
-        (TEXT, {"prompt": "a", "temperature": -0.1}, "temperature"),
-        (TEXT, {"prompt": "a", "top_p": 1.5}, "top_p"),
+        (TEXT, {"prompt": "a", "temperature": "1"}, "temperature"),
         (TEXT, {"prompt": "a", "n": 0}, "n:"),
         (TEXT, {"prompt": "a", "n": 10**9}, "at most 8"),
         (TEXT, {"prompt": ["a"] * 9}, "at most 8"),
@@ -97,7 +96,6 @@ def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
         (TEXT, {"prompt": "a", "stop": {"a": 1}}, "stop must be"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         (TEXT, {"prompt": "a", "best_of": 4}, "best_of"),
-        (TEXT, {"prompt": "a", "seed": 2**64}, "seed"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"99999": 1}}, "99999"),
         (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
@@ -127,6 +125,32 @@ def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
 )
 def test_bad_values_are_named(http: Any, path: str, body: dict[str, Any], words: str) -> None:
     assert refused(http.post(path, json=body), 400, words)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("temperature", (-0.1, 1e7), (0.0, 1e-300, 1e6)),
+        ("top_k", (-2, 2**31 + 1, 10**400), (-1, 0, 2**31)),
+        ("top_p", (-0.1, 1.5), (0.0, 5e-324, 1.0)),
+        ("min_p", (-0.1, 1.5), (0.0, 1.0)),
+        ("seed", (-(2**63) - 1, 2**64), (-(2**63), 2**64 - 1)),
+    ],
+)
+def test_the_command_line_takes_and_refuses_the_same(
+    http: Any, command: Callable[..., str], name: str, bad: tuple[float, ...], good: tuple[float, ...]
+) -> None:
+    for value in (*bad, *good):
+        said = {
+            command(*verb, f"--{name.replace('_', '-')}={value}", fails=True)
+            for verb in (("generate", "nowhere", "hi"), ("chat", "nowhere"))
+        }
+        answer = http.post(TEXT, json={"prompt": "a", "max_tokens": 2, name: value})
+        if value in bad:
+            error = refused(answer, 400, "is not allowed; it must be")
+            assert error["param"] == name and said == {f"error: {error['message']}\n"}
+        else:
+            assert answer.status_code == 200 and all("nowhere does not exist" in line for line in said)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoestring.errors import UserError
-from shoestring.serve.sampling import Sampling, gumbel_noise, keep_likely, sample
+from shoestring.serve.sampling import Sampling, gumbel_noise, keep_likely, parameters, sample, sample_at
 
 
 def draws(logits_V: torch.Tensor, sampling: Sampling, num: int) -> torch.Tensor:
@@ -102,11 +102,17 @@ def test_tiny_temperature_is_greedy_and_finite() -> None:
     [
         {"temperature": -1.0},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e7},
         {"temperature": "hot"},
-        {"top_k": -1},
+        {"temperature": True},
+        {"top_k": -2},
+        {"top_k": 2**31 + 1},
+        {"top_k": 10**400},
         {"top_k": 1.5},
-        {"top_p": 0.0},
+        {"top_p": -1e-9},
         {"top_p": 1.1},
+        {"top_p": float("nan")},
         {"min_p": -0.1},
         {"min_p": 2.0},
         {"seed": "x"},
@@ -119,7 +125,26 @@ def test_tiny_temperature_is_greedy_and_finite() -> None:
 def test_bad_settings_say_what_is_allowed(bad: dict[str, object]) -> None:
     with pytest.raises(UserError, match=next(iter(bad))) as error:
         Sampling(**bad)  # type: ignore[arg-type]
-    assert "must be" in str(error.value)
+    assert "must be" in str(error.value) and len(str(error.value)) < 200
+
+
+def test_edge_values_mean_what_they_come_close_to() -> None:
+    assert Sampling(temperature=1e-300) == Sampling(temperature=0.0) and Sampling(temperature=5e-324).greedy
+    assert Sampling(top_k=-1) == Sampling(top_k=0)
+    assert Sampling(top_p=0.0) == Sampling(top_p=1e-300)
+    row_V = torch.tensor([0.0, 2.0, 1.0])
+    hot = [Sampling(temperature=1e6, seed=i, top_p=0.0) for i in range(50)]
+    positions = list(range(50))
+    assert sample(row_V.expand(50, 3), hot, positions).tolist() == [1] * 50
+    numbers, seeds = parameters(hot)
+    on_device = sample_at(
+        row_V.expand(50, 3),
+        torch.tensor(numbers, dtype=torch.float64),
+        torch.tensor(seeds),
+        torch.tensor(positions),
+        cuts=True,
+    )
+    assert on_device.tolist() == [1] * 50
 
 
 def test_stop_may_be_one_string() -> None:

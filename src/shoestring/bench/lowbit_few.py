@@ -31,7 +31,7 @@ from shoestring.bench.lowbit_gemm import DEVICE, DTYPE, Weight, copies, relative
 from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.kernels import lowbit_wgmma as wide
-from shoestring.kernels import nvrtc
+from shoestring.kernels import nvrtc, side_stream
 from shoestring.kernels.lowbit import decode_chunks_ref
 from shoestring.kernels.lowbit_few import (
     PLANS,
@@ -140,7 +140,7 @@ class Timer:
     def __init__(self, calls: Sequence[Callable[[], Tensor]]) -> None:
         self.count, self.graph, self.samples = len(calls), torch.cuda.CUDAGraph(), list[float]()
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with side_stream.beside():
             self.graph.capture_begin()
             for call in calls:
                 self.y = call()

@@ -56,6 +56,7 @@ TRAINED = {
     "ast": (PLAIN, "sparsegpt"), "ast+slorb": (BOOSTED, "sparsegpt"),
     "ast+slorb:trained": (f"{BOOSTED}:trained", "sparsegpt"), "ast:dense": (PLAIN, "dense"), "cast": (PLAIN, "dense"),
 }  # fmt: skip
+WARMUP = 0.05  # of a training, by steps or by the clock
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED)
 NAMES = {
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
@@ -153,7 +154,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     lr = args.cast_lr if case == "cast" else args.lr
 
     steps = args.steps
-    settings = Retrain(steps=steps, rule=rule, lr=lr, warmup=max(1, steps // 20))
+    settings = Retrain(steps=steps, rule=rule, lr=lr, warmup=max(1, round(WARMUP * steps)))
     curve: list[list[float]] = []
 
     @torch.no_grad()
@@ -218,7 +219,7 @@ def by_clock(settings: Retrain, seconds: float) -> ByClock:
 
     def set_rates(run: Run, spent: float) -> None:
         done = min(1.0, max(spent, (run.step + 1) / settings.steps))
-        rise = min(1.0, (run.step + 1) / settings.warmup)
+        rise = min(1.0, done / WARMUP)
         for group in run.optimizer.param_groups:
             group["lr"] = settings.lr * rise * schedule(min(999, int(1000 * done)))
             group["anneal"] = max(1.0, settings.optimizer_share * (run.step + 1) / max(done, 1e-6))
@@ -318,14 +319,14 @@ SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the 
 
 
 def grouped() -> list[list[dict[str, Any]]]:
-    """The newest lines, those of one machine and one test together, in the order of the methods: of each machine the
-    test that was measured last."""
+    """The newest line of every method, those of one machine and one test together, in the order of the methods: of each
+    machine the test that was measured last."""
     found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in newest(BENCH):
         tests, test = found.setdefault(line["device"], {}), tuple(line["config"][k] for k in SHARED)
         tests[test] = [*tests.pop(test, []), line]  # the last one measured comes last
-    last = [list(tests.values())[-1] for tests in found.values()]
-    return [sorted(lines, key=lambda n: CASES.index(n["case"])) for lines in last]
+    last = [{n["case"]: n for n in list(tests.values())[-1]} for tests in found.values()]
+    return [sorted(lines.values(), key=lambda n: CASES.index(n["case"])) for lines in last]
 
 
 def table() -> str:
@@ -338,7 +339,7 @@ def _table(lines: list[dict[str, Any]]) -> str:
         config = n["config"]
         trained = ""
         if "train_tokens" in config:
-            trained = f"{config['train_tokens']:,} ({config['epochs']:.2f} epochs)"
+            trained = f"{config['train_tokens']:,} ({config['unique_tokens']:,} different)"
         times = "" if n["ratio"] is None or n["case"] == "dense" else f"{1 / n['ratio']:.2f}x"
         accuracy = f"{100 * n['quality']['accuracy_LAMBADA']:.1f}"
         name = NAMES.get(n["case"], n["case"])
@@ -363,7 +364,7 @@ def curve() -> str:
     rows = []
     for n in (x for x in newest(BENCH) if x["quality"].get("curve")):
         seen = n["quality"]
-        points = ", ".join(f"{tokens / 1e3:,.0f}k: {value:.1f}" for tokens, value in seen["curve"])
+        points = ", ".join(f"{tokens / 1e6:.1f}M: {value:.1f}" for tokens, value in far_apart(seen["curve"]))
         first, last = seen["flip_rate_first"], seen["flip_rate_last"]
         flips = "" if first is None else f"{first:.1e} -> {last:.1e}"
         rows.append(
@@ -372,6 +373,12 @@ def curve() -> str:
     return markdown(
         ["", "perplexity after tokens (validation)", "flip rate", "masked / kept magnitude", "lr"], rows
     )
+
+
+def far_apart(points: list[list[float]]) -> list[list[float]]:
+    """Without those just before the last one."""
+    end = points[-1][0]
+    return [*(p for p in points[:-1] if end - p[0] > 0.02 * end), points[-1]]
 
 
 def arguments() -> argparse.Namespace:

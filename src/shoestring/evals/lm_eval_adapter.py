@@ -132,22 +132,25 @@ class Scorer:
 def read_settings(settings: dict[str, Any]) -> Sampling:
     """lm-eval's generation settings as a Sampling; what we do not know is refused, not ignored."""
     known = dict(settings)
-    until = known.pop("until", None) or []
+
+    def take(name: str, default: Any = None) -> Any:
+        value = known.pop(name, None)
+        return default if value is None else value
+
+    until = take("until", ())
     stop = (until,) if isinstance(until, str) else tuple(s for s in until if s)
-    max_tokens = known.pop("max_gen_toks", MAX_NEW_TOKENS)
-    draws = known.pop("do_sample", None)
-    temperature = float(known.pop("temperature", 0.0) or 0.0)
+    draws, temperature = take("do_sample"), float(take("temperature", 0.0))
     if draws is False:
         temperature = 0.0
     elif draws and temperature == 0:
         temperature = 1.0
     sampling = Sampling(
         temperature=temperature,
-        top_k=int(known.pop("top_k", 0) or 0),
-        top_p=float(known.pop("top_p", 1.0) or 1.0),
-        min_p=float(known.pop("min_p", 0.0) or 0.0),
-        seed=known.pop("seed", None),
-        max_tokens=int(max_tokens),
+        top_k=int(take("top_k", 0)),
+        top_p=float(take("top_p", 1.0)),
+        min_p=float(take("min_p", 0.0)),
+        seed=take("seed"),
+        max_tokens=int(take("max_gen_toks", MAX_NEW_TOKENS)),
         stop=stop,
     )
     if known:

@@ -20,7 +20,10 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.evals.scoring import Progress, read_nll
+from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder, Head
+
+CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def perplexity(
     model: Decoder,
     tokens: Tensor,
     *,
-    context: int = 1024,
+    context: int = CONTEXT,
     stride: int | None = None,
     max_tokens: int | None = None,
     batch: int = 1,
@@ -118,15 +121,27 @@ def equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:
     return groups
 
 
-def checked_tokens(
-    model: Decoder, tokens: Tensor, context: int, stride: int, max_tokens: int | None, batch: int
-) -> Tensor:
-    spec = model.spec
+def usual_context(spec: ModelSpec, asked: int | None) -> int:
+    """What was asked for, if it fits; where nothing was, CONTEXT or all the positions of a model with fewer."""
+    if asked is None:
+        return min(CONTEXT, spec.max_positions)
+    check_context(spec, asked)
+    return asked
+
+
+def check_context(spec: ModelSpec, context: int) -> None:
     if not 2 <= context <= spec.max_positions:
         raise UserError(
             f"context={context} does not fit this model, which has {spec.max_positions} positions; "
             f"give 2 to {spec.max_positions}"
         )
+
+
+def checked_tokens(
+    model: Decoder, tokens: Tensor, context: int, stride: int, max_tokens: int | None, batch: int
+) -> Tensor:
+    spec = model.spec
+    check_context(spec, context)
     if not 1 <= stride <= context:
         raise UserError(
             f"stride={stride} is not allowed; give 1 to context={context}, or tokens would be skipped"

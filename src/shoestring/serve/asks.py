@@ -19,7 +19,6 @@ from shoestring.serve.schema import ApiError, Body, ChatBody, CompletionBody
 
 DEFAULT_NEW_TOKENS = 16  # of a completion, as in OpenAI's API; a chat answer may fill the context
 _NEXT_SEED = 0x9E3779B97F4A7C15
-_COLD = 1e-5  # a temperature below this divides by nothing in fp32; greedy is its limit
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,6 @@ def _samplings(
         min_tokens,
         limits.eos_ids,
     )
-    temperature = 1.0 if body.temperature is None else body.temperature
     stop = body.stop_strings
     made = []
     for prompt in prompts:
@@ -191,9 +189,9 @@ def _samplings(
             seed = secrets.randbits(63) if body.seed is None else (body.seed + i * _NEXT_SEED) % 2**64
             made.append(
                 RuledSampling(
-                    temperature=temperature if temperature >= _COLD else 0.0,
-                    top_k=max(0, body.top_k or 0),
-                    top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
+                    temperature=1.0 if body.temperature is None else body.temperature,
+                    top_k=body.top_k or 0,
+                    top_p=1.0 if body.top_p is None else body.top_p,
                     min_p=body.min_p or 0.0,
                     seed=seed,
                     max_tokens=max(1, max_tokens),

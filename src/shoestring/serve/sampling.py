@@ -17,13 +17,18 @@ Shapes: R rows (one per token to choose), V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+
+_COLD = 1e-5  # a temperature below this divides by nothing in fp32; greedy is its limit
+_LIKELIEST = 1e-9  # a top_p that the likeliest token reaches alone, and that is not 0 in fp32
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class Sampling:
     """How one request chooses its tokens and when it stops. The default is greedy."""
 
     temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0 = all
-    top_p: float = 1.0  # keep the likeliest tokens that together hold this probability; 1 = all
+    top_k: int = 0  # keep the k likeliest tokens; 0 and -1 = all
+    top_p: float = 1.0  # keep the likeliest tokens that together hold this probability; 1 = all, 0 = one
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0 = all
     seed: int | None = None  # None = the engine draws one per request
     max_tokens: int = 128  # new tokens at most
@@ -40,31 +45,42 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        _check(
-            "temperature",
-            self.temperature,
-            _is_number(self.temperature) and self.temperature >= 0,
-            "0 or more",
-        )
-        _check(
-            "top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "0 (off) or a positive whole number"
-        )
-        _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 is off")
-        _check("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 is off")
-        _check(
-            "seed",
-            self.seed,
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "a whole number of at most 64 bits",
-        )
-        _check("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "1 or more")
-        _check("stop", stop, all(isinstance(s, str) and s for s in stop), "non-empty strings")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in _ALLOWED:
+            check_setting(name, getattr(self, name))
+        # Values that mean the same become one, so that nobody else has to know of the others.
+        object.__setattr__(self, "temperature", self.temperature if self.temperature >= _COLD else 0.0)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "top_p", max(_LIKELIEST, self.top_p))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+# What is good, and how it is said.
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: _is_number(x) and 0 <= x <= 1e6, "from 0 (greedy) to 1e6"),
+    "top_k": (
+        lambda x: _is_int(x) and -1 <= x <= 2**31,
+        "-1 or 0 (off), or a whole number from 1 to 2**31",
+    ),
+    "top_p": (lambda x: _is_number(x) and 0 <= x <= 1, "from 0 (only the likeliest token) to 1 (off)"),
+    "min_p": (lambda x: _is_number(x) and 0 <= x <= 1, "from 0 (off) to 1 (only the likeliest token)"),
+    "seed": (
+        lambda x: x is None or (_is_int(x) and -(2**63) <= x < 2**64),
+        "a whole number of at most 64 bits",
+    ),
+    "max_tokens": (lambda x: _is_int(x) and x >= 1, "1 or more"),
+    "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
+}
+
+
+def check_setting(name: str, value: object) -> None:
+    """Raises UserError unless `value` may be the setting `name`: the one rule, for the command line and the server."""
+    good, allowed = _ALLOWED[name]
+    if not good(value):
+        raise UserError(f"{name}={reprlib.repr(value)} is not allowed; it must be {allowed}")
 
 
 def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
@@ -221,14 +237,9 @@ def _seed_of(s: Sampling) -> int:
     return s.seed
 
 
-def _check(name: str, value: object, good: bool, allowed: str) -> None:
-    if not good:
-        raise UserError(f"{name}={value!r} is not allowed; it must be {allowed}")
-
-
 def _is_int(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, int | float) and not isinstance(x, bool)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from shoestring.errors import suggest
+from shoestring.errors import UserError, suggest
+from shoestring.serve.sampling import check_setting
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 512
 MAX_BIASES = 4096
@@ -50,7 +51,6 @@ class ApiError(Exception):
         return {"error": error}
 
 
-Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -67,11 +67,11 @@ class Body(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    min_p: Probability | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Any = None
     stream: bool | None = None
@@ -87,6 +87,14 @@ class Body(BaseModel):
     # OpenAI parameters that change nothing here, and values of unsupported ones that ask for nothing.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @field_validator("temperature", "top_p", "top_k", "min_p", "seed")
+    @classmethod
+    def _as_anywhere(cls, value: Any, field: ValidationInfo) -> Any:
+        """The ranges of `Sampling`, and its words; what clients leave out has defaults of its own."""
+        if value is not None:
+            check_setting(str(field.field_name), value)
+        return value
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> Any:
@@ -285,8 +293,11 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def _explained(error: ValidationError) -> ApiError:
     """The first thing that is wrong, in one line."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("constrained-"))
+    ours = first.get("ctx", {}).get("error")
+    if isinstance(ours, UserError):  # of `check_setting`
+        return ApiError(400, str(ours), param=where)
     reason = first["msg"][:1].lower() + first["msg"][1:]
     given = "" if first["type"] == "missing" else f" (given {_shown(first.get('input'))})"
     return ApiError(400, f"{where}: {reason}{given}", param=where[:100])
