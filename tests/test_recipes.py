@@ -134,7 +134,8 @@ def test_rules_out_and_dense_out(cli: Callable[..., str], corpus: Path, tmp_path
 
 def test_going_on_from_a_model(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    cli("run", "train/dense", f"data={corpus}", "steps=3", f"run={first}", *TINY, *SHORT)
+    cli("run", "train/dense", f"data={corpus}", "steps=3", "act=geglu_tanh", f"run={first}", *TINY, *SHORT)
+    assert json.loads((first / "model/config.json").read_text())["hidden_act"] == "gelu_pytorch_tanh"
     argv = [f"data={corpus}", f"init_from={first}", "steps=1", "lr=1e-9", f"run={second}", *SHORT]
     cli("run", "train/dense", *argv)
     old, new = weights(first / "model"), weights(second / "model")
@@ -204,6 +205,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "too many ranks": (["data=CORPUS", "mesh.dp=2"], "torchrun --nproc-per-node 2"),
     "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
     "odd heads, before any text is read": (["data=nowhere", "d_model=60"], "heads of 15 dims"),
+    "a gate that GPT-2 has not": (["data=nowhere", "size=gpt2-124m", "act=geglu"], "has none"),
+    "a graph without a GPU": (["data=nowhere", "graph=true"], "needs one CUDA GPU, this run has 1 x cpu"),
     "tokenizer": (["data=CORPUS", "tokenizer=nowhere"], "nowhere"),
     "init": (["data=CORPUS", "init_from=nowhere"], "nowhere"),
     "init without a tokenizer": (["data=CORPUS", "init_from=BARE"], "BARE has no tokenizer"),

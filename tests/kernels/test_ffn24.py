@@ -1,26 +1,70 @@
-"""What lies between the products of a 2:4 SwiGLU layer: the kernels under Triton's interpreter, and all on a GPU."""
+"""What lies between the products of a gated 2:4 layer: the kernels under Triton's interpreter, and all on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from interpreted import run_interpreted
 from test_cslt import CLOCKS, needs_gpu, unpacked
 from test_cslt8 import INTERPRETED as EIGHT_BITS
+from test_glu import ACTS, LARGE, exact, once_rounded
+from torch import Tensor
 
 from shoestring.formats import FormatLinear, Sparse24
 from shoestring.formats.sparse24 import DENSE, Plan, prune_tokens
 from shoestring.formats.sparse24_ffn import FfnPlan, run
 from shoestring.kernels import ffn24
+from shoestring.kernels.glu import activated
+
+
+def gate_case(
+    width: int, tokens: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Z, dH, and row numbers and clocks of gate and up; groups of zeros, and gates far from zero."""
+    g = torch.Generator().manual_seed(width + tokens)
+    z = torch.randn(2 * width, tokens, generator=g)
+    dh = torch.randn(width, tokens, generator=g).clamp(-2, 2)
+    dh[1, :30] = 0
+    z[2, : len(LARGE)] = torch.tensor(LARGE)
+    rows = [torch.arange(width, device=device, dtype=torch.int32) + 4 * i for i in (2, 0)]
+    return z.to(device, dtype), dh.to(device, dtype), rows, [CLOCKS.to(device), CLOCKS.to(device) + 5]
+
+
+def check_gate(act: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Forward and, where there is a kernel for such numbers, the gradient that is not drawn."""
+    for width, tokens in ((64, 192), (7, 36), (37, 132), (3, 5)):
+        for each in (dtype, torch.float32):
+            z, dh, _, _ = gate_case(width, tokens, each, device)
+            h, *dz = exact(*z.chunk(2), dh, act)
+            once_rounded(ffn24.glu(z, act), h)
+            if each == torch.float32 or tokens % 4:
+                with pytest.raises(AssertionError, match="groups of four"):
+                    ffn24.glu_grad(z, dh, [], [], act)
+                continue
+            got, packed = ffn24.glu_grad(z, dh, [], [], act)
+            once_rounded(got, torch.cat(dz))
+            assert packed.numel() == 0
+    with pytest.raises(AssertionError):
+        ffn24.glu(z.t(), act)
+
+
+def check_drawn(act: str, dtype: torch.dtype, width: int, tokens: int, device: str = "cpu") -> None:
+    z, dh, rows, clocks = gate_case(width, tokens, dtype, device)
+    dz, packed = ffn24.glu_grad(z, dh, rows, clocks, act)
+    once_rounded(dz, torch.cat(exact(*z.chunk(2), dh, act)[1:]))
+    parts = zip(dz.chunk(2), rows, clocks, strict=True)
+    want = torch.cat([prune_tokens(part.t(), r, c) for part, r, c in parts])
+    assert torch.equal(unpacked(packed.cpu(), 2 * width, tokens), want.cpu())
+
 
 INTERPRETED = """
 import torch
-import torch.nn.functional as F
-from test_cslt import CLOCKS, unpacked
+from test_cslt import unpacked
 from shoestring.formats import Sparse24
-from shoestring.formats.sparse24 import prune_tokens
+from test_ffn24 import check_drawn, check_gate, gate_case
+from test_glu import ACTS
 from shoestring.kernels import cslt, ffn24
+from shoestring.kernels.glu import glu_ref
 from shoestring.kernels.transposable24 import transposable_mask_ref
 
 gen = torch.Generator().manual_seed(0)
@@ -43,22 +87,13 @@ want = torch.cat([soft.prune(w.half(), {"beta": beta}) for w in tops])
 packed, none, dense = ffn24.prepare(tops, [], [beta, beta], half, True, False, True)
 assert torch.equal(dense, want) and torch.equal(unpacked(packed, 128, 128), want)
 
-z, dh = torch.randn(128, 192, generator=gen), torch.randn(64, 192, generator=gen)
-z16 = z.half()
-z32 = z16.float().requires_grad_()
-h = F.silu(z32[:64]) * z32[64:]
-h.backward(dh.half().float())
-torch.testing.assert_close(ffn24.swiglu(z16).float(), h.detach(), rtol=2e-3, atol=1e-3)
-dz, none = ffn24.swiglu_grad(z16, dh.half(), [], [])
-torch.testing.assert_close(dz.float(), z32.grad, rtol=2e-3, atol=1e-3)
-
-rows = [torch.arange(8, 72, dtype=torch.int32), torch.arange(64, dtype=torch.int32)]
-clocks = [CLOCKS, CLOCKS + 1]
-again, packed = ffn24.swiglu_grad(z16, dh.half(), rows, clocks)
-assert torch.equal(again, dz)
-want = torch.cat([prune_tokens(part.t(), r, c) for part, r, c in zip(dz.chunk(2), rows, clocks)])
-assert torch.equal(unpacked(packed, 128, 192), want)
-
+for act in ACTS:
+    check_gate(act, half)
+    check_drawn(act, half, 64, 192)
+z, dh, rows, clocks = gate_case(64, 192, half)
+named = ffn24.glu_grad(z, dh, rows, clocks, "swiglu")
+assert all(torch.equal(a, b) for a, b in zip(ffn24.glu_grad(z, dh, rows, clocks), named))
+assert torch.equal(ffn24.glu(z), ffn24.glu(z, "swiglu")) and not torch.equal(ffn24.glu(z), ffn24.glu(z, "geglu"))
 
 from shoestring.kernels.masked_decay import pull_masked_, pull_masked_ref_
 w, grad, mask = torch.randn(30, 70), torch.randn(30, 70), torch.rand(30, 70) < 0.5
@@ -72,22 +107,25 @@ assert not torch.equal(grad, w)
 from shoestring.formats import FormatLinear
 from shoestring.formats.sparse24 import DENSE
 from shoestring.formats.sparse24_ffn import FfnPlan, fusable, run
-fst = Sparse24("tile", hold_mask=True, weight_grad="mvue")
-for format in (fst,):
+format = Sparse24("tile", hold_mask=True, weight_grad="mvue")
+for act in ACTS:
     torch.manual_seed(0)
     gate, up, down = (FormatLinear(i, o, bias=False, format=format) for i, o in ((64, 128), (64, 128), (128, 64)))
     assert fusable(gate, up, down)
     x, dy = torch.randn(2, 32, 64).half().requires_grad_(), torch.randn(2, 32, 64).half()
     results = []
     for one_by_one in (True, False):
-        y = down(F.silu(gate(x)) * up(x)) if one_by_one else run(x, [gate, up, down], FfnPlan(DENSE, DENSE))
+        if one_by_one:
+            y = down(glu_ref(gate(x), up(x), act))
+        else:
+            y = run(x, [gate, up, down], FfnPlan(DENSE, DENSE), act)
         tensors = (x, gate.weight, up.weight, down.weight)
         results.append((y.detach(), *torch.autograd.grad(y, tensors, dy)))
     # Roundings between the two differ, and a draw with them now and then: most of dW must be the same.
     for name, want, got in zip(("y", "dx", "dgate", "dup", "ddown"), *results):
         assert want.dtype == got.dtype and got.shape == want.shape
         error = float((got - want).float().norm() / want.float().norm())
-        assert error < (0.03 if format.weight_grad == "mvue" and name in ("dgate", "dup") else 3e-3), (name, error)
+        assert error < (0.03 if name in ("dgate", "dup") else 3e-3), (act, name, error)
 assert not fusable(gate, up, FormatLinear(128, 64, bias=False, format=Sparse24()))
 """
 
@@ -102,24 +140,17 @@ def test_kernels_match_the_references() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_gradient_is_drawn_where_it_is_made() -> None:
-    z, dh = torch.randn(256, 576, device="cuda").bfloat16(), torch.randn(128, 576, device="cuda").bfloat16()
-    dh[:8, :40] = 0
-    rows = [torch.arange(128, device="cuda", dtype=torch.int32) + 4 * i for i in range(2)]
-    clocks = [CLOCKS.cuda(), CLOCKS.cuda() + 5]
-    dz, packed = ffn24.swiglu_grad(z, dh, rows, clocks)
-    plain, _ = ffn24.swiglu_grad(z, dh, [], [])
-    torch.testing.assert_close(dz, plain, rtol=1e-2, atol=1e-3)
-    want = torch.cat(
-        [prune_tokens(part.t(), r, c) for part, r, c in zip(dz.chunk(2), rows, clocks, strict=True)]
-    )
-    assert torch.equal(unpacked(packed.cpu(), 256, 576), want.cpu())
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_is_drawn_where_it_is_made(act: str, dtype: torch.dtype) -> None:
+    check_gate(act, dtype, "cuda")
+    check_drawn(act, dtype, 128, 576, "cuda")  # by CUDA C++
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("select", ["tile", "soft"])
-def test_sparse_products_give_what_dense_ones_give(select: str) -> None:
+@pytest.mark.parametrize(("select", "act"), [("tile", "swiglu"), ("soft", "swiglu"), ("tile", "geglu")])
+def test_sparse_products_give_what_dense_ones_give(select: str, act: str) -> None:
     format = Sparse24(select, hold_mask=select == "tile", weight_grad="mvue")
     torch.manual_seed(0)
     shapes = ((256, 512), (256, 512), (512, 256))
@@ -130,9 +161,9 @@ def test_sparse_products_give_what_dense_ones_give(select: str) -> None:
     sparse = Plan(first, first if select == "tile" else None, first)
     results = []
     for plan in (FfnPlan(DENSE, DENSE), FfnPlan(sparse, sparse)):
-        y = run(x, linears, plan)
+        y = run(x, linears, plan, act)
         results.append((y.detach(), *torch.autograd.grad(y, (x, *(linear.weight for linear in linears)), dy)))
-    one_by_one = linears[2](F.silu(linears[0](x)) * linears[1](x))
+    one_by_one = linears[2](activated(linears[0](x), act) * linears[1](x))
     assert float((results[1][0] - one_by_one).float().norm() / one_by_one.float().norm()) < 1e-2
     # A gradient that is rounded differently is now and then drawn differently.
     for limit, dense, got in zip((0.01, 0.01, 0.1, 0.1, 0.01), *results, strict=True):

@@ -142,3 +142,4 @@ def test_changed_weights_are_noticed_and_other_models_take_the_plain_forward() -
     assert again != first
     assert not steppable(Decoder(SPEC))
     assert not steppable(served(replace(SPEC, model_type="mistral", sliding_window=8)))
+    assert not steppable(served(replace(SPEC, act="geglu")))

@@ -40,6 +40,8 @@ SHAPES = {
         "qkv_bias": True,
     },
     "window": {"sliding_window": 5, "first_window_layer": 1},
+    "geglu": {"act": "geglu"},
+    "geglu_tanh": {"act": "geglu_tanh", "mlp_bias": True},
 }
 
 

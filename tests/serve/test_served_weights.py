@@ -76,7 +76,7 @@ def test_few_rows_of_packed_layers_are_four_products_and_attention(monkeypatch: 
         raise AssertionError("this belongs into a product")
 
     monkeypatch.setattr(fused, "lowbit_row_linear", product)
-    monkeypatch.setattr(fused, "swiglu", never)
+    monkeypatch.setattr(fused, "glu", never)
     last = [Span(s.blocks, 11, 1) for s in spans]
     got = runner.forward(Batch(last, tokens[:, 11].tolist(), range(3)))
     torch.testing.assert_close(got, want[:, 11], rtol=1e-4, atol=1e-4)

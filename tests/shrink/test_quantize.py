@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,9 @@ def test_the_report_has_every_layer_and_its_errors() -> None:
 
 
 # -- AWQ -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("spec", [SPEC, GPT2], ids=["llama with grouped heads", "gpt2"])
+@pytest.mark.parametrize(
+    "spec", [SPEC, GPT2, replace(SPEC, act="geglu")], ids=["llama with grouped heads", "gpt2", "geglu"]
+)
 def test_folding_leaves_the_model_as_it_was(spec: ModelSpec) -> None:
     model = tiny_model(spec)
     before = logits(model)
@@ -142,7 +145,7 @@ def test_folding_leaves_the_model_as_it_was(spec: ModelSpec) -> None:
             assert fold.tie(s) == pytest.approx(s.view(-1, fold.repeat, fold.span)[:, 0].flatten())
             apply_fold(block_linears(block), fold, s)
             num_folds += 1
-    assert num_folds == len(model.blocks) * (4 if spec.act == "swiglu" else 3)
+    assert num_folds == len(model.blocks) * (4 if spec.gated else 3)
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
     moved = [
         not torch.equal(p, q) for p, q in zip(model.parameters(), tiny_model(spec).parameters(), strict=True)

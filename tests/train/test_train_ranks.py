@@ -11,7 +11,7 @@ import pytest
 from ranks_golden import losses
 
 SCRIPT = Path(__file__).parent / "ranks_golden.py"
-QWEN = {"qk_norm": True, "qkv_bias": True, "tied": False, "num_kv_heads": 2, "vocab_size": 95}
+QWEN = {"qk_norm": True, "qkv_bias": True, "tied": False, "num_kv_heads": 2, "vocab_size": 95, "act": "geglu"}
 GPT2 = {
     "norm": "layer",
     "act": "gelu_tanh",

@@ -328,7 +328,7 @@ def parts(width: int, mesh: Mesh) -> None:
             ffn24.prepare(ws, ms, [], torch.bfloat16, True, True, False)
 
     def draw() -> None:
-        ffn24.swiglu_grad(z, dh, numbers[:2], clocks)
+        ffn24.glu_grad(z, dh, numbers[:2], clocks)
         cslt.pack_mvue(dy, numbers[2], clocks[0])
 
     def pull() -> None:
@@ -348,7 +348,7 @@ def parts(width: int, mesh: Mesh) -> None:
         / refresh_of(width),
         "masked decay": device_ms(pull),
         "draw and pack the gradients (MVUE)": device_ms(draw)
-        - device_ms(lambda: ffn24.swiglu_grad(z, dh, [], [])),
+        - device_ms(lambda: ffn24.glu_grad(z, dh, [], [])),
     }
     for case, ms in found.items():
         record(bench=BENCH, case=case, metric="ms", unit="ms per layer and step", samples=[ms],

@@ -1,12 +1,12 @@
-"""A SwiGLU layer of three Sparse24 linears as one function, feature-major inside.
+"""A gated layer of three Sparse24 linears as one function, feature-major inside.
 
-    Z = W~gu X^T    H = silu(Zg) * Zu    Y^T = W~d H             gate and up are one product
+    Z = W~gu X^T    H = act(Zg) * Zu    Y^T = W~d H              gate and up are one product
     dH = W~d^T dY^T    dZ from Z, dH    dX^T = W~gu^T dZ         and the input gradient needs no sum of two
     dWd = MVUE(dY^T) H^T    dWgu = MVUE(dZ) X
 
 The same numbers as the three layers one by one, but for roundings: which operands are pruned and what is drawn are
 the Format's. It exists for speed: between sparse products nothing is transposed or copied, weights are pruned and
-packed in one pass from the master, and the gradient of SwiGLU is drawn and packed where it is made.
+packed in one pass from the master, and the gradient of the gate is drawn and packed where it is made.
 
 `ffn` returns None where it does not apply (other formats, biases, hooks around a layer, no GPU, nothing to gain by
 the table of this GPU) and the caller goes on layer by layer.
@@ -31,15 +31,17 @@ class FfnPlan(NamedTuple):
     down: Plan
 
 
-def ffn(x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear) -> Tensor | None:
-    """down(silu(gate(x)) * up(x)), or None."""
+def ffn(
+    x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear, act: str = "swiglu"
+) -> Tensor | None:
+    """down(act(gate(x)) * up(x)), or None; `act` is a name of kernels/glu.py."""
     if not torch.is_grad_enabled() or not x.is_cuda or not fusable(gate, up, down):
         return None
     dtype = compute_dtype(x)
     plan = ffn_plan(gate.format, x.numel() // x.shape[-1], local(gate.weight), dtype)  # type: ignore[arg-type]
     if plan is None:
         return None
-    return run(x.to(dtype), [gate, up, down], plan)
+    return run(x.to(dtype), [gate, up, down], plan, act)
 
 
 def fusable(*linears: FormatLinear, resting: bool = False) -> bool:
@@ -82,7 +84,7 @@ def ffn_plan(format: Sparse24, num_tokens: int, gate: Tensor, dtype: torch.dtype
     return plan if plan.up.any_sparse() or plan.down.any_sparse() else None
 
 
-def run(x: Tensor, linears: list[FormatLinear], plan: FfnPlan) -> Tensor:
+def run(x: Tensor, linears: list[FormatLinear], plan: FfnPlan, act: str = "swiglu") -> Tensor:
     """`linears`: gate, up, down; see fusable."""
     format = linears[0].format
     assert isinstance(format, Sparse24)
@@ -100,13 +102,21 @@ def run(x: Tensor, linears: list[FormatLinear], plan: FfnPlan) -> Tensor:
         drawing = [state["row"].flatten() for state in states]
         # Copied: the clocks may move on before the backward pass of this forward.
         drawing += [torch.stack([state[name] for name in CLOCKS]) for state in states]
-    return _Ffn.apply(x, *weights, plan, soft, *pruning, *drawing)
+    return _Ffn.apply(x, *weights, plan, soft, act, *pruning, *drawing)
 
 
 class _Ffn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, plan: FfnPlan, soft: bool, *state: Tensor
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        plan: FfnPlan,
+        soft: bool,
+        act: str,
+        *state: Tensor,
     ) -> Tensor:
         """`state`: a beta (soft) or mask for each weight, then row numbers and clocks, where dW is drawn."""
         pruning, drawing = list(state[:3]), state[3:]
@@ -119,12 +129,12 @@ class _Ffn(torch.autograd.Function):
             z_2FN = wide[2] @ x_ND.t()
         else:
             z_2FN = cslt.product(wide[0], x_ND.t(), list(plan.up.forward))
-        h_FN = ffn24.swiglu(z_2FN)
+        h_FN = ffn24.glu(z_2FN, act)
         if plan.down.forward is None:
             y_ND = h_FN.t() @ narrow[2].t()
         else:
             y_ND = cslt.product(narrow[0], h_FN, list(plan.down.forward), True)
-        ctx.plan, ctx.dtypes = plan, (gate.dtype, up.dtype, down.dtype)
+        ctx.plan, ctx.act, ctx.dtypes = plan, act, (gate.dtype, up.dtype, down.dtype)
         back = [w[2] if p.input_grad is None else w[1] for w, p in ((wide, plan.up), (narrow, plan.down))]
         ctx.save_for_backward(x_ND, z_2FN, h_FN, *back, *drawing)
         return y_ND.unflatten(0, x.shape[:-1])
@@ -140,7 +150,8 @@ class _Ffn(torch.autograd.Function):
         else:
             dh_FN = cslt.product(narrow, dy_ND.t(), list(plan.down.input_grad))
         sparse_up = plan.up.weight_grad is not None
-        dz_2FN, packed = ffn24.swiglu_grad(z_2FN, dh_FN, *((rows[:2], clocks[:2]) if sparse_up else ([], [])))
+        drawn = (rows[:2], clocks[:2]) if sparse_up else ([], [])
+        dz_2FN, packed = ffn24.glu_grad(z_2FN, dh_FN, *drawn, ctx.act)
         if plan.up.input_grad is None:
             dx_ND = dz_2FN.t() @ wide
         else:
@@ -157,7 +168,7 @@ class _Ffn(torch.autograd.Function):
         gate_type, up_type, down_type = ctx.dtypes
         dgate, dup = dw_2FD.chunk(2)
         dx = dx_ND.unflatten(0, grads[0].shape[:-1])
-        none = [None] * (5 + len(drawing))
+        none = [None] * (6 + len(drawing))
         return dx, dgate.to(gate_type), dup.to(up_type), dw_DF.to(down_type), *none
 
 

@@ -1,12 +1,14 @@
-"""What lies between the products of a 2:4 SwiGLU layer: weights made ready, SwiGLU and its gradient, feature-major.
+"""What lies between the products of a gated 2:4 layer: weights made ready, the gate and its gradient, feature-major.
 
 Sparse products write their result feature-major, [features, tokens]. Everything here stays in that order, reads
 each tensor once and writes what the next product wants:
 
     prepare       master weights -> rounded to 16 bits, pruned, packed as W~ and as W~^T, or dense, in one pass; the
                   weights of gate and up become one operand [2F, D], so that one product serves both
-    swiglu        Z [2F, N] -> H [F, N]
-    swiglu_grad   Z, dH -> dZ [2F, N] and, with row numbers, the operand of MVUE(dZ) along the tokens
+    glu           Z [2F, N] -> H [F, N]
+    glu_grad      Z, dH -> dZ [2F, N] and, with row numbers, the operand of MVUE(dZ) along the tokens
+
+`act` names a gate of kernels/glu.py, which has the same for token-major tensors.
 
 Shapes: N tokens, F inner width, D outer width. The kernels need a GPU (or Triton's interpreter); kernels/cslt.py
 says what an operand is. Draws are those of kernels/mvue24_noise.py, bit for bit.
@@ -19,11 +21,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from shoestring.kernels.glu import GATES
 from shoestring.kernels.nvrtc import compile_kernel, cuda_source
 
 TILE = 64  # rows and columns of all weights are multiples of it
 ROWS, COLS, WARPS = 32, 64, 4  # of one program of `prepare`
-GRAD_ROWS, GRAD_GROUPS, GRAD_WARPS = 16, 32, 4  # of Triton's `swiglu_grad`
+GRAD_ROWS, GRAD_GROUPS, GRAD_WARPS = 16, 32, 4  # of Triton's `glu_grad`
 
 
 def _empty_operand(like: Tensor, dtype: torch.dtype, m: int, k: int, wanted: bool) -> Tensor:
@@ -91,28 +94,28 @@ def _(
     return packed, packed_t, weights[0].new_empty(rows if dense else 0, cols, dtype=dtype)
 
 
-@torch.library.custom_op("shoestring::swiglu_rows", mutates_args=())
-def swiglu(z_2FN: Tensor) -> Tensor:
-    """silu(gate) * up, [F, N]; the gate is the upper half of the rows."""
-    from shoestring.kernels._triton.ffn24 import _swiglu_kernel
+@torch.library.custom_op("shoestring::glu_rows", mutates_args=())
+def glu(z_2FN: Tensor, act: str = "swiglu") -> Tensor:
+    """act(gate) * up, [F, N]; the gate is the upper half of the rows."""
+    from shoestring.kernels._triton.glu import _glu_pair_kernel
 
     assert z_2FN.is_contiguous()
     width, block = z_2FN.shape[0] // 2, 4096
     out_FN = z_2FN.new_empty(width, z_2FN.shape[1])
-    _swiglu_kernel[(-(-out_FN.numel() // block),)](
-        z_2FN, z_2FN[width:], out_FN, out_FN.numel(), BLOCK=block, num_warps=8
+    _glu_pair_kernel[(-(-out_FN.numel() // block),)](
+        z_2FN, z_2FN[width:], out_FN, out_FN.numel(), ACT=GATES[act], BLOCK=block, num_warps=8
     )
     return out_FN
 
 
-@swiglu.register_fake
-def _(z_2FN: Tensor) -> Tensor:
+@glu.register_fake
+def _(z_2FN: Tensor, act: str = "swiglu") -> Tensor:
     return z_2FN.new_empty(z_2FN.shape[0] // 2, z_2FN.shape[1])
 
 
-@torch.library.custom_op("shoestring::swiglu_rows_grad", mutates_args=())
-def swiglu_grad(
-    z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor]
+@torch.library.custom_op("shoestring::glu_rows_grad", mutates_args=())
+def glu_grad(
+    z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor], act: str = "swiglu"
 ) -> tuple[Tensor, Tensor]:
     """(dZ, operand of MVUE(dZ)); row numbers and clocks are those of gate and up. Without them the second has no
     rows.
@@ -120,39 +123,48 @@ def swiglu_grad(
     assert z_2FN.is_contiguous() and dh_FN.is_contiguous()
     width, tokens = dh_FN.shape
     pack = bool(row_numbers)
+    assert tokens % 4 == 0 and z_2FN.itemsize == 2, "groups of four are read and written as words of 64 bits"
     assert not pack or (width % TILE == 0 and tokens % TILE == 0)
     dz_2FN = torch.empty_like(z_2FN)
     packed = _empty_operand(z_2FN, z_2FN.dtype, 2 * width, tokens, pack)
     values, meta = _words(packed, 2 * width if pack else 0, tokens)
     if pack and z_2FN.is_cuda:
-        _launch_grad(z_2FN, dh_FN, dz_2FN, values, meta, row_numbers, clocks)
+        _launch_grad(z_2FN, dh_FN, dz_2FN, values, meta, row_numbers, clocks, act)
         return dz_2FN, packed
-    from shoestring.kernels._triton.ffn24 import _swiglu_grad_kernel
+    from shoestring.kernels._triton.ffn24 import _glu_grad_kernel
 
     numbers, times = (row_numbers, clocks) if pack else ([z_2FN, z_2FN], [z_2FN, z_2FN])
     grid = (-(-width // GRAD_ROWS), -(-tokens // (4 * GRAD_GROUPS)))
-    _swiglu_grad_kernel[grid](
+    _glu_grad_kernel[grid](
         z_2FN, z_2FN[width:], dh_FN, dz_2FN, dz_2FN[width:],
         values, meta, values[width * tokens // 4 :], meta[width * tokens // 64 :],
         *numbers, *times, width, tokens,
-        PACK=pack, ROWS=GRAD_ROWS, GROUPS=GRAD_GROUPS, num_warps=GRAD_WARPS,
+        ACT=GATES[act], PACK=pack, ROWS=GRAD_ROWS, GROUPS=GRAD_GROUPS, num_warps=GRAD_WARPS,
     )  # fmt: skip
     return dz_2FN, packed
 
 
 def _launch_grad(
-    z: Tensor, dh: Tensor, dz: Tensor, values: Tensor, meta: Tensor, rows: list[Tensor], clocks: list[Tensor]
+    z: Tensor,
+    dh: Tensor,
+    dz: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    rows: list[Tensor],
+    clocks: list[Tensor],
+    act: str,
 ) -> None:
     width, tokens = dh.shape
-    kernel = compile_kernel(
-        cuda_source("swiglu24"), "swiglu24_grad", {"HALF": int(z.dtype == torch.float16)}, z.device.index
-    )
+    macros = {"HALF": int(z.dtype == torch.float16), "GATE": GATES[act]}
+    kernel = compile_kernel(cuda_source("glu24"), "glu24_grad", macros, z.device.index)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (z, dh, dz, values, meta, *rows, *clocks)]
     sizes = [ctypes.c_int(width), ctypes.c_int(tokens)]
     kernel.launch((-(-tokens // 256), width // 64, 1), 128, 0, [*pointers, *sizes], dependent=False)
 
 
-@swiglu_grad.register_fake
-def _(z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor]) -> tuple[Tensor, Tensor]:
+@glu_grad.register_fake
+def _(
+    z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor], act: str = "swiglu"
+) -> tuple[Tensor, Tensor]:
     rows = z_2FN.shape[0] if row_numbers else 0
     return torch.empty_like(z_2FN), z_2FN.new_empty(rows, z_2FN.shape[1] * 9 // 16)

@@ -50,6 +50,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
+_GATES = {
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
+}  # fmt: skip
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 _REQUIRED: Any = object()
@@ -135,9 +138,9 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
 
 def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
     act = config.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
+    if act not in _GATES:
         raise UserError(
-            f"config.json: hidden_act={act!r} is not supported for {model_type}; only 'silu' is (SwiGLU)"
+            f"config.json: hidden_act={act!r} is not supported for {model_type}; supported: {', '.join(_GATES)}"
         )
     num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
     d_model = _int(config, "hidden_size")
@@ -158,6 +161,7 @@ def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
         max_positions=_int(config, "max_position_embeddings"),
         model_type=model_type,
         norm_eps=_float(config, "rms_norm_eps", 1e-6),
+        act=cast(Literal["swiglu", "geglu", "geglu_tanh"], _GATES[act]),
         rope_theta=theta,
         rope_scaling=scaling,
         qk_norm=model_type == "qwen3",
@@ -409,7 +413,7 @@ def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": next(name for name, act in _GATES.items() if act == spec.act),
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
         **_write_rope(spec),

@@ -83,7 +83,7 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
     for block in model.blocks:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
-        for linear in (attn.q, attn.k, attn.v, mlp.up, *([mlp.gate] if model.spec.act == "swiglu" else [])):
+        for linear in (attn.q, attn.k, attn.v, mlp.up, *([mlp.gate] if mlp.gated else [])):
             column_parallel_(linear, tp)
         for linear in (attn.o, mlp.down):
             row_parallel_(linear, tp)

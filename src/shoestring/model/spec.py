@@ -21,6 +21,7 @@ SIZES = [
     "d_ff",
     "max_positions",
 ]
+GATED = ("swiglu", "geglu", "geglu_tanh")  # down(act(gate(x)) * up(x)); the others are down(act(up(x)))
 MOST_SIZE, MOST_LAYERS = 1 << 26, 10_000  # more is a damaged file: its matrices could not even be described
 
 
@@ -47,7 +48,7 @@ class ModelSpec:
     model_type: str = "llama"  # the Hugging Face model_type this spec is written back as
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    act: Literal["swiglu", "gelu_tanh", "gelu"] = "swiglu"
+    act: Literal["swiglu", "geglu", "geglu_tanh", "gelu_tanh", "gelu"] = "swiglu"
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -80,6 +81,10 @@ class ModelSpec:
             )
 
     @property
+    def gated(self) -> bool:
+        return self.act in GATED
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         return (() if self.eos_id is None else (self.eos_id,)) + self.extra_eos_ids
 
@@ -90,7 +95,7 @@ class ModelSpec:
         d, q, kv = self.d_model, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attn = d * (q + 2 * kv) + q * d
         attn += (q + 2 * kv) * self.qkv_bias + d * self.out_bias + 2 * self.head_dim * self.qk_norm
-        matrices = 3 if self.act == "swiglu" else 2
+        matrices = 3 if self.gated else 2
         mlp = matrices * d * self.d_ff + ((matrices - 1) * self.d_ff + d) * self.mlp_bias
         norm = d * (2 if self.norm == "layer" else 1)
         total = self.num_layers * (attn + mlp + 2 * norm) + norm

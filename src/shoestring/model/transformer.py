@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from shoestring.formats import Dense, FormatLinear, sparse24_ffn
 from shoestring.formats.linear import local
+from shoestring.kernels.glu import glu_pair
 from shoestring.model import collectives
 from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
 from shoestring.model.skip import COMPUTE, BlockSkip, SkipSet, Watch
@@ -117,16 +118,16 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.act = spec.act
-        if spec.act == "swiglu":
+        self.act, self.gated = spec.act, spec.gated
+        if spec.gated:
             self.gate = FormatLinear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
         self.up = FormatLinear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
         self.down = FormatLinear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.act == "swiglu":
-            fused = sparse24_ffn.ffn(x, self.gate, self.up, self.down)
-            return self.down(F.silu(self.gate(x)) * self.up(x)) if fused is None else fused
+        if self.gated:
+            fused = sparse24_ffn.ffn(x, self.gate, self.up, self.down, self.act)
+            return self.down(glu_pair(self.gate(x), self.up(x), self.act)) if fused is None else fused
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
 
 

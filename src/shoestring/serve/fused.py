@@ -35,6 +35,7 @@ from shoestring.formats.base import Parts
 from shoestring.formats.linear import local
 from shoestring.kernels.add_norm import add_norm_
 from shoestring.kernels.byte_linear import byte_linear, byte_linear_usable
+from shoestring.kernels.glu import glu
 from shoestring.kernels.lowbit import lowbit_row_linear
 from shoestring.kernels.lowbit_few import MOST_ROWS as FEW_ROWS
 from shoestring.kernels.paged_attention import paged_attention
@@ -42,7 +43,6 @@ from shoestring.kernels.rotate_store import rotate_store_, turns_at
 from shoestring.kernels.row_attention import row_attention_, row_attention_usable
 from shoestring.kernels.row_linear import row_linear
 from shoestring.kernels.step_ends import embed_rows
-from shoestring.kernels.swiglu import swiglu
 from shoestring.model.attention import rope_frequencies
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, Norm
@@ -309,7 +309,7 @@ class FusedDecoder:
     def _layer(self, block: nn.Module) -> _Layer:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
-        inner = [mlp.gate, mlp.up] if self.spec.act == "swiglu" else [mlp.up]
+        inner = [mlp.gate, mlp.up] if mlp.gated else [mlp.up]
         return _Layer(
             block.attn_norm,
             join([attn.q, attn.k, attn.v], self.dtype),
@@ -430,10 +430,11 @@ class FusedDecoder:
         return row_attention_usable(qkv_TE, spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
     def _inner(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer) -> Tensor:
-        if self.spec.act == "swiglu":
-            if delta is None and layer.up.gates and self._row_fused(x_TD, layer.mlp_norm, layer.up):
+        if self.spec.gated:
+            knows = self.spec.act == "swiglu" and layer.up.gates
+            if delta is None and knows and self._row_fused(x_TD, layer.mlp_norm, layer.up):
                 return layer.up.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
-            return swiglu(self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up))
+            return glu(self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up), self.spec.act)
         up = self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up)
         return F.gelu(up, approximate="tanh" if self.spec.act == "gelu_tanh" else "none")
 

@@ -3,7 +3,7 @@
 A linear layer computes W x = (W S)(S^-1 x) for any diagonal S. With s = (mean |x|)^alpha per channel the
 weights of loud channels get a finer share of their group's grid; S^-1 goes into whatever produces x:
 
-    attn_norm -> q, k, v      mlp_norm -> gate, up (or up)      v -> o      up -> down (SwiGLU only)
+    attn_norm -> q, k, v      mlp_norm -> gate, up (or up)      v -> o      up -> down (gated only)
 
 alpha is searched over {0, 1/n, ...}: the one with the least output error, sum over the layers of
 tr(D H D^T), D = Q(W S) S^-1 - W. alpha = 0 changes nothing and is always tried. Then the ranges are clipped,
@@ -105,7 +105,7 @@ def folds(block: Block) -> list[Fold]:
     repeat = attn.o.in_features // attn.v.out_features
     if not attn.v.packed:
         found.append(Fold(attn.v, ("attn.o",), repeat, attn.head_dim))
-    if mlp.act == "swiglu":
+    if mlp.gated:
         found.append(Fold(block.mlp_norm, ("mlp.gate", "mlp.up")))
         if not mlp.up.packed:
             found.append(Fold(mlp.up, ("mlp.down",)))

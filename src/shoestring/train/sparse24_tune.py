@@ -127,7 +127,7 @@ def multiplied(model: nn.Module) -> list[tuple[Sparse24, tuple[int, int]]]:
     """The weights of the products: of every 2:4 layer, or of gate and up as one where they are fused."""
     fused: dict[int, tuple[int, int]] = {}
     for mlp in model.modules():
-        if not isinstance(mlp, Mlp) or mlp.act != "swiglu":
+        if not isinstance(mlp, Mlp) or not mlp.gated:
             continue
         if sparse24_ffn.fusable(mlp.gate, mlp.up, mlp.down, resting=True):
             wide, narrow = sparse24_ffn.ffn_shapes(multiplied_shape(mlp.gate.weight))

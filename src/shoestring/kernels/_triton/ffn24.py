@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from shoestring.kernels._triton.glu import _glu_grads
 from shoestring.kernels._triton.sparse24 import (
     _load_groups,
     _mvue_draw,
@@ -81,20 +82,10 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, out, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + i, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _swiglu_grad(g, u, dh, dtype: tl.constexpr):
-    """The gradients of silu(g) * u, rounded to 16 bits."""
-    x, y, d = g.to(tl.float32), u.to(tl.float32), dh.to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-x))
-    return (d * y * s * (1.0 + x * (1.0 - s))).to(dtype), (d * x * s).to(dtype)
+def _rounded_grads(g, u, dh, ACT: tl.constexpr, dtype: tl.constexpr):
+    """The gradients of act(g) * u, rounded to 16 bits."""
+    dg, du = _glu_grads(g.to(tl.float32), u.to(tl.float32), dh.to(tl.float32), ACT)
+    return dg.to(dtype), du.to(dtype)
 
 
 @triton.jit
@@ -119,10 +110,10 @@ def _draw_and_pack(
 
 
 @triton.jit
-def _swiglu_grad_kernel(
+def _glu_grad_kernel(
     gate, up, dh, dgate, dup, gate_values, gate_meta, up_values, up_meta,
     gate_row_numbers, up_row_numbers, gate_clocks, up_clocks, num_rows, width,
-    PACK: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    ACT: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Feature-major [num_rows, width]: gate, up and dh -> dgate, dup, and the operands of MVUE of both."""
     row_at, group_at = tl.program_id(0) * ROWS, tl.program_id(1) * GROUPS
@@ -130,10 +121,10 @@ def _swiglu_grad_kernel(
     u0, u1, u2, u3 = _load_groups(up, num_rows, width, width, 1, True, ROWS, GROUPS)
     d0, d1, d2, d3 = _load_groups(dh, num_rows, width, width, 1, True, ROWS, GROUPS)
     dtype: tl.constexpr = gate.dtype.element_ty
-    g0, u0 = _swiglu_grad(g0, u0, d0, dtype)
-    g1, u1 = _swiglu_grad(g1, u1, d1, dtype)
-    g2, u2 = _swiglu_grad(g2, u2, d2, dtype)
-    g3, u3 = _swiglu_grad(g3, u3, d3, dtype)
+    g0, u0 = _rounded_grads(g0, u0, d0, ACT, dtype)
+    g1, u1 = _rounded_grads(g1, u1, d1, ACT, dtype)
+    g2, u2 = _rounded_grads(g2, u2, d2, ACT, dtype)
+    g3, u3 = _rounded_grads(g3, u3, d3, ACT, dtype)
 
     corner = row_at.to(tl.int64) * width + group_at * 4
     inner = tl.arange(0, ROWS)[:, None] * (width // 4) + tl.arange(0, GROUPS)[None, :]

@@ -83,6 +83,9 @@ class Config:
     num_heads: int | None = option(None, "query heads, instead of the size's", least=1)
     num_kv_heads: int | None = option(None, "key/value heads, instead of the size's", least=1)
     d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1)
+    act: Literal["swiglu", "geglu", "geglu_tanh"] = option(
+        "swiglu", "gate of the feed-forward layers; gpt2-* have plain GELU instead"
+    )
     steps: int = option(2000, "optimizer steps", least=0)
     batch: int = option(16, "rows per step over all ranks", least=1)
     context: int = option(256, "tokens per row", least=2)
@@ -207,6 +210,10 @@ def make_spec(cfg: Config, tokenizer: Tokenizer | None) -> ModelSpec:
     possible.
     """
     d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
+    if cfg.act != "swiglu" and cfg.size.startswith("gpt2"):
+        raise UserError(
+            f"act={cfg.act} is a gate, and size={cfg.size} has none: choose another size, or leave it out"
+        )
     if cfg.d_model is not None and cfg.d_model != d_model:
         # A new width keeps the size's proportions where nothing else is said.
         num_heads = num_kv_heads = max(1, cfg.d_model // 64)
@@ -234,7 +241,7 @@ def make_spec(cfg: Config, tokenizer: Tokenizer | None) -> ModelSpec:
         max_positions=cfg.context,
         bos_id=None if tokenizer is None else tokenizer.bos_id,
         eos_id=None if tokenizer is None else tokenizer.eos_id,
-        **(GPT2 if cfg.size.startswith("gpt2") else {}),
+        **(GPT2 if cfg.size.startswith("gpt2") else {"act": cfg.act}),
     )
 
 

@@ -1,4 +1,4 @@
-// The gradient of SwiGLU, drawn and packed for the sparse tensor cores where it is made. Feature-major [F, N]:
+// The gradient of act(gate) * up, drawn and packed for the sparse tensor cores where it is made. Feature-major [F, N]:
 //
 //     gate, up, dh -> dgate, dup (16 bits), and the operands of MVUE(dgate), MVUE(dup) along the tokens
 //
@@ -7,8 +7,29 @@
 // two halves, which costs one shuffle. One Philox call serves four rows. Everything after it is selects and byte
 // permutations on pairs of 16-bit values.
 //
-// Macros given by the caller: HALF 0 bf16, 1 fp16
+// Macros given by the caller: HALF 0 bf16, 1 fp16   GATE 0 silu, 1 gelu, 2 gelu by tanh (GATES of kernels/glu.py)
 INLINE float sigmoid(float x) { return inverse(1.f + power2(x * -1.4426950408889634f)); }
+
+// x, y, d -> d y act'(x), d act(x)
+INLINE void glu_grads(float x, float y, float d, float& dx, float& dy) {
+#if GATE == 1
+    // act = x Phi(x), act' = Phi(x) + x phi(x), where Phi(x) = (1 + erf(x / sqrt 2)) / 2, phi(x) = exp(-x^2 / 2) / sqrt(2 pi)
+    const float p = 0.5f + 0.5f * erff(x * 0.70710678118654752f);
+    const float density = 0.39894228040143268f * power2(x * x * -0.72134752044448170f);  // log2(e) / 2
+    dx = d * y * (p + x * density), dy = d * x * p;
+#elif GATE == 2
+    // act = x s, where s = (1 + tanh z) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
+    // act' = s + x s' = s + x s (1 - s) (2 z)', where (2 z)' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
+    // x^2 is kept finite: by 1000 s is 0 or 1, and its slope, 0, times infinity would not be a number.
+    const float square = fminf(x * x, 1000.f);
+    const float s = sigmoid(1.5957691216057308f * x * (1.f + 0.044715f * square));
+    dx = d * y * (s + x * s * (1.f - s) * (1.5957691216057308f * (1.f + 0.134145f * square))), dy = d * x * s;
+#else
+    // act = x s, act' = s (1 + x (1 - s)), where s = sigmoid(x)
+    const float s = sigmoid(x), scaled = d * s;
+    dx = scaled * y * (1.f + x * (1.f - s)), dy = scaled * x;
+#endif
+}
 INLINE u32 other_half(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 2); }
 
 struct Random { u32 word[4]; };  // for four rows
@@ -58,7 +79,7 @@ INLINE u32 draw(u32 low, u32 high, u32 bits, u32& nibble) {
 
 // ---- the kernel ----------------------------------------------------------------------------------------------
 // gate is followed by up, dgate by dup, and so are the operand's rows; F % 64 == 0, N % 64 == 0. Grid (N / 256, F / 64).
-extern "C" __global__ void __launch_bounds__(128, 4) swiglu24_grad(
+extern "C" __global__ void __launch_bounds__(128, 4) glu24_grad(
     const uint4* __restrict__ z, const uint4* __restrict__ dh, uint4* __restrict__ dz, uint2* __restrict__ values,
     u32* __restrict__ meta, const int* __restrict__ gate_rows, const int* __restrict__ up_rows,
     const long long* __restrict__ gate_clocks, const long long* __restrict__ up_clocks, int F, int N) {
@@ -111,8 +132,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) swiglu24_grad(
                     for (int e = 0; e < 2; e++) {
                         const float xe = e ? widen_high(xs[p]) : widen_low(xs[p]), ye = e ? widen_high(ys[p]) : widen_low(ys[p]);
                         const float de = e ? widen_high(ds[p]) : widen_low(ds[p]);
-                        const float s = sigmoid(xe), ds_ = de * s;
-                        dx[e] = ds_ * ye * (1.f + xe * (1.f - s)), dy[e] = ds_ * xe;
+                        glu_grads(xe, ye, de, dx[e], dy[e]);
                     }
                     xs[p] = narrow2(dx[0], dx[1]), ys[p] = narrow2(dy[0], dy[1]);
                 }
