@@ -155,6 +155,7 @@ def test_going_on_from_a_model(cli: Callable[..., str], corpus: Path, tmp_path: 
         "vocab_size=400",
         *SHORT,
     )
+    assert "has its own" in cli("run", "train/dense", *argv[:3], "act=swiglu", *SHORT, fails=True)
     err = cli("run", "train/dense", *argv[:3], f"tokenizer={other / 'model'}", *SHORT, fails=True)
     assert "tokens" in err and "init_from" in err
 

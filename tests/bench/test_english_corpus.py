@@ -28,12 +28,12 @@ def test_only_sentences_are_taken() -> None:
 
 
 def test_pages_become_paragraphs() -> None:
-    page = f"<head><title>no</title></head><script>no()</script><h1>Town</h1><p>{PROSE[:9]}<b>{PROSE[9:]}</b></p><p>x"
-    text = english.Paragraphs(page).text()
-    assert "no" not in text.split() and english.sentences(text).split() == [
-        *PROSE[:9].split(),
-        *PROSE[9:].split(),
-    ]
+    page = f"<p>{PROSE[:9]}<b>{PROSE[9:40]}</b>{PROSE[40:46]}\n  <i>{PROSE[46:]}</i></p><p>x"
+    text = english.Paragraphs(
+        f"<head><title>no</title></head><script>no()</script><h1>Town</h1>{page}"
+    ).text()
+    assert "no" not in text.split()
+    assert english.sentences(text) == f"{PROSE[:46].rstrip()} {PROSE[46:].lstrip()}"
 
 
 def test_a_dictionary_is_cut_into_its_entries(tmp_path: Path) -> None:

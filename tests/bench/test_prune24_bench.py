@@ -51,7 +51,7 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     page, curve = prune24.table(), prune24.curve()
     assert "| AST + SLoRB | 10 |" in page and "1,280 (" in page and "1,024 tokens of the validation" in page
-    assert curve.count("| AST |") == 1 and "0.0M:" in curve
+    assert curve.count("| AST |") == 1 and "0k:" in curve
 
     # As many steps as the clock allows; what was reached then is a row like the others.
     limits = ["--steps", "90000", "--seconds", "0.5", "--eval-every", "90000"]
@@ -78,3 +78,9 @@ def test_rates_follow_the_clock_and_not_the_steps_that_nobody_reaches() -> None:
     assert rates[0] == pytest.approx(0.2 * settings.lr, rel=0.01) and rates[1] > 0.99 * settings.lr
     assert rates[1] > rates[2] > rates[3]
     assert group["anneal"] == 25  # of a hundred steps
+
+
+def test_curves_leave_out_what_is_next_to_the_end() -> None:
+    points = [[0, 40.0], [5e6, 27.0], [39.9e6, 22.5], [40e6, 22.4]]
+    assert prune24.far_apart(points) == [points[0], points[1], points[3]]
+    assert [prune24.shown(tokens) for tokens, _ in points] == ["0k", "5,000k", "39.9M", "40.0M"]

@@ -63,11 +63,3 @@ def test_the_gradient_is_drawn_and_packed_as_the_reference_says(tmp_path: Path, 
     groups = drawn.isnan().unflatten(1, (-1, 4)).any(-1)
     assert groups.sum() == 2 and torch.equal(got.isnan().unflatten(1, (-1, 4)).any(-1), groups)
     assert torch.equal(got.nan_to_num(0.0), drawn.nan_to_num(0.0))
-
-
-def test_without_a_gate_it_is_swiglu(tmp_path: Path) -> None:
-    given = case()
-    for plain, named in zip(
-        emulate(tmp_path, {}, *given), emulate(tmp_path, {"GATE": GATES["swiglu"]}, *given), strict=True
-    ):
-        assert torch.equal(plain.view(torch.int16), named.view(torch.int16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,6 +283,10 @@ def test_a_spec_that_its_model_type_cannot_say_names_one_that_can() -> None:
     spec = ModelSpec(97, 32, 2, 4, 2, 8, 48, 64, qk_norm=True)
     with pytest.raises(UserError, match=r"qk_norm=True.*qwen3"):
         spec_to_hf(spec)
+    with pytest.raises(UserError, match=r"'llama' model cannot have act='gelu'"):
+        spec_to_hf(ModelSpec(97, 32, 2, 4, 2, 8, 48, 64, act="gelu"))
+    with pytest.raises(UserError, match=r"norm='rms'.*no supported model_type"):
+        spec_to_hf(replace(spec_from_hf(CONFIGS["gpt2"]), norm="rms"))
     with pytest.raises(UserError, match="mistral"):
         spec_to_hf(ModelSpec(97, 30, 2, 4, 2, 8, 48, 64))
     with pytest.raises(UserError, match="no supported model_type"):

@@ -111,6 +111,8 @@ def test_a_clock_of_random_numbers_fits() -> None:
     assert StepGraph.fits(run.model, 1, torch.device("cuda"))
     run.model.register_forward_hook(lambda module, args, out: None)
     assert forward_clocks(run.model) is None
+    with pytest.raises(ValueError, match="cannot rewind"):
+        StepGraph(run.model, CrossEntropy())
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
@@ -35,10 +36,8 @@ from shoestring.train.corpus import END_OF_TEXT
 
 ASSETS = ("sotu", "tinystories_2M", "tinyshakespeare")
 WORDS = "words.list"  # not a text to train on: its name does not end as those of corpora do
-SHORTEST, LETTERS = (
-    80,
-    0.93,
-)  # of a paragraph that is taken: characters, and the part of them that text is made of
+SHORTEST = 80  # characters of a paragraph that is taken
+LETTERS = 0.93  # and the part of them that is letters, spaces, commas, periods
 SAMPLING = Sampling(temperature=0.8, top_p=0.95, max_tokens=448, seed=0)
 ABOUT_NAMES = ("{} is", "{} was", "The history of {}", "In {},", "{} and")
 ABOUT_THINGS = ("The {}", "A {} is", "In the {},", "When the {}")
@@ -69,7 +68,7 @@ class Paragraphs(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self.unseen:
-            self.parts.append(" ".join(["", *data.split(), ""]) if data.strip() else " ")
+            self.parts.append(re.sub(r"\s+", " ", data))
 
     def _cut(self, tag: str) -> None:
         if tag in self.BLOCKS:
@@ -155,6 +154,11 @@ def run(*command: str, cwd: Path | None = None) -> str:
 
 
 def free(folder: Path, assets: Path) -> None:
+    missing = [name for name in ASSETS if not (assets / f"text/{name}.txt").is_file()]
+    if missing:
+        raise UserError(
+            f"--assets {assets} has no text/{missing[0]}.txt; it must hold {', '.join(ASSETS)} in text/"
+        )
     texts = {name: (assets / f"text/{name}.txt").read_text() for name in ASSETS}
     with tempfile.TemporaryDirectory() as temp:
         for name, documents in PACKAGES.items():
@@ -175,6 +179,8 @@ def beginnings(folder: Path, questions: list[Path], tokenizer: Tokenizer, num: i
     asked = [p for path in questions for p in read_prompts(str(path))]
     found = [tokenizer.render_chat([{"role": "user", "content": q}]) for q in asked]
     found += read_prompts(str(folder / "*.txt"))
+    if not (folder / WORDS).is_file():
+        raise UserError(f"{folder} has no {WORDS}: run `english_corpus free {folder}` first")
     words = (folder / WORDS).read_text().split()
     random = Random(seed)
     random.shuffle(words)
@@ -200,9 +206,10 @@ def write(
     loaded = load_model(
         source, device="cuda" if on_gpu else "cpu", dtype=torch.bfloat16 if on_gpu else torch.float32
     )
-    assert loaded.tokenizer is not None
+    if loaded.tokenizer is None:
+        raise UserError(f"--model {source} has no tokenizer; give a folder with its tokenizer.json")
     prompts = beginnings(folder, questions, loaded.tokenizer, num, seed=0)[number::parts]
-    sampling = Sampling(**{**vars(SAMPLING), "seed": number * num})
+    sampling = replace(SAMPLING, seed=number * num)
     out = generate_text(
         loaded.model.eval(), loaded.tokenizer, prompts, folder / f"self-{number}.jsonl",
         sampling=sampling, max_requests=requests,

@@ -8,8 +8,8 @@ pruned; embedding and head stay. Perplexity on the WikiText-2 test text (the tok
 the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-shot methods are calibrated on windows of
 the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
 weights (CAST, whose forward is dense, from the dense ones, and AST in one row of its own) and learn from --text and the
-dense model's predictions on it. The training text is not WikiText: bench/english_corpus makes one. The curve is the
-perplexity on the validation text.
+dense model's predictions on it. The training text should not be WikiText: bench/english_corpus makes one. The curve is
+the perplexity on the validation text.
 
 Rows are recorded one by one; --missing goes on where a stopped call was.
 """
@@ -364,7 +364,7 @@ def curve() -> str:
     rows = []
     for n in (x for x in newest(BENCH) if x["quality"].get("curve")):
         seen = n["quality"]
-        points = ", ".join(f"{tokens / 1e6:.1f}M: {value:.1f}" for tokens, value in far_apart(seen["curve"]))
+        points = ", ".join(f"{shown(tokens)}: {value:.1f}" for tokens, value in far_apart(seen["curve"]))
         first, last = seen["flip_rate_first"], seen["flip_rate_last"]
         flips = "" if first is None else f"{first:.1e} -> {last:.1e}"
         rows.append(
@@ -373,6 +373,10 @@ def curve() -> str:
     return markdown(
         ["", "perplexity after tokens (validation)", "flip rate", "masked / kept magnitude", "lr"], rows
     )
+
+
+def shown(tokens: float) -> str:
+    return f"{tokens / 1e3:,.0f}k" if tokens < 1e7 else f"{tokens / 1e6:.1f}M"
 
 
 def far_apart(points: list[list[float]]) -> list[list[float]]:

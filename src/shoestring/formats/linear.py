@@ -25,6 +25,8 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.rounding import cast_weight
 
+AT_REST = Dense()  # one for all, so that who compares by identity sees a change only where there is one
+
 
 def local(t: Tensor) -> Tensor:
     """The plain local tensor of a DTensor, or the tensor itself."""
@@ -145,7 +147,7 @@ class FormatLinear(nn.Linear):
         take Parameters away from under them.
         """
         if not self.packed and self.resting is None:
-            self.format, self.resting = Dense(), self.format
+            self.format, self.resting = AT_REST, self.format
 
     def wake(self) -> None:
         """Undo `rest`. The state is as it was left: refresh masks that should follow the weight."""

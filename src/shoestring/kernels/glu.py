@@ -1,4 +1,4 @@
-"""The gated activation between the products of a feed-forward layer: act(gate) * up, in fp32, rounded once.
+"""The gated activation between the products of a feed-forward layer: act(gate) * up; kernels in fp32, rounded once.
 
     swiglu       silu(g) * u
     geglu        gelu(g) * u, where gelu(g) = g Phi(g)

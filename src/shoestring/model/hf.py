@@ -53,6 +53,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
 }  # fmt: skip
+_GATE_NAMES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 _REQUIRED: Any = object()
@@ -413,7 +414,7 @@ def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "hidden_act": next(name for name, act in _GATES.items() if act == spec.act),
+        "hidden_act": _GATE_NAMES.get(spec.act, "silu"),  # what a family cannot say is noticed by `_lost`
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
         **_write_rope(spec),

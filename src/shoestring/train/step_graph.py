@@ -99,7 +99,12 @@ class StepGraph:
 
     def __init__(self, model: nn.Module, objective: Callable[[nn.Module, Micro], Tensor]) -> None:
         self.model, self.objective = model, objective
-        self.clocks = forward_clocks(model) or []
+        clocks = forward_clocks(model)
+        if clocks is None:
+            raise ValueError(
+                "the model has forward hooks that cannot rewind: what they count would be captured once"
+            )
+        self.clocks = clocks
         self.linears = [linear for _, linear in format_linears(model)]
         self.formats: list[Format] = []
         self.held: list[Micro] = []

@@ -83,8 +83,8 @@ class Config:
     num_heads: int | None = option(None, "query heads, instead of the size's", least=1)
     num_kv_heads: int | None = option(None, "key/value heads, instead of the size's", least=1)
     d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1)
-    act: Literal["swiglu", "geglu", "geglu_tanh"] = option(
-        "swiglu", "gate of the feed-forward layers; gpt2-* have plain GELU instead"
+    act: Literal["swiglu", "geglu", "geglu_tanh"] | None = option(
+        None, "gate of the feed-forward layers; none: swiglu, and plain GELU for gpt2-*"
     )
     steps: int = option(2000, "optimizer steps", least=0)
     batch: int = option(16, "rows per step over all ranks", least=1)
@@ -136,6 +136,10 @@ def pretrain(
     """The whole run; recipes for other ways to train give Formats for the layers, hooks, and plots of their own."""
     if cfg.run is not None and cfg.resume is None:
         check_free(Path(cfg.run))
+    if cfg.act is not None and cfg.init_from is not None:
+        raise UserError(
+            f"act={cfg.act} is of a new model, and init_from={cfg.init_from} has its own: leave one out"
+        )
     if cfg.init_from is None:
         make_spec(cfg, None)  # a shape that is not possible is said before a tokenizer is trained
     mesh = open_mesh(cfg.mesh, cfg.device)
@@ -210,7 +214,7 @@ def make_spec(cfg: Config, tokenizer: Tokenizer | None) -> ModelSpec:
     possible.
     """
     d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
-    if cfg.act != "swiglu" and cfg.size.startswith("gpt2"):
+    if cfg.act is not None and cfg.size.startswith("gpt2"):
         raise UserError(
             f"act={cfg.act} is a gate, and size={cfg.size} has none: choose another size, or leave it out"
         )
@@ -241,7 +245,7 @@ def make_spec(cfg: Config, tokenizer: Tokenizer | None) -> ModelSpec:
         max_positions=cfg.context,
         bos_id=None if tokenizer is None else tokenizer.bos_id,
         eos_id=None if tokenizer is None else tokenizer.eos_id,
-        **(GPT2 if cfg.size.startswith("gpt2") else {"act": cfg.act}),
+        **(GPT2 if cfg.size.startswith("gpt2") else {"act": cfg.act or "swiglu"}),
     )
 
 
