@@ -18,7 +18,7 @@ from shoestring.kernels.sparse24 import is_24, mask24
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.shrink.calibrate import Calibration, Statistics, walk
 from shoestring.shrink.grid import output_error
-from shoestring.shrink.prune import PRUNERS, SparseGpt, fit_branch, plan_pruning, prune
+from shoestring.shrink.prune import PRUNERS, SparseGpt, Wanda, fit_branch, plan_pruning, prune
 from shoestring.shrink.quantize import QuantizeReport
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.sparsegpt import sparsegpt
@@ -174,6 +174,60 @@ def test_stopped_and_resumed_it_is_the_same_model(tmp_path: Path) -> None:
     prune(again, rules, walk(again, tokens(), calibration, start=2), SparseGpt(), files=files)
     state = again.state_dict()
     assert all(torch.equal(state[n], t) for n, t in whole.state_dict().items())
+
+
+@every_method
+@pytest.mark.parametrize("label", ["sparse24", "sparse24:held+slorb16"])
+@pytest.mark.parametrize(
+    ("home", "compute"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=["up", "down"],
+)
+def test_a_model_that_stays_at_home_is_pruned_alike(
+    name: str, label: str, home: torch.dtype, compute: torch.dtype
+) -> None:
+    """Blocks visit a device one at a time; on a CPU they are away while they have the dtype of the work."""
+    results = []
+    for held, visit in ((compute, None), (home, torch.device("cpu"))):
+        model = tiny_model(replace(SPEC, model_type="llama", qkv_bias=False, tied=False)).bfloat16().to(held)
+        model.compute_dtype = compute
+        away: list[int] = []
+        for block in model.blocks:
+            block.register_forward_hook(
+                lambda *_, model=model, away=away: away.append(
+                    sum(
+                        b.attn.q.weight.dtype == compute and b.attn.q.format.label == "dense"
+                        for b in model.blocks
+                    )
+                )
+            )
+        rules = [("head", parse_format(label)), ("*", parse_format(label))]
+        text = PRUNERS[name].needs_text
+        steps = walk(model, tokens(), Calibration(visit=visit)) if text else ()
+        report = prune(model, rules, steps, PRUNERS[name], visit=visit)
+        if text and visit is not None:
+            assert set(away) == {0, 1}  # pruned when it runs again
+        results.append((model.to(compute).state_dict(), report))
+    (whole, want), (streamed, got) = results
+    assert list(whole) == list(streamed) and all(torch.equal(streamed[n], t) for n, t in whole.items())
+    assert got.layers == want.layers and got.converted.changed == want.converted.changed
+
+
+def test_an_error_in_a_visit_leaves_the_block_at_home() -> None:
+    model = tiny_model().bfloat16()
+    model.compute_dtype = torch.float32
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def fail(*_: object) -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        steps = walk(model, tokens(), Calibration(visit=torch.device("cpu")))
+        prune(
+            model, [("*", parse_format("sparse24"))], steps, Wanda(), visit=torch.device("cpu"), progress=fail
+        )
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[n], t) for n, t in before.items())
 
 
 def test_bad_input_is_said_before_any_work() -> None:

@@ -113,6 +113,16 @@ def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
     assert not (here / "cut/blocks").exists()
 
 
+def test_streamed_or_not_the_files_are_the_same(cli: Callable[..., str], here: Path) -> None:
+    for stream in ("true", "false"):
+        cli(*ONE_SHOT, "train=none", "slorb=16", "text=test.txt", f"stream={stream}", f"run={stream}")
+    for file in ("oneshot/model.safetensors", "model/model.safetensors", "packed/packed.safetensors"):
+        assert (here / "true" / file).read_bytes() == (here / "false" / file).read_bytes()
+    rows = [read_jsonl(here / f"{stream}/evals.jsonl") for stream in ("true", "false")]
+    for streamed, plain in zip(*rows, strict=True):
+        assert streamed["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-5)
+
+
 def test_training_on_the_models_own_text(cli: Callable[..., str], here: Path) -> None:
     own = {
         "data": "self",

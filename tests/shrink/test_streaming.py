@@ -27,6 +27,7 @@ from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
 from shoestring.shrink.gptq import gptq
 from shoestring.shrink.mixed_bits import measure_damage
+from shoestring.shrink.prune import prune
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.streamed_perplexity import streamed_perplexity
@@ -409,6 +410,22 @@ def test_streamed_and_unstreamed_give_the_same_bits_on_the_gpu(name: str) -> Non
     shrink(whole, name, None)
     want = {n: t.cpu() for n, t in delivered(whole).items()}
     assert same(delivered(streamed), want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_depth_adds_nothing_to_pruning_on_the_gpu() -> None:
+    def run(model: Decoder) -> None:
+        steps = walk(model, tokens(), Calibration(visit=gpu()))
+        prune(model, [("*", parse_format("sparse24:held+slorb16"))], steps, visit=gpu())
+
+    run(deep(WIDE, 2))
+    shallow, model = deep(WIDE, 2), deep(WIDE)
+    block = sum(p.nbytes for p in model.blocks[0].parameters())
+    assert gpu_peak(lambda: run(model)) < gpu_peak(lambda: run(shallow)) + block / 2
+    whole = deep(WIDE).to(gpu())
+    prune(whole, [("*", parse_format("sparse24:held+slorb16"))], walk(whole, tokens()))
+    assert same(model.state_dict(), {n: t.cpu() for n, t in whole.state_dict().items()})
 
 
 @pytest.mark.gpu

@@ -40,9 +40,18 @@ from shoestring.kernels.sparse24 import is_24, mask24
 from shoestring.model.transformer import Decoder
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.grid import output_error
-from shoestring.shrink.quantize import HEADS, LayerError, Progress, QuantizeReport, plan_layers
+from shoestring.shrink.quantize import (
+    HEADS,
+    LayerError,
+    Progress,
+    QuantizeReport,
+    by_owner,
+    ended,
+    plan_layers,
+)
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.sparsegpt import sparsegpt
+from shoestring.shrink.visit import visiting
 from shoestring.train.sparse24 import count_24, pruning_of
 
 DAMPING = 0.01  # of the mean of a Hessian's diagonal
@@ -133,47 +142,58 @@ def prune(
     skip: Sequence[str] = HEADS,
     progress: Progress | None = None,
     files: BlockFiles | None = None,
+    visit: torch.device | None = None,
 ) -> QuantizeReport:
     """Prune in place; the layers end with their Format, ready for `pack` or for training.
 
     `steps`: walk(model, ...); magnitude needs none. progress(blocks done, blocks, mean output error of the block).
     `files`: where finished blocks are kept; those that are there already are taken, and steps = walk(...,
-    start=files.count()).
+    start=files.count()). `visit`: as the walk's Calibration has it; the model stays at home.
     """
     method = method or SparseGpt()
     formats = plan_pruning(model, rules, skip)
     branches: dict[str, Parts] = {}
     layers: list[LayerError] = []
     num_finished = files.count() if files is not None else 0
-    for step in steps:
-        block, prefix = model.blocks[step.index], f"blocks.{step.index}."
-        wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-        if files is not None and step.index < num_finished:
-            made, errors = files.load(step.index, block)
-        else:
-            made, errors = prune_layers(block_linears(block), step.statistics, wanted, method, prefix)
-            if files is not None:
-                files.save(step.index, block, made, errors)
-        # At once: the walk runs the block again, and the next one should see what will be delivered.
-        for name, format in wanted.items():
-            block_linears(block)[name].set_format(format)
-        hold_branches(model, made)
-        branches.update(made)
-        layers.extend(errors)
-        if progress is not None:
-            known = [e.output_error for e in errors if e.output_error is not None]
-            progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
+    with ended(steps):
+        for step in steps:
+            block, prefix = model.blocks[step.index], f"blocks.{step.index}."
+            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
+            if files is not None and step.index < num_finished:
+                made, errors = files.load(step.index, block)
+            else:
+                made, errors = prune_layers(block_linears(block), step.statistics, wanted, method, prefix)
+                if files is not None:
+                    files.save(step.index, block, made, errors)
+            # At once: the walk runs the block again, and the next one should see what will be delivered.
+            for name, format in wanted.items():
+                block_linears(block)[name].set_format(format)
+            hold_branches(model, made)
+            branches.update(at_home(model, made))
+            layers.extend(errors)
+            if progress is not None:
+                known = [e.output_error for e in errors if e.output_error is not None]
+                progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
     left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
     if method.needs_text and any(n.startswith("blocks.") for n in left):
         raise UserError(f"{method.name} needs the statistics of a calibration text: give steps=walk(...)")
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, FormatLinear)}
-    made, errors = prune_layers(linears, {}, left, Magnitude(), "")
-    branches.update(made)
+    for owner, wanted in by_owner(left).items():
+        with visiting(model.get_submodule(owner), visit, model.compute_dtype, keep=True):
+            linears = {n: m for n in wanted if isinstance(m := model.get_submodule(n), FormatLinear)}
+            made, errors = prune_layers(linears, {}, wanted, Magnitude(), "")
+            branches.update(at_home(model, made))
+            layers.extend(errors)
     converted = convert(model, rules, skip=skip)
     hold_branches(model, branches)
     counted = count_24(model, model.compute_dtype)
     assert counted["layers_24"] == counted["layers"] == len(formats), counted
-    return QuantizeReport(method.name, converted, [*layers, *errors])
+    return QuantizeReport(method.name, converted, layers)
+
+
+def at_home(model: Decoder, branches: dict[str, Parts]) -> dict[str, Parts]:
+    """Where the model lies: a device that its blocks only visit does not keep their branches."""
+    home = model.embed.weight.device
+    return {name: {part: t.to(home) for part, t in parts.items()} for name, parts in branches.items()}
 
 
 def plan_pruning(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, Format]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.visit import visiting
 
 Progress = Callable[[int, int, float], None]
+F = TypeVar("F")  # a Format, of one kind or another
 HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `convert`
 
 
@@ -210,13 +211,9 @@ def round_layers(
     model: Decoder, formats: dict[str, GridFormat], visit: torch.device | None
 ) -> tuple[dict[str, Parts], list[LayerError]]:
     """Round to nearest, block by block; returns grids and errors, no grids where the blocks came home packed."""
-    owners: dict[str, dict[str, GridFormat]] = {}  # a block, or a layer outside of them
-    for name, format in formats.items():
-        owner = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name
-        owners.setdefault(owner, {})[name] = format
     grids: dict[str, Parts] = {}
     errors = LayerErrors()
-    for owner, wanted in owners.items():
+    for owner, wanted in by_owner(formats).items():
         with visiting(model.get_submodule(owner), visit, model.compute_dtype, keep=True):
             made: dict[str, Parts] = {}
             for name, format in wanted.items():
@@ -231,6 +228,15 @@ def round_layers(
             else:
                 pack_guests(model, wanted, made)
     return grids, errors.read()
+
+
+def by_owner(formats: dict[str, F]) -> dict[str, dict[str, F]]:
+    """{what visits a device: its layers}: a block, or a layer outside of them."""
+    found: dict[str, dict[str, F]] = {}
+    for name, format in formats.items():
+        owner = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name
+        found.setdefault(owner, {})[name] = format
+    return found
 
 
 def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:

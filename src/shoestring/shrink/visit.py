@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import nn
 
-from shoestring.model.folder import find_model_folder
+from shoestring.model import Loaded, load_model
+from shoestring.model.folder import find_model_folder, read_spec
 from shoestring.model.tensor_files import TensorFiles
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -95,6 +96,26 @@ def home_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
         if found is not None:
             stored = found if stored is None else torch.promote_types(stored, found)
     return stored if stored is not None and torch.promote_types(stored, compute) == compute else compute
+
+
+def load_where_it_fits(
+    model: str, device: torch.device, compute: torch.dtype, stream: Literal["auto", "true", "false"]
+) -> tuple[Loaded, torch.device | None]:
+    """The model, and the device that its blocks visit one at a time; None where it lies on the device itself."""
+    if stream == "false":
+        return load_model(model, device=device, dtype=compute), None
+    if Path(model).suffix == ".gguf":  # comes into the host's memory whole, wherever it goes then
+        loaded = load_model(model, dtype=compute)
+        if stream == "true" or not fits(loaded.spec.num_params(), device, compute):
+            return loaded, device
+        loaded.model.to(device)
+        return loaded, None
+    # Decided before a weight is read: what fits on the device never takes the host's memory.
+    if stream == "auto" and fits(read_spec(model)[0].num_params(), device, compute):
+        return load_model(model, device=device, dtype=compute), None
+    loaded = load_model(model, dtype=home_dtype(model, compute))
+    loaded.model.compute_dtype = compute
+    return loaded, device
 
 
 def fits(num_params: int, device: torch.device, dtype: torch.dtype) -> bool:

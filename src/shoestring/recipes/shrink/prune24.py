@@ -7,8 +7,9 @@ Run:     shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ step
          shoestring run shrink/prune24 model=DIR calib=some.txt data=self prompts=questions.jsonl     on its own text
          shoestring run shrink/prune24 resume=RUN        goes on at the next block or step after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/prune24 mesh.dp=4 ...
-Needs:   one-shot: the model in fp32 or bf16 and one block's activations (or disk: memory_gb). Retraining: 16 bytes a
-         weight for the student and the model again as its teacher; a GPU beyond toy sizes
+Needs:   one-shot: the model in fp32 or bf16 on the device, or one block of it (stream=true, the model in the host's
+         memory), and one block's activations (or disk: memory_gb); at the end 5 bytes a weight in the host's memory.
+         Retraining: 16 bytes a weight for the student and the model again as its teacher; a GPU beyond toy sizes
 Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512, half a minute on an H200 with 32;
          2,441 steps of AST with 16k tokens each: 7 minutes on an H200 that has two such runs, compile=blocks
 Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.7
@@ -69,6 +70,7 @@ from shoestring.shrink.qat import once
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.retrain24 import Coverage, Retrain, build_student, check_coverage, gather, retrain
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
+from shoestring.shrink.visit import load_where_it_fits
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.corpus import list_files
 from shoestring.train.data import TokenData, rows_per_pass
@@ -108,6 +110,11 @@ class Config:
     calib_windows: int = option(32, "windows of calibration text", least=1)
     calib_context: int = option(512, "tokens in a window", least=1)
     damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean")
+    stream: Literal["auto", "true", "false"] = option(
+        "auto",
+        "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: where "
+        "the whole model would take more than half of the device's free memory",
+    )
     memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
     slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none", least=0)
@@ -226,6 +233,8 @@ def check(cfg: Config) -> None:
             )
     if cfg.text is not None and not Path(cfg.text).is_file():
         raise UserError(f"text={cfg.text} is no file; give a text file")
+    if cfg.spill is not None and not Path(cfg.spill).is_dir():
+        raise UserError(f"spill={cfg.spill} is no folder; give one that is there, with room for activations")
     if cfg.method == "sparsegpt":
         SparseGpt(cfg.damping)
     if cfg.train != "none":
@@ -267,32 +276,34 @@ def one_shot(cfg: Config, rules: list[Rule], folder: Path, log: RunLog, mesh: Me
     """oneshot/: a model folder whose pruned weights are zeros, and branch.safetensors beside it."""
     if (folder / "oneshot" / "config.json").is_file():
         return
-    loaded = load_model(cfg.model, device=mesh.device, dtype=pick_dtype(cfg.dtype, mesh.device))
+    compute = pick_dtype(cfg.dtype, mesh.device)
+    loaded, visit = load_where_it_fits(cfg.model, mesh.device, compute, cfg.stream)
+    calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, visit=visit)
     plan_pruning(loaded.model, rules)
     if not any(row.get("model") == "dense" for row in log.evaluations()):
-        measure(cfg, loaded, "dense", log)
+        measure(cfg, loaded, "dense", log, calibration)
     files = BlockFiles(folder / "blocks")
     method: Pruner = SparseGpt(cfg.damping) if cfg.method == "sparsegpt" else PRUNERS[cfg.method]
     steps: Iterable[BlockStep] = ()
     if method.needs_text or cfg.calib is not None:
         calib_NT = calibration_windows(cfg, loaded)
-        calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill)
         steps = walk(loaded.model, calib_NT, calibration, start=files.count())
     total = len(loaded.model.blocks)
     try:
         with log.progress(total, f"{method.name} by block") as bar:
             report = prune(
-                loaded.model, rules, steps, method, files=files,
+                loaded.model, rules, steps, method, files=files, visit=visit,
                 progress=lambda done, total, error: bar.advance(1, error=error),
             )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped after {files.count()} of {total} blocks; go on with `shoestring run {RECIPE} resume={folder}`"
         ) from None
-    measure(cfg, loaded, f"one-shot {method.name}", log)
+    measure(cfg, loaded, f"one-shot {method.name}", log, calibration)
     write_atomically(folder / "layers.json", json.dumps(report.to_json(), indent=1) + "\n")
     branches = take_branches(loaded.model)
     save_file({n: parts["low"].contiguous() for n, parts in branches.items()}, folder / "branch.safetensors")
+    loaded.model.to(compute)  # what never left home: streamed or not, the files are the same
     save_model(folder / "oneshot", loaded.model, loaded.tokenizer)  # last: it says that all of this is there
     shutil.rmtree(files.folder, ignore_errors=True)
 
@@ -407,11 +418,14 @@ def deliver(
     return coverage
 
 
-def measure(cfg: Config, loaded: Loaded, label: str, log: RunLog) -> None:
+def measure(
+    cfg: Config, loaded: Loaded, label: str, log: RunLog, calibration: Calibration | None = None
+) -> None:
+    """With a calibration whose blocks visit a device, the model stays at home for this too."""
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text) if cfg.text else (None, "")
-    log.evaluated(
-        **evaluate_row(loaded, label, tokens, text, context=cfg.calib_context, max_tokens=cfg.max_tokens)
-    )
+    stream = calibration if calibration is not None and calibration.visit is not None else None
+    sizes: dict[str, Any] = {"context": cfg.calib_context, "max_tokens": cfg.max_tokens}
+    log.evaluated(**evaluate_row(loaded, label, tokens, text, **sizes, stream=stream))
 
 
 def finish(cfg: Config, folder: Path, log: RunLog, coverage: Coverage) -> None:

@@ -47,8 +47,8 @@ from shoestring.measure import (
     read_tokens,
     text_tokens,
 )
-from shoestring.model import Decoder, load_model, save_model
-from shoestring.model.folder import Loaded, read_spec
+from shoestring.model import Decoder, save_model
+from shoestring.model.folder import Loaded
 from shoestring.recipes.shrink.rtn import finish, parse_rules
 from shoestring.report import Curves, Section, Series, Table
 from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
@@ -59,7 +59,7 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import Mix, check_candidates, choose_formats, measure_damage, units_of
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.visit import fits, home_dtype
+from shoestring.shrink.visit import load_where_it_fits
 
 # Settings that finished blocks depend on.
 DECIDING = (
@@ -147,7 +147,8 @@ def main(cfg: Config) -> Path:
     check_settings(cfg)
     rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
     candidates, method = pick_candidates(cfg), pick_method(cfg)
-    loaded, visit = load_where_it_fits(cfg)
+    device = pick_device(cfg.device)
+    loaded, visit = load_where_it_fits(cfg.model, device, pick_dtype(cfg.dtype, device), cfg.stream)
     if candidates:
         assert cfg.bits_budget is not None
         check_candidates(loaded.model, candidates, cfg.bits_budget)
@@ -208,26 +209,6 @@ def check_settings(cfg: Config) -> None:
             f"text and calib are both {cfg.text}: a perplexity measured on the calibration text flatters the "
             "result; give two texts"
         )
-
-
-def load_where_it_fits(cfg: Config) -> tuple[Loaded, torch.device | None]:
-    """The model, and the device that its blocks visit one at a time; None where it lies on the device itself."""
-    device = pick_device(cfg.device)
-    compute = pick_dtype(cfg.dtype, device)
-    if cfg.stream == "false":
-        return load_model(cfg.model, device=device, dtype=compute), None
-    if Path(cfg.model).suffix == ".gguf":  # comes into the host's memory whole, wherever it goes then
-        loaded = load_model(cfg.model, dtype=compute)
-        if cfg.stream == "true" or not fits(loaded.spec.num_params(), device, compute):
-            return loaded, device
-        loaded.model.to(device)
-        return loaded, None
-    # Decided before a weight is read: what fits on the device never takes the host's memory.
-    if cfg.stream == "auto" and fits(read_spec(cfg.model)[0].num_params(), device, compute):
-        return load_model(cfg.model, device=device, dtype=compute), None
-    loaded = load_model(cfg.model, dtype=home_dtype(cfg.model, compute))
-    loaded.model.compute_dtype = compute
-    return loaded, device
 
 
 def pick_calibration(cfg: Config, method: Method | Blockwise, visit: torch.device | None) -> Calibration:
