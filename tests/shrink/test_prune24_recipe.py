@@ -16,6 +16,7 @@ from shoestring.cli import run_cli
 from shoestring.kernels.sparse24 import is_24
 from shoestring.model import load_model, save_model
 from shoestring.runlog import read_jsonl
+from shoestring.shrink.prune import prune
 from shoestring.shrink.resume import BlockFiles
 
 TOKENS = torch.arange(24)[None]
@@ -113,12 +114,23 @@ def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
     assert not (here / "cut/blocks").exists()
 
 
-def test_streamed_or_not_the_files_are_the_same(cli: Callable[..., str], here: Path) -> None:
-    for stream in ("true", "false"):
+def test_streamed_or_not_the_files_are_the_same(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits: list[Any] = []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        visits.append(options["visit"])
+        return prune(*args, **options)
+
+    monkeypatch.setattr("shoestring.recipes.shrink.prune24.prune", spy)
+    monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 1000)
+    for stream in ("auto", "false"):  # auto: what would fill the device
         cli(*ONE_SHOT, "train=none", "slorb=16", "text=test.txt", f"stream={stream}", f"run={stream}")
+    assert visits == [torch.device("cpu"), None]
     for file in ("oneshot/model.safetensors", "model/model.safetensors", "packed/packed.safetensors"):
-        assert (here / "true" / file).read_bytes() == (here / "false" / file).read_bytes()
-    rows = [read_jsonl(here / f"{stream}/evals.jsonl") for stream in ("true", "false")]
+        assert (here / "auto" / file).read_bytes() == (here / "false" / file).read_bytes()
+    rows = [read_jsonl(here / f"{stream}/evals.jsonl") for stream in ("auto", "false")]
     for streamed, plain in zip(*rows, strict=True):
         assert streamed["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-5)
 

@@ -218,7 +218,7 @@ def test_auto_streams_what_would_fill_the_device(
         return load_model(path, **options)
 
     monkeypatch.setattr("shoestring.recipes.shrink.ptq.quantize", spy)
-    monkeypatch.setattr("shoestring.recipes.shrink.ptq.load_model", loading)
+    monkeypatch.setattr("shoestring.shrink.visit.load_model", loading)
     argv = ["model=half", "method=rtn", "format=nf3:g32"]
     cli(*argv, "run=roomy")
     monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 1000)
