@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoestring.kernels import glu as module
 from shoestring.kernels.glu import GATES, activated, glu, glu_pair, glu_ref
+from shoestring.model.spec import GATED
 
 ACTS = list(GATES)
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -23,6 +24,10 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "geglu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
 }
+
+
+def test_models_and_kernels_know_the_same_gates() -> None:
+    assert set(GATED) == set(GATES)
 
 
 def once_rounded(got: Tensor, want: Tensor) -> None:

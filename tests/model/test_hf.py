@@ -228,6 +228,8 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"num_hidden_layers": 20_000}, ["num_layers=20000", "1 to 10,000"]),
         ("llama", {"head_dim": 7}, ["head_dim=7"]),
         ("llama", {"hidden_act": "relu"}, ["hidden_act", "silu", "gelu"]),
+        ("llama", {"hidden_act": ["silu"]}, ["hidden_act=['silu']"]),
+        ("gpt2", {"activation_function": {}}, ["activation_function={}"]),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
         ("llama", {"rope_scaling": "llama3"}, ["rope_scaling"]),

@@ -197,6 +197,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(
     assert "data=nowhere does not exist" in cli(*ONE_SHOT, *short(data="nowhere"), fails=True)
     assert "nowhere.jsonl" in cli(*ONE_SHOT, *short(data="self", prompts="nowhere.jsonl"), fails=True)
     assert "text=nowhere is no file" in cli(*ONE_SHOT, "train=none", "text=nowhere", fails=True)
+    assert "spill=nowhere is no folder" in cli(*ONE_SHOT, "train=none", "spill=nowhere", fails=True)
     assert "damping=-1.0 is not possible" in cli(*ONE_SHOT, "train=none", "damping=-1", fails=True)
     assert "micro that divides" in cli(*ONE_SHOT, *short(batch=4, micro=3), fails=True)
     assert "temperature=0.0" in cli(*ONE_SHOT, *short(temperature=0), fails=True)

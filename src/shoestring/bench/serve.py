@@ -481,12 +481,13 @@ def main() -> None:
 
 def pack_smollm2(folder: Path) -> str:
     """Write the model in the fastest form that a CPU has here (bench/cpu_decode.py); returns what it is."""
-    from shoestring.bench.cpu_decode import FORMATS, gguf  # torch, which a load on a URL does without
+    from shoestring.bench.cpu_decode import FORMATS  # torch, which a load on a URL does without
     from shoestring.formats import IntAsym, convert, pack, parse_format
     from shoestring.model import load_model, save_model
+    from shoestring.model.gguf import need_smollm2
     from shoestring.model.untie import untie_head
 
-    loaded = load_model(gguf())
+    loaded = load_model(need_smollm2())
     model = loaded.model
     convert(model, [("*", parse_format(FORMATS[0]))])
     pack(model)

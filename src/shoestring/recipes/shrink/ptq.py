@@ -53,7 +53,7 @@ from shoestring.recipes.shrink.rtn import finish, parse_rules
 from shoestring.report import Curves, Section, Series, Table
 from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
-from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
+from shoestring.shrink.calibrate import BlockStep, Calibration, check_spill, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import Mix, check_candidates, choose_formats, measure_damage, units_of
@@ -198,8 +198,7 @@ def check_settings(cfg: Config) -> None:
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     check_outputs(to_json(cfg), "out", "dense_out")
-    if cfg.spill is not None and not Path(cfg.spill).is_dir():
-        raise UserError(f"spill={cfg.spill} is no folder; give one that is there, with room for activations")
+    check_spill(cfg.spill)
     if (
         cfg.text is not None
         and cfg.calib is not None
