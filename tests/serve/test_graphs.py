@@ -13,6 +13,7 @@ import torch
 from tiny_serve import LookupDrafter, naive, near_copy, tiny_decoder
 
 from shoestring.formats import convert, pack, parse_format
+from shoestring.kernels.draw import draw_tokens_
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.serve import DraftModel, Engine, Sampling, cuda_graphs
@@ -24,7 +25,7 @@ from shoestring.serve.fused import FusedDecoder, fusable, join, to_device
 from shoestring.serve.kv_cache import Span, cache_root, modules_of
 from shoestring.serve.logits import RuledSampling, Rules, with_rules
 from shoestring.serve.runner import Batch, Runner
-from shoestring.serve.sampling import parameters, sample, sample_at
+from shoestring.serve.sampling import parameters, sample
 from shoestring.serve.verify import verify
 
 SHAPES = {
@@ -311,11 +312,13 @@ def test_sampling_from_tensors_is_sampling() -> None:
     positions = [rng.randrange(10000) for _ in range(40)]
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         settings, seeds = parameters(samplings)
-        got = sample_at(
+        got = torch.empty(40, dtype=torch.int64)
+        draw_tokens_(
             logits.to(dtype),
             torch.tensor(settings, dtype=torch.float64),
             torch.tensor(seeds),
             torch.tensor(positions),
+            got,
             cuts=True,
         )
         assert torch.equal(got, sample(logits.to(dtype), samplings, positions))

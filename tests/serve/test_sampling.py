@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoestring.errors import UserError
-from shoestring.serve.sampling import Sampling, gumbel_noise, keep_likely, parameters, sample, sample_at
+from shoestring.kernels.draw import draw_tokens_
+from shoestring.serve.sampling import Sampling, gumbel_noise, keep_likely, parameters, sample
 
 
 def draws(logits_V: torch.Tensor, sampling: Sampling, num: int) -> torch.Tensor:
@@ -137,11 +138,13 @@ def test_edge_values_mean_what_they_come_close_to() -> None:
     positions = list(range(50))
     assert sample(row_V.expand(50, 3), hot, positions).tolist() == [1] * 50
     numbers, seeds = parameters(hot)
-    on_device = sample_at(
+    on_device = torch.empty(50, dtype=torch.int64)
+    draw_tokens_(
         row_V.expand(50, 3),
         torch.tensor(numbers, dtype=torch.float64),
         torch.tensor(seeds),
         torch.tensor(positions),
+        on_device,
         cuts=True,
     )
     assert on_device.tolist() == [1] * 50

@@ -45,6 +45,24 @@ def test_lines_are_the_engines_samples_in_order(model: Decoder, tokenizer: Token
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["self.jsonl", "self.jsonl.settings"]
 
 
+def test_prompts_are_read_in_groups(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, groups = Engine.step, []
+
+    def counts(self: Engine) -> object:
+        groups.extend([len(self.waiting)] * bool(self.waiting))
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counts)
+    prompts = [p[:-2] + str(i) for i in range(12) for p in PROMPTS]
+    # Texts of many lengths: places become free one by one.
+    sampling = replace(SAMPLING, temperature=1.5, max_tokens=40, stop=("e", "a", "o"))
+    generate_text(model, tokenizer, prompts, tmp_path / "self.jsonl", sampling=sampling, max_requests=32)
+    assert sum(groups) == len(prompts) and groups[0] == 32 and len(groups) > 3
+    assert min(groups[:-1]) >= 4, groups
+
+
 def test_a_killed_run_ends_with_the_same_file(
     model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

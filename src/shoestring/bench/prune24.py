@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,17 +53,31 @@ BENCH = "prune24"
 MODEL = "SmolLM2-135M-Instruct"
 PLAIN, BOOSTED = "sparse24:held", "sparse24:held+slorb16"
 ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
-# Retrained cases: Format, and what they start from
+
+
+class Case(NamedTuple):
+    """A retrained one: its Format, the weights it starts from, and settings other than the published ones."""
+
+    format: str
+    start: str = "sparsegpt"
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
 TRAINED = {
-    "ast": (PLAIN, "sparsegpt"), "ast+slorb": (BOOSTED, "sparsegpt"),
-    "ast+slorb:trained": (f"{BOOSTED}:trained", "sparsegpt"), "ast:dense": (PLAIN, "dense"), "cast": (PLAIN, "dense"),
-}  # fmt: skip
+    "ast": Case(PLAIN),
+    "ast+slorb": Case(BOOSTED),
+    "ast+slorb:trained": Case(f"{BOOSTED}:trained"),
+    "ast+slorb:kl": Case(BOOSTED, settings={"kl": 1.0, "ce": 0.0, "temperature": 1.0}),
+    "ast:dense": Case(PLAIN, "dense"),
+    "cast": Case(PLAIN, "dense", {"rule": "cast"}),
+}
 WARMUP = 0.05  # of a training, by steps or by the clock
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED)
 NAMES = {
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
     "ast": "AST", "ast+slorb": "AST + SLoRB", "ast+slorb:trained": "AST + SLoRB, trained projection",
-    "ast:dense": "AST from the dense weights", "cast": "CAST",
+    "ast+slorb:kl": "AST + SLoRB, only the dense model's predictions", "ast:dense": "AST from the dense weights",
+    "cast": "CAST",
 }  # fmt: skip
 
 
@@ -135,7 +151,7 @@ def from_start(
 def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
     """Retrain; returns the model, what belongs to the config and what was measured on the way."""
     args = bench.args
-    label, start = TRAINED[case]
+    label, start, own = TRAINED[case]
     rules = [("*", parse_format(label))]
     mesh, compute = open_mesh(MeshConfig()), bench.compute
 
@@ -150,20 +166,19 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     data = TokenData(
         corpus.train, context=args.train_context, batch=args.batch, micro=args.micro, seed=args.seed
     )
-    rule: Any = "cast" if case == "cast" else "ast"
-    lr = args.cast_lr if case == "cast" else args.lr
-
-    steps = args.steps
-    settings = Retrain(steps=steps, rule=rule, lr=lr, warmup=max(1, round(WARMUP * steps)))
+    is_cast = case == "cast"
+    steps, lr = args.steps, args.cast_lr if is_cast else args.lr
+    warmup, pull = max(1, round(WARMUP * steps)), args.cast_pull if is_cast else None
+    settings = Retrain(steps=steps, lr=lr, warmup=warmup, schedule=args.schedule, pull=pull, **own)
     curve: list[list[float]] = []
 
     @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
         run.model.eval()
-        if rule == "cast":  # what would be delivered now, not what is trained
+        if is_cast:  # what would be delivered now, not what is trained
             wake(run.model)
         value = bench.perplexity(run.model, bench.valid[: args.valid_tokens])  # type: ignore[arg-type]
-        if rule == "cast":
+        if is_cast:
             rest(run.model)
         curve.append([run.step * data.tokens_per_step, round(value, 3)])
         print(f"  {case}: step {run.step} of {steps}, validation perplexity {value:.2f}", flush=True)
@@ -201,7 +216,8 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
         "steps": steps, "batch": args.batch, "train_context": args.train_context, "lr": lr,
         "seed": args.seed, "train_tokens": steps * data.tokens_per_step,
         "unique_tokens": min(len(corpus.train), steps * data.tokens_per_step),
-        "epochs": round(steps / data.steps_per_epoch, 3), "start": start,
+        "epochs": round(steps / data.steps_per_epoch, 3), "start": start, "schedule": args.schedule, **own,
+        **({} if pull is None else {"pull": pull}),
     }  # fmt: skip
     seen = {
         "curve": curve, "layers_24": coverage.layers, "kept_share": round(coverage.kept / coverage.weights, 6),
@@ -356,9 +372,9 @@ def calibrated(lines: list[dict[str, Any]]) -> str:
 
 
 def curve() -> str:
-    """Perplexity on the validation text against training tokens, one row for every training that was recorded."""
+    """Perplexity on the validation text against training tokens, of the newest training of every case."""
     rows = []
-    for n in (x for x in newest(BENCH) if x["quality"].get("curve")):
+    for n in (x for lines in grouped() for x in lines if x["quality"].get("curve")):
         seen = n["quality"]
         points = ", ".join(f"{shown(tokens)}: {value:.1f}" for tokens, value in far_apart(seen["curve"]))
         first, last = seen["flip_rate_first"], seen["flip_rate_last"]
@@ -415,6 +431,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cast-lr", type=float, default=5e-4, help="masked weights move at most this far a step"
     )
+    parser.add_argument(
+        "--cast-pull", type=float, help="CAST's pull on masked weights; none: the published 4e-7"
+    )
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="cosine")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs")
     parser.add_argument("--compile", choices=("off", "blocks"), default="blocks" if on_gpu else "off")
     parser.add_argument("--seed", type=int, default=0)

@@ -51,17 +51,27 @@ def best_token_(logits_TV: Tensor, out_T: Tensor) -> None:
     if not triton_usable(logits_TV) or not logits_TV.is_contiguous() or logits_TV.dtype == torch.float64:
         best_token_ref_(logits_TV, out_T)
         return
-    from shoestring.kernels._triton.step_ends import _best_piece_kernel, _piece_peak_kernel
+    from shoestring.kernels._triton.step_ends import _best_piece_kernel
+
+    assert out_T.dtype == torch.int64 and out_T.is_contiguous()
+    peaks, places = piece_peaks(logits_TV)
+    num_pieces = peaks.shape[1]
+    _best_piece_kernel[(len(out_T),)](
+        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), num_warps=1,
+        **overlap_options(logits_TV),
+    )  # fmt: skip
+
+
+def piece_peaks(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of every piece of a row, fp32, and where it is, int32: [T, pieces] each; where kernels run."""
+    from shoestring.kernels._triton.step_ends import _piece_peak_kernel
 
     num_rows, vocab = logits_TV.shape
+    assert logits_TV.is_contiguous() and vocab < 2**31
     num_pieces = -(-vocab // PIECE)
-    assert out_T.dtype == torch.int64 and out_T.is_contiguous() and vocab < 2**31
     peaks = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=logits_TV.device)
     places = torch.empty(num_rows, num_pieces, dtype=torch.int32, device=logits_TV.device)
-    overlap = overlap_options(logits_TV)
     _piece_peak_kernel[(num_rows, num_pieces)](
-        logits_TV, peaks, places, vocab, num_pieces, BLOCK=PIECE, num_warps=4, **overlap
+        logits_TV, peaks, places, vocab, num_pieces, BLOCK=PIECE, num_warps=4, **overlap_options(logits_TV)
     )
-    _best_piece_kernel[(num_rows,)](
-        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), num_warps=1, **overlap
-    )
+    return peaks, places

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from shoestring.kernels.draw import draw_tokens_
 from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
 from shoestring.serve.cuda_graphs import (
@@ -31,7 +32,7 @@ from shoestring.serve.cuda_graphs import (
 )
 from shoestring.serve.fused import Rows, Tiles
 from shoestring.serve.kv_cache import Span
-from shoestring.serve.sampling import Sampling, sample_at
+from shoestring.serve.sampling import Sampling
 
 CHAIN_ROWS = (2, 5, 9)  # of the first pass: what is new since the last proposal
 
@@ -126,9 +127,8 @@ class ChainGraph(StepGraph):
             if self.kind == "greedy":
                 best_token_(logits_NV, self._chosen_GN[i + 1])
             else:
-                cuts = self.kind == "cut"
-                drawn_N = sample_at(logits_NV, parameters_4N, seed_N, position_LN[i] + 1, cuts=cuts)
-                self._chosen_GN[i + 1] = drawn_N
+                given = parameters_4N, seed_N, position_LN[i] + 1
+                draw_tokens_(logits_NV, *given, self._chosen_GN[i + 1], cuts=self.kind == "cut")
         self.chosen_NG.copy_(self._chosen_GN.T)
 
     def fill_later(self, spans: Sequence[Span]) -> None:

@@ -38,13 +38,14 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.backend import fall_back
+from shoestring.kernels.draw import PARAMETERS, draw_tokens_
 from shoestring.kernels.paged_attention import splits_for
 from shoestring.kernels.side_stream import beside
 from shoestring.kernels.step_ends import best_token_
 from shoestring.model.skip import SkipSet
 from shoestring.serve.fused import FusedDecoder, Rows, Tiles, to_device
 from shoestring.serve.kv_cache import KVCache, Span
-from shoestring.serve.sampling import PARAMETERS, Sampling, parameters, sample_at
+from shoestring.serve.sampling import Sampling, parameters
 
 Kind = Literal["logits", "greedy", "drawn", "cut"]
 Spread = Callable[[Tensor], Tensor]
@@ -350,8 +351,8 @@ class CapturedStep(ABC):
         if self.kind == "greedy":
             best_token_(logits_RV, out_R)
         else:
-            cuts = self.kind == "cut"
-            out_R.copy_(sample_at(logits_RV, self.parameters_4R, self.seeds_R, position_R + 1, cuts=cuts))
+            given = self.parameters_4R, self.seeds_R, position_R + 1
+            draw_tokens_(logits_RV, *given, out_R, cuts=self.kind == "cut")
 
     def _host(self, laid: Laid, row_T: np.ndarray, tokens: Sequence[int] | None) -> Tensor:
         """Numbers of the next replay, those of its own still to be set. `row_T`: where each of the rows goes."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.kernels.draw import gumbel_noise_at, signed
 
 _COLD = 1e-5  # a temperature below this divides by nothing in fp32; greedy is its limit
 _LIKELIEST = 1e-9  # a top_p that the likeliest token reaches alone, and that is not 0 in fp32
@@ -133,59 +134,19 @@ def _floor(row_V: Tensor, s: Sampling) -> Tensor:
     return floor
 
 
-# -- sampling with everything on the device -----------------------------------------------------------------
-
-PARAMETERS = ("temperature", "top_k", "top_p", "log_min_p")  # rows of `parameters`, one column a token
+# -- the same with everything on the device -----------------------------------------------------------------
 
 
 def parameters(samplings: Sequence[Sampling]) -> tuple[list[list[float]], list[int]]:
-    """What `sample_at` takes, as numbers: PARAMETERS x tokens, and the seeds."""
+    """What draw_tokens_ (kernels/draw.py) takes, as numbers: PARAMETERS x tokens, and the seeds."""
     columns = [
         (s.temperature, s.top_k, s.top_p, math.log(s.min_p) if s.min_p > 0 else -math.inf) for s in samplings
     ]
-    seeds = [0 if s.greedy else _signed(_seed_of(s)) for s in samplings]
+    seeds = [0 if s.greedy else signed(_seed_of(s)) for s in samplings]
     return [list(row) for row in zip(*columns, strict=True)], seeds
 
 
-def sample_at(
-    logits_RV: Tensor, parameters_4R: Tensor, seed_R: Tensor, position_R: Tensor, *, cuts: bool
-) -> Tensor:
-    """`sample` with its settings in tensors (parameters in fp64), so that a CUDA graph can hold it.
-
-    `cuts`: whether top_k, top_p or min_p of any row are on; they cost a sort.
-    """
-    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    best_R = logits.argmax(dim=-1)
-    heat_R, _, top_p_R, log_min_p_R = parameters_4R.to(logits.dtype)
-    greedy_R = heat_R == 0
-    scaled = logits - logits.amax(dim=-1, keepdim=True)
-    scaled = scaled / torch.where(greedy_R, 1.0, heat_R)[:, None]
-    if cuts:
-        floor_R1 = _floors(scaled, parameters_4R[1].long(), top_p_R, log_min_p_R)
-        scaled = scaled.masked_fill(scaled < floor_R1, -torch.inf)
-    noise = gumbel_noise_at(seed_R, position_R, logits.shape[-1])
-    return torch.where(greedy_R, best_R, (scaled.double() + noise).argmax(dim=-1))
-
-
-def _floors(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, log_min_p_R: Tensor) -> Tensor:
-    """_floor of every row, [R, 1]."""
-    vocab = scaled_RV.shape[-1]
-    ordered_RV = scaled_RV.sort(dim=-1, descending=True).values
-    last_R1 = torch.where((top_k_R > 0) & (top_k_R < vocab), top_k_R, vocab)[:, None] - 1
-    floor_R1 = ordered_RV.gather(1, last_R1)
-    ordered_RV = ordered_RV.masked_fill(ordered_RV < floor_R1, -torch.inf)
-    prob_RV = ordered_RV.softmax(dim=-1)
-    kept_RV = (prob_RV.cumsum(dim=-1) - prob_RV < top_p_R[:, None]) & (ordered_RV > -torch.inf)
-    nucleus_R1 = ordered_RV.masked_fill(~kept_RV, torch.inf).amin(dim=-1, keepdim=True)
-    floor_R1 = torch.where(top_p_R[:, None] < 1, torch.maximum(floor_R1, nucleus_R1), floor_R1)
-    return torch.maximum(floor_R1, ordered_RV[:, :1] + log_min_p_R[:, None])
-
-
 # -- noise --------------------------------------------------------------------------------------------------
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX1 = 0xBF58476D1CE4E5B9
-_MIX2 = 0x94D049BB133111EB
 
 
 def gumbel_noise(
@@ -196,37 +157,9 @@ def gumbel_noise(
     Row r is the output of a SplitMix64 generator whose state is a hash of (seed, position), read at counter
     v.
     """
-    seed_R = torch.tensor([_signed(s) for s in seeds], device=device)
+    seed_R = torch.tensor([signed(s) for s in seeds], device=device)
     position_R = torch.tensor(list(positions), device=device, dtype=torch.int64)
     return gumbel_noise_at(seed_R, position_R, vocab)
-
-
-def gumbel_noise_at(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
-    """gumbel_noise with seeds (as signed numbers) and positions on the device."""
-    device = seed_R.device
-    state_R = _mix(_mix(seed_R + _signed(_GOLDEN)) ^ (position_R * _signed(_MIX1)))
-    counter_V = torch.arange(1, vocab + 1, device=device) * _signed(_GOLDEN)
-    bits_RV = _mix(state_R[:, None] + counter_V)
-    # 52 bits, centred: exact in fp64 and never 0 or 1, so both logarithms stay finite.
-    uniform_RV = (_shift(bits_RV, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform_RV))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around as unsigned ones do."""
-    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; `>>` on int64 drags the sign along."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    x &= 2**64 - 1
-    return x - 2**64 if x >= 2**63 else x
 
 
 def _seed_of(s: Sampling) -> int:

@@ -37,6 +37,7 @@ from shoestring.train.corpus import documents
 PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDistiller's settings
 # BitDistiller's prompts from running text: the first 128 characters of paragraphs longer than 512.
 PREFIX, LONG = 128, 512
+GROUPS = 8  # places are filled again when this part of them is free
 PROMPT_KEYS = ("prompt", "instruction", "question", "text", "turns")
 
 Progress = Callable[[int, str], Any]
@@ -144,7 +145,13 @@ def _completions(
     added = 0
     assert sampling.seed is not None
     while added < len(encoded) or waiting:
-        while added < len(encoded) and len(waiting) < 4 * max_requests:
+        # Prompts come in groups: a step that reads one costs as much as several that only write, and no step can run
+        # ahead of it. One by one, there would be a prompt to read in nearly every step.
+        room = max_requests - len(engine.running) - len(engine.waiting)
+        if room < -(-max_requests // GROUPS):
+            room = 0
+        while room > 0 and added < len(encoded) and len(waiting) < 4 * max_requests:
+            room -= 1
             seed = (sampling.seed + done + added) % 2**63
             waiting.append(engine.add(encoded[added], replace(sampling, seed=seed)))
             added += 1

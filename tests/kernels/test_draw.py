@@ -1,0 +1,106 @@
+"""Drawing tokens: the kernels against the reference, which is compared with serve/sampling.py in test_graphs.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from interpreted import run_interpreted
+
+from shoestring.kernels.draw import draw_tokens_, draw_tokens_ref_
+
+SETTINGS = [  # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.3, 0, 0.3, 0.0),
+    (0.9, 7, 1.0, 0.0),
+    (2.0, 40, 0.8, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 10**6, 1.0, 0.05),
+    (0.8, 30, 0.95, 0.2),
+    (1.5, 0, 1e-9, 0.0),
+]
+
+
+def settings(num: int, device: str) -> torch.Tensor:
+    rows = [SETTINGS[r % len(SETTINGS)] for r in range(num)]
+    columns = [(t, k, p, math.log(m) if m else -math.inf) for t, k, p, m in rows]
+    return torch.tensor(columns, dtype=torch.float64, device=device).T.contiguous()
+
+
+def numbers(num: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds of all 64 bits, and positions."""
+    generator = torch.Generator().manual_seed(1)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num,), generator=generator)
+    return seeds.to(device), torch.randint(0, 10000, (num,), generator=generator).to(device)
+
+
+def both(
+    logits: torch.Tensor, parameters: torch.Tensor, *, cuts: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    device = str(logits.device)
+    seeds, positions = numbers(len(logits), device)
+    got, want = torch.full((2, len(logits)), -5, device=device)
+    draw_tokens_(logits, parameters, seeds, positions, got, cuts=cuts)
+    draw_tokens_ref_(logits, parameters, seeds, positions, want, cuts=cuts)
+    return got, want
+
+
+def check_tokens(
+    device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (5001, 2048, 37):
+        for dtype in dtypes:
+            logits = (3 * torch.randn(60, vocab, generator=generator)).to(device, dtype)
+            for cuts in (True, False):
+                got, want = both(logits, settings(60, device), cuts=cuts)
+                assert torch.equal(got, want), (vocab, dtype, cuts, got - want)
+
+
+def check_edges(device: str = "cpu") -> None:
+    """Ties with the last token kept stay; tokens at -inf are never drawn; a mass that is nearly one token's."""
+    vocab, num = 3000, 40
+    ties = torch.linspace(0, -8, vocab).repeat(num, 1)
+    ties[:, 5:50] = ties[:, 5:6]  # of k = 7 and of the nucleus all of these stay
+    barred = torch.randn(num, vocab, generator=torch.Generator().manual_seed(2))
+    barred[:, 100:] = -torch.inf
+    sharp = torch.zeros(num, vocab)
+    sharp[:, 1234] = 40.0
+    for logits in (ties, barred, sharp):
+        got, want = both(logits.to(device), settings(num, device))
+        assert torch.equal(got, want), got - want
+        assert logits[range(num), got.cpu()].isfinite().all()
+    drawn = both(ties[:1].repeat(400, 1).to(device), settings(400, device)[:, 4:5].repeat(1, 400))[0]
+    assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > 30
+
+
+@pytest.mark.parametrize("check", ["check_tokens", "check_edges"])
+def test_drawing_under_the_interpreter(check: str) -> None:
+    run_interpreted(f"import test_draw as t; t.{check}()")
+
+
+def test_the_reference_is_used_without_kernels() -> None:
+    got, want = both(torch.randn(20, 99, dtype=torch.float64), settings(20, "cpu"))
+    assert torch.equal(got, want) and (got >= 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_drawing_on_the_gpu() -> None:
+    check_tokens("cuda", (torch.float32, torch.float16, torch.bfloat16))
+    check_edges("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_vocabulary_on_the_gpu() -> None:
+    """Many rows of bf16 logits with a long tail. A sum in another order may move a token at the very edge of top_p:
+    what is drawn differs in no more than a few of the rows that have one."""
+    generator = torch.Generator().manual_seed(4)
+    logits = (4 * torch.randn(500, 128256, generator=generator)).to("cuda", torch.bfloat16)
+    got, want = both(logits, settings(500, "cuda"))
+    wrong = (got != want).nonzero().flatten().tolist()
+    assert len(wrong) <= 2 and all(SETTINGS[r % len(SETTINGS)][2] < 1 for r in wrong), wrong
