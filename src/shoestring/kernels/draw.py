@@ -28,6 +28,7 @@ from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.step_ends import PIECE, piece_peaks
 
 PARAMETERS = ("temperature", "top_k", "top_p", "log_min_p")  # rows of `parameters_4R`, in fp64
+SEARCH_BLOCK, SEARCH_WARPS = 4096, 8  # logits at a time while the limit is searched
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -68,7 +69,15 @@ def draw_tokens_(
     limits = torch.empty(num_rows if cuts else 0, dtype=torch.int32, device=device)
     if cuts:
         _limit_kernel[(num_rows,)](
-            logits_RV, peaks, parameters_4R, limits, num_rows, vocab, **pieces, BLOCK=4096, num_warps=8
+            logits_RV,
+            peaks,
+            parameters_4R,
+            limits,
+            num_rows,
+            vocab,
+            **pieces,
+            BLOCK=SEARCH_BLOCK,
+            num_warps=SEARCH_WARPS,
         )
     best = torch.empty(num_rows, num_pieces, dtype=torch.float64, device=device)
     best_at = torch.empty(num_rows, num_pieces, dtype=torch.int32, device=device)
