@@ -45,6 +45,21 @@ def test_lines_are_the_engines_samples_in_order(model: Decoder, tokenizer: Token
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["self.jsonl", "self.jsonl.settings"]
 
 
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_texts_that_end_are_the_engines(tokenizer: Tokenizer, tmp_path: Path, stop: tuple[str, ...]) -> None:
+    """By a token, by a stop string, by their length; with characters of which the last bytes are missing."""
+    ends = tuple(range(260, 275))
+    model = tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size, extra_eos_ids=ends))
+    sampling = replace(SAMPLING, temperature=2.0, max_tokens=20, stop=stop)
+    out = generate_text(model, tokenizer, PROMPTS * 6, tmp_path / "self.jsonl", sampling=sampling)
+    engine = Engine(model, tokenizer)
+    samplings = [replace(sampling, seed=5 + i) for i in range(len(PROMPTS) * 6)]
+    alone = engine.generate([p.rstrip() for p in PROMPTS] * 6, samplings)
+    assert [row["completion"] for row in read_jsonl(out)] == [a.text for a in alone]
+    assert {a.finish_reason for a in alone} == {"stop", "length"}
+    assert any(tokenizer.decode(a.token_ids).endswith("\ufffd") for a in alone) or stop
+
+
 def test_prompts_are_read_in_groups(
     model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

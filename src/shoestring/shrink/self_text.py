@@ -30,6 +30,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
+from shoestring.serve.admission import eos_ids_of
 from shoestring.serve.engine import Engine, Request
 from shoestring.serve.sampling import Sampling
 from shoestring.train.corpus import documents
@@ -133,9 +134,12 @@ def _completions(
     longest = max(1, positions - min(sampling.max_tokens, positions // 2))
     encoded = [tokenizer.encode(p.rstrip())[-longest:] for p in prompts[done:]]
     context = min(positions, max(map(len, encoded)) + sampling.max_tokens)
+    # Text is only looked at while it is written where a stop string may end it: token by token, decoding is a large
+    # part of what the host does for hundreds of requests.
     engine = Engine(
         model,
-        tokenizer,
+        tokenizer if sampling.stop else None,
+        eos_ids=eos_ids_of(model, tokenizer),
         max_requests=max_requests,
         max_context=context,
         chunk=max(512, 2 * max_requests),
@@ -159,7 +163,16 @@ def _completions(
             engine.step()
             continue
         number = done + added - len(waiting)
-        yield number, prompts[number].rstrip(), waiting.pop(0).text
+        yield number, prompts[number].rstrip(), _text(waiting.pop(0), tokenizer)
+
+
+def _text(request: Request, tokenizer: Tokenizer) -> str:
+    """What the engine's own stream of text would have given: without the token that ended it, and without a character
+    of which bytes are missing."""
+    if request.text_stream is not None:
+        return request.text
+    ids = request.new_tokens
+    return tokenizer.decode(ids[:-1] if request.finish_reason == "stop" else ids).rstrip("\ufffd")
 
 
 def _whole_lines(path: Path) -> int:
