@@ -49,20 +49,21 @@ def both(
 
 
 def check_tokens(
-    device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
+    device: str = "cpu", num: int = 10, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
 ) -> None:
+    """Ten rows are one of each setting: under the interpreter a row with cuts takes a quarter of a second."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (5001, 2048, 37):
         for dtype in dtypes:
-            logits = (3 * torch.randn(60, vocab, generator=generator)).to(device, dtype)
+            logits = (3 * torch.randn(num, vocab, generator=generator)).to(device, dtype)
             for cuts in (True, False):
-                got, want = both(logits, settings(60, device), cuts=cuts)
+                got, want = both(logits, settings(num, device), cuts=cuts)
                 assert torch.equal(got, want), (vocab, dtype, cuts, got - want)
 
 
-def check_edges(device: str = "cpu") -> None:
+def check_edges(device: str = "cpu", num: int = 10) -> None:
     """Ties with the last token kept stay; tokens at -inf are never drawn; a mass that is nearly one token's."""
-    vocab, num = 3000, 40
+    vocab, many = 3000, 4 * num
     ties = torch.linspace(0, -8, vocab).repeat(num, 1)
     ties[:, 5:50] = ties[:, 5:6]  # of k = 7 and of the nucleus all of these stay
     barred = torch.randn(num, vocab, generator=torch.Generator().manual_seed(2))
@@ -73,8 +74,8 @@ def check_edges(device: str = "cpu") -> None:
         got, want = both(logits.to(device), settings(num, device))
         assert torch.equal(got, want), got - want
         assert logits[range(num), got.cpu()].isfinite().all()
-    drawn = both(ties[:1].repeat(400, 1).to(device), settings(400, device)[:, 4:5].repeat(1, 400))[0]
-    assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > 30
+    drawn = both(ties[:1].repeat(many, 1).to(device), settings(many, device)[:, 4:5].repeat(1, many))[0]
+    assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > 15  # k = 7
 
 
 @pytest.mark.parametrize("check", ["check_tokens", "check_edges"])
@@ -90,8 +91,8 @@ def test_the_reference_is_used_without_kernels() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_drawing_on_the_gpu() -> None:
-    check_tokens("cuda", (torch.float32, torch.float16, torch.bfloat16))
-    check_edges("cuda")
+    check_tokens("cuda", 60, (torch.float32, torch.float16, torch.bfloat16))
+    check_edges("cuda", 100)
 
 
 @pytest.mark.gpu
