@@ -28,7 +28,7 @@ from shoestring.kernels.backend import triton_usable
 from shoestring.kernels.step_ends import PIECE, piece_peaks
 
 PARAMETERS = ("temperature", "top_k", "top_p", "log_min_p")  # rows of `parameters_4R`, in fp64
-SEARCH_BLOCK, SEARCH_WARPS = 4096, 8  # logits at a time while the limit is searched
+SEARCH_BLOCK, SEARCH_WARPS = 8192, 16  # logits at a time while the limit is searched
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
