@@ -12,10 +12,9 @@ Needs:   one-shot: the model in fp32 or bf16 on the device, or one block of it (
          Retraining: 16 bytes a weight for the student and the model again as its teacher; a GPU beyond toy sizes
 Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512, half a minute on an H200 with 32;
          2,441 steps of AST with 16k tokens each: 7 minutes on an H200 that has two such runs, compile=blocks
-Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.7
-         (sparsegpt, calib_windows=64), 39.0 (with slorb=16); retrained on 40M tokens of free English and of what the
-         model wrote (lr=3e-4): 23.2 (ast), 22.8 (ast with slorb=16), perhaps some percent too good (a flaw of that
-         text: docs/methods/prune24.md); cast had 175 after 2.2M tokens
+Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.3
+         (sparsegpt, calib_windows=64), 38.4 (with slorb=16); retrained on 40M tokens of free English and of what the
+         model wrote (lr=3e-4): 24.0 (ast), 23.8 (ast with slorb=16); cast had 175 after 2.2M tokens
 Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with slorb the branch is added in, which makes
          them dense again), packed/ (9 bits per weight, 10 with slorb=16), pruning.json in both (what was counted:
          every pruned layer is 2:4), oneshot/, checkpoints/, flip rates and magnitudes in metrics.jsonl, report.html
