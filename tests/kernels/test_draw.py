@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from interpreted import run_interpreted
 
-from shoestring.kernels.draw import draw_tokens_, draw_tokens_ref_
+from shoestring.kernels.draw import LEAST_VOCAB, draw_tokens_, draw_tokens_ref_, floors, floors_ref
+from shoestring.kernels.draw_host import _most_noise
+from shoestring.kernels.noise import gumbel
 
 SETTINGS = [  # temperature, top_k, top_p, min_p
     (0.0, 0, 1.0, 0.0),
@@ -83,9 +87,49 @@ def test_drawing_under_the_interpreter(check: str) -> None:
     run_interpreted(f"import test_draw as t; t.{check}()")
 
 
-def test_the_reference_is_used_without_kernels() -> None:
-    got, want = both(torch.randn(20, 99, dtype=torch.float64), settings(20, "cpu"))
+@pytest.mark.parametrize("vocab", [99, LEAST_VOCAB])
+def test_without_kernels(vocab: int) -> None:
+    got, want = both(torch.randn(20, vocab, dtype=torch.float64), settings(20, "cpu"))
     assert torch.equal(got, want) and (got >= 0).all()
+
+
+def test_drawing_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.kernels.draw.LEAST_VOCAB", 1)
+    check_tokens("cpu", 60, (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+    check_edges("cpu", 60)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[math.nan] * 3, [0.0, math.nan, 1.0], [-math.inf] * 3, [0.0, math.inf, 1.0], [1.0, math.inf, math.inf]],
+)
+def test_rows_that_are_no_logits_do_not_break_the_others(
+    row: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoestring.kernels.draw.LEAST_VOCAB", 1)
+    logits = torch.tensor([row, [0.0, 1.0, 0.5]]).repeat_interleave(len(SETTINGS), 0)
+    got, want = both(logits, settings(len(logits), "cpu"))
+    assert torch.equal(got[len(SETTINGS) :], want[len(SETTINGS) :])
+    assert ((got >= 0) & (got < 3)).all()
+
+
+@given(st.one_of(st.integers(0, 2**52 - 1), st.integers(2**52 - 64, 2**52 - 1)))
+def test_the_bound_lies_above_the_noise(bits: int) -> None:
+    bound, noise = _most_noise(torch.tensor([bits])), gumbel(torch.tensor([bits]))
+    assert bound.double() >= noise - 1e-5
+    assert bits < 2**51 or bits > 2**52 - 64 or bound - noise < 0.5  # and not by much, where tokens win
+
+
+def test_a_flat_row_looks_further_than_the_likeliest_tokens() -> None:
+    """A nucleus of half the vocabulary, by a sort and without one."""
+    flat = 1e-3 * torch.randn(6, 9000, generator=torch.Generator().manual_seed(3))
+    p = torch.tensor([1e-9, 0.01, 0.1, 0.5, 0.9, 0.999999])
+    off = torch.zeros(6, dtype=torch.int64), torch.full((6,), -torch.inf)
+    want = floors_ref(flat, off[0], p, off[1])
+    got = floors(flat, torch.stack([torch.ones(6), off[0], p, off[1]]).double())
+    num_got, num_want = ((flat >= f[:, None]).sum(dim=1) for f in (got, want))
+    assert (num_got - num_want).abs().max() <= 1  # the last one may lie at the very edge
+    assert num_got.tolist()[0] == 1 and 4000 < num_got[3] < 5000
 
 
 @pytest.mark.gpu

@@ -1,24 +1,26 @@
-"""What it costs to draw tokens from logits: the kernels of kernels/draw.py beside the same in torch.
+"""What it costs to draw tokens from logits: kernels/draw.py beside the same in torch.
 
-    python -m shoestring.bench.draw      a minute on a GPU
+    python -m shoestring.bench.draw      a minute, on a GPU or on a CPU
 
-For 1 to 256 rows of bf16 logits over two vocabularies, without cuts and with top_p = 0.95:
+For 1 to 256 rows of bf16 logits over two vocabularies, without cuts and with top_p = 0.95; on a CPU for 1 and 8 rows in
+fp32:
 
-    shoestring   the kernels
-    reference    what the engine did before: thirty passes in 64 bits and a sort. The tokens must be the same
+    shoestring   the kernels; on a CPU what kernels/draw_host.py does
+    reference    what the engine did at first: thirty passes in 64 bits and a sort. The tokens must be the same
     usual        as most engines do it in torch: sort, softmax, exponential noise in fp32 from the generator of the
                  process. Less work: no request has a seed of its own, so what it is given depends on its company
     compiled     that with torch.compile (Inductor of torch 2.11 fails with the sort from the second shape on; the
-                 reference it cannot compile at all)
+                 reference it cannot compile at all); on a GPU only
 
-Each is captured in a CUDA graph, as the engine's steps are, and replayed on the same logits, which in a step have just
-been written.
+On a GPU each is captured in a CUDA graph, as the engine's steps are, and replayed on the same logits, which in a step
+have just been written.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,25 +34,45 @@ from shoestring.kernels.draw import draw_tokens_, draw_tokens_ref_
 
 BENCH = "draw"
 VOCABULARIES = (49_152, 128_256)  # SmolLM2's, Llama 3's
-ROWS = (1, 8, 64, 256)
+ROWS = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 WAYS = ("reference", "usual", "compiled", "shoestring")
 
 Draw = Callable[..., None]
 
 
-def inputs(num_rows: int, vocab: int, top_p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(num_rows)
-    logits = 3 * torch.randn(num_rows, vocab, generator=generator, device="cuda")
-    settings = torch.tensor([0.8, 0.0, top_p, -torch.inf], dtype=torch.float64, device="cuda")
-    numbers = torch.arange(2 * num_rows, device="cuda").view(2, num_rows)
-    return logits.bfloat16(), settings[:, None].repeat(1, num_rows), numbers[0], numbers[1]
+def inputs(
+    num_rows: int, vocab: int, top_p: float, device: str = "cuda"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(num_rows)
+    logits = 3 * torch.randn(num_rows, vocab, generator=generator, device=device)
+    settings = torch.tensor([0.8, 0.0, top_p, -torch.inf], dtype=torch.float64, device=device)
+    numbers = torch.arange(2 * num_rows, device=device).view(2, num_rows)
+    return (
+        logits.bfloat16() if device == "cuda" else logits,
+        settings[:, None].repeat(1, num_rows),
+        numbers[0],
+        numbers[1],
+    )
 
 
 def timed(draw: Draw, given: tuple[Tensor, ...], cuts: bool, samples: int) -> tuple[Tensor, list[float]]:
     """The tokens, and microseconds of one call in each of so many replays."""
-    out = torch.zeros(len(given[0]), dtype=torch.int64, device="cuda")
-    times = graph_times([lambda: draw(*given, out, cuts=cuts)], samples)
-    return out, times
+    out = torch.zeros(len(given[0]), dtype=torch.int64, device=given[0].device)
+
+    def call() -> None:
+        draw(*given, out, cuts=cuts)
+
+    return out, graph_times([call], samples) if out.is_cuda else clock_times(call, samples)
+
+
+def clock_times(call: Callable[[], None], samples: int) -> list[float]:
+    call()
+    times = []
+    for _ in range(samples):
+        began = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - began))
+    return times
 
 
 def usual_(
@@ -66,15 +88,17 @@ def usual_(
     out_R.copy_((prob_RV / torch.empty_like(prob_RV).exponential_()).argmax(dim=-1))
 
 
-def measure(samples: int) -> None:
-    compiled = torch.compile(usual_, dynamic=True)
-    ways: tuple[Draw, ...] = (draw_tokens_ref_, usual_, compiled, draw_tokens_)
+def measure(samples: int, device: str) -> None:
+    ways: dict[str, Draw] = {"reference": draw_tokens_ref_, "usual": usual_}
+    if device == "cuda":
+        ways["compiled"] = torch.compile(usual_, dynamic=True)
+    ways["shoestring"] = draw_tokens_
     for top_p in (1.0, 0.95):
         for vocab in VOCABULARIES:
-            for num_rows in ROWS:
-                given = inputs(num_rows, vocab, top_p)
+            for num_rows in ROWS[device]:
+                given = inputs(num_rows, vocab, top_p, device)
                 results = {}
-                for way, draw in zip(WAYS, ways, strict=True):
+                for way, draw in ways.items():
                     try:
                         results[way] = timed(draw, given, top_p < 1, samples)
                     except torch._dynamo.exc.TorchDynamoException as error:
@@ -97,7 +121,13 @@ def measure(samples: int) -> None:
 
 
 def table() -> str:
+    """One for every machine."""
     lines = newest(BENCH)
+    machines = dict.fromkeys(n["device"] for n in lines)
+    return "\n\n".join(_table([n for n in lines if n["device"] == machine]) for machine in machines)
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for n in lines:
         config = n["config"]
@@ -120,9 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.samples < 1:
         raise UserError(f"--samples {args.samples} is not enough; give 1 or more")
-    if not torch.cuda.is_available():
-        raise UserError("this bench times kernels: run it on a machine with a CUDA GPU")
-    measure(args.samples)
+    measure(args.samples, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 if __name__ == "__main__":

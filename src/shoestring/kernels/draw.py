@@ -14,7 +14,7 @@ all layers of a small model. The kernels read a row a few times instead:
     best       the best of every piece of a row with its noise, then of all pieces
 
 The mass is summed in another order than after a sort, so a token that lies at the very edge of top_p, to a millionth,
-may fall to the other side. Everything else is equal to the reference.
+may fall to the other side. Everything else is equal to the reference. On a CPU draw_host.py does less instead.
 
 Shapes: R rows, V vocabulary.
 """
@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.draw_host import LEAST_VOCAB, draw_tokens_host_, row_floor
+from shoestring.kernels.noise import GOLDEN, MIX1, MIX2, gumbel_noise
 from shoestring.kernels.step_ends import PIECE, piece_peaks
 
 PARAMETERS = ("temperature", "top_k", "top_p", "log_min_p")  # rows of `parameters_4R`, in fp64
 SEARCH_BLOCK, SEARCH_WARPS = 8192, 16  # logits at a time while the limit is searched
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX1 = 0xBF58476D1CE4E5B9
-_MIX2 = 0x94D049BB133111EB
 
 
 def draw_tokens_ref_(
@@ -44,9 +43,9 @@ def draw_tokens_ref_(
     scaled = logits - logits.amax(dim=-1, keepdim=True)
     scaled = scaled / torch.where(greedy_R, 1.0, heat_R)[:, None]
     if cuts:
-        floor_R1 = _floors(scaled, parameters_4R[1].long(), top_p_R, log_min_p_R)
-        scaled = scaled.masked_fill(scaled < floor_R1, -torch.inf)
-    noise = gumbel_noise_at(seed_R, position_R, logits.shape[-1])
+        floor_R = floors_ref(scaled, parameters_4R[1].long(), top_p_R, log_min_p_R)
+        scaled = scaled.masked_fill(scaled < floor_R[:, None], -torch.inf)
+    noise = gumbel_noise(seed_R, position_R, torch.arange(logits.shape[-1], device=logits.device))
     out_R.copy_(torch.where(greedy_R, best_R, (scaled.double() + noise).argmax(dim=-1)))
 
 
@@ -55,7 +54,8 @@ def draw_tokens_(
 ) -> None:
     """As draw_tokens_ref_; chooses the kernel. `cuts`: whether top_k, top_p or min_p of any row are on."""
     if not triton_usable(logits_RV) or not logits_RV.is_contiguous() or logits_RV.dtype == torch.float64:
-        draw_tokens_ref_(logits_RV, parameters_4R, seed_R, position_R, out_R, cuts=cuts)
+        draw_tokens = draw_tokens_host_ if _by_row(logits_RV) else draw_tokens_ref_
+        draw_tokens(logits_RV, parameters_4R, seed_R, position_R, out_R, cuts=cuts)
         return
     from shoestring.kernels._triton.draw import _best_drawn_kernel, _limit_kernel, _piece_best_kernel
 
@@ -83,13 +83,27 @@ def draw_tokens_(
     best_at = torch.empty(num_rows, num_pieces, dtype=torch.int32, device=device)
     _piece_best_kernel[(num_rows, num_pieces)](
         logits_RV, peaks, parameters_4R, limits, seed_R, position_R, best, best_at, num_rows, vocab, **pieces,
-        CUTS=cuts, GOLDEN=signed(_GOLDEN), MIX1=signed(_MIX1), MIX2=signed(_MIX2), BLOCK=PIECE, num_warps=8,
+        CUTS=cuts, GOLDEN=GOLDEN, MIX1=MIX1, MIX2=MIX2, BLOCK=PIECE, num_warps=8,
     )  # fmt: skip
     _best_drawn_kernel[(num_rows,)](parameters_4R, peaks, places, best, best_at, out_R, **pieces, num_warps=1)
 
 
-def _floors(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, log_min_p_R: Tensor) -> Tensor:
-    """The smallest logit that every row keeps, [R, 1]."""
+def floors(scaled_RV: Tensor, parameters_4R: Tensor) -> Tensor:
+    """The smallest logit that every row keeps, [R]: of logits that are divided by their temperature."""
+    _, top_k_R, top_p_R, log_min_p_R = parameters_4R
+    if not _by_row(scaled_RV):
+        return floors_ref(scaled_RV, top_k_R.long(), top_p_R.to(scaled_RV), log_min_p_R.to(scaled_RV))
+    settings = zip(top_k_R.tolist(), top_p_R.tolist(), log_min_p_R.tolist(), strict=True)
+    rows = zip(scaled_RV, settings, strict=True)
+    return torch.stack([row_floor(row_V, int(k), p, log_min_p) for row_V, (k, p, log_min_p) in rows])
+
+
+def _by_row(logits_RV: Tensor) -> bool:
+    """Whether draw_host.py is quicker; on a GPU it would wait for every row."""
+    return not logits_RV.is_cuda and logits_RV.shape[-1] >= LEAST_VOCAB
+
+
+def floors_ref(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, log_min_p_R: Tensor) -> Tensor:
     vocab = scaled_RV.shape[-1]
     ordered_RV = scaled_RV.sort(dim=-1, descending=True).values
     last_R1 = torch.where((top_k_R > 0) & (top_k_R < vocab), top_k_R, vocab)[:, None] - 1
@@ -97,40 +111,6 @@ def _floors(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, log_min_p_R: Te
     ordered_RV = ordered_RV.masked_fill(ordered_RV < floor_R1, -torch.inf)
     prob_RV = ordered_RV.softmax(dim=-1)
     kept_RV = (prob_RV.cumsum(dim=-1) - prob_RV < top_p_R[:, None]) & (ordered_RV > -torch.inf)
-    nucleus_R1 = ordered_RV.masked_fill(~kept_RV, torch.inf).amin(dim=-1, keepdim=True)
-    floor_R1 = torch.where(top_p_R[:, None] < 1, torch.maximum(floor_R1, nucleus_R1), floor_R1)
-    return torch.maximum(floor_R1, ordered_RV[:, :1] + log_min_p_R[:, None])
-
-
-# -- noise --------------------------------------------------------------------------------------------------
-
-
-def gumbel_noise_at(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise [R, V], fp64: entry (r, v) is a function of (seed, position, v).
-
-    Row r is the output of a SplitMix64 generator whose state is a hash of (seed, position), read at counter v.
-    """
-    state_R = _mix(_mix(seed_R + signed(_GOLDEN)) ^ (position_R * signed(_MIX1)))
-    counter_V = torch.arange(1, vocab + 1, device=seed_R.device) * signed(_GOLDEN)
-    bits_RV = _mix(state_R[:, None] + counter_V)
-    # 52 bits, centred: exact in fp64 and never 0 or 1, so both logarithms stay finite.
-    uniform_RV = (_shift(bits_RV, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform_RV))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around as unsigned ones do."""
-    x = (x ^ _shift(x, 30)) * signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * signed(_MIX2)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; `>>` on int64 drags the sign along."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def signed(x: int) -> int:
-    """The signed number of the same 64 bits."""
-    x &= 2**64 - 1
-    return x - 2**64 if x >= 2**63 else x
+    nucleus_R = ordered_RV.masked_fill(~kept_RV, torch.inf).amin(dim=-1)
+    floor_R = torch.where(top_p_R < 1, torch.maximum(floor_R1[:, 0], nucleus_R), floor_R1[:, 0])
+    return torch.maximum(floor_R, ordered_RV[:, 0] + log_min_p_R)

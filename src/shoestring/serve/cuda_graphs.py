@@ -439,7 +439,7 @@ def kind_of(samplings: Sequence[Sampling] | None) -> Kind:
     if samplings is None:
         return "logits"
     drawn = [s for s in samplings if not s.greedy]
-    if any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawn):
+    if any(s.cuts for s in drawn):
         return "cut"
     return "drawn" if drawn else "greedy"
 

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.kernels.draw import gumbel_noise_at, signed
+from shoestring.kernels import noise
+from shoestring.kernels.draw import draw_tokens_, floors
 
 _COLD = 1e-5  # a temperature below this divides by nothing in fp32; greedy is its limit
 _LIKELIEST = 1e-9  # a top_p that the likeliest token reaches alone, and that is not 0 in fp32
@@ -58,6 +59,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 # What is good, and how it is said.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -86,24 +92,24 @@ def check_setting(name: str, value: object) -> None:
 
 def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """One token id per row, [R] int64. positions[r] is the index that the token will have in its request."""
-    num_rows, vocab = logits_RV.shape
+    num_rows, device = len(logits_RV), logits_RV.device
     assert len(samplings) == len(positions) == num_rows
-    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    tokens = logits.argmax(dim=-1)
     drawn = [r for r in range(num_rows) if not samplings[r].greedy]
-    if drawn:
-        chosen = [samplings[r] for r in drawn]
-        device = logits.device
-        scaled = logits[torch.tensor(drawn, device=device)] if len(drawn) < num_rows else logits
-        # Subtracting the maximum first keeps a tiny temperature from overflowing.
-        scaled = scaled - scaled.amax(dim=-1, keepdim=True)
-        scaled = (
-            scaled / torch.tensor([s.temperature for s in chosen], device=device, dtype=scaled.dtype)[:, None]
-        )
-        scaled = keep_likely(scaled, chosen)
-        noise = gumbel_noise([_seed_of(s) for s in chosen], [positions[r] for r in drawn], vocab, device)
-        tokens[torch.tensor(drawn, device=device)] = (scaled.double() + noise).argmax(dim=-1)
-    return tokens
+    if not drawn:
+        return logits_RV.argmax(dim=-1)
+    chosen = [samplings[r] for r in drawn]
+    numbers, seeds = parameters(chosen)
+    row_D = torch.tensor(drawn, device=device)
+    token_D = torch.empty_like(row_D)
+    draw_tokens_(
+        logits_RV[row_D] if len(drawn) < num_rows else logits_RV,
+        torch.tensor(numbers, dtype=torch.float64, device=device),
+        torch.tensor(seeds, device=device),
+        torch.tensor([positions[r] for r in drawn], device=device),
+        token_D,
+        cuts=any(s.cuts for s in chosen),
+    )
+    return token_D if len(drawn) == num_rows else logits_RV.argmax(dim=-1).index_copy_(0, row_D, token_D)
 
 
 def keep_likely(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -112,54 +118,31 @@ def keep_likely(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     top_p looks at the distribution that top_k left; min_p compares with the likeliest token, which all of
     them keep.
     """
-    if all(s.top_k == 0 and s.top_p == 1 and s.min_p == 0 for s in samplings):
+    if not any(s.cuts for s in samplings):
         return logits_RV
-    floor_R = torch.stack([_floor(row_V, s) for row_V, s in zip(logits_RV, samplings, strict=True)])
-    return logits_RV.masked_fill(logits_RV < floor_R[:, None], -torch.inf)
-
-
-def _floor(row_V: Tensor, s: Sampling) -> Tensor:
-    """The smallest logit that one row keeps, as a 0-dim tensor."""
-    floor = row_V.amin()
-    if 0 < s.top_k < len(row_V):
-        floor = torch.topk(row_V, s.top_k).values[-1]
-    if s.top_p < 1:
-        ordered_V = row_V.masked_fill(row_V < floor, -torch.inf).sort(descending=True).values
-        prob_V = ordered_V.softmax(dim=-1)
-        # A token is kept while those before it do not reach top_p yet: the likeliest always is.
-        kept_V = (prob_V.cumsum(dim=-1) - prob_V < s.top_p) & (ordered_V > -torch.inf)
-        floor = torch.maximum(floor, ordered_V.masked_fill(~kept_V, torch.inf).amin())
-    if s.min_p > 0:
-        floor = torch.maximum(floor, row_V.amax() + math.log(s.min_p))
-    return floor
-
-
-# -- the same with everything on the device -----------------------------------------------------------------
+    numbers = torch.tensor(_numbers(samplings), dtype=torch.float64, device=logits_RV.device)
+    return logits_RV.masked_fill(logits_RV < floors(logits_RV, numbers)[:, None], -torch.inf)
 
 
 def parameters(samplings: Sequence[Sampling]) -> tuple[list[list[float]], list[int]]:
     """What draw_tokens_ (kernels/draw.py) takes, as numbers: PARAMETERS x tokens, and the seeds."""
+    return _numbers(samplings), [0 if s.greedy else noise.signed(_seed_of(s)) for s in samplings]
+
+
+def _numbers(samplings: Sequence[Sampling]) -> list[list[float]]:
     columns = [
         (s.temperature, s.top_k, s.top_p, math.log(s.min_p) if s.min_p > 0 else -math.inf) for s in samplings
     ]
-    seeds = [0 if s.greedy else signed(_seed_of(s)) for s in samplings]
-    return [list(row) for row in zip(*columns, strict=True)], seeds
-
-
-# -- noise --------------------------------------------------------------------------------------------------
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def gumbel_noise(
     seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str
 ) -> Tensor:
-    """Standard Gumbel noise [R, V], fp64: entry (r, v) is a function of (seeds[r], positions[r], v).
-
-    Row r is the output of a SplitMix64 generator whose state is a hash of (seed, position), read at counter
-    v.
-    """
-    seed_R = torch.tensor([signed(s) for s in seeds], device=device)
+    """Standard Gumbel noise [R, V], fp64: entry (r, v) is a function of (seeds[r], positions[r], v)."""
+    seed_R = torch.tensor([noise.signed(s) for s in seeds], device=device)
     position_R = torch.tensor(list(positions), device=device, dtype=torch.int64)
-    return gumbel_noise_at(seed_R, position_R, vocab)
+    return noise.gumbel_noise(seed_R, position_R, torch.arange(vocab, device=device))
 
 
 def _seed_of(s: Sampling) -> int:
