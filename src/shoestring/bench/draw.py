@@ -93,6 +93,7 @@ def measure(samples: int, device: str) -> None:
     if device == "cuda":
         ways["compiled"] = torch.compile(usual_, dynamic=True)
     ways["shoestring"] = draw_tokens_
+    machine = {"threads": torch.get_num_threads()} if device == "cpu" else {}
     for top_p in (1.0, 0.95):
         for vocab in VOCABULARIES:
             for num_rows in ROWS[device]:
@@ -114,7 +115,7 @@ def measure(samples: int, device: str) -> None:
                         bench=BENCH, case=way, metric="time", unit="us", samples=times, baseline="usual",
                         baseline_value=baseline, ratio=baseline / statistics.median(times),
                         quality={"same_tokens": round(same, 4)} if way == "shoestring" else {},
-                        config={"rows": num_rows, "vocab": vocab, "top_p": top_p},
+                        config={"rows": num_rows, "vocab": vocab, "top_p": top_p, **machine},
                     )  # fmt: skip
                 shown = ", ".join(f"{w} {statistics.median(t):.0f} us" for w, (_, t) in results.items())
                 print(f"top_p {top_p}, vocabulary {vocab}, {num_rows} rows: {shown}", flush=True)
