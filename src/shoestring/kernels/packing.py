@@ -56,11 +56,10 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     assert packed.dtype == torch.uint8
     if bits == 8:
         return packed
-    if bits == 3:
-        b = packed.to(torch.int32).unflatten(-1, (-1, 3)).unbind(-1)
-        run = b[0] | (b[1] << 8) | (b[2] << 16)
-    else:
-        run = packed.to(torch.int32)
-    shifts = torch.arange(0, 24 if bits == 3 else 8, bits, dtype=torch.int32, device=packed.device)
-    codes = (run.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    return codes.to(torch.uint8).flatten(-2)
+    mask = (1 << bits) - 1
+    if bits != 3:
+        return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
+    b = packed.to(torch.int32).unflatten(-1, (-1, 3)).unbind(-1)
+    run = b[0] | (b[1] << 8) | (b[2] << 16)
+    shifts = torch.arange(0, 24, bits, dtype=torch.int32, device=packed.device)
+    return ((run.unsqueeze(-1) >> shifts) & mask).to(torch.uint8).flatten(-2)

@@ -79,6 +79,11 @@ class Embedding(nn.Embedding):
 
     group: ProcessGroup | None = None
 
+    def reset_parameters(self) -> None:
+        # Drawing numbers that are not there would import torch's compiler, which takes seconds.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, index: Tensor) -> Tensor:
         weight = local(self.weight)
         if self.group is None:
