@@ -412,6 +412,22 @@ def test_int8_activations_on_the_command_line(cli: Cli, packed_folder: Path, mod
     assert_one_line_error(cli("generate", model_folder, *argv, "--int8-activations"), "packed integer layers")
 
 
+def test_a_terminal_is_told_of_the_faster_way(
+    cli: Cli, packed_folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["the", "--max-tokens", "2", "--device", "cpu"]
+    assert "hint" not in cli("generate", packed_folder, *argv).err  # no terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for is_arm in (True, False):
+        monkeypatch.setattr("shoestring.formats.int8_activations.fast", lambda is_arm=is_arm: is_arm)
+        hint = "hint: with --int8-activations"
+        assert (hint in cli("generate", packed_folder, *argv).err) is is_arm
+        assert hint not in cli("generate", packed_folder, *argv, "--dtype", "bf16").err
+        assert hint not in cli("generate", model_folder, *argv).err
+    monkeypatch.setattr("shoestring.formats.int8_activations.fast", lambda: True)
+    assert "hint" not in cli("generate", packed_folder, *argv, "--int8-activations").err
+
+
 def test_export_gives_transformers_the_same_logits(cli: Cli, packed_folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "hf"
