@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from interpreted import run_interpreted
 
@@ -113,6 +114,7 @@ def test_rows_that_are_no_logits_do_not_break_the_others(
     assert ((got >= 0) & (got < 3)).all()
 
 
+@hypothesis_settings(deadline=None)
 @given(st.one_of(st.integers(0, 2**52 - 1), st.integers(2**52 - 64, 2**52 - 1)))
 def test_the_bound_lies_above_the_noise(bits: int) -> None:
     bound, noise = _most_noise(torch.tensor([bits])), gumbel(torch.tensor([bits]))

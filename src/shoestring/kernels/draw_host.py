@@ -23,10 +23,8 @@ LEAST_VOCAB = 4096  # below it a few more passes over a row cost less than so ma
 _FIRST = 256  # likeliest tokens among which top_p is looked for first
 _CLOSE = 0.5  # to the largest bound: whose values are computed first
 _SLACK = 1e-4  # far above what fp32 rounds off a value that can win
-_PER_OCTAVE, _OF_2_52 = (
-    1 << 23,
-    (127 + 52) << 23,
-)  # float32 read as whole numbers: between x and 2x, and of 2^52
+_OCTAVE = 1 << 23  # from x to 2x, in float32 read as whole numbers
+_OF_2_52 = (127 + 52) * _OCTAVE
 
 
 def draw_tokens_host_(
@@ -70,7 +68,7 @@ def _most_noise(bits: Tensor) -> Tensor:
     """At least gumbel(bits), in fp32: -log(1 - u) with a 1 - u that is half a step too small, and with the chord from
     each power of 2 to the next, which lies below the logarithm."""
     rest = ((1 << 52) - 1 - bits).float()
-    return (_OF_2_52 - rest.view(torch.int32)).float() * (math.log(2) / _PER_OCTAVE)
+    return (_OF_2_52 - rest.view(torch.int32)).float() * (math.log(2) / _OCTAVE)
 
 
 def row_floor(scaled_V: Tensor, top_k: int, top_p: float, log_min_p: float) -> Tensor:
