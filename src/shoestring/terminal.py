@@ -46,8 +46,8 @@ def hint_at_speed(model: Decoder) -> None:
 
     if would_gain(model, model.compute_dtype):
         print(
-            "hint: with --int8-activations integer weights are decoded several times as fast on this processor, "
-            "with inputs rounded to 8 bits",
+            "hint: --int8-activations may be several times as fast for integer weights on this processor; it rounds "
+            "inputs to 8 bits",
             file=sys.stderr,
         )
 

@@ -1,4 +1,5 @@
-"""Drawing tokens: the kernels against the reference, which is compared with serve/sampling.py in test_graphs.py."""
+"""Drawing tokens: the kernels and the way of a CPU against the reference, which tests/serve/test_sampling.py compares
+with its definition."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -8,6 +9,68 @@ import torch
 from shoestring.errors import UserError
 from shoestring.kernels.draw import draw_tokens_
 from shoestring.serve.sampling import Sampling, gumbel_noise, keep_likely, parameters, sample
+
+BITS = 2**64 - 1
+
+
+def splitmix(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & BITS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & BITS
+    return x ^ (x >> 31)
+
+
+def by_definition(logits: list[float], s: Sampling, position: int) -> int:
+    """What one row draws, in plain Python: nothing here is shared with what is tested."""
+    if s.temperature == 0:
+        return logits.index(max(logits))
+    assert s.seed is not None
+    scaled = [(x - max(logits)) / s.temperature for x in logits]
+    kept = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    if s.top_k:
+        last = scaled[kept[: s.top_k][-1]]
+        kept = [i for i in kept if scaled[i] >= last]
+    total, above, floor = sum(math.exp(scaled[i]) for i in kept), 0.0, -math.inf
+    for i in kept:
+        if above >= s.top_p * total:
+            break
+        above, floor = above + math.exp(scaled[i]), scaled[i]
+    kept = [i for i in kept if scaled[i] >= floor and math.exp(scaled[i]) >= s.min_p]
+    golden = 0x9E3779B97F4A7C15
+    state = splitmix(splitmix(s.seed + golden & BITS) ^ (position * 0xBF58476D1CE4E5B9 & BITS))
+
+    def value(i: int) -> float:
+        uniform = ((splitmix(state + (i + 1) * golden & BITS) >> 12) + 0.5) * 2.0**-52
+        return scaled[i] - math.log(-math.log(uniform))
+
+    return max(sorted(kept), key=value)
+
+
+@pytest.mark.parametrize("least_vocab", [1, 10**9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sampling_is_what_its_definition_says(
+    dtype: torch.dtype, least_vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways of a CPU: row by row, and all rows by a sort."""
+    monkeypatch.setattr("shoestring.kernels.draw.LEAST_VOCAB", least_vocab)
+    logits = torch.randn(80, 200, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 50:60] = logits[:, :1]  # ties
+    logits = logits.to(dtype)
+    rng = random.Random(0)
+    samplings = [
+        Sampling(
+            temperature=rng.choice([0.0, 0.5, 1.3]),
+            top_k=rng.choice([0, 1, 7, 200, 500]),
+            top_p=rng.choice([1.0, 0.9, 0.3]),
+            min_p=rng.choice([0.0, 0.05]),
+            seed=rng.choice([2**63 + 5, 17, -3]),
+        )
+        for _ in range(80)
+    ]
+    positions = [rng.randrange(10000) for _ in range(80)]
+    rows = zip(logits.double().tolist(), samplings, positions, strict=True)
+    want = [by_definition(*row) for row in rows]
+    assert sample(logits, samplings, positions).tolist() == want
+    assert len({*want}) > 20
 
 
 def draws(logits_V: torch.Tensor, sampling: Sampling, num: int) -> torch.Tensor:
