@@ -186,6 +186,14 @@ def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert errno.ENOSPC and issubclass(Interrupted, ValueError)
 
 
+def test_help_of_a_recipe_is_its_own(cli: Cli) -> None:
+    for asked in (("run", "train/dense", "--help"), ("run", "train/dense", "steps=3", "-h")):
+        out = cli(*asked).out
+        assert out == cli("recipes", "train/dense").out and "weight_decay" in out
+    assert "Usage: shoestring run" in cli("run", "--help").out
+    assert "no-such" in cli("run", "no-such", "--help").err
+
+
 def test_no_command_shows_the_help_and_nothing_else(cli: Cli) -> None:
     for argv in ((), ("bench",)):
         result = cli(*argv)

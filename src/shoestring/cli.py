@@ -19,8 +19,32 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from shoestring import __version__
+from shoestring.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    Int8Option,
+    MaxTokensOption,
+    MinPOption,
+    ModelArgument,
+    SeedOption,
+    SkipOption,
+    StatsOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error
-from shoestring.terminal import find_skips, lead, open_engine, read_prompt, stoppable, stream_text, user_lines
+from shoestring.terminal import (
+    find_skips,
+    help_of_recipe,
+    lead,
+    open_engine,
+    read_prompt,
+    stoppable,
+    stream_text,
+    user_lines,
+)
 
 if TYPE_CHECKING:
     from shoestring.model.folder import Loaded
@@ -39,39 +63,6 @@ app = typer.Typer(
 
 bench_app = typer.Typer(help="Measure what runs here.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-
-ModelArgument = Annotated[str, typer.Argument(help="A Hugging Face folder, a run folder or a .gguf file.")]
-DeviceOption = Annotated[
-    str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.")
-]
-DtypeOption = Annotated[
-    str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")
-]
-Int8Option = Annotated[
-    bool,
-    typer.Option(
-        "--int8-activations",
-        help="On a CPU: int layers round their inputs to 8 bits; faster, not quite the same.",
-    ),
-]
-MaxTokensOption = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-TopKOption = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
-TopPOption = Annotated[float, typer.Option(help="Choose among the likeliest tokens of this total; 1 is off.")]
-MinPOption = Annotated[
-    float, typer.Option(help="Drop tokens below this fraction of the likeliest; 0 is off.")
-]
-SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-StopOption = Annotated[
-    list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
-]
-SkipOption = Annotated[
-    str,
-    typer.Option(
-        help="Leave sublayers out: none, adaskip, measured, a file of shrink/skip_set; lossless only guesses ahead."
-    ),
-]
-StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
 
 
 # -- verbs -------------------------------------------------------------------------------------------
@@ -104,7 +95,12 @@ def recipes(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe (train/dense) or your own .py file.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A built-in recipe (train/dense) or your own .py file; with --help: its settings."
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
 ) -> None:
     """Run a recipe; torchrun --nproc-per-node N -m shoestring run ... does it on N processes."""
@@ -433,7 +429,8 @@ def run_cli(argv: list[str] | None = None) -> int:
     usage_error = cast(type[Exception], typer.BadParameter.__base__)
     try:
         with memory_as_user_error():
-            result = app(args=argv, prog_name="shoestring", standalone_mode=False)
+            args = help_of_recipe(sys.argv[1:] if argv is None else argv)
+            result = app(args=args, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Interrupted as stop:
         return _complain(str(stop), 2)

@@ -180,3 +180,11 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def help_of_recipe(argv: list[str]) -> list[str]:
+    """`run NAME ... --help` asks for that recipe's settings, which typer knows nothing of."""
+    names = [arg for arg in argv[1:2] if not arg.startswith("-")]
+    if argv[:1] == ["run"] and names and {"-h", "--help"} & set(argv):
+        return ["recipes", *names]
+    return argv

@@ -59,7 +59,7 @@ def test_a_probe_too_short_to_measure_ends_before_any_work(
 
 
 def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path) -> None:
-    run("train/sparse24_fst", "steps=18", "refresh=4", "save_every=10", "run=whole")
+    run("train/sparse24_fst", "weight_grad=mvue", "steps=18", "refresh=4", "save_every=10", "run=whole")
     metrics = read_jsonl(tmp_path / "whole/metrics.jsonl")
     for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "mu", "masked_decay"):
         assert any(name in row for row in metrics), name
@@ -121,11 +121,32 @@ def test_no_finish_and_nothing_but_a_probe_ends_before_any_work(command: Callabl
     assert "all steps=4 are dense" in err and not Path("o").exists()
 
 
+def test_gradients_are_pruned_where_that_gains_time(
+    tmp_path: Path, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(**settings: Any) -> str:
+        return sparse24_fst.with_weight_grad(sparse24_fst.Config(**settings)).weight_grad
+
+    assert [chosen(size=size) for size in ("gpt2-774m", "llama-1b")] == ["exact", "mvue"]
+    assert chosen(size="llama-1b", d_model=1024) == "exact"
+    assert chosen(size="llama-1b", weight_grad="exact") == "exact"
+    assert chosen(size="tiny", weight_grad="mvue") == "mvue"
+
+    # A run keeps what it began with, whatever a later version would choose; what it goes on from counts, too.
+    run("train/sparse24_sste", "steps=1", "run=first")
+    assert json.loads((tmp_path / "first/config.json").read_text())["config"]["weight_grad"] == "exact"
+    monkeypatch.setattr(sparse24_fst, "PRUNED_GRADIENTS_FROM", 32)
+    assert chosen(init_from="first", size="tiny") == "mvue"
+    assert run_cli(["run", "train/sparse24_sste", "resume=first", "steps=2"]) == 0
+    assert json.loads((tmp_path / "first/config.json").read_text())["config"]["weight_grad"] == "exact"
+    assert "nowhere" in command("run", "train/sparse24_fst", "init_from=nowhere", "run=o", fails=True)
+
+
 @pytest.mark.parametrize("recipe", ["train/sparse24_fst", "train/sparse24_sste"])
 def test_an_older_torch_is_refused_on_several_processes(
     recipe: str, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = ["run", recipe, "data=text.txt", *TINY, "mesh.dp=2", "run=o"]
+    args = ["run", recipe, "data=text.txt", *TINY, "weight_grad=mvue", "mesh.dp=2", "run=o"]
     assert "torchrun" in command(*args, fails=True)  # a version that can: the next thing that is wrong
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     assert "needs torch 2.12 or newer, this is 2.11.0" in command(*args, fails=True)
@@ -152,7 +173,8 @@ def test_a_resumed_run_goes_on_with_the_algorithms_of_its_first_machine(
     monkeypatch.setattr(sparse24_tune, "has_sparse_products", lambda: True)
     shape = (256, 64, 64)  # gate and up as one
     machine("GPU A", 1)
-    run("train/sparse24_sste", "d_model=64", "d_ff=128", "steps=2", "save_every=1", "run=out")
+    tiny = ("d_model=64", "d_ff=128", "weight_grad=mvue")
+    run("train/sparse24_sste", *tiny, "steps=2", "save_every=1", "run=out")
     (kept,) = (tmp_path / "out").glob("cslt-GPU_A*.json")
     assert {m.algorithms for m in cslt.read_table(kept)} == {(1,) * 4}
     machine("GPU A", 2)
@@ -170,7 +192,7 @@ def test_a_resumed_run_goes_on_with_the_algorithms_of_its_first_machine(
 
 
 def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:
-    run("train/sparse24_sste", "steps=6", "run=out")
+    run("train/sparse24_sste", "weight_grad=mvue", "steps=6", "run=out")
     weights = load_file(tmp_path / "out/model/model.safetensors")
     pruned = [name for name in weights if ".mlp." in name]
     assert len(pruned) == 6 and all(is_24(weights[name]) for name in pruned)

@@ -14,7 +14,7 @@ Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512
          2,441 steps of AST with 16k tokens each: 7 minutes on an H200 that has two such runs, compile=blocks
 Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.3
          (sparsegpt, calib_windows=64), 38.4 (with slorb=16); retrained on 40M tokens of free English and of what the
-         model wrote (lr=3e-4): 24.0 (ast), 23.8 (ast with slorb=16); cast had 175 after 2.2M tokens
+         model wrote (lr=3e-4): 24.0 (ast), 25.0 (start=dense), 23.8 (slorb=16); 47.9 (train=cast lr=5e-4 pull=4e-6)
 Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with slorb the branch is added in, which makes
          them dense again), packed/ (9 bits per weight, 10 with slorb=16), pruning.json in both (what was counted:
          every pruned layer is 2:4), oneshot/, checkpoints/, flip rates and magnitudes in metrics.jsonl, report.html

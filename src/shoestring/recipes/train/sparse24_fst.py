@@ -2,7 +2,7 @@
 
 Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
-         shoestring run train/sparse24_fst weight_grad=exact      without the random pruning of gradients
+         shoestring run train/sparse24_fst weight_grad=mvue       gradients pruned at random at any width, as published
          shoestring run train/sparse24_fst schedule=wsd           a learning rate that stays until the dense finish
          shoestring run train/sparse24_fst finish=0               sparse to the end: the delivered model is 2:4
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
@@ -10,8 +10,8 @@ Needs:   a CPU for size=tiny and small (which computes what the sparse tensor co
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
 Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
-         tokens of Python (bench/sparse24_quality), validation loss: 1.7356, dense 1.6970, half the width 1.7324; with
-         schedule=wsd 1.6702 (mean of three seeds), dense 1.6379, half the width 1.6752
+         tokens of Python (bench/sparse24_quality), validation loss, schedule=wsd: 1.6604, with weight_grad=mvue 1.6720,
+         dense 1.6411, half the width 1.6752; cosine and weight_grad=mvue: 1.7356, dense 1.6970, half 1.7324 (seed 0)
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
          masked_magnitude, mu and masked_decay, and the report plots them; on a GPU cslt-*.json, the algorithms that
          a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
@@ -21,10 +21,10 @@ Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mas
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from shoestring.kernels.sparse24 import is_24
 from shoestring.measure import pick_device, pick_dtype
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.folder import read_spec
 from shoestring.recipes.train import dense
 from shoestring.report import Curves, Section, Series
 from shoestring.runlog import RunLog, read_jsonl
@@ -52,21 +53,35 @@ from shoestring.train.sparse24 import (
 )
 from shoestring.train.sparse24_tune import KeepProducts, tune_products
 
+# Narrower layers multiply densely whatever is pruned (bench/train_sparse24), and pruned gradients cost up to 0.8% of
+# the loss (bench/sparse24_quality).
+PRUNED_GRADIENTS_FROM = 2048
+
 
 @dataclass(frozen=True)
-class Config(dense.Config):
+class SparseConfig(dense.Config):
     layers: str = option("*.mlp.*", "glob of the layers that are 2:4; the rest stays dense")
-    weight_grad: Literal["mvue", "exact"] = option("mvue", "prune the output gradients too, or keep them")
+    weight_grad: Literal["auto", "mvue", "exact"] = option(
+        "auto", f"prune output gradients too (mvue) or not; auto: from d_model={PRUNED_GRADIENTS_FROM} on"
+    )
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=SparseConfig)
+
+
+@dataclass(frozen=True)
+class Config(SparseConfig):
     refresh: int = option(40, "steps between new masks", least=1)
     decay: float | None = option(None, "masked decay; none: found by the flip-rate controller", least=0)
     probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up", least=0)
     finish: float = option(
         1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4"
     )
-    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
 
 
 def main(cfg: Config) -> Path:
+    cfg = with_weight_grad(cfg)
     check(cfg)
     folder = dense.pretrain(
         cfg,
@@ -95,6 +110,7 @@ def check(cfg: Config) -> None:
 
 
 def pruning(cfg: Config) -> Sparse24:
+    assert cfg.weight_grad != "auto"
     return Sparse24("tile", hold_mask=True, weight_grad=cfg.weight_grad)
 
 
@@ -119,6 +135,14 @@ def dense_steps(cfg: Config) -> int:
 
 
 # -- what both 2:4 recipes do --------------------------------------------------------------------------------
+def with_weight_grad(cfg: AnyConfig) -> AnyConfig:
+    """`auto` in words; what a run began with is what its folder keeps and a resumed run goes on with."""
+    if cfg.weight_grad != "auto":
+        return cfg
+    spec = dense.make_spec(cfg, None) if cfg.init_from is None else read_spec(cfg.init_from)[0]
+    return replace(cfg, weight_grad="mvue" if spec.d_model >= PRUNED_GRADIENTS_FROM else "exact")
+
+
 def clock_and_products(cfg: dense.Config, model: Decoder, mesh: Mesh, data: TokenData) -> Hook:
     """What is drawn, and which products are sparse: measured now, or taken over from the run that goes on."""
     say = RunLog(None, main=mesh.is_main).say
