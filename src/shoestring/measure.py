@@ -116,6 +116,16 @@ def evaluate_row(
     return row
 
 
+def fitting_context(key: str, context: int, loaded: Loaded) -> int:
+    """As many tokens as are asked for, or as many as the model reads, which is said then."""
+    room = loaded.spec.max_positions
+    if context > room:
+        RunLog(None).say(
+            f"{key}={context} is more than the model's {room} positions: windows of {room} are used"
+        )
+    return min(context, room)
+
+
 def measure_perplexity(
     model: Decoder,
     tokens: Tensor,

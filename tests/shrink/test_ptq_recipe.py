@@ -53,6 +53,15 @@ def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
     assert (layer.effective_weight(dense.embed.weight.dtype) == dense.blocks[1].mlp.up.weight).all()  # type: ignore
 
 
+def test_windows_longer_than_the_model_reads_are_cut_and_that_is_said(
+    cli: Callable[..., str], here: Path
+) -> None:
+    asked = ["model=model", "calib=calib.txt", "calib_windows=2", "calib_context=100"]
+    out = cli(*asked, "method=rtn", "format=int4:g32", "run=long")
+    assert "calib_context=100 is more than the model's 64 positions: windows of 64 are used" in out
+    assert json.loads((here / "long/model/quantization.json").read_text())["calibration_tokens"] == 2 * 64
+
+
 @pytest.mark.parametrize("method", ["clip", "awq", "gptq+clip"])
 def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: str) -> None:
     source = {"clip": "calib.txt", "awq": "corpus.jsonl", "gptq+clip": "corpus.jsonl"}[method]

@@ -98,7 +98,6 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     write_text(cfg, loaded, run)
     if cfg.calib_windows and not (run.folder / "clipped").exists():
         tokens = load_corpus(cfg, run.folder, run.log).train.head()
-        context = min(cfg.context, loaded.spec.max_positions)
-        seen_NT = windows(tokens, cfg.calib_windows, context)
+        seen_NT = windows(tokens, cfg.calib_windows, cfg.context)
         clip_start(loaded, rules, seen_NT, Clip(search=cfg.search), 8.0, run)
         save_model(run.folder / "clipped", loaded.model, loaded.tokenizer)

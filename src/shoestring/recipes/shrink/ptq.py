@@ -41,6 +41,7 @@ from shoestring.formats.convert import Rule
 from shoestring.measure import (
     corpus_of_run,
     evaluate_row,
+    fitting_context,
     need_tokenizer,
     pick_device,
     pick_dtype,
@@ -373,7 +374,7 @@ def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor | None:
         tokens = prepare(
             source, tokenizer=tokenizer, max_bytes=max_bytes, progress=RunLog(None).progress
         ).train.head(MAX_TOKENS)
-    context = min(cfg.calib_context, loaded.spec.max_positions)
+    context = fitting_context("calib_context", cfg.calib_context, loaded)
     return windows(tokens.to(torch.int64), cfg.calib_windows, context)
 
 

@@ -24,6 +24,7 @@ from shoestring.errors import UserError
 from shoestring.measure import (
     corpus_of_run,
     evaluate_row,
+    fitting_context,
     need_tokenizer,
     pick_device,
     pick_dtype,
@@ -78,7 +79,7 @@ def main(cfg: Config) -> Path:
             f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}"
         )
     source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
-    context = min(cfg.calib_context, loaded.spec.max_positions)
+    context = fitting_context("calib_context", cfg.calib_context, loaded)
     progress = RunLog(None).progress
     calib_NT = calibration(source, need_tokenizer(loaded), cfg.calib_windows, context, progress)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
