@@ -8,7 +8,7 @@ Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
-Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
+Time:    as train/dense at size=tiny on a CPU; half as much again with weight_grad=mvue, which is plain torch there
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
          tokens of Python (bench/sparse24_quality), validation loss, schedule=wsd: 1.6604, with weight_grad=mvue 1.6720,
          dense 1.6411, half the width 1.6752; cosine and weight_grad=mvue: 1.7356, dense 1.6970, half 1.7324 (seed 0)

@@ -8,7 +8,7 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
-Time:    about twice the processor time of train/dense at size=tiny: gradients are pruned in plain torch
+Time:    as train/dense at size=tiny on a CPU; half as much again with weight_grad=mvue, which is plain torch there
 Expect:  every feed-forward weight is 2:4, which is checked before packing. GPT-2's small shape, 100M different tokens
          of Python (bench/sparse24_quality), validation loss, schedule=wsd: 1.6699, with weight_grad=mvue 1.6840,
          method=srste with it 1.6760, dense 1.6411; cosine and weight_grad=mvue: 1.7462, srste 1.7486, dense 1.6970 (all
