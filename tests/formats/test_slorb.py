@@ -104,6 +104,7 @@ def test_cost_and_spelling() -> None:
         ("sparse24+slorb16:tuned", "sparse24\\+slorb16:trained"),
         ("sparse24+slorb1", "2 or more inputs"),
         ("sparse24:mvue+slorb16", "Leave mvue out"),
+        ("sparse24:fp8+slorb16", "Leave fp8 out"),
     ):
         with pytest.raises(UserError, match=said):
             parse_format(bad)

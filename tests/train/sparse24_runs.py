@@ -41,8 +41,11 @@ FORMATS = {
     "dense": "sparse24", "srste": "sparse24", "fst": "sparse24:tile:held:mvue",
     "controlled": "sparse24:tile:held:mvue", "sste": "sparse24:soft:mvue", "ast": "sparse24:held",
     "cast": "sparse24:held", "slorb": "sparse24:held+slorb8",
-    "stacked": "sparse24:soft:mvue+int4:g8",
+    "stacked": "sparse24:soft:mvue+int4:g8", "cut": "sparse24:tile:held:mvue",
 }  # fmt: skip
+# "cut": FST on layers of 12 outputs, whose second row of 4x4 tiles two FSDP2 ranks cut in two.
+LAYERS = {"cut": "*.attn.[kv]"}
+SHAPES = {"cut": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 4}}
 TOKENS = 64
 
 
@@ -78,7 +81,7 @@ def hooks_of(method: str, model: Decoder, mesh: Mesh) -> list[Hook]:
     clock = NoiseClock(model, seed=5, tokens_per_step=TOKENS, mesh=mesh)
     if method == "srste":
         return [meter, MaskedDecay(2e-3)]
-    if method == "fst":
+    if method in ("fst", "cut"):
         return [clock, meter, MaskRefresh(4), MaskedDecay(2e-3), DenseFinish(model, at=17)]
     if method == "controlled":
         decay = MaskedDecay(0.0)
@@ -99,8 +102,8 @@ def new_run(
 ) -> tuple[Run, list[Hook]]:
     mesh = mesh or open_mesh(MeshConfig(), "cpu")
     with torch.device("meta"):
-        model = Decoder(ModelSpec(**BASE))
-        convert(model, [("*.mlp.*", parse_format(FORMATS[method]))])
+        model = Decoder(ModelSpec(**{**BASE, **SHAPES.get(method, {})}))
+        convert(model, [(LAYERS.get(method, "*.mlp.*"), parse_format(FORMATS[method]))])
     parallelize(model, mesh, ParallelConfig(**parallel))
     materialize(model, mesh.device)
     init_weights(model, seed=0)

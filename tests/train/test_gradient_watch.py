@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,28 @@ def test_on_a_device_the_first_bad_step_is_remembered() -> None:
             watch.check(lambda: None)
     with pytest.raises(UserError, match=r"step 2: the gradient of 1\.weight is NaN"):
         watch.check(lambda: None)
+
+
+def test_a_hook_that_stumbles_over_spoilt_weights_does_not_speak_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU steps go on until numbers are read back, and masks are chosen from NaN before that."""
+    see = GradientWatch.see
+
+    def unseen(watch: GradientWatch, step: int, norm: Tensor, *rest: Any) -> None:
+        if not norm.isfinite() and watch._step is None:
+            see(watch, step, norm, *rest)
+
+    monkeypatch.setattr(GradientWatch, "see", unseen)
+    late = GradientWatch.check
+    monkeypatch.setattr(
+        GradientWatch, "check", lambda watch, last: late(watch, last) if run.step >= 8 else None
+    )
+    run, hooks = new_run("ast", tmp_path)  # new masks every fourth step
+    spoil(run.model.get_submodule("blocks.1.mlp.down"), after=2 * 6, value=float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"step 7: the gradient of blocks.1.mlp.down.weight .*step-00000004"):
+        fit(run, 20, hooks, checkpointer=Checkpointer(tmp_path / "checkpoints", every=4))
+    assert run.step == 8
 
 
 @pytest.mark.gpu

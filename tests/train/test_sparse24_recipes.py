@@ -58,8 +58,16 @@ def test_a_probe_too_short_to_measure_ends_before_any_work(
     assert not (tmp_path / "short").exists()
 
 
-def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path) -> None:
-    run("train/sparse24_fst", "weight_grad=mvue", "steps=18", "refresh=4", "save_every=10", "run=whole")
+@pytest.mark.parametrize("weight_grad", ["auto", "mvue"])
+def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path, weight_grad: str) -> None:
+    run(
+        "train/sparse24_fst",
+        f"weight_grad={weight_grad}",
+        "steps=18",
+        "refresh=4",
+        "save_every=10",
+        "run=whole",
+    )
     metrics = read_jsonl(tmp_path / "whole/metrics.jsonl")
     for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "mu", "masked_decay"):
         assert any(name in row for row in metrics), name

@@ -64,6 +64,10 @@ class Slorb(Format):
                 f"{self.label} is not possible: the weight gradient feeds the branch as well and has to be exact. "
                 "Leave mvue out."
             )
+        if self.pruning.precision != "full":
+            raise UserError(
+                f"{self.label} is not possible: weight and branch are multiplied as one, in full. Leave fp8 out."
+            )
         if self.block_inputs < 2:
             raise UserError(
                 f"slorb{self.block_inputs} is not possible: blocks have 2 or more inputs, say 16."

@@ -125,8 +125,13 @@ def train(
             run.optimizer.step()
             run.optimizer.zero_grad()
             run.step += 1
-            for hook in hooks:
-                hook.after_step(run)
+            try:
+                for hook in hooks:
+                    hook.after_step(run)
+            except UserError:
+                # A hook that stumbles over a spoilt weight does not know whose gradient spoilt it, or when.
+                watch.check(partial(_newest, checkpointer))
+                raise
             meter.add(loss, count)
             bar.advance(1)
             logs_now = run.step % log_every == 0 or run.step == steps

@@ -185,6 +185,7 @@ def main(cfg: Config) -> Path:
     settings = None if cfg.train == "none" else retraining(cfg)
     mesh = open_mesh(cfg.mesh, cfg.device)
     rules = make_rules(cfg)
+    compute = pick_dtype(cfg.dtype, mesh.device)
     spec, tokenizer = read_spec(cfg.model)
     with torch.device("meta"):
         convert(Decoder(spec), rules)  # layers that cannot be 2:4 are said before there is a folder
@@ -202,9 +203,9 @@ def main(cfg: Config) -> Path:
         if student is not None:
             whole = gather(student, rules, mesh)
         elif mesh.is_main:
-            whole = load_start(folder, rules)
+            # As it was written; a branch is kept in fp32 until it is packed.
+            whole = load_start(folder, rules, torch.float32 if cfg.slorb else compute)
         if whole is not None:
-            compute = pick_dtype(cfg.dtype, mesh.device)
             coverage = deliver(cfg, whole, rules, folder, log, tokenizer, compute, corpus, mesh.device)
             finish(cfg, folder, log, coverage)
     mesh.barrier()
@@ -324,9 +325,9 @@ def read_branches(folder: Path, device: torch.device | str = "cpu") -> dict[str,
     return {n: {"low": t} for n, t in load_file(folder / "branch.safetensors", device=str(device)).items()}
 
 
-def load_start(folder: Path, rules: list[Rule]) -> Decoder:
+def load_start(folder: Path, rules: list[Rule], dtype: torch.dtype) -> Decoder:
     """The one-shot model with its Formats, whole, on the CPU of this process."""
-    model = load_model(folder / "oneshot").model
+    model = load_model(folder / "oneshot", dtype=dtype).model
     convert(model, rules)
     hold_branches(model, read_branches(folder))
     return model

@@ -3,15 +3,16 @@
 Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
          shoestring run train/sparse24_fst weight_grad=mvue       gradients pruned at random at any width, as published
-         shoestring run train/sparse24_fst schedule=wsd           a learning rate that stays until the dense finish
+         shoestring run train/sparse24_fst schedule=cosine        instead of a rate that stays until the dense finish
          shoestring run train/sparse24_fst finish=0               sparse to the end: the delivered model is 2:4
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
-Time:    as train/dense at size=tiny on a CPU; half as much again with weight_grad=mvue, which is plain torch there
+Time:    as train/dense at size=tiny on a CPU; twice that in sparse steps with weight_grad=mvue, plain torch there
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
-         tokens of Python (bench/sparse24_quality), validation loss, schedule=wsd: 1.6604, with weight_grad=mvue 1.6720,
-         dense 1.6411, half the width 1.6752; cosine and weight_grad=mvue: 1.7356, dense 1.6970, half 1.7324 (seed 0)
+         tokens of Python (bench/sparse24_quality), validation loss: 1.6604, with weight_grad=mvue 1.6720, and
+         train/dense schedule=wsd 1.6411, half the width 1.6752; with weight_grad=mvue schedule=cosine 1.7356, and
+         train/dense 1.6970, half the width 1.7324 (seed 0)
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
          masked_magnitude, mu and masked_decay, and the report plots them; on a GPU cslt-*.json, the algorithms that
          a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
@@ -53,8 +54,8 @@ from shoestring.train.sparse24 import (
 )
 from shoestring.train.sparse24_tune import KeepProducts, tune_products
 
-# Narrower layers multiply densely whatever is pruned (bench/train_sparse24), and pruned gradients cost up to 0.8% of
-# the loss (bench/sparse24_quality).
+# Products of narrower layers did not gain from pruned gradients (bench/train_sparse24: 768 and 1280, with 16k tokens a
+# step), which cost up to 0.8% of the loss (bench/sparse24_quality).
 PRUNED_GRADIENTS_FROM = 2048
 
 
@@ -65,6 +66,7 @@ class SparseConfig(dense.Config):
         "auto", f"prune output gradients too (mvue) or not; auto: from d_model={PRUNED_GRADIENTS_FROM} on"
     )
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
+    schedule: Literal["cosine", "wsd"] = option("wsd", "stable, then linear to zero; or cosine to a tenth")
 
 
 AnyConfig = TypeVar("AnyConfig", bound=SparseConfig)

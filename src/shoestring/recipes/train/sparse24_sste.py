@@ -4,15 +4,15 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste method=srste decay=2e-4      the older baseline
          shoestring run train/sparse24_sste weight_grad=mvue             gradients pruned at random at any width
          shoestring run train/sparse24_sste precision=fp8                with products in FP8
-         shoestring run train/sparse24_sste schedule=wsd                 a learning rate that stays, then falls to zero
+         shoestring run train/sparse24_sste schedule=cosine              instead of a rate that stays, then falls
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
-Time:    as train/dense at size=tiny on a CPU; half as much again with weight_grad=mvue, which is plain torch there
+Time:    as train/dense at size=tiny on a CPU; twice that with weight_grad=mvue, which is plain torch there
 Expect:  every feed-forward weight is 2:4, which is checked before packing. GPT-2's small shape, 100M different tokens
-         of Python (bench/sparse24_quality), validation loss, schedule=wsd: 1.6699, with weight_grad=mvue 1.6840,
-         method=srste with it 1.6760, dense 1.6411; cosine and weight_grad=mvue: 1.7462, srste 1.7486, dense 1.6970 (all
-         of seed 0)
+         of Python (bench/sparse24_quality), validation loss: 1.6699, with weight_grad=mvue 1.6840, and method=srste
+         1.6760, train/dense schedule=wsd 1.6411; with weight_grad=mvue schedule=cosine 1.7462, and method=srste 1.7486,
+         train/dense 1.6970 (all of seed 0)
 Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
          metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them; on a GPU
          cslt-*.json, the algorithms that a resumed run goes on with
