@@ -432,7 +432,7 @@ def arguments() -> argparse.Namespace:
         "--cast-lr", type=float, default=5e-4, help="masked weights move at most this far a step"
     )
     parser.add_argument(
-        "--cast-pull", type=float, help="CAST's pull on masked weights; none: the published 4e-7"
+        "--cast-pull", type=float, help="CAST's pull on masked weights; none: by the first gradient"
     )
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="cosine")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs")

@@ -50,6 +50,7 @@ TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "AST, from the dense weights, pull 1e-4": ("dense", PLAIN, {"pull": 1e-4}),
     "AST + SLoRB, trained projection": ("sparsegpt+slorb", f"{BOOSTED}:trained", {}),
     "CAST": ("dense", PLAIN, {"rule": "cast"}),
+    "CAST, published pull 4e-7": ("dense", PLAIN, {"rule": "cast", "pull": 4e-7}),
 }
 
 

@@ -9,9 +9,10 @@
     CAST   the forward is dense; masked weights are pulled to zero harder and harder, and pruned at the end
     both   the loss is cross entropy and KL from the dense model itself; all weights are trained, not only pruned ones
 
-The published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1. AST's pull has the
-unit of a gradient per weight, so a constant means another thing for every model and batch; by default it is |gradient|
-/ |weight| of the pruned layers in the first step. In short runs the published constant leaves masks flipping.
+The published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1, pull 4e-7. AST's pull
+has the unit of a gradient per weight, CAST's that of a gradient, so a constant means another thing for every model and
+batch; by default both follow the gradient of the first step (FirstPull). In short runs the published constants leave
+AST's masks flipping and CAST's masked weights standing.
 
 Left out on purpose: CAST's learned scales per row, AST's loss on hidden states (weighted 0 in its code).
 """
@@ -43,6 +44,7 @@ from shoestring.train.sparse24 import (
     FlipMeter,
     MaskRefresh,
     gradient_ratio,
+    gradient_rms,
     pruned_weight,
     pruning_of,
     sparse_layers,
@@ -52,6 +54,9 @@ from shoestring.train.together import Together
 from shoestring.train.trainer import Run, StepCheckpointer, train
 
 Rule24 = Literal["ast", "cast"]
+# Masked weights have to be gone when CAST cuts them off. With less than three times the gradients' size they are not,
+# in a short run; with more nothing changes any more, up to fifty times (bench/prune24_toy, docs/log.md).
+CAST_PULL = 8.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,7 @@ class Retrain:
     schedule: str = "cosine"
     weight_decay: float = 0.0
     clip: float = 1.0
-    pull: float | None = (
-        None  # on masked weights; None: by the first gradient for AST, 4e-7 for CAST, as published
-    )
+    pull: float | None = None  # on masked weights; None: by the first gradient
     anneal: float | None = (
         None  # share of the steps until the full pull; None: a quarter for AST, all for CAST
     )
@@ -104,7 +107,7 @@ class Retrain:
         return self.anneal if self.anneal is not None else 0.25 if self.rule == "ast" else 1.0
 
     def optimizer(self, model: nn.Module) -> SparseAdam:
-        pull = self.pull if self.pull is not None else 0.0 if self.rule == "ast" else 4e-7
+        pull = 0.0 if self.pull is None else self.pull  # None: FirstPull sets it
         return SparseAdam(
             model, lr=self.lr, rule=self.rule, strength=pull, anneal=max(1, round(self.optimizer_share * self.steps)),
             weight_decay=self.weight_decay,
@@ -145,7 +148,7 @@ def retrain(
     if settings.rule == "cast":
         rest(run.model)
     own: list[Hook] = [
-        *([FirstPull()] if settings.rule == "ast" and settings.pull is None else []),
+        *([FirstPull(settings.rule)] if settings.pull is None else []),
         FlipMeter(settings.flip_every),
         MaskRefresh(settings.refresh, resting=settings.rule == "cast"),
     ]
@@ -175,17 +178,20 @@ def settle(run: Run) -> None:
 
 
 class FirstPull(Hook):
-    """Sets the strength of AST's pull to |gradient| / |weight| of the pruned layers in the first step.
+    """Sets the strength of the pull by the gradient of the pruned layers in the first step.
 
-    Masked weights are then pulled as hard as an average weight is pushed: they come back where the loss insists.
+    AST: |gradient| / |weight|, so that masked weights are pulled as hard as an average weight is pushed: they come back
+    where the loss insists. CAST: the root mean square of the gradients times CAST_PULL.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule24) -> None:
+        self.rule = rule
         self.strength: float | None = None
 
     def before_step(self, run: Run) -> None:
         if self.strength is None:
-            self.strength = gradient_ratio(sparse_layers(run.model))
+            layers = sparse_layers(run.model, resting=True)
+            self.strength = gradient_ratio(layers) if self.rule == "ast" else CAST_PULL * gradient_rms(layers)
             run.log.log(run.step, pull=self.strength)
         for group in run.optimizer.param_groups:
             group["strength"] = self.strength

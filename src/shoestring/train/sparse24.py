@@ -19,6 +19,7 @@ Left out on purpose: optimizers that keep the decay out of the momentum (sparse2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -407,6 +408,18 @@ class FlipController(Hook):
 @torch.no_grad()
 def gradient_ratio(layers: Iterable[SparseLayer]) -> float:
     """|gradient| / |weight| over the layers."""
+    grad, weight = _squares_of_gradients_and_weights(layers)
+    return math.sqrt(grad) / max(math.sqrt(weight), 1e-30)
+
+
+def gradient_rms(layers: Iterable[SparseLayer]) -> float:
+    """Root mean square of the layers' gradients."""
+    layers = list(layers)
+    return math.sqrt(_squares_of_gradients_and_weights(layers)[0] / max(1, _num_weights(layers)))
+
+
+def _squares_of_gradients_and_weights(layers: Iterable[SparseLayer]) -> tuple[float, float]:
+    """Summed over the layers that have a gradient."""
     squares = [
         (
             x.linear.weight,
@@ -416,9 +429,9 @@ def gradient_ratio(layers: Iterable[SparseLayer]) -> float:
         if x.linear.weight.grad is not None
     ]  # fmt: skip
     if not squares:
-        return 0.0
-    grad, weight = sum_over_cuts(squares).sum(0).sqrt().tolist()
-    return grad / max(weight, 1e-30)
+        return 0.0, 0.0
+    grad, weight = sum_over_cuts(squares).sum(0).tolist()
+    return grad, weight
 
 
 def sum_over_cuts(values: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -8,7 +8,8 @@ Run:     shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ step
          shoestring run shrink/prune24 resume=RUN        goes on at the next block or step after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/prune24 mesh.dp=4 ...
 Needs:   one-shot: the model in fp32 or bf16 on the device, or one block of it (stream=true, the model in the host's
-         memory), and one block's activations (or disk: memory_gb); at the end 5 bytes a weight in the host's memory.
+         memory), and one block's activations (or disk: memory_gb); at the end 3 bytes a weight in the host's memory
+         (5 in fp32 or with slorb).
          Retraining: 16 bytes a weight for the student and the model again as its teacher; a GPU beyond toy sizes
 Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512, half a minute on an H200 with 32;
          2,441 steps of AST with 16k tokens each: 7 minutes on an H200 that has two such runs, compile=blocks
@@ -147,9 +148,7 @@ class Config:
     schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
     weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart", least=0)
     clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
-    pull: float | None = option(
-        None, "on masked weights; none: by the first gradient for ast, 4e-7 for cast", least=0
-    )
+    pull: float | None = option(None, "on masked weights; none: by the gradients of the first step", least=0)
     anneal: float | None = option(
         None, "share of the steps until the full pull; none: 1/4 for ast, 1 for cast"
     )
