@@ -92,6 +92,13 @@ def test_zeros_in_dense_weights_and_packed_without_a_branch(
         torch.testing.assert_close(theirs(TOKENS).logits, logits(here / "cast/model"), rtol=1e-4, atol=1e-4)
 
 
+def test_16_bits_stay_16_bits(cli: Callable[..., str], here: Path) -> None:
+    cli(*ONE_SHOT, "train=none", "method=magnitude", "dtype=bf16", "layers=*.mlp.*", "run=half")
+    kept = {n: load_file(here / "half" / n / "model.safetensors") for n in ("oneshot", "model")}
+    assert all(w.dtype == torch.bfloat16 for w in kept["model"].values())
+    assert all(torch.equal(w, kept["oneshot"][n]) for n, w in kept["model"].items())
+
+
 def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
     cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
