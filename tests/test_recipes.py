@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.recipes import demo
+from shoestring.recipes.train import dense
 from shoestring.runlog import read_jsonl
 
 TINY = [
@@ -199,6 +200,18 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
     assert losses(cut) == losses(whole)
 
 
+def test_heads_of_a_size_follow_what_is_given() -> None:
+    def heads(**settings: Any) -> tuple[int, int]:
+        spec = dense.make_spec(dense.Config(**settings), None)
+        return spec.num_heads, spec.num_kv_heads
+
+    assert heads(size="gpt2-124m", num_heads=24) == (24, 24)  # GPT-2 shares no keys
+    assert heads(size="gpt2-124m", d_model=32, num_heads=2) == (2, 2)
+    assert heads(size="tiny", num_heads=8) == (8, 2)
+    assert heads(size="tiny", num_heads=1) == (1, 1)
+    assert heads(size="tiny", num_heads=8, num_kv_heads=4) == (8, 4)
+
+
 BAD: dict[str, tuple[list[str], str]] = {
     "empty corpus": (["data=EMPTY"], "EMPTY"),
     "no such corpus": (["data=nowhere"], "nowhere"),
@@ -207,6 +220,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "heads": (["data=CORPUS", "num_heads=5"], "num_heads=5"),
     "odd heads, before any text is read": (["data=nowhere", "d_model=60"], "heads of 15 dims"),
     "a gate that GPT-2 has not": (["data=nowhere", "size=gpt2-124m", "act=geglu"], "has none"),
+    "keys that GPT-2 does not share": (
+        ["data=nowhere", "size=gpt2-124m", "d_model=64", "num_heads=4", "num_kv_heads=2"],
+        "cannot have num_kv_heads=2",
+    ),
     "a graph without a GPU": (["data=nowhere", "graph=true"], "needs one CUDA GPU, this run has 1 x cpu"),
     "tokenizer": (["data=CORPUS", "tokenizer=nowhere"], "nowhere"),
     "init": (["data=CORPUS", "init_from=nowhere"], "nowhere"),

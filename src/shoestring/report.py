@@ -29,6 +29,11 @@ class Section(Protocol):
     def html(self) -> str: ...
 
 
+def in_words(key: str) -> str:
+    """A key of a JSON file for people."""
+    return "2:4 layers" if key == "layers_24" else key.replace("_", " ")
+
+
 @dataclass(frozen=True)
 class Series:
     name: str

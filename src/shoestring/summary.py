@@ -22,7 +22,7 @@ from shoestring.model.hf import spec_from_hf
 from shoestring.model.hf_names import our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.model.tensor_files import TensorFiles, read_json
-from shoestring.report import Table, eval_table, flatten
+from shoestring.report import Table, eval_table, flatten, in_words
 from shoestring.runlog import read_config, read_jsonl
 
 DTYPE_BITS = {
@@ -121,7 +121,7 @@ def _pruning(folder: Path) -> list[Table]:
     if not (folder / "pruning.json").is_file():
         return []
     counted = read_json(folder / "pruning.json")
-    return [Table("Pruned to 2:4", ["", ""], [[k.replace("_", " "), v] for k, v in counted.items()])]
+    return [Table("Pruned to 2:4", ["", ""], [[in_words(k), v] for k, v in counted.items()])]
 
 
 def _gguf(path: Path, each_layer: bool) -> list[Table]:

@@ -112,6 +112,7 @@ def test_every_layer_is_24_and_packs_to_the_same_bits(name: str, spec: ModelSpec
     layers = [m for m in model.blocks.modules() if isinstance(m, FormatLinear)]
     assert len(report.layers) == len(layers) and all(is_24(m.weight) for m in layers)
     assert report.converted.bits_per_weight == 9.0
+    assert {c.before for c in report.converted.changed} == {"dense"}
     with torch.no_grad():
         before = model(tokens())
         pack(model)

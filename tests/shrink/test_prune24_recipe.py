@@ -69,6 +69,7 @@ def test_ast_with_slorb_end_to_end_and_resume(cli: Callable[..., str], here: Pat
     for newer in (here / "boosted/checkpoints").glob("step-*10"):
         newer.rename(here / "later")
     assert "was started with lr=0.001" in cli("resume=boosted", "lr=2e-3", fails=True)
+    assert "was started with pull=None" in cli("resume=boosted", "pull=1e-4", fails=True)
     cli("resume=boosted")
     assert (here / "boosted/packed/packed.safetensors").read_bytes() == first
 
@@ -84,7 +85,8 @@ def test_zeros_in_dense_weights_and_packed_without_a_branch(
     assert not any(is_24(weights[n]) for n in weights if "_proj.weight" in n and ".self_attn." in n)
     assert torch.equal(logits(here / "cast/model"), logits(here / "cast/packed"))
     assert run_cli(["inspect", "cast/model"]) == 0
-    assert "Pruned to 2:4" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Pruned to 2:4" in told and "2:4 layers" in told
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(here / "cast/model")
@@ -212,6 +214,19 @@ def test_bad_input_is_one_line_and_leaves_no_run(
     assert "nothing to learn" in cli(*ONE_SHOT, *short(distill="false", ce=0), fails=True)
     assert "'zzz' matches no" in cli(*ONE_SHOT, "train=none", "layers=zzz", fails=True)
     assert "blocks of 7" in cli(*ONE_SHOT, "train=none", "slorb=7", fails=True)
+    texts = {name: here / "cache" / name for name in ("empty.txt", "two.txt")}
+    texts["empty.txt"].parent.mkdir(exist_ok=True)
+    texts["empty.txt"].write_text("")
+    texts["two.txt"].write_text("a b")
+    for key, said in {
+        "calib=nowhere.txt": "calib=nowhere.txt does not exist",
+        f"calib={texts['two.txt']}": "give a longer text",
+        f"text={texts['empty.txt']}": "give a longer one",
+    }.items():
+        rest = [setting for setting in ONE_SHOT if setting.split("=")[0] != key.split("=")[0]]
+        assert said in cli(*rest, key, "train=none", fails=True), key
+    assert "Give more text" in cli(*ONE_SHOT, *short(data=texts["two.txt"]), fails=True)
+    assert "context=128 is more than the 64 positions" in cli(*ONE_SHOT, *short(context=128), fails=True)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     assert "needs torch 2.12" in cli(*ONE_SHOT, *short(), "mesh.dp=2", fails=True)
     assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}

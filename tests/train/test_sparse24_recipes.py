@@ -122,11 +122,46 @@ def test_a_finish_however_short_has_a_dense_step_and_is_not_packed(
     assert not (tmp_path / "short/packed").exists()
 
 
-def test_no_finish_and_nothing_but_a_probe_ends_before_any_work(command: Callable[..., str]) -> None:
-    err = command(
-        "run", "train/sparse24_fst", "data=text.txt", *TINY, "finish=0", "steps=4", "run=o", fails=True
+@pytest.mark.parametrize("finish", ["0", "0.5"])
+def test_a_run_without_a_sparse_step_ends_before_any_work(finish: str, command: Callable[..., str]) -> None:
+    args = ["run", "train/sparse24_fst", "data=text.txt", *TINY, f"finish={finish}", "run=o"]
+    err = command(*args, "steps=4" if finish == "0" else "steps=8", fails=True)
+    assert "no step would be sparse" in err and "controller probes 4" in err and not Path("o").exists()
+
+
+def test_what_a_resumed_run_may_not_change_is_said_and_leaves_it_as_it_was(
+    tmp_path: Path, command: Callable[..., str]
+) -> None:
+    run("train/sparse24_fst", "steps=18", "refresh=4", "save_every=8", "run=o")
+    before = {p: p.read_bytes() for p in sorted(tmp_path.glob("o/**/*")) if p.is_file()}
+    for setting, said in {
+        "decay=1e-3": "was started with decay=None",
+        "finish=0": "was started with finish=0.1666",
+        "weight_grad=mvue": "was started with weight_grad=exact",
+        "d_ff=128": "was started with d_ff=64",
+        "batch=8": "was started with batch=4",
+        "steps=96": "o is dense since step 15",
+    }.items():
+        assert said in command("run", "train/sparse24_fst", "resume=o", setting, fails=True), setting
+        assert {p: p.read_bytes() for p in sorted(tmp_path.glob("o/**/*")) if p.is_file()} == before
+    run("train/sparse24_sste", "steps=4", "save_every=2", "run=s")
+    assert "was started with method=sste" in command(
+        "run", "train/sparse24_sste", "resume=s", "method=srste", fails=True
     )
-    assert "all steps=4 are dense" in err and not Path("o").exists()
+    run("train/sparse24_sste", "steps=6", "resume=s")  # longer is fine where nothing ends
+
+
+def test_a_text_that_leaves_nothing_to_validate_on_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    run("train/sparse24_sste", "steps=1", "eval_every=1", "run=o")  # one document
+    assert "no validation: 0 tokens were set aside for it and a row has 16" in capsys.readouterr().out
+
+
+def test_settings_that_would_do_nothing_are_refused(command: Callable[..., str]) -> None:
+    args = ["run", "train/sparse24_sste", "data=text.txt", *TINY, "run=o"]
+    assert "decay=0.001 is of method=srste" in command(*args, "decay=1e-3", fails=True)
+    args[1] = "train/sparse24_fst"
+    assert "probe=8 is for finding the decay" in command(*args, "probe=8", "decay=1e-3", fails=True)
+    assert not Path("o").exists()
 
 
 def test_gradients_are_pruned_where_that_gains_time(
@@ -201,6 +236,7 @@ def test_a_resumed_run_goes_on_with_the_algorithms_of_its_first_machine(
 
 def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:
     run("train/sparse24_sste", "weight_grad=mvue", "steps=6", "run=out")
+    assert "shoestring generate out/packed" in (tmp_path / "out/report.html").read_text()
     weights = load_file(tmp_path / "out/model/model.safetensors")
     pruned = [name for name in weights if ".mlp." in name]
     assert len(pruned) == 6 and all(is_24(weights[name]) for name in pruned)
@@ -230,7 +266,7 @@ def test_a_bf16_run_is_packed_in_bf16_without_losing_anything(tmp_path: Path) ->
 
 def test_a_width_that_does_not_fit_is_said_before_training(capsys: pytest.CaptureFixture[str]) -> None:
     options = [o for o in TINY if not o.startswith("d_ff")]
-    code = run_cli(["run", "train/sparse24_fst", "data=text.txt", *options, "d_ff=60", "steps=2"])
+    code = run_cli(["run", "train/sparse24_fst", "data=text.txt", *options, "d_ff=60", "steps=20"])
     err = capsys.readouterr().err
     assert code == 2 and "mlp.down" in err and "multiple of 8, not 60" in err
 

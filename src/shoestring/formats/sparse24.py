@@ -139,7 +139,8 @@ class Sparse24(Format):
             if shape[dim] % block[dim]:
                 raise UserError(
                     f"{self.label} needs an {what} width that is a multiple of {block[dim]}, not "
-                    f"{shape[dim]}: leave this layer dense with a Dense() rule before the others."
+                    f"{shape[dim]}: choose another width, or leave this layer dense (layers= "
+                    "of a recipe, a Dense() rule before the others)."
                 )
 
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:

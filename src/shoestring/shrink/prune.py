@@ -25,7 +25,7 @@ Left out on purpose: unstructured pruning, and training (recipes/shrink/prune24.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -152,6 +152,7 @@ def prune(
     """
     method = method or SparseGpt()
     formats = plan_pruning(model, rules, skip)
+    before = {n: m.format.label for n, m in model.named_modules() if isinstance(m, FormatLinear)}
     branches: dict[str, Parts] = {}
     layers: list[LayerError] = []
     num_finished = files.count() if files is not None else 0
@@ -183,7 +184,10 @@ def prune(
             made, errors = prune_layers(linears, {}, wanted, Magnitude(), "")
             branches.update(at_home(model, made))
             layers.extend(errors)
-    converted = convert(model, rules, skip=skip)
+    converted = convert(
+        model, rules, skip=skip
+    )  # all have their Formats already: what they had before counts
+    converted.changed[:] = [replace(c, before=before.get(c.name, c.before)) for c in converted.changed]
     hold_branches(model, branches)
     counted = count_24(model, model.compute_dtype)
     assert counted["layers_24"] == counted["layers"] == len(formats), counted

@@ -270,6 +270,12 @@ def latest(folder: Path | str) -> Path | None:
     return complete[-1][1] if complete else None
 
 
+def latest_step(folder: Path | str) -> int | None:
+    """That of the newest complete checkpoint, or None."""
+    complete = _complete(folder)
+    return complete[-1][0] if complete else None
+
+
 def prune(folder: Path | str, keep: int) -> list[Path]:
     """Delete all but the newest `keep` complete checkpoints (one always stays); returns the deleted."""
     doomed = [path for _, path in _complete(folder)[: -max(keep, 1)]]

@@ -15,7 +15,8 @@ Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512
          2,441 steps of AST with 16k tokens each: 7 minutes on an H200 that has two such runs, compile=blocks
 Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.3
          (sparsegpt, calib_windows=64), 38.4 (with slorb=16); retrained on 40M tokens of free English and of what the
-         model wrote (lr=3e-4): 24.0 (ast), 25.0 (start=dense), 23.8 (slorb=16); 47.9 (train=cast lr=5e-4 pull=4e-6)
+         model wrote (lr=3e-4): 24.0 (ast), 25.0 (start=dense), 23.8 (slorb=16); train=cast: not known with its
+         default pull, 47.9 with lr=5e-4 pull=4e-6, which is too weak
 Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with slorb the branch is added in, which makes
          them dense again), packed/ (9 bits per weight, 10 with slorb=16), pruning.json in both (what was counted:
          every pruned layer is 2:4), oneshot/, checkpoints/, flip rates and magnitudes in metrics.jsonl, report.html
@@ -38,13 +39,13 @@ from shoestring.config import option, to_json
 from shoestring.errors import Interrupted, UserError, in_run
 from shoestring.formats import Slorb, Sparse24, convert, pack
 from shoestring.formats.convert import Rule
-from shoestring.measure import evaluate_row, pick_dtype, text_tokens
+from shoestring.measure import evaluate_row, need_tokenizer, pick_dtype, read_tokens, text_tokens
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.folder import Loaded, read_spec
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.recipes.shrink import ptq
-from shoestring.recipes.train.dense import validation_loss
+from shoestring.recipes.train.dense import few_documents, validation_loss
 from shoestring.recipes.train.sparse24_fst import flip_plots
 from shoestring.report import (
     Curves,
@@ -53,6 +54,7 @@ from shoestring.report import (
     Table,
     Text,
     eval_table,
+    in_words,
     run_sections,
     write_report,
 )
@@ -73,13 +75,13 @@ from shoestring.shrink.retrain24 import Coverage, Retrain, build_student, check_
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
 from shoestring.shrink.visit import load_where_it_fits
 from shoestring.state.checkpoint import Checkpointer
-from shoestring.train.corpus import list_files
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.sparse24 import check_torch
 from shoestring.train.trainer import Run
 
 RECIPE = "shrink/prune24"
+SELF = "self.jsonl"  # what the model wrote, in the run's folder
 # Settings that finished blocks and steps depend on.
 DECIDING = (
     *(
@@ -93,8 +95,8 @@ DECIDING = (
         "slorb",
         "projection",
     ),
-    *("train", "start", "data", "batch", "context", "lr", "refresh", "seed", "dtype"),
-    *("prompts", "self_texts", "self_tokens"),
+    *("train", "start", "data", "max_mb", "batch", "context", "lr", "refresh", "seed", "dtype"),
+    *("pull", "anneal", "distill", "kl", "ce", "temperature", "prompts", "self_texts", "self_tokens"),
 )
 
 
@@ -187,16 +189,20 @@ def main(cfg: Config) -> Path:
     compute = pick_dtype(cfg.dtype, mesh.device)
     spec, tokenizer = read_spec(cfg.model)
     with torch.device("meta"):
-        convert(Decoder(spec), rules)  # layers that cannot be 2:4 are said before there is a folder
+        blank = Decoder(spec)
+        convert(blank, rules)  # layers that cannot be 2:4 are said before there is a folder
+    calib_NT = check_texts(cfg, Loaded(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
     folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), DECIDING) if mesh.is_main else None)
     with in_run(folder):
         log = RunLog(folder, main=mesh.is_main)
         log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
-        once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh))
+        once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh, calib_NT))
         corpus = None
         student: Decoder | None = None
         if settings is not None:
-            corpus = training_text(cfg, folder, log, mesh, tokenizer)
+            if cfg.data == "self":
+                once(mesh, folder, "written", lambda: write_text(cfg, folder / SELF, log, mesh))
+            corpus = training_text(cfg, folder, log, tokenizer)
             student = train_stage(cfg, settings, rules, folder, log, mesh, corpus)
         whole = None
         if student is not None:
@@ -234,8 +240,7 @@ def check(cfg: Config) -> None:
     if cfg.text is not None and not Path(cfg.text).is_file():
         raise UserError(f"text={cfg.text} is no file; give a text file")
     check_spill(cfg.spill)
-    if cfg.method == "sparsegpt":
-        SparseGpt(cfg.damping)
+    pruner(cfg)
     if cfg.train != "none":
         check_training(cfg)
     if cfg.run is not None and cfg.resume is None:
@@ -248,12 +253,31 @@ def check_training(cfg: Config) -> None:
     if cfg.data == "self":
         assert cfg.prompts is not None
         read_prompts(cfg.prompts, cfg.self_texts)
-    elif cfg.data is not None:
-        list_files(cfg.data)
     if cfg.temperature == 0:
         raise UserError(f"temperature={cfg.temperature} must be positive")
     if cfg.ce == 0 and (cfg.kl == 0 or not cfg.distill):
         raise UserError("ce=0 and no distillation leave nothing to learn from: give one of them a weight")
+
+
+def check_texts(cfg: Config, blank: Loaded) -> Tensor | None:
+    """Every text is long enough, and there; the calibration windows, where pruning is still to come and needs them."""
+    if cfg.train != "none" and cfg.context > blank.spec.max_positions:
+        raise UserError(
+            f"context={cfg.context} is more than the {blank.spec.max_positions} positions of {cfg.model}"
+        )
+    if cfg.text is not None and len(read_tokens(Path(cfg.text), need_tokenizer(blank))) < 2:
+        raise UserError(f"text={cfg.text} has less than two tokens; give a longer one")
+    if cfg.train != "none" and cfg.data != "self":
+        corpus = training_text(cfg, Path(), RunLog(None), blank.tokenizer)
+        TokenData(corpus.train, context=cfg.context, batch=cfg.batch)
+    pruned = cfg.resume is not None and (Path(cfg.resume) / "oneshot/config.json").is_file()
+    if pruned or (cfg.calib is None and not pruner(cfg).needs_text):
+        return None
+    return calibration_windows(cfg, blank)
+
+
+def pruner(cfg: Config) -> Pruner:
+    return SparseGpt(cfg.damping) if cfg.method == "sparsegpt" else PRUNERS[cfg.method]
 
 
 def make_rules(cfg: Config) -> list[Rule]:
@@ -271,7 +295,9 @@ def retraining(cfg: Config) -> Retrain:
 
 
 # -- one-shot ------------------------------------------------------------------------------------------------
-def one_shot(cfg: Config, rules: list[Rule], folder: Path, log: RunLog, mesh: Mesh) -> None:
+def one_shot(
+    cfg: Config, rules: list[Rule], folder: Path, log: RunLog, mesh: Mesh, calib_NT: Tensor | None
+) -> None:
     """oneshot/: a model folder whose pruned weights are zeros, and branch.safetensors beside it."""
     if (folder / "oneshot" / "config.json").is_file():
         return
@@ -282,10 +308,9 @@ def one_shot(cfg: Config, rules: list[Rule], folder: Path, log: RunLog, mesh: Me
     if not any(row.get("model") == "dense" for row in log.evaluations()):
         measure(cfg, loaded, "dense", log, calibration)
     files = BlockFiles(folder / "blocks")
-    method: Pruner = SparseGpt(cfg.damping) if cfg.method == "sparsegpt" else PRUNERS[cfg.method]
+    method = pruner(cfg)
     steps: Iterable[BlockStep] = ()
-    if method.needs_text or cfg.calib is not None:
-        calib_NT = calibration_windows(cfg, loaded)
+    if calib_NT is not None:
         steps = walk(loaded.model, calib_NT, calibration, start=files.count())
     total = len(loaded.model.blocks)
     try:
@@ -333,11 +358,8 @@ def load_start(folder: Path, rules: list[Rule], dtype: torch.dtype) -> Decoder:
 
 
 # -- training ------------------------------------------------------------------------------------------------
-def training_text(cfg: Config, folder: Path, log: RunLog, mesh: Mesh, tokenizer: Tokenizer | None) -> Corpus:
-    source = cfg.data
-    if cfg.data == "self":
-        source = str(folder / "self.jsonl")
-        once(mesh, folder, "written", lambda: write_text(cfg, Path(source), log, mesh))
+def training_text(cfg: Config, folder: Path, log: RunLog, tokenizer: Tokenizer | None) -> Corpus:
+    source = str(folder / SELF) if cfg.data == "self" else cfg.data
     assert source is not None
     max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
     return prepare(source, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress)
@@ -370,6 +392,8 @@ def train_stage(
         f"{cfg.train}: {tokens / 1e6:.2f}M tokens, {min(tokens, len(corpus.train)) / 1e6:.2f}M of them different "
         f"({cfg.steps / data.steps_per_epoch:.2f} epochs)"
     )
+    if cfg.eval_every and held_out is None:
+        log.say(f"no validation: {few_documents(corpus, cfg.context)}")
     teacher = load_model(cfg.model, device=mesh.device, dtype=compute).model if cfg.distill else None
     retrain(
         Run(student, settings.optimizer(student), mesh, log),
@@ -430,7 +454,7 @@ def measure(
 def finish(cfg: Config, folder: Path, log: RunLog, coverage: Coverage) -> None:
     rows = log.evaluations()
     eval_table(rows, "Dense, pruned, retrained").print()
-    counted = [[k.replace("_", " "), v] for k, v in coverage.to_json().items()]
+    counted = [[in_words(k), v] for k, v in coverage.to_json().items()]
     sections: list[Section] = [Table("Coverage", ["", "counted"], counted)]
     layers = json.loads((folder / "layers.json").read_text())["layers"]
     known = [(i, e["output_error"]) for i, e in enumerate(layers) if e["output_error"] is not None]

@@ -30,9 +30,10 @@ from shoestring.measure import evaluate_row, pick_dtype
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into, load_model, save_model
 from shoestring.model.folder import read_spec
+from shoestring.model.hf import spec_to_hf
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.report import Section, Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, new_run_folder
+from shoestring.runlog import RunLog, check_free, open_run_folder
 from shoestring.state.checkpoint import Checkpointer, latest
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
@@ -60,6 +61,11 @@ GPT2: dict[str, Any] = {
     "mlp_bias": True,
 }
 EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
+# What a stopped run has done fits these only; steps, rates, precision and mesh may change.
+DECIDING = (
+    *("data", "max_mb", "tokenizer", "vocab_size", "init_from", "size", "d_model", "num_layers", "num_heads"),
+    *("num_kv_heads", "d_ff", "act", "batch", "context", "seed"),
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Config:
     save_every: int = option(
         500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0
     )
-    run: str | None = option(None, "folder for this run; none makes runs/train-dense-DATE")
+    run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
 
 
@@ -132,16 +138,24 @@ def pretrain(
     rules: Sequence[Rule] = (),
     make_hooks: Callable[[Decoder, Mesh, TokenData], list[Hook]] = lambda model, mesh, data: [],
     plots: Callable[[Path], list[Section]] = lambda folder: [],
+    deciding: Sequence[str] = (),
+    deliver: Callable[[Path], Sequence[str]] = lambda folder: (),
 ) -> Path:
-    """The whole run; recipes for other ways to train give Formats for the layers, hooks, and plots of their own."""
-    if cfg.run is not None and cfg.resume is None:
+    """The whole run; recipes for other ways to train give Formats for the layers, hooks, and plots of their own, more
+    settings that a resumed run must not change, and what is made of model/ (on the first rank), which returns
+    commands to try.
+    """
+    if cfg.resume is not None:
+        open_run_folder(recipe, to_json(cfg), (*DECIDING, *deciding))
+    elif cfg.run is not None:
         check_free(Path(cfg.run))
     if cfg.act is not None and cfg.init_from is not None:
         raise UserError(
             f"act={cfg.act} is of a new model, and init_from={cfg.init_from} has its own: leave one out"
         )
     if cfg.init_from is None:
-        make_spec(cfg, None)  # a shape that is not possible is said before a tokenizer is trained
+        # A shape that is not possible, or that nobody could load, is said before a tokenizer is trained.
+        spec_to_hf(make_spec(cfg, None))
     mesh = open_mesh(cfg.mesh, cfg.device)
     if cfg.graph and (mesh.device.type != "cuda" or mesh.world_size > 1):
         raise UserError(
@@ -157,12 +171,15 @@ def pretrain(
     held_out = TokenData(corpus.val, **share, batch=num_rows, micro=micro) if num_rows else None
 
     # Everything that can be wrong with the settings has been said: only now is there a folder.
-    folder = mesh.broadcast_object(open_folder(cfg, recipe) if mesh.is_main else None)
+    settings = to_json(cfg)
+    folder = mesh.broadcast_object(open_run_folder(recipe, settings, ()) if mesh.is_main else None)
     with in_run(folder):
         log = RunLog(folder, main=mesh.is_main)
         log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
         params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
+        if cfg.eval_every and held_out is None:
+            log.say(f"no validation: {few_documents(corpus, cfg.context)}")
         last = cfg.steps if cfg.save_every else None
         checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, last=last)
         if cfg.resume is not None and latest(checkpointer.folder) is None:
@@ -184,15 +201,17 @@ def pretrain(
         )
         save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
         if mesh.is_main:
-            finish(cfg, recipe, corpus, log, folder, mesh.device, plots(folder))
+            commands = deliver(folder)
+            finish(cfg, recipe, corpus, log, folder, mesh.device, plots(folder), commands)
     mesh.close()
     return folder
 
 
-def open_folder(cfg: Config, recipe: str) -> Path:
-    if cfg.resume is not None:
-        return Path(cfg.resume)
-    return new_run_folder(recipe) if cfg.run is None else Path(cfg.run)
+def few_documents(corpus: Corpus, context: int) -> str:
+    return (
+        f"{len(corpus.val)} tokens were set aside for it and a row has {context}; one document in fifty is, so give "
+        "more or smaller ones"
+    )
 
 
 def load_corpus(cfg: Config, mesh: Mesh, log: RunLog) -> Corpus:
@@ -224,7 +243,9 @@ def make_spec(cfg: Config, tokenizer: Tokenizer | None) -> ModelSpec:
         d_ff = cfg.d_ff or round(d_ff * cfg.d_model / d_model / 64) * 64 or 64
         d_model = cfg.d_model
     num_heads = cfg.num_heads or num_heads
-    num_kv_heads = cfg.num_kv_heads or (num_heads if num_heads % num_kv_heads else num_kv_heads)
+    if num_heads % num_kv_heads or cfg.size.startswith("gpt2"):  # GPT-2 shares no keys
+        num_kv_heads = num_heads
+    num_kv_heads = cfg.num_kv_heads or num_kv_heads
     if d_model % num_heads:
         raise UserError(
             f"d_model={d_model} is not a multiple of num_heads={num_heads}; choose one that divides it"
@@ -301,6 +322,7 @@ def finish(
     folder: Path,
     device: torch.device,
     plots: Sequence[Section],
+    more_commands: Sequence[str],
 ) -> None:
     """Evaluate what was saved, write the report, say what to try next."""
     loaded = load_model(folder / "model", device=device, dtype=pick_dtype(cfg.dtype, device))
@@ -315,6 +337,7 @@ def finish(
             f"shoestring eval {folder} --speed",
             f"shoestring run shrink/rtn model={folder} format=int4",
             f"shoestring export {folder} my-model",
+            *more_commands,
         )
     )
     sections = [*plots, *run_sections(folder), Text("Next", commands, code=True)]

@@ -13,15 +13,14 @@ Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. G
          tokens of Python (bench/sparse24_quality), validation loss: 1.6604, with weight_grad=mvue 1.6720, and
          train/dense schedule=wsd 1.6411, half the width 1.6752; with weight_grad=mvue schedule=cosine 1.7356, and
          train/dense 1.6970, half the width 1.7324 (seed 0)
-Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, mask_change, kept_magnitude,
-         masked_magnitude, mu and masked_decay, and the report plots them; on a GPU cslt-*.json, the algorithms that
+Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, kept_magnitude, masked_magnitude and mu,
+         which the report plots, mask_change and masked_decay; on a GPU cslt-*.json, the algorithms that
          a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
          which is checked before packing: zeros in model/, and packed/ with 9/16 of those layers' bytes
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Literal, TypeVar
 import torch
 
 from shoestring.config import option
-from shoestring.errors import UserError, in_run
+from shoestring.errors import UserError
 from shoestring.formats import Sparse24, convert, pack
 from shoestring.kernels.sparse24 import is_24
 from shoestring.measure import pick_device, pick_dtype
@@ -39,7 +38,8 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import read_spec
 from shoestring.recipes.train import dense
 from shoestring.report import Curves, Section, Series
-from shoestring.runlog import RunLog, read_jsonl
+from shoestring.runlog import RunLog, read_config, read_jsonl
+from shoestring.state.checkpoint import latest_step
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.sparse24 import (
@@ -85,30 +85,49 @@ class Config(SparseConfig):
 def main(cfg: Config) -> Path:
     cfg = with_weight_grad(cfg)
     check(cfg)
-    folder = dense.pretrain(
+    return dense.pretrain(
         cfg,
         "train/sparse24_fst",
         rules=[(cfg.layers, pruning(cfg))],
         make_hooks=partial(make_hooks, cfg),
         plots=flip_plots,
+        deciding=("layers", "weight_grad", "decay", "finish"),
+        deliver=(lambda folder: save_packed(folder, cfg, cfg.layers))
+        if cfg.finish == 0
+        else lambda folder: (),
     )
-    if cfg.finish == 0:
-        with in_run(folder):
-            save_packed(folder, cfg, cfg.layers)
-    return folder
 
 
 def check(cfg: Config) -> None:
     if not 0 <= cfg.finish < 1:
         raise UserError(f"finish={cfg.finish} is not a share of the steps; use 0 to 0.99, 1/6 is the paper's")
+    if cfg.decay is not None and cfg.probe is not None and cfg.resume is None:
+        raise UserError(
+            f"probe={cfg.probe} is for finding the decay, which decay={cfg.decay} gives: leave one out"
+        )
     if cfg.decay is None and cfg.probe is not None:
         check_probe(cfg.probe, cfg.flip_every)
-    if cfg.finish == 0 and cfg.decay is None and probe_steps(cfg) >= cfg.steps:
+    if cfg.decay is None and probe_steps(cfg) >= cfg.steps - dense_steps(cfg):
         raise UserError(
-            f"finish=0 delivers a 2:4 model, but all steps={cfg.steps} are dense: the controller probes "
-            f"{probe_steps(cfg)}; use more steps, a smaller warmup= or probe=, or decay=6e-5"
+            f"no step would be sparse: of steps={cfg.steps} the controller probes {probe_steps(cfg)}, and the last "
+            f"{dense_steps(cfg)} are dense; use more steps, a smaller warmup= or probe=, or decay=6e-5"
         )
+    if cfg.resume is not None:
+        check_new_end(cfg, Path(cfg.resume))
     check_torch(pruning(cfg), cfg.mesh.num_processes)
+
+
+def check_new_end(cfg: Config, folder: Path) -> None:
+    """Another number of steps moves the dense finish, which a run that is in it cannot leave."""
+    old, step = read_config(folder).get("config", {}).get("steps"), latest_step(folder / "checkpoints")
+    if not old or old == cfg.steps or step is None:
+        return
+    became_dense, begins = old - dense_steps(replace(cfg, steps=old)), cfg.steps - dense_steps(cfg)
+    if became_dense <= step < begins:
+        raise UserError(
+            f"steps={cfg.steps} has its dense finish from step {begins} on, and {folder} is dense since step "
+            f"{became_dense}; leave steps out, or start a new run with init_from={folder}"
+        )
 
 
 def pruning(cfg: Config) -> Sparse24:
@@ -133,7 +152,7 @@ def probe_steps(cfg: Config) -> int:
 
 def dense_steps(cfg: Config) -> int:
     """At least one of a finish that is asked for: dense weights that no step has used would be worse than both."""
-    return max(1, round(cfg.finish * cfg.steps))
+    return max(1, round(cfg.finish * cfg.steps)) if cfg.finish else 0
 
 
 # -- what both 2:4 recipes do --------------------------------------------------------------------------------
@@ -155,12 +174,10 @@ def clock_and_products(cfg: dense.Config, model: Decoder, mesh: Mesh, data: Toke
     return KeepProducts(found, clock)
 
 
-def save_packed(folder: Path, cfg: dense.Config, layers: str) -> None:
+def save_packed(folder: Path, cfg: dense.Config, layers: str) -> list[str]:
     """packed/ beside model/: the same weights without their zeros, in the dtype that training multiplied with (16 bits
-    have a decoding kernel on a GPU). By the first rank, when the others are done.
+    have a decoding kernel on a GPU). Returns a command to try.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return
     loaded = load_model(folder / "model", dtype=torch.float32)
     report = convert(loaded.model, [(layers, Sparse24())])
     for changed in report.changed:
@@ -172,6 +189,7 @@ def save_packed(folder: Path, cfg: dense.Config, layers: str) -> None:
     pack(loaded.model, dtype=dtype)
     save_model(folder / "packed", loaded.model, loaded.tokenizer)
     RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")
+    return [f'shoestring generate {folder}/packed "def main("']
 
 
 def flip_plots(folder: Path) -> list[Section]:

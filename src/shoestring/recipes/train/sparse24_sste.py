@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoestring.config import option
-from shoestring.errors import in_run
+from shoestring.errors import UserError
 from shoestring.formats import Sparse24
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder
@@ -49,22 +49,23 @@ class Config(SparseConfig):
     precision: Literal["full", "fp8"] = option(
         "full", "operands of the 2:4 layers' products: as they are, or FP8"
     )
-    decay: float = option(2e-4, "masked decay of method=srste", least=0)
+    decay: float | None = option(None, "masked decay of method=srste; none: 2e-4", least=0)
 
 
 def main(cfg: Config) -> Path:
     cfg = with_weight_grad(cfg)
     check_torch(pruning(cfg), cfg.mesh.num_processes)
-    folder = dense.pretrain(
+    if cfg.method == "sste" and cfg.decay is not None and cfg.resume is None:
+        raise UserError(f"decay={cfg.decay} is of method=srste, and method=sste has none: leave one out")
+    return dense.pretrain(
         cfg,
         "train/sparse24_sste",
         rules=[(cfg.layers, pruning(cfg))],
         make_hooks=partial(make_hooks, cfg),
         plots=flip_plots,
+        deciding=("layers", "weight_grad", "method", "precision"),
+        deliver=lambda folder: save_packed(folder, cfg, cfg.layers),
     )
-    with in_run(folder):
-        save_packed(folder, cfg, cfg.layers)
-    return folder
 
 
 def pruning(cfg: Config) -> Sparse24:
@@ -74,5 +75,5 @@ def pruning(cfg: Config) -> Sparse24:
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
-    decay = [MaskedDecay(cfg.decay)] if cfg.method == "srste" else []
+    decay = [MaskedDecay(2e-4 if cfg.decay is None else cfg.decay)] if cfg.method == "srste" else []
     return [clock_and_products(cfg, model, mesh, data), FlipMeter(cfg.flip_every), *decay]
