@@ -149,6 +149,8 @@ def test_what_a_resumed_run_may_not_change_is_said_and_leaves_it_as_it_was(
         "run", "train/sparse24_sste", "resume=s", "method=srste", fails=True
     )
     run("train/sparse24_sste", "steps=6", "resume=s")  # longer is fine where nothing ends
+    run("train/sparse24_fst", "finish=0", "steps=8", "refresh=4", "save_every=4", "run=f")
+    assert run_cli(["run", "train/sparse24_fst", "resume=f", "steps=12"]) == 0
 
 
 def test_a_text_that_leaves_nothing_to_validate_on_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,9 +184,8 @@ def prune(
             made, errors = prune_layers(linears, {}, wanted, Magnitude(), "")
             branches.update(at_home(model, made))
             layers.extend(errors)
-    converted = convert(
-        model, rules, skip=skip
-    )  # all have their Formats already: what they had before counts
+    # All have their Formats already: the report tells what they had before.
+    converted = convert(model, rules, skip=skip)
     converted.changed[:] = [replace(c, before=before.get(c.name, c.before)) for c in converted.changed]
     hold_branches(model, branches)
     counted = count_24(model, model.compute_dtype)

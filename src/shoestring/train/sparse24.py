@@ -405,7 +405,6 @@ class FlipController(Hook):
 
 
 # -- sums over a sharded model -------------------------------------------------------------------------------
-@torch.no_grad()
 def gradient_ratio(layers: Iterable[SparseLayer]) -> float:
     """|gradient| / |weight| over the layers."""
     grad, weight = _squares_of_gradients_and_weights(layers)
@@ -418,6 +417,7 @@ def gradient_rms(layers: Iterable[SparseLayer]) -> float:
     return math.sqrt(_squares_of_gradients_and_weights(layers)[0] / max(1, _num_weights(layers)))
 
 
+@torch.no_grad()
 def _squares_of_gradients_and_weights(layers: Iterable[SparseLayer]) -> tuple[float, float]:
     """Summed over the layers that have a gradient."""
     squares = [

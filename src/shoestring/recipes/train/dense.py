@@ -171,8 +171,7 @@ def pretrain(
     held_out = TokenData(corpus.val, **share, batch=num_rows, micro=micro) if num_rows else None
 
     # Everything that can be wrong with the settings has been said: only now is there a folder.
-    settings = to_json(cfg)
-    folder = mesh.broadcast_object(open_run_folder(recipe, settings, ()) if mesh.is_main else None)
+    folder = mesh.broadcast_object(open_run_folder(recipe, to_json(cfg), ()) if mesh.is_main else None)
     with in_run(folder):
         log = RunLog(folder, main=mesh.is_main)
         log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})

@@ -120,7 +120,7 @@ def check(cfg: Config) -> None:
 def check_new_end(cfg: Config, folder: Path) -> None:
     """Another number of steps moves the dense finish, which a run that is in it cannot leave."""
     old, step = read_config(folder).get("config", {}).get("steps"), latest_step(folder / "checkpoints")
-    if not old or old == cfg.steps or step is None:
+    if not old or old == cfg.steps or step is None or cfg.finish == 0:
         return
     became_dense, begins = old - dense_steps(replace(cfg, steps=old)), cfg.steps - dense_steps(cfg)
     if became_dense <= step < begins:
@@ -157,7 +157,7 @@ def dense_steps(cfg: Config) -> int:
 
 # -- what both 2:4 recipes do --------------------------------------------------------------------------------
 def with_weight_grad(cfg: AnyConfig) -> AnyConfig:
-    """`auto` in words; what a run began with is what its folder keeps and a resumed run goes on with."""
+    """`auto` decided: a run's folder keeps what it began with, and a resumed run goes on with that."""
     if cfg.weight_grad != "auto":
         return cfg
     spec = dense.make_spec(cfg, None) if cfg.init_from is None else read_spec(cfg.init_from)[0]
