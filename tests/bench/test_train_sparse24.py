@@ -69,7 +69,7 @@ def test_products_are_chosen_before_anything_else_runs(monkeypatch: pytest.Monke
     train_sparse24.main()
     first, rows = happened
     assert first[3:8] == ["--what", "tune", "--widths", "5120", "768"]
-    assert {"FST", "S-STE", *train_sparse24.SMALL} <= set(first[8:])
+    assert {"FST", "S-STE", *train_sparse24.EXACT} <= set(first[8:])
     assert [(c[4], c[6]) for c in rows] == [("step", "5120"), ("block", "5120"), ("step", "768")]
 
 
