@@ -31,6 +31,13 @@ def test_metrics_are_one_json_object_per_step(tmp_path: Path) -> None:
     assert second["loss"] is None  # JSON has no NaN
 
 
+def test_an_evaluation_that_is_made_again_is_one_row(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for perplexity in (3.0, 3.0, float("nan"), float("nan"), 2.5, 3.0):
+        log.evaluated(model="tiny", perplexity=perplexity)
+    assert [row["perplexity"] for row in log.evaluations()] == [3.0, None, 2.5]
+
+
 def test_resuming_forgets_what_came_after_the_resumed_step(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     for step in range(1, 6):

@@ -79,8 +79,11 @@ class RunLog:
             write_atomically(self.folder / "config.json", json.dumps(full, indent=2) + "\n")
 
     def evaluated(self, **row: Any) -> None:
-        """Append one evaluation to evals.jsonl."""
-        if self.main and self.folder is not None:
+        """Append one evaluation to evals.jsonl, unless the same one with the same result is there."""
+        if not self.main or self.folder is None:
+            return
+        known = [{k: v for k, v in other.items() if k != "time"} for other in self.evaluations()]
+        if json.loads(_line(row)) not in known:
             append_jsonl(self.folder / "evals.jsonl", {"time": round(time.time(), 3), **row})
 
     def evaluations(self) -> list[dict[str, Any]]:
