@@ -23,6 +23,7 @@ from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
 from shoestring.model.parallel import init_weights
+from shoestring.terminal import chat_prompt
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. " * 40
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
@@ -294,6 +295,28 @@ def test_chat_reads_lines_from_a_pipe(
     result = cli("chat", folder, "--max-tokens", 4)
     assert result.code == 0
     assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
+
+
+def test_a_chat_forgets_its_oldest_messages(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n" * 9 + "the lazy dog " * 60 + "\nbox\n"))
+    result = cli("chat", folder, "--max-tokens", 4)
+    assert result.code == 0 and "the chat has room for 64" in result.err
+    assert sum(line.startswith("> ") for line in result.out.splitlines()) == 11
+
+    def encode(messages: list[dict[str, str]]) -> list[int]:
+        return [0] * (10 * len(messages))
+
+    talk = [{"role": role, "content": ""} for role in ("system", *("user", "assistant") * 3, "user")]
+    asked = talk[-1]
+    assert chat_prompt(talk, encode, 60, 100) == [0] * 40  # a quarter of the room is for the answer
+    assert [m["role"] for m in talk] == ["system", "user", "assistant", "user"] and talk[-1] is asked
+    assert chat_prompt(talk, encode, 20, 1) is None and talk == [{"role": "system", "content": ""}]
 
 
 def test_chat_begins_once(

@@ -36,6 +36,7 @@ from shoestring.cli_options import (
 )
 from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error
 from shoestring.terminal import (
+    chat_prompt,
     find_skips,
     help_of_recipe,
     lead,
@@ -96,10 +97,7 @@ def recipes(
 @app.command()
 def run(
     recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A built-in recipe (train/dense) or your own .py file; with --help: its settings."
-        ),
+        str, typer.Argument(help="A name (train/dense) or your .py file; --help: its settings.")
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
 ) -> None:
@@ -154,7 +152,9 @@ def chat(
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
     seed: SeedOption = None,
-    context: Annotated[int, typer.Option(help="Tokens of chat to remember at most.")] = 4096,
+    context: Annotated[
+        int, typer.Option(help="Tokens of chat to remember; the oldest messages go first.")
+    ] = 4096,
     skip: SkipOption = "none",
     stats: StatsOption = False,
     device: DeviceOption = "auto",
@@ -176,12 +176,14 @@ def chat(
             )
         if (broken := fault(tokenizer.chat_template)) is not None:
             raise UserError(f"the chat template of {model} is broken, {broken}")
-        engine = open_engine(loaded, min(context, loaded.spec.max_positions), None, skip, ranks)
+        room = min(context, loaded.spec.max_positions)
+        engine = open_engine(loaded, room, None, skip, ranks)
         messages = [{"role": "system", "content": system}] if system else []
         for line in user_lines():
             messages.append({"role": "user", "content": line})
-            text = stream_text(engine, tokenizer.encode_chat(messages), sampling, stats)
-            messages.append({"role": "assistant", "content": text})
+            if tokens := chat_prompt(messages, tokenizer.encode_chat, room, max_tokens):
+                text = stream_text(engine, tokens, sampling, stats)
+                messages.append({"role": "assistant", "content": text})
 
     lead(talk, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
 

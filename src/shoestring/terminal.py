@@ -188,3 +188,27 @@ def help_of_recipe(argv: list[str]) -> list[str]:
     if argv[:1] == ["run"] and names and {"-h", "--help"} & set(argv):
         return ["recipes", *names]
     return argv
+
+
+def chat_prompt(
+    messages: list[dict[str, str]],
+    encode: Callable[[list[dict[str, str]]], list[int]],
+    room: int,
+    answer: int,
+) -> list[int] | None:
+    """Tokens of the chat; the oldest messages are forgotten (in place, the system's not) where it leaves no room for an
+    answer. None, and the last message is taken back, where not even that one fits.
+    """
+    first = 1 if messages[0]["role"] == "system" else 0
+    answer = min(answer, room // 4)  # one may ask for longer answers than the chat has room for
+    while len(tokens := encode(messages)) > room - answer and len(messages) > first + 1:
+        del messages[first : first + 2]  # a question and its answer
+    if len(tokens) < room:
+        return tokens
+    messages.pop()
+    print(
+        f"this message makes {len(tokens)} tokens, and the chat has room for {room}: shorten it, or give more "
+        "--context where the model reads more",
+        file=sys.stderr,
+    )
+    return None

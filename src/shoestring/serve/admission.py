@@ -38,8 +38,8 @@ def prompt_tokens(prompt: Prompt, tokenizer: TextCodec | None, vocab: int, max_c
     if len(tokens) >= max_context:
         raise UserError(
             f"the prompt has {len(tokens)} tokens, but the context holds {max_context}, the first "
-            f"new one included; shorten it to {max_context - 1} tokens or raise max_context "
-            "(or num_blocks)"
+            f"new one included; shorten it to {max_context - 1} tokens, or give more context (max_context, "
+            "num_blocks) where the model reads more"
         )
     bad = next((t for t in tokens if not 0 <= t < vocab), None)
     if bad is not None:

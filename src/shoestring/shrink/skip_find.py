@@ -167,7 +167,9 @@ def open_skip(
     wanted = Wanted(method, context, speedup, rows=128, lookahead=3)
     path = default_cache() / f"skip-{_key(loaded, wanted, corpus)}.json"
     if not path.is_file():
-        say(f"looking for a set to skip ({text}, context {context}); it is kept in {path}")
+        say(
+            f"looking for a set to skip ({text}, context {context}): minutes on a CPU; it will be kept in {path}"
+        )
         window = min(256, loaded.spec.max_positions)
         found = find_set(loaded.model, calibration(corpus or "python", loaded.tokenizer, 2, window), wanted)
         path.parent.mkdir(parents=True, exist_ok=True)
