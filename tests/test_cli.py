@@ -284,28 +284,27 @@ def test_a_recipe_that_is_terminated_is_interrupted(cli: Cli, tmp_path: Path) ->
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_chat_reads_lines_from_a_pipe(
-    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def chat_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model with a chat template."""
     loaded = load_model(model_folder)
     assert loaded.tokenizer is not None
     loaded.tokenizer.chat_template = TEMPLATE
-    folder = save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+    return save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+
+
+def test_chat_reads_lines_from_a_pipe(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nbox\n"))
-    result = cli("chat", folder, "--max-tokens", 4)
+    result = cli("chat", chat_folder, "--max-tokens", 4)
     assert result.code == 0
     assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
 
 
 def test_a_chat_forgets_its_oldest_messages(
-    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load_model(model_folder)
-    assert loaded.tokenizer is not None
-    loaded.tokenizer.chat_template = TEMPLATE
-    folder = save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n" * 9 + "the lazy dog " * 60 + "\nbox\n"))
-    result = cli("chat", folder, "--max-tokens", 4)
+    result = cli("chat", chat_folder, "--max-tokens", 4)
     assert result.code == 0 and "the chat has room for 64" in result.err
     assert sum(line.startswith("> ") for line in result.out.splitlines()) == 11
 

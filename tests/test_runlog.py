@@ -38,6 +38,15 @@ def test_an_evaluation_that_is_made_again_is_one_row(tmp_path: Path) -> None:
     assert [row["perplexity"] for row in log.evaluations()] == [3.0, None, 2.5]
 
 
+def test_two_outputs_in_one_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"out": "a", "dense_out": "b", "run": "c", "resume": None}
+    check_outputs(settings, "out", "dense_out")
+    for key, other in (("dense_out", "out"), ("run", "out")):
+        with pytest.raises(UserError, match=f"out and {key} are both"):
+            check_outputs(settings | {key: str(tmp_path / settings[other])}, "out", "dense_out")  # type: ignore
+
+
 def test_resuming_forgets_what_came_after_the_resumed_step(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     for step in range(1, 6):

@@ -16,6 +16,7 @@ Left out on purpose: remote trackers. metrics.jsonl is one `json.loads` per line
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -76,6 +77,11 @@ class RunLog:
                 "versions": versions(),
                 "started": time.strftime("%Y-%m-%d %H:%M:%S"),
             }
+            self.put_back_config(full)
+
+    def put_back_config(self, full: dict[str, Any]) -> None:
+        """config.json as read_config gave it."""
+        if self.main and self.folder is not None:
             write_atomically(self.folder / "config.json", json.dumps(full, indent=2) + "\n")
 
     def evaluated(self, **row: Any) -> None:
@@ -239,6 +245,12 @@ def check_free(folder: Path) -> Path:
 
 def check_outputs(settings: dict[str, Any], *keys: str) -> None:
     """Refuse folders of the user's as places to write to; what a resumed run has put there itself is its own."""
+    places = {k: Path(settings[k]).absolute() for k in (*keys, "run") if settings.get(k) is not None}
+    for one, other in itertools.combinations(places, 2):
+        if places[one] == places[other]:
+            raise UserError(
+                f"{one} and {other} are both {settings[one]}: one would overwrite the other; give two places"
+            )
     saved = {} if settings.get("resume") is None else read_config(Path(settings["resume"])).get("config", {})
     for key in keys:
         if settings[key] is not None and settings[key] != saved.get(key):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("fastapi")
 
 from serving import running  # noqa: E402
 

@@ -14,7 +14,9 @@ from tiny_shrink import dying
 
 from shoestring.cli import run_cli
 from shoestring.model import load_model, save_model
+from shoestring.recipes.shrink import ptq
 from shoestring.runlog import read_jsonl
+from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import quantize
 from shoestring.shrink.resume import BlockFiles
 
@@ -51,6 +53,12 @@ def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
     dense = load_model(here / "dense").model
     layer = packed.get_submodule("blocks.1.mlp.up")
     assert (layer.effective_weight(dense.embed.weight.dtype) == dense.blocks[1].mlp.up.weight).all()  # type: ignore
+
+
+def test_the_clip_before_gptq_has_the_objective_that_is_asked_for() -> None:
+    for objective in ("group", "row"):
+        method = ptq.pick_method(ptq.Config(method="gptq+clip", objective=objective))  # type: ignore[arg-type]
+        assert isinstance(method, Gptq) and method.clip is not None and method.clip.objective == objective
 
 
 def test_windows_longer_than_the_model_reads_are_cut_and_that_is_said(

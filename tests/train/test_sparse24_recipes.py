@@ -144,6 +144,13 @@ def test_what_a_resumed_run_may_not_change_is_said_and_leaves_it_as_it_was(
     }.items():
         assert said in command("run", "train/sparse24_fst", "resume=o", setting, fails=True), setting
         assert {p: p.read_bytes() for p in sorted(tmp_path.glob("o/**/*")) if p.is_file()} == before
+    # A text that moved is the same text; another one is seen when the checkpoint is read, and changes nothing either.
+    (tmp_path / "moved.txt").write_text((tmp_path / "text.txt").read_text())
+    lines = (tmp_path / "text.txt").read_text().splitlines()
+    (tmp_path / "other.txt").write_text("\n".join(reversed(lines)))
+    err = command("run", "train/sparse24_fst", "resume=o", "data=other.txt", fails=True)
+    assert "corpus" in err and (tmp_path / "o/config.json").read_bytes() == before[tmp_path / "o/config.json"]
+    assert run_cli(["run", "train/sparse24_fst", "resume=o", "data=moved.txt"]) == 0
     run("train/sparse24_sste", "steps=4", "save_every=2", "run=s")
     assert "was started with method=sste" in command(
         "run", "train/sparse24_sste", "resume=s", "method=srste", fails=True

@@ -61,7 +61,7 @@ from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 RECIPE = "shrink/drafter"
 RESIDENT_BYTES = 8e9  # scores up to this size stay on the GPU
 # Settings that do not decide what finished stages hold.
-FREE = ("device", "dtype", "save_every", "eval_every", "run", "resume")
+FREE = ("device", "save_every", "eval_every", "run", "resume")
 
 
 @dataclass(frozen=True)

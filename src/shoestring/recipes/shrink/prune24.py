@@ -192,7 +192,7 @@ def main(cfg: Config) -> Path:
         blank = Decoder(spec)
         convert(blank, rules)  # layers that cannot be 2:4 are said before there is a folder
     calib_NT = check_texts(cfg, Loaded(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
-    folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), DECIDING) if mesh.is_main else None)
+    folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), ()) if mesh.is_main else None)
     with in_run(folder):
         log = RunLog(folder, main=mesh.is_main)
         log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
@@ -243,7 +243,9 @@ def check(cfg: Config) -> None:
     pruner(cfg)
     if cfg.train != "none":
         check_training(cfg)
-    if cfg.run is not None and cfg.resume is None:
+    if cfg.resume is not None:
+        open_run_folder(RECIPE, to_json(cfg), DECIDING)  # before any text is read
+    elif cfg.run is not None:
         check_free(Path(cfg.run))
 
 

@@ -346,7 +346,7 @@ def pick_method(cfg: Config) -> Method | Blockwise:
         return Blockwise(batch=cfg.train_batch, **{name: getattr(cfg, name) for name in same})
     clip = Clip(objective=cfg.objective)
     if cfg.method in ("gptq", "gptq+clip"):
-        with_clip = Clip() if cfg.method == "gptq+clip" else None
+        with_clip = clip if cfg.method == "gptq+clip" else None
         return Gptq(damping=cfg.damping, act_order=cfg.act_order, clip=with_clip)
     return clip if cfg.method == "clip" else METHODS[cfg.method]
 

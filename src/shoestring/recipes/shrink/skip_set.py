@@ -68,6 +68,8 @@ def main(cfg: Config) -> Path:
     wanted = Wanted(cfg.method, cfg.context, cfg.speedup, cfg.rows, cfg.lookahead)
     if cfg.out is not None and Path(cfg.out).exists():
         raise UserError(f"out={cfg.out} exists already; give another name or remove it")
+    if cfg.out is not None and cfg.out == cfg.run:
+        raise UserError(f"out and run are both {cfg.out}: out is a file, run a folder; give two names")
     if cfg.out is not None and not Path(cfg.out).parent.is_dir():
         raise UserError(
             f"out={cfg.out}: there is no folder {Path(cfg.out).parent}; make it or give another name"

@@ -33,7 +33,7 @@ from shoestring.model.folder import read_spec
 from shoestring.model.hf import spec_to_hf
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.report import Section, Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, open_run_folder
+from shoestring.runlog import RunLog, check_free, open_run_folder, read_config
 from shoestring.state.checkpoint import Checkpointer, latest
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
@@ -61,10 +61,11 @@ GPT2: dict[str, Any] = {
     "mlp_bias": True,
 }
 EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
-# What a stopped run has done fits these only; steps, rates, precision and mesh may change.
+# What a stopped run has done fits these only. Steps, rates, precision and mesh may change, and texts may lie elsewhere:
+# the checkpoint knows what they held.
 DECIDING = (
-    *("data", "max_mb", "tokenizer", "vocab_size", "init_from", "size", "d_model", "num_layers", "num_heads"),
-    *("num_kv_heads", "d_ff", "act", "batch", "context", "seed"),
+    *("size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "act"),
+    *("vocab_size", "batch", "context", "seed"),
 )
 
 
@@ -174,6 +175,7 @@ def pretrain(
     folder = mesh.broadcast_object(open_run_folder(recipe, to_json(cfg), ()) if mesh.is_main else None)
     with in_run(folder):
         log = RunLog(folder, main=mesh.is_main)
+        saved = read_config(folder)
         log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
         params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
@@ -184,20 +186,26 @@ def pretrain(
         if cfg.resume is not None and latest(checkpointer.folder) is None:
             log.say(f"{folder} has no checkpoint yet: starting from the first step")
             log.truncate_after(0)
-        train(
-            Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log),
-            data,
-            CrossEntropy(),
-            steps=cfg.steps,
-            schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
-            hooks=make_hooks(model, mesh, data),
-            clip=cfg.clip,
-            checkpointer=checkpointer,
-            log_every=cfg.log_every,
-            evaluate=validation_loss(held_out) if held_out else None,
-            eval_every=cfg.eval_every,
-            graph=cfg.graph,
-        )
+        run = Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
+        try:
+            train(
+                run,
+                data,
+                CrossEntropy(),
+                steps=cfg.steps,
+                schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
+                hooks=make_hooks(model, mesh, data),
+                clip=cfg.clip,
+                checkpointer=checkpointer,
+                log_every=cfg.log_every,
+                evaluate=validation_loss(held_out) if held_out else None,
+                eval_every=cfg.eval_every,
+                graph=cfg.graph,
+            )
+        except UserError:
+            if run.step == 0 and saved:  # a checkpoint that these settings do not fit: the run keeps its own
+                log.put_back_config(saved)
+            raise
         save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)
         if mesh.is_main:
             commands = deliver(folder)
