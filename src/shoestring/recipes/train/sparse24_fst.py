@@ -12,7 +12,8 @@ Time:    as train/dense at size=tiny on a CPU; twice that in sparse steps with w
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
          tokens of Python (bench/sparse24_quality), validation loss: 1.6604, with weight_grad=mvue 1.6720, and
          train/dense schedule=wsd 1.6411, half the width 1.6752; with weight_grad=mvue schedule=cosine 1.7356, and
-         train/dense 1.6970, half the width 1.7324 (seed 0)
+         train/dense 1.6970, half the width 1.7324 (all of seed 0; seeds 1 and 2: 1.6573 and 1.6582, dense 1.6325 and
+         1.6402)
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, kept_magnitude, masked_magnitude and mu,
          which the report plots, mask_change and masked_decay; on a GPU cslt-*.json, the algorithms that
          a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,

@@ -10,9 +10,10 @@ Needs:   a CPU for size=tiny and small (which computes what the sparse tensor co
          GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
 Time:    as train/dense at size=tiny on a CPU; twice that with weight_grad=mvue, which is plain torch there
 Expect:  every feed-forward weight is 2:4, which is checked before packing. GPT-2's small shape, 100M different tokens
-         of Python (bench/sparse24_quality), validation loss: 1.6699, with weight_grad=mvue 1.6840, and method=srste
-         1.6760, train/dense schedule=wsd 1.6411; with weight_grad=mvue schedule=cosine 1.7462, and method=srste 1.7486,
-         train/dense 1.6970 (all of seed 0)
+         of Python (bench/sparse24_quality), validation loss: 1.6699, and method=srste 1.6626, train/dense schedule=wsd
+         1.6411; with weight_grad=mvue 1.6840, and method=srste 1.6760; with weight_grad=mvue schedule=cosine 1.7462,
+         and method=srste 1.7486, train/dense 1.6970 (all of seed 0; seeds 1 and 2: 1.6631 and 1.6625, dense 1.6325
+         and 1.6402)
 Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
          metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them; on a GPU
          cslt-*.json, the algorithms that a resumed run goes on with
