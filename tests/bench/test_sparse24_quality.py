@@ -180,7 +180,7 @@ def test_rows_are_recorded_go_on_where_they_stopped_and_fill_the_table(
     assert table().count("\n| ") == 2 and "9.0000" in table()
 
 
-def test_another_decay_of_srste_is_a_row_of_its_own(
+def test_another_decay_is_a_row_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sparse24_quality.SIZES, "gpt2-124m", TINY)
@@ -202,6 +202,11 @@ def test_another_decay_of_srste_is_a_row_of_its_own(
     for wrong in (-1e-4, float("nan"), float("inf")):
         with pytest.raises(UserError, match="use 0 or more"):
             call(monkeypatch, *common, "--decay", wrong)
+    call(monkeypatch, *common[:-2], "FST:0")
+    call(monkeypatch, *common[:-2], "FST:0", "--decay", 0)  # neither probe nor controller
+    found, fixed = results.newest("sparse24_quality", tmp_path)[-2:]
+    assert (found["case"], fixed["case"]) == ("FST", "FST, decay 0") and fixed["config"]["decay"] == 0
+    assert found["quality"]["mu"] is not None and fixed["quality"]["mu"] is None
 
 
 def test_the_pace_of_rows_is_printed_and_nothing_recorded(

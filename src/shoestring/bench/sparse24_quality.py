@@ -11,7 +11,7 @@ Same data, seed, schedule and number of steps for every row; the feed-forward la
 dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
 FST and S-STE have the MVUE weight gradient, and in rows that say so the exact one, which is without MVUE's noise.
 SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
-published 2e-4, or a --decay that the row then names; FST's is found by its controller.
+published 2e-4, FST's is found by its controller, after a probe; --decay sets both, without a probe, and rows name it.
 
 A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
 next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
@@ -93,7 +93,7 @@ class Size:
     compile: CompileMode = "off"
     measurements: int = 10  # of the flip rate during the probe
     schedule: str = COSINE
-    decay: float = DECAY  # of SR-STE
+    decay: float | None = None  # of masked weights; None: FST's is found, SR-STE's as published
 
     def rate(self) -> Schedule:
         """The learning rate by step."""
@@ -296,13 +296,13 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
     if case.startswith("FST"):
-        decay, finish = MaskedDecay(0.0), size.steps - round(FINISH * size.steps)
-        servo = FlipController(model, meter, decay, probe=size.warmup)
-        return [clock, meter, MaskRefresh(size.refresh), decay, servo, DenseFinish(model, at=finish)]
+        decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(FINISH * size.steps)
+        servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
+        return [clock, meter, MaskRefresh(size.refresh), decay, *servo, DenseFinish(model, at=finish)]
     if case.startswith("S-STE"):
         return [clock, meter]
     if case.startswith("SR-STE"):
-        return [clock, meter, MaskedDecay(size.decay)]
+        return [clock, meter, MaskedDecay(DECAY if size.decay is None else size.decay)]
     # At rest the layers are dense, and the meter shows the masks that they would have had.
     for layer in sparse_layers(model):
         layer.linear.rest()
@@ -387,7 +387,7 @@ def main() -> None:
     parser.add_argument(
         "--refresh", type=int, help="steps between new masks of FST, other than the size's own"
     )
-    parser.add_argument("--decay", type=float, help=f"of SR-STE's masked weights, other than {DECAY}")
+    parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
     torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
@@ -437,12 +437,13 @@ def main() -> None:
 def label_of(case: str, size: Size, refresh: int | None) -> str:
     """The row's name: its case, and what it does not have from its size or paper."""
     if refresh and case.startswith("FST"):
-        return f"{case}, masks every {refresh}"
+        case = f"{case}, masks every {refresh}"
     return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case
 
 
 def has_other_decay(case: str, size: Size) -> bool:
-    return case.startswith("SR-STE") and size.decay != DECAY
+    usual = (None, DECAY) if case.startswith("SR-STE") else (None,)
+    return case.startswith(("SR-STE", "FST")) and size.decay not in usual
 
 
 def folder_of(name: str, schedule: str, label: str, seed: int) -> str:
