@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoestring.bench import results
 from shoestring.bench.results import newest, record
 from shoestring.bench.tables import MARKED, REPO, pages, rewrite
 
@@ -47,3 +48,12 @@ def test_the_newest_line_counts(tmp_path: Path) -> None:
     lines = newest("b", tmp_path)
     assert [n["value"] for n in lines] == [2.0, 5.0]
     assert (lines[1]["p20"], lines[1]["p80"]) == (1.0, 9.0) or lines[1]["p20"] <= 5 <= lines[1]["p80"]
+
+
+def test_machines_do_not_displace_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, device, n in ((1.0, "A", 1), (2.0, "B", 1), (3.0, "A", 2), (4.0, "A", 1)):
+        monkeypatch.setattr(results, "device_name", lambda device=device: device)
+        record(bench="b", case="c", metric="m", unit="u", samples=[value], config={"n": n}, folder=tmp_path)
+    # Those of equal settings together, the newest of them last.
+    lines = [(n["config"]["n"], n["device"], n["value"]) for n in newest("b", tmp_path)]
+    assert lines == [(1, "B", 2.0), (1, "A", 4.0), (2, "A", 3.0)]

@@ -1,6 +1,6 @@
 """One measurement, one JSON line, one schema: results/<bench>.jsonl.
 
-The newest line per (bench, case, config) counts. `ratio` is how many times better than the baseline,
+The newest line per (bench, case, metric, config, device) counts. `ratio` is how many times better than the baseline,
 whichever way the metric runs.
 """
 
@@ -74,11 +74,15 @@ def recorded(bench: str, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def counting(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of equal case, metric and config the last one."""
-    found: dict[str, dict[str, Any]] = {}
+    """Of equal case, metric, config and device the last one. Lines that only their device tells apart stand together,
+    the newest last: a table that has one cell for them shows that one."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
-        found[json.dumps([line["case"], line["metric"], line["config"]], sort_keys=True)] = line
-    return list(found.values())
+        key = json.dumps([line["case"], line["metric"], line["config"]], sort_keys=True)
+        machines = found.setdefault(key, {})
+        machines.pop(line["device"], None)
+        machines[line["device"]] = line
+    return [line for machines in found.values() for line in machines.values()]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -78,7 +78,8 @@ def table_of(lines: list[dict[str, Any]]) -> str:
         fitted = f"{statistics.mean(ends):.2f}" if ends else ""
         delivered = "2:4" if case.split(",")[0] in SPARSE else "dense"
         mean = f"{statistics.mean(losses):.4f}{spread}"
-        rows.append([case, delivered, str(len(runs)), mean, against, fitted, f"{peak:.4f}", f"{late:.5f}"])
+        seeds = {n["config"]["seed"] for n in runs}  # one may have been measured on two machines
+        rows.append([case, delivered, str(len(seeds)), mean, against, fitted, f"{peak:.4f}", f"{late:.5f}"])
     header = ["", "delivered as", "seeds", "validation loss", "against dense", "training loss at the end",
               "flip rate, highest", "at 5/6 of the steps"]  # fmt: skip
     return markdown(header, rows) + provenance(lines)
