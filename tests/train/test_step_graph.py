@@ -11,7 +11,7 @@ from sparse24_runs import fit, new_run
 from torch import Tensor
 
 from shoestring.formats import convert, parse_format
-from shoestring.mesh import open_mesh
+from shoestring.mesh import Mesh, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
@@ -56,6 +56,23 @@ def test_models_with_forward_hooks_are_left_alone() -> None:
     assert not StepGraph.fits(model, 2, torch.device("cuda"))
     model.register_forward_pre_hook(lambda module, args: None)
     assert not StepGraph.fits(model, 1, torch.device("cuda"))
+
+
+def test_steps_that_go_without_a_graph_say_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(device: str) -> str:
+        run = Run(model, adamw(model, lr=1e-3), Mesh(0, 1, torch.device(device)), RunLog(None))
+        train(run, data, CrossEntropy(), steps=0, graph=True)
+        return capsys.readouterr().out
+
+    model = Decoder(ModelSpec(96, 64, 1, 4, 2, 16, 128, 64))
+    data = TokenData(TokenShards(np.zeros(99, "<u2"), None, "zeros"), context=32, batch=1)
+    assert said("cuda") == ""
+    model.register_forward_pre_hook(lambda module, args: None)
+    assert (
+        said("cuda")
+        == "steps run without a CUDA graph: the model has forward hooks that cannot be captured\n"
+    )
+    assert said("cpu") == ""  # where nobody expects one
 
 
 class Tried:

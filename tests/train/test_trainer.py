@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,48 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     again = new_run(tmp_path / "run")
     got = fit(again, 20, hooks=[Hook()], checkpointer=Checkpointer(tmp_path / "run/checkpoints", every=100))
     assert got == fit(new_run(), 20)
+
+
+@pytest.mark.parametrize("stop", [4, 5, 7])
+def test_every_line_averages_the_steps_since_the_one_before_it(tmp_path: Path, stop: int) -> None:
+    """Also the first one after a resume, wherever the run was saved and stopped."""
+
+    class Stop(Hook):
+        def after_step(self, run: Run) -> None:
+            if run.step == stop:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    each = fit(new_run(), 8)
+    run, options = new_run(tmp_path), {"schedule": warmup_cosine(1e-2, warmup=3, steps=20), "log_every": 3}
+    for hook in (Stop(), Hook()):
+        checkpointer = Checkpointer(tmp_path / "checkpoints", every=5)
+        with contextlib.suppress(Interrupted):
+            train(run, Rows(), CrossEntropy(), steps=8, hooks=[hook], checkpointer=checkpointer, **options)
+        run = new_run(tmp_path)
+    rows, last = run.log.history, 0
+    assert [row["step"] for row in rows] == sorted({3, 5, 6, 8, stop})
+    for row in rows:  # every step of Rows counts as many tokens
+        assert row["loss"] == pytest.approx(statistics.fmean(each[last : row["step"]]))
+        last = row["step"]
+
+
+def test_the_speed_is_that_of_the_steps_it_is_said_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second, an evaluation a hundred, which is no time of training."""
+    clock = [0.0]
+    monkeypatch.setattr("shoestring.train.trainer.time.perf_counter", lambda: clock[0])
+
+    class Tick(Hook):
+        def after_step(self, run: Run) -> None:
+            clock[0] += 1
+
+    def evaluate(run: Run) -> dict[str, float]:
+        clock[0] += 100
+        return {"val_loss": 1.0}
+
+    run = new_run()
+    train(run, Rows(), CrossEntropy(), steps=8, hooks=[Tick()], log_every=4, evaluate=evaluate, eval_every=3)
+    speeds = [row["tokens_per_s"] for row in run.log.history if "tokens_per_s" in row]
+    assert len(speeds) == 4 and speeds == [46.0] * 4  # 3, 4, 6 and 8
 
 
 def test_norms_and_biases_do_not_decay() -> None:

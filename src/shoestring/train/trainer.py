@@ -96,6 +96,9 @@ def train(
     `graph`: the passes of a step as one CUDA graph, where that is possible (step_graph.py); the objective must then
     stay as it is until the end. A StepGraph that the caller made serves several calls, and stays open.
 
+    A line of metrics averages the steps since the line before it. So that this holds for a resumed run, and for times,
+    there is one in front of every checkpoint and every evaluation, too, whatever log_every says.
+
     Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
     or infinite stops the run with its layer's name (gradient_watch.py).
     """
@@ -112,6 +115,8 @@ def train(
     passes = graph if isinstance(graph, StepGraph) else None
     if graph is True and StepGraph.fits(run.model, run.mesh.world_size, run.mesh.device):
         passes = StepGraph(run.model, objective)
+    elif graph is True and run.mesh.device.type == "cuda" and run.mesh.world_size == 1:
+        run.log.say("steps run without a CUDA graph: the model has forward hooks that cannot be captured")
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
         while run.step < steps:
@@ -134,12 +139,14 @@ def train(
                 raise
             meter.add(loss, count)
             bar.advance(1)
-            logs_now = run.step % log_every == 0 or run.step == steps
-            if logs_now or (checkpointer is not None and checkpointer.due(run.step)):
-                watch.check(partial(_newest, checkpointer))
+            last = run.step == steps
+            evaluates = evaluate is not None and eval_every and (run.step % eval_every == 0 or last)
+            saves = checkpointer is not None and checkpointer.due(run.step)
+            logs_now = run.step % log_every == 0 or last or evaluates or saves
             if logs_now:
+                watch.check(partial(_newest, checkpointer))
                 bar.advance(0, **meter.flush(norm))
-            if evaluate is not None and eval_every and (run.step % eval_every == 0 or run.step == steps):
+            if evaluate is not None and evaluates:
                 run.log.log(run.step, **evaluate(run))
                 run.model.train()
                 meter.restart_clock()
@@ -149,6 +156,8 @@ def train(
             # talk anyway.
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
                 watch.check(partial(_newest, checkpointer))
+                if not logs_now:
+                    meter.flush(norm)
                 _stop(run, parts, checkpointer, steps)
     if passes is not None and passes is not graph:
         passes.close()
