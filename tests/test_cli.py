@@ -120,6 +120,8 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert long.out == ""  # the prompt is shown with what comes behind it
     assert_one_line_error(cli("generate", model_folder, "the", "--temperature", "-1"), "temperature")
     assert_one_line_error(cli("generate", model_folder, "th\udce9"), "not text in UTF-8")
+    assert_one_line_error(cli("generate", "~nobody-there/m", "the"), "~nobody-there/m does not exist")
+    assert_one_line_error(cli("run", "train/dense", "data=~nobody-there/x"), "data=~nobody-there/x does not")
     bench = ("bench", "serve", model_folder)
     assert_one_line_error(cli(*bench, "--serve-options", "'x"), "--serve-options")
     assert_one_line_error(cli(*bench, "--rate", "0"), "is no rate")
@@ -132,12 +134,18 @@ def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Pat
     assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
     assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
     assert_one_line_error(cli("eval", "nowhere", "--tasks", binary), "binary.txt")  # before the long work
+    assert_one_line_error(cli("eval", model_folder, "--speed", "--limit", 3), "--limit 3 is of --tasks")
     for context in (65, 10**6):  # of more tokens than the model has positions
         wanted = f"context={context} does not fit this model, which has 64 positions; give 2 to 64"
         assert_one_line_error(cli("eval", model_folder, "--data", "nowhere", "--context", context), wanted)
     for context in (1, 0, -5):
         assert_one_line_error(cli("eval", model_folder, "--context", context), "'--context'")
     assert_one_line_error(cli("inspect", binary), "no .gguf")
+    nothing = cli("inspect", model_folder, "--against", "nowhere")
+    assert_one_line_error(nothing, "nowhere does not exist")
+    assert nothing.out == ""
+    guess = cli("generate", model_folder, "the", "--drafter", "ngrm")
+    assert_one_line_error(guess, "no drafter ngrm", "give ngram, the path of", "Did you mean 'ngram'?")
     assert_one_line_error(cli("inspect", tmp_path), "not a run, model or checkpoint")
     assert_one_line_error(cli("export", model_folder, model_folder), "exists already")
 
@@ -177,6 +185,10 @@ def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         "raise Interrupted('stopped at 3')": (2, f"{prefix}stopped at 3\n"),
         "raise KeyboardInterrupt": (130, ""),
         "raise OSError(errno.ENOSPC, 'No space left on device', 'x/y')": (2, "No space left on device (x/y)"),
+        "raise OSError(errno.EROFS, 'Read-only', 'x/y')": (
+            2,
+            "error: Read-only (x/y); choose another place\n",
+        ),
         "raise RuntimeError('oops')": (1, "this is a bug in shoestring, please report"),
     }
     for line, (code, err) in cases.items():
@@ -246,7 +258,8 @@ def test_generate_streams_the_engines_text(
     assert "12 new tokens" in shown or "end" in shown
     drafted = cli("generate", model_folder, "the quick", *options, "--drafter", model_folder, "--stats").out
     assert drafted.startswith(f"the quick{expected}\n")  # guessing ahead never changes the text
-    assert "drafted tokens accepted" in drafted
+    # Whether it pays is told by the clock, which a busy machine upsets.
+    assert "drafted tokens accepted" in drafted or "[nothing was drafted: " in drafted
     nothing = cli(
         "generate", model_folder, "the quick", "--max-tokens", 1, "--drafter", "ngram", "--stats"
     ).out

@@ -200,6 +200,27 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
     assert losses(cut) == losses(whole)
 
 
+def test_what_is_suggested_next_can_be_done(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    tiny = [s for s in TINY if not s.startswith(("d_model", "d_ff"))]
+    argv = ["run", "train/dense", f"data={corpus}", "steps=2", *tiny, *SHORT]
+    for width, d_ff, fits in ((64, 64, "int4"), (32, 96, "int4:g32"), (80, 64, "int4:g0"), (80, 60, None)):
+        said = cli(*argv, f"d_model={width}", f"d_ff={d_ff}", f"run={tmp_path / f'{width}-{d_ff}'}")
+        found = [line for line in said.splitlines() if line.startswith("shoestring run shrink/rtn")]
+        assert [line.rpartition("=")[2] for line in found] == ([] if fits is None else [fits])
+        for line in found:
+            cli(*line.split()[1:], "context=32", "device=cpu")
+
+
+def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cli("run", "train/dense", f"data={corpus}", "steps=4", f"run={run}", *TINY, *SHORT)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    said = cli("run", "train/dense", f"resume={run}", "steps=3", "data=nowhere", fails=True)
+    assert f"steps=3 is less than the 4 that {run} has done: give 4 or more" in said
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    cli("run", "train/dense", f"resume={run}", "steps=4")  # nothing is left to do, and that is fine
+
+
 def test_heads_of_a_size_follow_what_is_given() -> None:
     def heads(**settings: Any) -> tuple[int, int]:
         spec = dense.make_spec(dense.Config(**settings), None)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from xml.dom import minidom
 
 import pytest
 
-from shoestring.errors import UserError
+from shoestring.errors import Interrupted, UserError
 from shoestring.report import Scatter, Table, Text, nice_ticks, run_sections, write_report
 from shoestring.runlog import (
     RunLog,
     check_free,
     check_outputs,
+    check_unfinished,
     new_run_folder,
     open_run_folder,
     read_config,
     read_jsonl,
+    resumable,
 )
 
 
@@ -115,6 +118,38 @@ def test_what_a_resumed_run_may_write_to(tmp_path: Path) -> None:
     assert open_run_folder("a/b", again, ["steps"]) == run
     with pytest.raises(UserError, match="was started with steps=3"):
         open_run_folder("a/b", {**again, "steps": 4}, ["steps"])
+
+
+def test_a_resumed_run_stays_where_it_is(tmp_path: Path) -> None:
+    old, run = tmp_path / "old", tmp_path / "run"
+    run.mkdir()
+    # Started as old, and moved since: that is what nobody gave.
+    (run / "config.json").write_text(json.dumps({"config": {"run": str(old)}}))
+    for given in (None, old, run):
+        settings = {"run": given and str(given), "resume": str(run)}
+        assert open_run_folder("a/b", settings) == run
+    with pytest.raises(UserError, match=r"writes nothing to run=.*other; leave one of them out"):
+        open_run_folder("a/b", {"run": str(tmp_path / "other"), "resume": str(run)})
+    check_unfinished(None)
+    check_unfinished(str(run))
+    (run / "report.html").touch()
+    with pytest.raises(UserError, match="that run is finished"):
+        check_unfinished(str(run))
+
+
+def test_ctrl_c_says_how_to_go_on() -> None:
+    def said(stop: BaseException, *done: Callable[[], str]) -> str:
+        with pytest.raises(Interrupted) as caught, resumable("a/b", Path("run"), *done):
+            raise stop
+        return str(caught.value)
+
+    way_on = "; go on with `shoestring run a/b resume=run`"
+    assert said(KeyboardInterrupt()) == "stopped" + way_on
+    assert said(KeyboardInterrupt(), lambda: " after 2 of 3 blocks") == "stopped after 2 of 3 blocks" + way_on
+    # A stage with a folder of its own names that one.
+    assert said(Interrupted("stopped at step 3 of 9 and saved; go on with `x`")) == (
+        "stopped at step 3 of 9 and saved" + way_on
+    )
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import typer
 from shoestring import __version__
 from shoestring.cli_options import (
     DeviceOption,
+    DrafterOption,
     DtypeOption,
     Int8Option,
     MaxTokensOption,
@@ -34,7 +35,7 @@ from shoestring.cli_options import (
     TopKOption,
     TopPOption,
 )
-from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error
+from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error, room
 from shoestring.terminal import (
     chat_prompt,
     find_skips,
@@ -116,9 +117,7 @@ def generate(
     min_p: MinPOption = 0.0,
     seed: SeedOption = None,
     stop: StopOption = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Guess ahead with ngram, a draft model's path, or both: ngram+PATH.")
-    ] = None,
+    drafter: DrafterOption = None,
     skip: SkipOption = "none",
     stats: StatsOption = False,
     device: DeviceOption = "auto",
@@ -198,9 +197,7 @@ def serve(
         list[str] | None,
         typer.Option(envvar="SHOESTRING_API_KEY", help="A key clients must send; may be repeated."),
     ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="ngram, a draft model, or several joined by +: guesses tokens ahead.")
-    ] = None,
+    drafter: DrafterOption = None,
     skip: SkipOption = "none",
     max_requests: Annotated[int, typer.Option(help="Texts computed at the same time.")] = 8,
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; one more is refused.")] = 64,
@@ -283,6 +280,8 @@ def evaluate(
     from shoestring.report import eval_table
     from shoestring.runlog import RunLog
 
+    if limit is not None and not tasks:
+        raise UserError(f"--limit {limit} is of --tasks: give a task, or --max-tokens to read less text")
     for task in tasks or []:
         read_task(task, limit=limit)  # what is wrong with a file is said before the long work
     loaded = _load(model, device, dtype, int8_activations)
@@ -312,12 +311,13 @@ def inspect(
     """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
     from shoestring.summary import summarize
 
-    for table in summarize(Path(path), each_layer=layers):
-        table.print()
+    tables = summarize(Path(path), each_layer=layers)
     if against is not None:
         from shoestring.weight_errors import errors_table, weight_errors
 
-        errors_table(weight_errors(path, against), path, against).print()
+        tables.append(errors_table(weight_errors(path, against), path, against))
+    for table in tables:
+        table.print()
 
 
 @app.command()
@@ -450,7 +450,7 @@ def run_cli(argv: list[str] | None = None) -> int:
     except OSError as error:
         if is_users(error):
             where = f" ({error.filename})" if error.filename else ""
-            return _complain(f"error: {error.strerror}{where}; free some space or choose another place", 2)
+            return _complain(f"error: {error.strerror}{where}; {room(error)}choose another place", 2)
         return _bug(error)
     except Exception as error:
         return _bug(error)

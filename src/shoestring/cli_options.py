@@ -31,6 +31,9 @@ SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the sa
 StopOption = Annotated[
     list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
 ]
+DrafterOption = Annotated[
+    str | None, typer.Option(help="Guess ahead with ngram, a draft model's path, or both: ngram+PATH.")
+]
 SkipOption = Annotated[
     str,
     typer.Option(

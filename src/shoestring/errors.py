@@ -46,6 +46,11 @@ def is_users(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+def room(error: OSError) -> str:
+    """What else helps than to choose another place: nothing where it is no full disk that refuses."""
+    return "free some space or " if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+
+
 # -- memory that runs out ----------------------------------------------------------------------------
 
 # How allocators say it when they raise no class of their own; in small letters.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, keep_decoded
 from shoestring.mesh import pick_device as pick_device
+from shoestring.places import expand
 from shoestring.runlog import RunLog, read_config
 
 if TYPE_CHECKING:
@@ -210,8 +211,22 @@ def need_tokenizer(loaded: Loaded) -> Tokenizer:
     return loaded.tokenizer
 
 
+def check_apart(settings: dict[str, Any], *keys: str) -> None:
+    """The evaluated text is none of those that the settings `keys` give to learn from."""
+    for key in keys:
+        text, other = settings["text"], settings[key]
+        if text is None or other is None:
+            continue
+        mine, theirs = Path(text), expand(other)
+        if mine.exists() and theirs.exists() and mine.samefile(theirs):
+            raise UserError(
+                f"text={text} and {key}={other} are the same file: a perplexity measured there flatters the result; "
+                "give two texts"
+            )
+
+
 def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
-    """A whole text file as token ids."""
+    """A whole text file as token ids: two or more, of which one can be predicted."""
     if not path.is_file():
         raise UserError(f"{path} is no file; give a text file, or a corpus with data")
     try:
@@ -220,7 +235,10 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv"
         ) from None
-    return torch.tensor(tokenizer.encode(text), dtype=torch.int64)
+    ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        raise UserError(f"{path} has less than two tokens; give a longer text")
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def validation_tokens(data: str, tokenizer: Tokenizer, max_mb: float | None = None) -> Tensor:

@@ -21,12 +21,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoestring.errors import UserError
+from shoestring.errors import Interrupted, UserError
 
 PLAIN_PROGRESS_SECONDS = 10.0
 
@@ -257,22 +257,54 @@ def check_outputs(settings: dict[str, Any], *keys: str) -> None:
             check_free(Path(settings[key]))
 
 
-def open_run_folder(recipe: str, settings: dict[str, Any], deciding: Iterable[str]) -> Path:
-    """A folder for the run of these settings, or with `resume` the one it goes on in.
+def open_run_folder(recipe: str, settings: dict[str, Any], deciding: Iterable[str] = ()) -> Path:
+    """A folder for the run of these settings, or with `resume` the one it goes on in."""
+    check_run_folder(settings, deciding)
+    given = settings.get("resume") or settings["run"]
+    return new_run_folder(recipe) if given is None else Path(given)
+
+
+def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> None:
+    """Whether there can be a run of these settings, before anything is read, made or overwritten for it.
 
     What a stopped run has done fits only the `deciding` settings that it was started with.
     """
-    if settings["resume"] is None:
-        return new_run_folder(recipe) if settings["run"] is None else check_free(Path(settings["run"]))
+    run = settings["run"]
+    if settings.get("resume") is None:
+        if run is not None:
+            check_free(Path(run))
+        return
     folder = Path(settings["resume"])
     saved = read_config(folder).get("config", {})
+    # What nobody gave is what the run was saved with, also where its folder has been moved since.
+    if run not in (None, saved.get("run")) and Path(run).absolute() != folder.absolute():
+        raise UserError(
+            f"resume={folder} goes on in that folder and writes nothing to run={run}; leave one of them out"
+        )
     for key in deciding:
         if saved.get(key) != settings[key]:
             raise UserError(
                 f"resume={folder} was started with {key}={saved.get(key)}, what it has done so far does not fit "
                 f"{key}={settings[key]}; leave {key} out or start a new run"
             )
-    return folder
+
+
+def check_unfinished(resume: str | None) -> None:
+    """For recipes that have nothing to add to a finished run; its report is the last thing that it wrote."""
+    if resume is not None and (Path(resume) / "report.html").exists():
+        raise UserError(
+            f"resume={resume}: nothing to go on with there, that run is finished; start a new one"
+        )
+
+
+@contextmanager
+def resumable(recipe: str, folder: Path, done: Callable[[], str] = str) -> Iterator[None]:
+    """Ctrl-C inside is one line that says how to go on; `done()` says how far it came where training does not."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stop:
+        said = str(stop).split(";")[0] or f"stopped{done()}"
+        raise Interrupted(f"{said}; go on with `shoestring run {recipe} resume={folder}`") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def weight_errors(path: str | Path, reference: str | Path) -> list[WeightError]:
     """One line per linear layer of the model at `path`."""
     from shoestring.model import load_model
 
-    model, source = load_model(path).model, load_model(reference).model
+    source, model = load_model(reference).model, load_model(path).model
     theirs = dict(linears(source))
     found = []
     for name, layer in linears(model):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -349,13 +352,30 @@ def test_a_write_that_fails_midway_leaves_the_old_folder(good: Path, tmp_path: P
 
 
 def test_no_room_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match=r"the disk has 0.0 MB left"):
         save_model(tmp_path / "m", build(SPEC))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOENT])
+def test_a_place_that_may_not_be_written_is_not_called_full(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc refuses (ENOENT) and has no room either; root is refused nothing, so this stands in for it."""
+
+    def refuse(self: Path, *args: object, exist_ok: bool = False, **options: object) -> None:
+        if not exist_ok:  # the folder above is there
+            raise OSError(code, os.strerror(code), str(self))
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError) as caught:
+        save_model(tmp_path / "m", build(SPEC))
+    said = f"cannot write {tmp_path / 'm'}: {os.strerror(code)}; nothing was changed; choose another folder"
+    assert str(caught.value) == said and list(tmp_path.iterdir()) == []
 
 
 def test_interrupted_save_leaves_nothing(tmp_path: Path) -> None:

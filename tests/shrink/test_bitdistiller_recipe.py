@@ -57,6 +57,14 @@ def test_cached_teacher_and_a_corpus(cli: Callable[..., str], here: Path) -> Non
     assert load_model(here / "packed").model.blocks[1].attn.q.packed  # type: ignore[union-attr]
 
 
+def test_layers_that_a_rule_leaves_dense(cli: Callable[..., str], here: Path) -> None:
+    rules = "rules=*.mlp.down=dense;*=int2:g32"
+    cli(*(a for a in SMALL if not a.startswith("format")), "data=corpus.jsonl", rules, "run=partly")
+    block = load_model(here / "partly").model.blocks[0]
+    assert block.mlp.up.packed and not block.mlp.down.packed  # type: ignore[union-attr]
+    assert read_jsonl(here / "partly/evals.jsonl")[-1]["format"] == "int2:g32 + dense"
+
+
 @pytest.mark.parametrize("stage", ["text", "training"])
 def test_a_stopped_run_goes_on_in_its_stage(
     cli: Callable[..., str],
@@ -75,9 +83,23 @@ def test_a_stopped_run_goes_on_in_its_stage(
             from shoestring.train import cakld
 
             patch.setattr(cakld.Cakld, "__call__", dying(9, cakld.Cakld.__call__))
-        assert run_cli(["run", "shrink/bitdistiller", *PROMPTS, f"run={name}", "device=cpu"]) != 0
+        assert f"stopped; go on with `shoestring run shrink/bitdistiller resume={name}`" in cli(
+            *PROMPTS, f"run={name}", fails=True
+        )
     assert not (here / f"{name}/model").exists()
-    assert "was started with format=int2:g32" in cli(f"resume={name}", "format=int3:g32", fails=True)
+    saved = (here / name / "config.json").read_text()
+    (here / "empty.txt").write_text("")
+    refused = {
+        "format=int3:g32": "was started with format=int2:g32",
+        "text=empty.txt": "was started with text=test.txt",  # and evaluated on it
+        "eval_tokens=128": "was started with eval_tokens=256",
+        "run=elsewhere": f"resume={name} goes on in that folder",
+    }
+    if stage == "training":
+        refused["steps=2"] = f"steps=2 is less than the 4 that {name} has done"
+    for argument, why in refused.items():
+        assert why in cli(f"resume={name}", argument, fails=True)
+    assert (here / name / "config.json").read_text() == saved and not (here / "elsewhere").exists()
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
         patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(0, print))
         assert run_cli(["run", "shrink/bitdistiller", f"resume={name}"]) != 0
@@ -106,13 +128,13 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     without = [a for a in SMALL if not a.startswith("model=")]
     assert "model= is missing" in cli(*without, "data=corpus.jsonl", fails=True)
     assert "prompts= (the model" in said()
-    assert "flatters" in said("data=test.txt")
+    assert "flatters" in said("data=test.txt") and "flatters" in said("data=model/../test.txt")
     assert "gives no prompt" in said("prompts=empty.txt")
     assert "prompts=nowhere does not exist" in said("prompts=nowhere")
     assert "micro that divides" in said("prompts=prompts.txt", "batch=4", "micro=3")
     assert "validation split" in said("data=short.jsonl") or "windows of" in said("data=short.jsonl")
     assert "use group" in said("prompts=prompts.txt", "format=int2:g48")
-    assert "no range that follows" in said("prompts=prompts.txt", "format=dense")
+    assert "every layer stays dense" in said("prompts=prompts.txt", "format=dense")
     assert "positions" in said("prompts=prompts.txt", "context=4096")
     assert "no file" in said("prompts=prompts.txt", "text=nowhere.txt")
     assert {p.name for p in here.iterdir()} - {"cache"} == before - {"cache"}

@@ -142,9 +142,9 @@ def test_adaspec_stopped_at_every_stage_ends_the_same(
         assert (here / "cut" / name).read_bytes() == (here / "whole" / name).read_bytes()
     steps = [m["step"] for m in read_jsonl(here / "cut/metrics.jsonl") if "loss" in m]
     assert steps == [10, 20]
-    before = (here / "cut/acceptance.json").read_text()
-    cli(*command)  # nothing left to do
-    assert (here / "cut/acceptance.json").read_text() == before
+    before = (here / "cut/config.json").read_text()
+    assert "resume=cut: nothing to go on with there, that run is finished" in cli(*command, fails=True)
+    assert (here / "cut/config.json").read_text() == before
 
 
 def test_on_policy_and_a_fresh_drafter(cli: Callable[..., str], here: Path) -> None:
@@ -179,6 +179,13 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "list of prompts" in cli(
         *run, "model=target", "prompts=corpus.jsonl", "text=corpus", "context=48", fails=True
     )
+    assert "prompts=nope does not exist" in cli(
+        *run, "model=target", "prompts=nope", "context=48", fails=True
+    )
+    for text in ("self", "corpus"):
+        many = ["model=target", "context=48", "prompts=texts", "num_prompts=4", "batch=4000", f"text={text}"]
+        said = cli(*run, *many, fails=True)
+        assert ("192,001 are needed" if text == "self" else "one batch needs 4000") in said
     (here / "bare").symlink_to(here / "target/model")
     assert "give prompts=" in cli(*run, "model=bare", "context=48", fails=True)
     (here / "bare").unlink()

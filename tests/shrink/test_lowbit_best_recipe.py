@@ -126,7 +126,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
             patch.setattr(blockwise, "train_block", dying(2, blockwise.train_block))
         else:
             patch.setattr(Cakld, "__call__", dying(9, Cakld.__call__))
-        assert run_cli(["run", "shrink/lowbit_best", *BEST, f"run={name}", "device=cpu"]) != 0
+        assert f"resume={name}" in cli(*BEST, f"run={name}", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
         patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(0, print))
         assert run_cli(["run", "shrink/lowbit_best", f"resume={name}"]) != 0

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_shrink import dying
 
 from shoestring.cli import run_cli
 from shoestring.kernels.sparse24 import is_24
 from shoestring.model import load_model, save_model
+from shoestring.recipes.shrink import prune24
 from shoestring.runlog import read_jsonl
 from shoestring.shrink.prune import prune
 from shoestring.shrink.resume import BlockFiles
@@ -70,6 +72,8 @@ def test_ast_with_slorb_end_to_end_and_resume(cli: Callable[..., str], here: Pat
         newer.rename(here / "later")
     assert "was started with lr=0.001" in cli("resume=boosted", "lr=2e-3", fails=True)
     assert "was started with pull=None" in cli("resume=boosted", "pull=1e-4", fails=True)
+    assert "steps=4 is less than the 5 that boosted has done" in cli("resume=boosted", "steps=4", fails=True)
+    assert json.loads((here / "boosted/config.json").read_text())["config"]["steps"] == 12
     cli("resume=boosted")
     assert (here / "boosted/packed/packed.safetensors").read_bytes() == first
 
@@ -111,12 +115,20 @@ def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
         save(self, index, *rest)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(BlockFiles, "save", stop)
-    assert (
-        run_cli(["run", "shrink/prune24", *ONE_SHOT, "train=none", "slorb=16", "run=cut", "device=cpu"]) != 0
-    )
+    way_on = "go on with `shoestring run shrink/prune24 resume=cut`"
+    with monkeypatch.context() as patch:
+        patch.setattr(prune24, "measure", dying(0, prune24.measure))
+        said = cli(*ONE_SHOT, "train=none", "slorb=16", "text=test.txt", "run=cut", fails=True)
+    assert f"stopped; {way_on}" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "save", stop)
+        assert f"stopped after 1 of 3 blocks; {way_on}" in cli("resume=cut", fails=True)
     assert not (here / "cut/oneshot").exists()
-    monkeypatch.setattr(BlockFiles, "save", save)
+    assert "would ignore warmup=3" in cli("resume=cut", "warmup=3", fails=True)
+    # What an older version took and ignored does not keep its run from going on.
+    saved = json.loads((here / "cut/config.json").read_text())
+    saved["config"]["warmup"] = 3
+    (here / "cut/config.json").write_text(json.dumps(saved))
     cli("resume=cut")
     for file in ("model/model.safetensors", "packed/packed.safetensors"):
         assert (here / "cut" / file).read_bytes() == (here / "whole" / file).read_bytes()
@@ -201,6 +213,8 @@ def test_bad_input_is_one_line_and_leaves_no_run(
     assert "needs data=" in cli(*ONE_SHOT, fails=True)
     assert "needs prompts=" in cli(*ONE_SHOT, "data=self", fails=True)
     assert "give slorb=16" in cli(*ONE_SHOT, "train=none", "projection=trained", fails=True)
+    idle = cli(*ONE_SHOT, "train=none", "steps=3", "data=self", "distill=false", fails=True)
+    assert "train=none does not train and would ignore data=self, steps=3, distill=False: leave" in idle
     assert "flatters" in cli(*ONE_SHOT, "train=none", "text=calib.txt", fails=True)
     assert "anneal=2.0 is not a share" in cli(*ONE_SHOT, *short(anneal=2), fails=True)
     assert "data=nowhere does not exist" in cli(*ONE_SHOT, *short(data="nowhere"), fails=True)
@@ -221,7 +235,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(
     for key, said in {
         "calib=nowhere.txt": "calib=nowhere.txt does not exist",
         f"calib={texts['two.txt']}": "give a longer text",
-        f"text={texts['empty.txt']}": "give a longer one",
+        f"text={texts['empty.txt']}": "empty.txt has less than two tokens",
     }.items():
         rest = [setting for setting in ONE_SHOT if setting.split("=")[0] != key.split("=")[0]]
         assert said in cli(*rest, key, "train=none", fails=True), key

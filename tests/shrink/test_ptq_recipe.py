@@ -82,6 +82,37 @@ def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: 
     assert load_model(here / f"out-{method}").model.blocks[0].mlp.up.packed  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_ctrl_c_while_evaluating(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    argv = [*SMALL, "method=rtn", "format=int3:g32", "text=test.txt", f"run=eval-{place}"]
+    monkeypatch.setattr(ptq, "evaluate_row", dying(["before", "after"].index(place), ptq.evaluate_row))
+    assert f"resume=eval-{place}" in cli(*argv, fails=True)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    cli(f"resume=eval-{place}")
+    assert [r["model"] for r in read_jsonl(here / f"eval-{place}/evals.jsonl")] == ["before", "after"]
+
+
+def test_a_resumed_run_is_not_touched_before_all_is_checked(
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "own.txt").write_text((here / "test.txt").read_text())
+    (here / "empty.txt").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(ptq, "quantize", dying(0, quantize))
+        stopped = cli(*SMALL, "calib=calib.txt", "format=int3:g32", "text=own.txt", "run=held", fails=True)
+    assert "stopped after 0 of 3 blocks" in stopped
+    saved = (here / "held/config.json").read_text()
+    for argument in ("text=empty.txt", "text=test.txt", "data=corpus.jsonl", "context=16", "max_tokens=64"):
+        assert f"was started with {argument.split('=')[0]}=" in cli("resume=held", argument, fails=True)
+    assert "resume=held goes on in that folder" in cli("resume=held", "run=elsewhere", fails=True)
+    (here / "own.txt").write_text("")  # the same text, and there is nothing in it any more
+    assert "own.txt has less than two tokens" in cli("resume=held", fails=True)
+    assert (here / "held/config.json").read_text() == saved and not (here / "elsewhere").exists()
+
+
 def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [*SMALL, "format=int3:g32", "calib=calib.txt", "text=test.txt"]
     cli(*argv, "run=whole")

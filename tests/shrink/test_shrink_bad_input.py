@@ -51,7 +51,10 @@ def test_calibration_that_is_empty_short_or_not_text(fails: Callable[..., str], 
         assert "give a longer text" in fails("shrink/ptq", *SMALL), text
     (own_home / "calib.txt").write_bytes(b"\xff\xfe\x00bad")
     assert "calib.txt" in fails("shrink/ptq", *SMALL)
-    assert "calib=nowhere.txt does not exist" in fails("shrink/ptq", "model=model", "calib=nowhere.txt")
+    for source in ("nowhere.txt", "nowhere"):
+        for recipe in ("shrink/ptq", "shrink/skip_set"):
+            said = fails(recipe, "model=model", "context=32", f"calib={source}")
+            assert f"calib={source} does not exist" in said
 
 
 def test_a_group_that_does_not_divide_names_those_that_do(fails: Callable[..., str]) -> None:
@@ -71,7 +74,25 @@ TRAINED = [
     "micro=2",
     "steps=2",
 ]
+BUDGET = [a for a in TRAINED if not a.startswith(("format", "data"))] + ["bits_budget=3"]
+WRITTEN = ["model=model", "prompts=prompts.txt", "format=int2:g32", "context=32", "micro=none", "max_new=8"]
 DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_a_text_too_short_to_evaluate(text: str, fails: Callable[..., str], own_home: Path) -> None:
+    (own_home / "short.txt").write_text(text)
+    skip_set = ["model=model", "calib=calib.txt", "calib_context=32", "context=32"]
+    for recipe, argv in (
+        ("rtn", ["model=model", "format=int4:g32"]),
+        ("ptq", SMALL),
+        ("bitdistiller", TRAINED),
+        ("lowbit_best", TRAINED),
+        ("skip_set", skip_set),
+    ):
+        said = fails(f"shrink/{recipe}", *argv, "text=short.txt")
+        assert "short.txt has less than two tokens" in said, recipe
+    assert "flatters" in fails("shrink/skip_set", *skip_set, "text=model/../calib.txt")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +118,29 @@ DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
             [*TRAINED, "bits_budget=3", "candidates=int2:g32,int4:g48"],
             "blocks.0.attn.q: Group 48 does not divide",
         ),
+        (
+            "shrink/lowbit_best",
+            [*BUDGET, "candidates=int2:g32,int2:g32", "data=nowhere"],  # said before the text is looked for
+            "give two or more different formats",
+        ),
+        ("shrink/ptq", [*SMALL, "bits_budget=3", "candidates=dense"], "give two or more different formats"),
+        ("shrink/lowbit_best", [*BUDGET, "candidates=int4:g48", "data=nowhere"], "Group 48 does not divide"),
+        ("shrink/lowbit_best", [*BUDGET, "candidates=int4:g32", "data=nowhere"], "candidates need 4.7"),
+        (
+            "shrink/lowbit_best",
+            [*BUDGET, "candidates=int2:g32,sparse24", "grids=derived", "data=nowhere"],
+            "no range that follows its weights",
+        ),
+        ("shrink/lowbit_best", [*TRAINED[:2], "context=32", "format=dense"], "every layer stays dense"),
+        ("shrink/lowbit_best", [*TRAINED, "windows=4000"], "4000 windows of 32 need"),
+        (
+            "shrink/lowbit_best",
+            [*BUDGET, "data=corpus.jsonl", "candidates=int2:g32,int4:g32", "damage_windows=4000"],
+            "4000 windows of 32 need",
+        ),
+        ("shrink/bitdistiller", [*TRAINED, "calib_windows=4000"], "4000 windows of 32 need"),
+        ("shrink/bitdistiller", [*WRITTEN, "batch=400"], "12,801 are needed"),
+        ("shrink/bitdistiller", [*WRITTEN, "batch=4", "calib_windows=400"], "12,800 are needed"),
         ("shrink/lowbit_best", [*LOWBIT, "gamma=2"], "gamma=2.0"),
         ("shrink/bitdistiller", [*LOWBIT, "k=0"], "k=0"),
         ("shrink/drafter", [*DRAFTER, "d_model=65"], "multiple of 32"),

@@ -141,6 +141,7 @@ def test_what_a_resumed_run_may_not_change_is_said_and_leaves_it_as_it_was(
         "d_ff=128": "was started with d_ff=64",
         "batch=8": "was started with batch=4",
         "steps=96": "o is dense since step 15",
+        "steps=17": "steps=17 is less than the 18 that o has done: give 18 or more",
     }.items():
         assert said in command("run", "train/sparse24_fst", "resume=o", setting, fails=True), setting
         assert {p: p.read_bytes() for p in sorted(tmp_path.glob("o/**/*")) if p.is_file()} == before

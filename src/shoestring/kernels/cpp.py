@@ -22,7 +22,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from shoestring.kernels.nvrtc import cache_folder
+from shoestring.places import cache_folder
 
 # What lets loops over floats become vector code, one by one: -ffast-math would forget nan, and change how the
 # whole process rounds small numbers.
@@ -55,7 +55,7 @@ def _compiled(source: str, compiler: str) -> Path:
     options = [*OPTIONS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     version = _output([compiler, "--version"])
     key = "\0".join((source, *options, version, _processor()))
-    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    path = cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
     if path.exists():
         return path
     try:

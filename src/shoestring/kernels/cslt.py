@@ -24,7 +24,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import warnings
@@ -38,6 +37,7 @@ from torch import Tensor
 
 from shoestring.kernels.backend import of_the_machine
 from shoestring.kernels.mvue24_pack import in_words, launch_mvue
+from shoestring.places import cache_folder
 
 ROWS, COLS = 64, 64  # blocks of the metadata
 MAX_ALGORITHMS = 64
@@ -298,10 +298,9 @@ def _in_turns(calls: Sequence[Callable[[], Tensor]], turns: int) -> list[float]:
 
 
 def table_file() -> Path:
-    """$SHOESTRING_CACHE or ~/.cache/shoestring; one file for each GPU and version of torch."""
-    base = os.environ.get("SHOESTRING_CACHE") or Path.home() / ".cache" / "shoestring"
+    """One for each GPU and version of torch."""
     name = f"{torch.cuda.get_device_name()}-torch{torch.__version__}".replace(" ", "_").replace("/", "_")
-    return Path(base) / f"cslt-{name}.json"
+    return cache_folder() / f"cslt-{name}.json"
 
 
 @functools.cache

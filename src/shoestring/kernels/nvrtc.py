@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from shoestring.errors import UserError
+from shoestring.places import cache_folder
 
 NUM_REGISTERS, MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 4, 8, 9  # CU_FUNC_ATTRIBUTE_*
 CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
@@ -108,13 +109,6 @@ SOURCES = Path(__file__).parent / "_cuda"
 DIGEST = hashlib.sha256().digest_size
 
 
-def cache_folder() -> Path:
-    given = os.environ.get("SHOESTRING_CACHE")
-    if given:
-        return Path(given) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shoestring" / "kernels"
-
-
 @functools.cache
 def cuda_source(*parts: str) -> str:
     """Files of _cuda/ one behind the other, behind the instructions that all of them use."""
@@ -167,7 +161,7 @@ def cached_cubin(source: str, options: Sequence[str]) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc(nvrtc_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     key = "\0".join((source, *options, f"{major.value}.{minor.value}"))
-    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    path = cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
         kept = path.read_bytes()
         if kept[:DIGEST] == hashlib.sha256(kept[DIGEST:]).digest():

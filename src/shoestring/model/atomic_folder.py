@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, room
 from shoestring.model.tensor_files import TensorInfo, TensorWriter
 
 # What a model folder is made of. A file outside this list is the user's own, and stops a replacement.
@@ -43,14 +43,14 @@ class AtomicFolder:
         with self.guard():
             _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.temp, ignore_errors=True)
+            self.temp.mkdir()  # first: a place that takes no file at all may call itself full
             free = shutil.disk_usage(target.parent).free
             if num_bytes > free:
                 raise UserError(
                     f"cannot write {target}: it needs {num_bytes / 1e6:.1f} MB, the disk has "
                     f"{free / 1e6:.1f} MB left; free some space or choose another folder"
                 )
-            shutil.rmtree(self.temp, ignore_errors=True)
-            self.temp.mkdir()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -62,8 +62,7 @@ class AtomicFolder:
         except OSError as error:
             reason = error.strerror or str(error)
             self.error = self.error or (
-                f"cannot write {self.target}: {reason}; nothing was changed; free some space or choose "
-                "another folder"
+                f"cannot write {self.target}: {reason}; nothing was changed; {room(error)}choose another folder"
             )
 
     @contextlib.contextmanager

@@ -37,6 +37,7 @@ from shoestring.model import hf_names
 from shoestring.model.atomic_folder import AtomicFolder
 from shoestring.model.save import linears, write_extras
 from shoestring.model.tensor_files import SHARD_BYTES, TensorFiles, TensorInfo, plan_shards, write_index
+from shoestring.places import expand
 
 if TYPE_CHECKING:
     from shoestring.model.spec import ModelSpec
@@ -66,7 +67,7 @@ def save_compressed_tensors(
 
     `dtype`: of the other weights, and what readers compute in by default; that of the scales unless given.
     """
-    target, spec = Path(path).expanduser().resolve(), model.spec
+    target, spec = expand(path).resolve(), model.spec
     formats = {name: m.format for name, m in linears(model) if not isinstance(m.format, Dense)}
     wanted = _as_stored(model, exportable(spec, formats))
     dtype = check_dtype(dtype, {f.scale_dtype for f in wanted.values()})

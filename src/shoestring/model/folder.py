@@ -27,6 +27,7 @@ from shoestring.model.save import PACKED_VERSION, linears, save_model
 from shoestring.model.spec import ModelSpec
 from shoestring.model.tensor_files import TensorFiles, read_json
 from shoestring.model.transformer import Decoder
+from shoestring.places import expand
 from shoestring.state.boxes import Box, local_box
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
         raise UserError(
             "the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file"
         )
-    path = Path(path).expanduser()
+    path = expand(path)
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise UserError(f"{path} does not exist; give a .gguf file or a model folder")

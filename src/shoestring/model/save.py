@@ -27,6 +27,7 @@ from shoestring.model.hf import spec_to_hf
 from shoestring.model.spec import ModelSpec
 from shoestring.model.tensor_files import SHARD_BYTES, TensorInfo, plan_shards, write_index, write_json
 from shoestring.model.transformer import Decoder
+from shoestring.places import expand
 
 if TYPE_CHECKING:
     from shoestring.mesh import Mesh
@@ -65,7 +66,7 @@ def save_model(
     is not packed is written as the dense weight its forward multiplies with, so that `transformers` computes
     the same logits.
     """
-    target = Path(path).expanduser().resolve()
+    target = expand(path).resolve()
     spec, state = model.spec, model.state_dict() if weights is None else weights
     packed = {name: m.format for name, m in linears(model) if f"{name}.weight" not in state}
     spec_to_hf(spec)  # a spec that cannot be written should not cost a gather first

@@ -202,7 +202,6 @@ def prune_small(demo: Demo) -> None:
             train="none",
             calib_windows=32,
             calib_context=128,
-            context=128,
             device=demo.cfg.device,
             run=str(run),
         )

@@ -35,9 +35,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, suggest
 from shoestring.formats import FormatLinear
 from shoestring.model.transformer import Decoder
+from shoestring.places import expand
 from shoestring.serve.blocks import BlockPool, Table
 from shoestring.serve.chain_graph import most_new
 from shoestring.serve.cuda_graphs import Kind
@@ -388,6 +389,11 @@ def open_drafter(
         if name == "ngram":
             drafters.append(Ngram())
             continue
+        if not expand(name).exists():
+            raise UserError(
+                f"there is no drafter {name}: give ngram, the path of a draft model, or several joined by +."
+                f"{suggest(name, ['ngram'])}"
+            )
         loaded = load_model(name, device=device, dtype=dtype)
         loaded.model.eval()
         ours, theirs = target.spec.vocab_size, loaded.spec.vocab_size

@@ -138,11 +138,7 @@ def measure_damage(
     progress(trials done, trials, damage). `file` keeps finished trials, one JSON line each: a stopped run does
     not repeat them.
     """
-    if not candidates or len({f.label for f in candidates}) < len(candidates):
-        given = ", ".join(f.label for f in candidates)
-        raise UserError(
-            f"candidates for mixed bits are {given or 'missing'}: give two or more different formats"
-        )
+    check_different(candidates)
     check_tokens(model, tokens_NT)
     grouped = units_of(model, candidates, units, skip)
     known = _read(file, tokens_NT, measure)
@@ -353,6 +349,15 @@ def _append(file: Path | None, trial: str, damage: float, tokens_NT: Tensor, mea
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
+def check_different(candidates: Sequence[Format]) -> None:
+    """There is a choice, and not only to leave all as it is."""
+    labels = [f.label for f in candidates]
+    if len(set(labels)) < len(labels) or all(isinstance(f, Dense) for f in candidates):
+        raise UserError(
+            f"candidates for mixed bits are {', '.join(labels) or 'missing'}: give two or more different formats"
+        )
+
+
 def check_candidates(model: Decoder, candidates: Sequence[Format], budget: float) -> None:
     """Every mistake in candidates and budget, before anything is measured."""
     nothing: dict[str, float] = defaultdict(float)

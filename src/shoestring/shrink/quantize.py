@@ -269,8 +269,9 @@ def plan_layers(model: Decoder, rules: Sequence[Rule], skip: Sequence[str], verb
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
     wanted = {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
-    finite = [modules[name].weight.isfinite().all() for name in wanted]  # type: ignore[union-attr, operator]
-    for name, good in zip(wanted, torch.stack(finite).tolist() if finite else [], strict=True):
+    weights = {name: w for name in wanted if not (w := modules[name].weight).is_meta}  # type: ignore[union-attr]
+    finite = [w.isfinite().all() for w in weights.values()]  # type: ignore[operator]
+    for name, good in zip(weights, torch.stack(finite).tolist() if finite else [], strict=True):
         if not good:
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model")
     return wanted

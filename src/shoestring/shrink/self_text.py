@@ -30,6 +30,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
+from shoestring.places import expand
 from shoestring.serve.admission import eos_ids_of
 from shoestring.serve.engine import Engine, Request
 from shoestring.serve.sampling import Sampling
@@ -223,7 +224,7 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
     """Prompts from a file: the prompt (instruction, question, ...) of each line of a .jsonl or .json list;
     beginnings of long paragraphs for any other corpus. Where there are more than `limit`, evenly spaced ones.
     """
-    path = Path(source).expanduser()
+    path = expand(source)
     found = _listed_prompts(path) if path.suffix in (".jsonl", ".json") else _beginnings(source)
     if not found:
         raise UserError(
@@ -237,11 +238,19 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
     return [found[i * len(found) // limit] for i in range(limit)]
 
 
+def check_room(prompts: list[str], tokenizer: Tokenizer, max_new: int, least: int) -> None:
+    """Before hours of writing: whether all completions together can have the tokens that are needed."""
+    most = sum(len(ids) + max_new + 1 for ids in tokenizer.encode_batch(prompts))
+    if most < least:
+        raise UserError(
+            f"{len(prompts)} prompts with up to {max_new} tokens written after each are a text of {most:,} tokens at "
+            f"most, and {least:,} are needed: give more prompts, longer completions, or fewer or shorter rows"
+        )
+
+
 def _beginnings(source: str) -> list[str]:
-    try:
-        lines = [line.strip() for document in documents(source) for line in document.text.split("\n")]
-    except UserError as error:
-        raise UserError(str(error).replace("data=", "prompts=")) from None
+    found = documents(source, key="prompts")
+    lines = [line.strip() for document in found for line in document.text.split("\n")]
     return [line[:PREFIX] for line in lines if len(line) > LONG]
 
 

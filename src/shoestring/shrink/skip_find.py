@@ -27,6 +27,7 @@ from shoestring.model.folder import Loaded
 from shoestring.model.skip import SkipSet
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
+from shoestring.places import cache_folder
 from shoestring.runlog import write_atomically
 from shoestring.serve.skipping import Fixed, SkipPolicy, open_policy
 from shoestring.shrink.calibrate import windows
@@ -39,7 +40,7 @@ from shoestring.shrink.skip_set import (
     num_for_alpha,
     unified,
 )
-from shoestring.train.shards import default_cache, prepare
+from shoestring.train.shards import prepare
 
 Method = Literal["adaskip", "measured", "lossless", "early_exit", "unified"]
 MAX_BYTES = 4_000_000  # of a calibration corpus: windows are spread over these
@@ -116,7 +117,8 @@ def calibration(
     source: str, tokenizer: Tokenizer, num_windows: int, context: int, progress: Any = None
 ) -> Tensor:
     """[windows, context] tokens of a text file or corpus, evenly spaced over its first megabytes."""
-    corpus = prepare(source, tokenizer=tokenizer, max_bytes=MAX_BYTES, val_fraction=0.0, progress=progress)
+    options: dict[str, Any] = {"max_bytes": MAX_BYTES, "val_fraction": 0.0, "progress": progress}
+    corpus = prepare(source, tokenizer=tokenizer, key="calib", **options)
     return windows(corpus.train.head().to(torch.int64), num_windows, context)
 
 
@@ -165,7 +167,7 @@ def open_skip(
     speedup = DRAFT_SPEEDUP if lossless else QUICK_SPEEDUP
     method: Method = text  # type: ignore[assignment]
     wanted = Wanted(method, context, speedup, rows=128, lookahead=3)
-    path = default_cache() / f"skip-{_key(loaded, wanted, corpus)}.json"
+    path = cache_folder() / f"skip-{_key(loaded, wanted, corpus)}.json"
     if not path.is_file():
         say(
             f"looking for a set to skip ({text}, context {context}): minutes on a CPU; it will be kept in {path}"

@@ -27,6 +27,7 @@ from torch import nn
 from shoestring.model import Loaded, load_model
 from shoestring.model.folder import find_model_folder, read_spec
 from shoestring.model.tensor_files import TensorFiles
+from shoestring.places import expand
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -86,7 +87,7 @@ def home_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
     """
     if Path(path).suffix == ".gguf":  # de-quantized when it is read
         return compute
-    folder = find_model_folder(Path(path).expanduser())
+    folder = find_model_folder(expand(path))
     if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
         return compute  # packed already, or no weights: those who load it say so
     files = TensorFiles(folder)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoestring.errors import UserError, suggest
+from shoestring.places import expand
 
 PYTHON = "python"
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -68,10 +69,11 @@ class SourceFile(NamedTuple):
 
 
 def documents(
-    source: str, *, max_bytes: int | None = None, reading: Reading | None = None
+    source: str, *, max_bytes: int | None = None, reading: Reading | None = None, key: str = "data"
 ) -> Iterator[Document]:
     """Every document of the source, in a fixed order, at most `max_bytes` of text in all."""
-    yield from read_files(list_files(source), skip_bad=source == PYTHON, max_bytes=max_bytes, reading=reading)
+    files = list_files(source, key)
+    yield from read_files(files, skip_bad=source == PYTHON, max_bytes=max_bytes, reading=reading)
 
 
 def read_files(
@@ -110,11 +112,11 @@ def read_files(
 # --- which files --------------------------------------------------------------------------------
 
 
-def list_files(source: str) -> list[SourceFile]:
-    """The files a source means; never empty."""
+def list_files(source: str, key: str = "data") -> list[SourceFile]:
+    """The files a source means; never empty. `key` is the setting that gave it, for errors."""
     if source == PYTHON:
         return _python_files()
-    path = Path(source).expanduser()
+    path = expand(source)
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise UserError(
@@ -134,7 +136,7 @@ def list_files(source: str) -> list[SourceFile]:
             raise UserError(f"no {', '.join(SUFFIXES)} file matches {source}")
         return _in_order(found, Path(os.path.commonpath([p.parent for p in found])))
     raise UserError(
-        f"data={source} does not exist; give a file ({', '.join(SUFFIXES)}), a folder, a glob in quotes, "
+        f"{key}={source} does not exist; give a file ({', '.join(SUFFIXES)}), a folder, a glob in quotes, "
         f"or 'python' for this machine's Python sources.{suggest(source, [PYTHON])}"
     )
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.places import cache_folder
 from shoestring.train.corpus import PYTHON, Document, Reading, SourceFile, list_files, read_files
 
 VERSION = 1  # of the files below; part of the key, so that older ones are not misread
@@ -77,8 +78,9 @@ def prepare(
     max_bytes: int | None = None,
     val_fraction: float = 0.02,
     progress: Progress | None = None,
+    key: str = "data",
 ) -> Corpus:
-    """The tokenised corpus of `source`, from the cache where it is there.
+    """The tokenised corpus of `source`, from the cache where it is there; `key` is the setting that gave it.
 
     Without a tokenizer, one of `vocab_size` tokens is trained on the training split. `progress(total,
     description)` is a context manager whose value has advance(n), as RunLog.progress.
@@ -87,8 +89,8 @@ def prepare(
         raise UserError(f"val_fraction={val_fraction} must be at least 0 and less than 1")
     if max_bytes is not None and max_bytes < 1:
         raise UserError(f"max_bytes={max_bytes} must be positive; leave it out to read everything")
-    cache = Path(cache_dir) if cache_dir is not None else default_cache()
-    files = list_files(source)
+    cache = Path(cache_dir) if cache_dir is not None else cache_folder()
+    files = list_files(source, key)
     origin = {
         "version": VERSION,
         "files": [(f.name, str(f.path.absolute()), f.size, f.mtime_ns) for f in files],
@@ -96,7 +98,7 @@ def prepare(
         "max_bytes": max_bytes,
         "val_fraction": val_fraction,
     }
-    read = _Read(source, files, max_bytes, val_fraction, progress or _silent)
+    read = _Read(source, files, max_bytes, val_fraction, progress or _silent, key)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if tokenizer is None:
@@ -128,11 +130,6 @@ def open_prepared(folder: str | Path) -> Corpus:
     return _open(folder, tokenizer)
 
 
-def default_cache() -> Path:
-    given = os.environ.get("SHOESTRING_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "shoestring"
-
-
 def in_validation(document: Document, fraction: float) -> bool:
     """Decided by the document alone: the same text is on the same side in every corpus."""
     digest = hashlib.blake2b((document.prompt or "").encode() + b"\0" + document.text.encode(), digest_size=8)
@@ -151,6 +148,11 @@ class _Read:
     max_bytes: int | None
     val_fraction: float
     progress: Progress
+    key: str
+
+    @property
+    def given(self) -> str:
+        return f"{self.key}={self.source}"
 
     @property
     def num_bytes(self) -> int:
@@ -177,14 +179,14 @@ def _train_tokenizer(folder: Path, read: _Read, vocab_size: int) -> None:
                     yield (document.prompt or "") + document.text
                 bar.advance(document.num_bytes)
 
-        trained = Tokenizer.train(_not_empty(texts(), read.source), vocab_size)
+        trained = Tokenizer.train(_not_empty(texts(), read.given), vocab_size)
     trained.save(folder)
 
 
-def _not_empty(texts: Iterator[str], source: str) -> Iterator[str]:
+def _not_empty(texts: Iterator[str], given: str) -> Iterator[str]:
     first = next(texts, None)
     if first is None:
-        raise UserError(f"data={source} has no text to learn from; all its files are empty")
+        raise UserError(f"{given} has no text to learn from; all its files are empty")
     yield first
     yield from texts
 
@@ -215,12 +217,11 @@ def _tokenize(folder: Path, read: _Read, tokenizer: Tokenizer) -> None:
                 writers[split].add(prompt, [*text, tokenizer.eos_id])
             bar.advance(sum(d.num_bytes for d in batch))
     if reading.num_documents == 0:
-        raise UserError(f"data={read.source} has no text to learn from; all its files are empty")
+        raise UserError(f"{read.given} has no text to learn from; all its files are empty")
     if writers["train"].num_tokens == 0:
         raise UserError(
-            f"data={read.source} has only {reading.num_documents} documents, all of which fell to "
-            f"the validation "
-            "split; give more text, or set val_fraction=0"
+            f"{read.given} has only {reading.num_documents} documents, all of which fell to the validation split; "
+            "give more text, or set val_fraction=0"
         )
     index = {
         "version": VERSION,

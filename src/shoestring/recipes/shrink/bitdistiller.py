@@ -27,26 +27,27 @@ from typing import Literal
 from shoestring.config import option
 from shoestring.errors import during, in_run
 from shoestring.formats.convert import Rule
-from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.model import load_model, save_model
 from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
     check,
+    check_rules,
     clip_start,
     finish,
     load_corpus,
     make_objective,
     open_run,
     parallel_of,
+    range_rules,
+    some_rows,
     token_data,
     training_options,
     write_text,
 )
-from shoestring.shrink.calibrate import windows
+from shoestring.runlog import resumable
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.qat import build_student, once
-from shoestring.shrink.quantize import plan
 from shoestring.train.optim import adamw, constant
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
@@ -66,9 +67,9 @@ class Config(Settings):
 
 def main(cfg: Config) -> Path:
     rules = check(cfg)
-    trained_rules = [(glob, with_range_gradient(f)) for glob, f in rules] if cfg.range_gradient else rules
-    run = open_run(cfg, "shrink/bitdistiller", lambda model: plan(model, rules))
-    with in_run(run.folder):
+    trained_rules = range_rules(rules) if cfg.range_gradient else rules
+    run = open_run(cfg, "shrink/bitdistiller", lambda model: check_rules(model, rules), cfg.calib_windows)
+    with in_run(run.folder), resumable(run.recipe, run.folder):
         shrink(cfg, rules, trained_rules, run)
     return run.folder
 
@@ -97,7 +98,8 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
     write_text(cfg, loaded, run)
     if cfg.calib_windows and not (run.folder / "clipped").exists():
-        tokens = load_corpus(cfg, run.folder, run.log).train.head()
-        seen_NT = windows(tokens, cfg.calib_windows, cfg.context)
+        corpus = load_corpus(cfg, run.folder, run.log)
+        token_data(cfg, corpus, run.mesh)  # too short for a step: said before the search
+        seen_NT = some_rows(cfg, corpus, cfg.calib_windows, run.log)
         clip_start(loaded, rules, seen_NT, Clip(search=cfg.search), 8.0, run)
         save_model(run.folder / "clipped", loaded.model, loaded.tokenizer)

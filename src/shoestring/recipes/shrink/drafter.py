@@ -24,12 +24,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoestring.config import option, to_json
-from shoestring.errors import Interrupted, UserError, in_run
+from shoestring.errors import UserError, in_run
 from shoestring.measure import corpus_of_run, need_tokenizer, pick_device, pick_dtype, ready
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, Loaded, load_model
 from shoestring.report import Curves, Section, Series, Table, Text, run_sections, write_report
-from shoestring.runlog import RunLog, open_run_folder, write_atomically
+from shoestring.runlog import (
+    RunLog,
+    check_run_folder,
+    check_unfinished,
+    open_run_folder,
+    resumable,
+    write_atomically,
+)
 from shoestring.serve import Sampling
 from shoestring.serve.drafters import Drafter, DraftModel, Ngram, open_drafter, trim_head
 from shoestring.shrink.drafter import (
@@ -53,7 +60,7 @@ from shoestring.shrink.drafter_model import (
     save_drafter,
 )
 from shoestring.shrink.drafter_objectives import DraftDistill
-from shoestring.shrink.self_text import generate_text
+from shoestring.shrink.self_text import check_room, generate_text
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, prepare
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
@@ -123,20 +130,18 @@ def main(cfg: Config) -> Path:
     need_tokenizer(loaded)
     check_shape(cfg, loaded.model)
     prompts, held_out, whole = make_prompts(cfg, loaded, *prompt_source(cfg), RunLog(None))
+    if cfg.text == "corpus" and whole is not None:
+        token_data(cfg, whole)
+    else:
+        check_room(prompts, need_tokenizer(loaded), cfg.new_tokens, cfg.batch * cfg.context + 1)
     settings = to_json(cfg)
-    folder = open_run_folder(RECIPE, settings, [key for key in settings if key not in FREE])
-    with in_run(folder):
+    folder = open_run_folder(RECIPE, settings)
+    with in_run(folder), resumable(RECIPE, folder):
         log = RunLog(folder)
         log.save_config({"recipe": RECIPE, "config": {**settings, "resume": None, "run": str(folder)}})
-        try:
-            corpus = make_text(cfg, loaded, prompts, whole, folder, log)
-            train_stage(cfg, loaded, corpus, folder, log)
-            rows = acceptance_stage(cfg, loaded, held_out, folder, log)
-        except (Interrupted, KeyboardInterrupt) as stop:
-            said = str(stop) if isinstance(stop, Interrupted) else "stopped"
-            raise Interrupted(
-                f"{said.split(';')[0]}; go on with `shoestring run {RECIPE} resume={folder}`"
-            ) from None
+        corpus = make_text(cfg, loaded, prompts, whole, folder, log)
+        train_stage(cfg, loaded, corpus, folder, log)
+        rows = acceptance_stage(cfg, loaded, held_out, folder, log)
         finish(cfg, log, folder, rows)
     return folder
 
@@ -147,6 +152,9 @@ def main(cfg: Config) -> Path:
 def check(cfg: Config) -> None:
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    settings = to_json(cfg)
+    check_run_folder(settings, [key for key in settings if key not in FREE])
+    check_unfinished(cfg.resume)
     pick_loss(cfg.loss)
     if not 0 <= cfg.on_policy <= 1 or not 0 < cfg.fraction <= 1:
         raise UserError(
@@ -208,7 +216,8 @@ def make_prompts(
         return prompts, held_out, None
     tokenizer = need_tokenizer(loaded)
     max_bytes = None if max_mb is None else int(max_mb * 1e6)
-    corpus = prepare(source, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress)
+    key = "data" if cfg.prompts is None else "prompts"
+    corpus = prepare(source, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress, key=key)
     if len(corpus.val) < cfg.prompt_tokens:
         raise UserError(
             f"prompts={source} leaves {len(corpus.val)} tokens to hold out: give more documents, or a list of prompts"
@@ -244,9 +253,7 @@ def train_stage(cfg: Config, loaded: Loaded, corpus: Corpus, folder: Path, log: 
         return
     device = loaded.model.embed.weight.device
     mesh = Mesh(0, 1, device)
-    data = TokenData(
-        corpus.train, context=cfg.context, batch=cfg.batch, micro=cfg.micro or cfg.batch, seed=cfg.seed
-    )
+    data = token_data(cfg, corpus)
     vocab_ids = None
     if cfg.vocab is not None:
         vocab_ids = frequent_tokens(
@@ -300,6 +307,10 @@ def train_stage(cfg: Config, loaded: Loaded, corpus: Corpus, folder: Path, log: 
     )
     for part in ("targets", "reference_losses"):  # large, and of no use to a finished drafter
         shutil.rmtree(folder / part, ignore_errors=True)
+
+
+def token_data(cfg: Config, corpus: Corpus) -> TokenData:
+    return TokenData(corpus.train, context=cfg.context, batch=cfg.batch, micro=cfg.micro, seed=cfg.seed)
 
 
 def reference_stage(

@@ -50,26 +50,28 @@ from shoestring.config import option
 from shoestring.errors import UserError, during, in_run
 from shoestring.formats import Dense, FormatLinear, Parts, parse_format
 from shoestring.formats.convert import Rule
-from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.recipes.shrink.lowbit_run import (
     LowbitRun,
     Settings,
     check,
+    check_rules,
     clip_start,
     finish,
     load_corpus,
     make_objective,
     open_run,
     parallel_of,
+    range_rules,
+    some_rows,
     token_data,
     training_options,
     write_text,
 )
 from shoestring.recipes.shrink.ptq import pick_candidates
-from shoestring.runlog import RunLog, write_atomically
+from shoestring.runlog import RunLog, resumable, write_atomically
 from shoestring.shrink.blockwise import Blockwise, train_blocks
-from shoestring.shrink.calibrate import Calibration, windows
+from shoestring.shrink.calibrate import Calibration
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import Mix, check_candidates, choose_formats, measure_damage, units_of
 from shoestring.shrink.qat import (
@@ -84,7 +86,6 @@ from shoestring.shrink.qat import (
     read_grids,
     relative_adamw,
 )
-from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
 from shoestring.train.together import Together
 from shoestring.train.trainer import Run, train
@@ -132,14 +133,14 @@ class Config(Settings):
 
 def main(cfg: Config) -> Path:
     rules = check(cfg)
-    pick_candidates(cfg)
     check_grids(cfg)
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
     rates.softer(part_of(cfg, rules))  # what is not possible is said now
     block_settings(cfg, rules)
-    trained_rules(cfg, rules)
-    run = open_run(cfg, "shrink/lowbit_best", lambda model: check_model(cfg, rules, model))
-    with in_run(run.folder):
+    trained_rules(cfg, [("*", f) for f in pick_candidates(cfg)] or rules)
+    num = max(cfg.windows or 0, 0 if cfg.bits_budget is None else cfg.damage_windows)
+    run = open_run(cfg, "shrink/lowbit_best", lambda model: check_model(cfg, rules, model), num)
+    with in_run(run.folder), resumable(run.recipe, run.folder):
         shrink(cfg, rules, rates, run)
     return run.folder
 
@@ -197,15 +198,16 @@ def check_grids(cfg: Config) -> None:
 
 def check_model(cfg: Config, rules: list[Rule], model: Decoder) -> None:
     """Whether its weights can get these formats, or with a budget each of the candidates."""
-    plan(model, rules)
-    if cfg.bits_budget is not None:
+    if cfg.bits_budget is None:
+        check_rules(model, rules)
+    else:
         check_candidates(model, pick_candidates(cfg), cfg.bits_budget)
 
 
 def trained_rules(cfg: Config, rules: list[Rule]) -> list[Rule]:
     if not is_derived(cfg, rules):
         return learned_rules(rules)
-    return [(glob, f if isinstance(f, Dense) else with_range_gradient(f)) for glob, f in rules]
+    return range_rules(rules)
 
 
 def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
@@ -216,22 +218,20 @@ def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
     if (folder / "blockwise").exists():
         return
     corpus = load_corpus(cfg, folder, log)
+    token_data(cfg, corpus, run.mesh)  # too short for a step: said before the blocks
     told: dict[str, Any] = {}
     if cfg.bits_budget is not None:
-        seen = windows(corpus.train.head(), cfg.damage_windows, cfg.context)
+        seen = some_rows(cfg, corpus, cfg.damage_windows, log)
         mix = choose_mix(cfg, loaded.model, seen, folder, log)
         rules, told = mix.rules, {"mixed_bits": mix.to_json()}
     if is_derived(cfg, rules):
-        num = max(1, min(NUM_SEEN, (len(corpus.train) - 1) // cfg.context))
-        seen = windows(corpus.train.head(), num, cfg.context)
+        seen = some_rows(cfg, corpus, NUM_SEEN, log)
         clip_start(loaded, rules, seen, Clip(), cfg.memory_gb, run)
         write_atomically(folder / "blockwise.json", json.dumps({"grids": "derived", **told}) + "\n")
         save_model(folder / "blockwise", loaded.model, loaded.tokenizer)
         return
     settings, num = block_settings(cfg, rules)
-    if not cfg.windows:  # nobody asked for so many
-        num = max(1, min(num, (len(corpus.train) - 1) // cfg.context))
-    seen = windows(corpus.train.head(), num, cfg.context)
+    seen = some_rows(cfg, corpus, num, log)
     with during("training block by block"), log.progress(len(loaded.model.blocks), "block by block") as bar:
         report = train_blocks(
             loaded.model,

@@ -1,8 +1,8 @@
 """What shrink/bitdistiller and shrink/lowbit_best share: both let a model write a text, and train a quantized copy of
 the model on it, against the model itself.
 
-    rules = check(cfg)                          everything that can be said before a model is loaded
-    run = open_run(cfg, RECIPE, check_model)    the processes, the folder (new or resumed) and its log
+    rules = check(cfg)                          everything that can be said without a look at layers and rows
+    run = open_run(cfg, RECIPE, check_model, n) the processes, the folder (new or resumed) and its log
     ...                                         the recipe's own stages, and training
     finish(cfg, run, model, corpus, told)
 
@@ -23,21 +23,31 @@ from torch import Tensor
 
 from shoestring.config import option, to_json
 from shoestring.errors import UserError, during
-from shoestring.formats import convert, packed_state, parse_format
+from shoestring.formats import Dense, packed_state, parse_format
 from shoestring.formats.convert import Rule
-from shoestring.measure import evaluate_row, need_tokenizer, pick_dtype, read_tokens
+from shoestring.formats.range_gradient import with_range_gradient
+from shoestring.measure import check_apart, evaluate_row, need_tokenizer, pick_dtype, read_tokens
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import Loaded, read_spec
 from shoestring.model.parallel import ParallelConfig
 from shoestring.recipes.shrink import rtn
-from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
+from shoestring.recipes.train.dense import check_steps
+from shoestring.runlog import (
+    RunLog,
+    check_outputs,
+    check_run_folder,
+    check_unfinished,
+    open_run_folder,
+    write_atomically,
+)
 from shoestring.serve.sampling import Sampling
-from shoestring.shrink.calibrate import Calibration, walk
+from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.qat import build_teacher, clip_weights
+from shoestring.shrink.quantize import plan
 from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.self_text import generate_text, read_prompts
+from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.data import TokenData, rows_per_pass
@@ -46,8 +56,8 @@ from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 
 # What a resumed run may change; everything else is in its finished stages already.
 FREE = (
-    *("run", "resume", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every", "steps"),
-    *("text", "eval_context", "eval_tokens", "out"),
+    *("run", "resume", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
+    *("steps", "out"),
 )
 # Folders that a finished run does not need.
 STAGES = ("clipped", "teacher", "tokens", "checkpoints", "blocks")
@@ -107,19 +117,21 @@ class LowbitRun:
 
 
 def check(cfg: Settings) -> list[Rule]:
-    """Everything that can be said before a model is loaded; the rules."""
+    """Everything that can be said without a look at layers and rows; the rules."""
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    settings = to_json(cfg)
+    check_run_folder(settings, [key for key in settings if key not in FREE])
+    check_unfinished(cfg.resume)
+    if cfg.resume is not None:
+        check_steps(cfg.steps, Path(cfg.resume))
     rules: list[Rule] = rtn.parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
     if (cfg.prompts is None) == (cfg.data is None):
         raise UserError(
             "give prompts= (the model then writes its own training text) or data= (a corpus), and not both"
         )
-    if cfg.text is not None and cfg.text in (cfg.data, cfg.prompts):
-        raise UserError(
-            f"text={cfg.text} is what is trained on: a perplexity measured there flatters the result; give two texts"
-        )
-    check_outputs(to_json(cfg), "out")
+    check_apart(settings, "data", "prompts")
+    check_outputs(settings, "out")
     rows_per_pass(cfg.batch, cfg.micro, cfg.mesh.dp * cfg.mesh.replica)
     if cfg.gamma is not None:
         check_gamma(cfg.gamma)
@@ -130,35 +142,53 @@ def check(cfg: Settings) -> list[Rule]:
         raise UserError(
             f"context={cfg.context} is more than the {spec.max_positions} positions of {cfg.model}"
         )
-    with torch.device("meta"):
-        convert(Decoder(spec), rules)  # shapes and names
-    if cfg.prompts is not None:
-        read_prompts(cfg.prompts, cfg.num_prompts)
     if cfg.text is not None:
         read_tokens(Path(cfg.text), tokenizer)
     return rules
 
 
-def open_run(cfg: Settings, recipe: str, check_model: Callable[[Decoder], object]) -> LowbitRun:
+def check_rules(model: Decoder, rules: list[Rule]) -> None:
+    """Whether its layers can get these formats, and one of them does."""
+    if not plan(model, rules):
+        raise UserError("every layer stays dense: give a format with fewer bits, for example format=int2:g64")
+
+
+def range_rules(rules: list[Rule]) -> list[Rule]:
+    """With BitDistiller's gradient; layers that stay dense have no range."""
+    return [(glob, f if isinstance(f, Dense) else with_range_gradient(f)) for glob, f in rules]
+
+
+def check_rows(cfg: Settings, mesh: Mesh, num_windows: int) -> None:
+    """Whether the text has the rows of a step and `num_windows` to look at, or can have them once it is written."""
+    if cfg.data is not None:
+        corpus = load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main))
+        token_data(cfg, corpus, mesh)
+        if num_windows:
+            windows(corpus.train.head(num_windows * cfg.context), num_windows, cfg.context)
+        return
+    assert cfg.prompts is not None
+    tokenizer = read_spec(cfg.model)[1]
+    assert tokenizer is not None
+    least = max(cfg.batch * cfg.context + 1, num_windows * cfg.context)
+    check_room(read_prompts(cfg.prompts, cfg.num_prompts), tokenizer, cfg.max_new, least)
+
+
+def open_run(
+    cfg: Settings, recipe: str, check_model: Callable[[Decoder], object], num_windows: int
+) -> LowbitRun:
     """The run, once everything has been said about its data and its model's weights: only then is there a folder."""
     mesh = open_mesh(cfg.mesh, cfg.device)
-    if cfg.data is not None:
-        token_data(cfg, load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main)), mesh)
+    with torch.device("meta"):
+        check_model(Decoder(read_spec(cfg.model)[0]))  # shapes and names, before any text is read
+    check_rows(cfg, mesh, num_windows)
     compute = pick_dtype(cfg.dtype, mesh.device)
     if mesh.is_main and cfg.resume is None:
         # Loaded for this alone and let go, so that nobody holds it while training; the first stage loads it again.
         check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)
-    folder = mesh.broadcast_object(open_folder(cfg, recipe) if mesh.is_main else None)
+    folder = mesh.broadcast_object(open_run_folder(recipe, to_json(cfg)) if mesh.is_main else None)
     log = RunLog(folder, main=mesh.is_main)
     log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
     return LowbitRun(recipe, folder, log, mesh, compute)
-
-
-def open_folder(cfg: Settings, recipe: str) -> Path:
-    settings = to_json(cfg)
-    if cfg.resume is not None and (Path(cfg.resume) / "report.html").exists():  # the last thing a run writes
-        raise UserError(f"resume={cfg.resume}: that run is finished; start a new one")
-    return open_run_folder(recipe, settings, [key for key in settings if key not in FREE])
 
 
 # -- text and teacher ----------------------------------------------------------------------------------------
@@ -197,6 +227,14 @@ def load_corpus(cfg: Settings, folder: Path, log: RunLog) -> Corpus:
 def token_data(cfg: Settings, corpus: Corpus, mesh: Mesh) -> TokenData:
     rows: dict[str, Any] = {"context": cfg.context, "batch": cfg.batch, "micro": cfg.micro, "seed": cfg.seed}
     return TokenData(corpus.train, **rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+
+
+def some_rows(cfg: Settings, corpus: Corpus, num: int, log: RunLog) -> Tensor:
+    """[num, context] rows of the text to look at, or as many as it has: a model may write less than it might."""
+    has = max(1, len(corpus.train) // cfg.context)
+    if num > has:
+        log.say(f"{has} rows of the text are looked at, not {num}: it has no more")
+    return windows(corpus.train.head(), min(num, has), cfg.context)
 
 
 def cache_teacher(cfg: Settings, run: LowbitRun, data: TokenData) -> TeacherCache:

@@ -15,8 +15,8 @@ Time:    SmolLM2-135M, SparseGPT: 6 minutes of a CPU core with 12 windows of 512
          2,441 steps of AST with 16k tokens each: 7 minutes on an H200 that has two such runs, compile=blocks
 Expect:  SmolLM2-135M, WikiText-2, context 2048: perplexity 18.5 dense; one-shot 5,664 (magnitude), 98 (wanda), 40.3
          (sparsegpt, calib_windows=64), 38.4 (with slorb=16); retrained on 40M tokens of free English and of what the
-         model wrote (lr=3e-4): 24.0 (ast), 25.0 (start=dense), 23.8 (slorb=16); train=cast: not known with its
-         default pull, 47.9 with lr=5e-4 pull=4e-6, which is too weak
+         model wrote (lr=3e-4): 24.0 (ast), 25.0 (start=dense), 23.8 (slorb=16), 30.3 (train=cast
+         lr=5e-4)
 Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with slorb the branch is added in, which makes
          them dense again), packed/ (9 bits per weight, 10 with slorb=16), pruning.json in both (what was counted:
          every pruned layer is 2:4), oneshot/, checkpoints/, flip rates and magnitudes in metrics.jsonl, report.html
@@ -36,16 +36,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import Interrupted, UserError, in_run
+from shoestring.errors import UserError, in_run
 from shoestring.formats import Slorb, Sparse24, convert, pack
 from shoestring.formats.convert import Rule
-from shoestring.measure import evaluate_row, need_tokenizer, pick_dtype, read_tokens, text_tokens
+from shoestring.measure import check_apart, evaluate_row, need_tokenizer, pick_dtype, read_tokens, text_tokens
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.folder import Loaded, read_spec
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.recipes.shrink import ptq
-from shoestring.recipes.train.dense import few_documents, validation_loss
+from shoestring.recipes.train.dense import check_steps, few_documents, validation_loss
 from shoestring.recipes.train.sparse24_fst import flip_plots
 from shoestring.report import (
     Curves,
@@ -58,7 +58,7 @@ from shoestring.report import (
     run_sections,
     write_report,
 )
-from shoestring.runlog import RunLog, check_free, open_run_folder, write_atomically
+from shoestring.runlog import RunLog, check_free, open_run_folder, read_config, resumable, write_atomically
 from shoestring.shrink.calibrate import BlockStep, Calibration, check_spill, walk
 from shoestring.shrink.prune import (
     PRUNERS,
@@ -84,20 +84,16 @@ RECIPE = "shrink/prune24"
 SELF = "self.jsonl"  # what the model wrote, in the run's folder
 # Settings that finished blocks and steps depend on.
 DECIDING = (
-    *(
-        "model",
-        "layers",
-        "method",
-        "calib",
-        "calib_windows",
-        "calib_context",
-        "damping",
-        "slorb",
-        "projection",
-    ),
-    *("train", "start", "data", "max_mb", "batch", "context", "lr", "refresh", "seed", "dtype"),
-    *("pull", "anneal", "distill", "kl", "ce", "temperature", "prompts", "self_texts", "self_tokens"),
-)
+    "model", "layers", "method", "calib", "calib_windows", "calib_context", "damping", "slorb", "projection", "train",
+    "start", "data", "max_mb", "batch", "context", "lr", "refresh", "seed", "dtype", "pull", "anneal", "distill", "kl",
+    "ce", "temperature", "prompts", "self_texts", "self_tokens",
+)  # fmt: skip
+# Settings that do nothing with train=none.
+TRAINING = (
+    "start", "data", "prompts", "self_texts", "self_tokens", "max_mb", "steps", "batch", "context", "micro", "lr",
+    "warmup", "schedule", "weight_decay", "clip", "pull", "anneal", "refresh", "distill", "kl", "ce", "temperature",
+    "seed", "recompute", "compile", "log_every", "eval_every", "save_every", "flip_every",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ def main(cfg: Config) -> Path:
         convert(blank, rules)  # layers that cannot be 2:4 are said before there is a folder
     calib_NT = check_texts(cfg, Loaded(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
     folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), ()) if mesh.is_main else None)
-    with in_run(folder):
+    with in_run(folder), resumable(RECIPE, folder):
         log = RunLog(folder, main=mesh.is_main)
         log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
         once(mesh, folder, "pruned", lambda: one_shot(cfg, rules, folder, log, mesh, calib_NT))
@@ -222,7 +218,12 @@ def check(cfg: Config) -> None:
     """What can be wrong with the settings, said before there is a folder."""
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
-    if cfg.train != "none" and cfg.data is None:
+    if cfg.train == "none":
+        saved = {} if cfg.resume is None else read_config(Path(cfg.resume)).get("config", {})
+        given, usual = to_json(cfg), {**to_json(Config()), **saved}
+        if idle := [f"{key}={given[key]}" for key in TRAINING if given[key] != usual[key]]:
+            raise UserError(f"train=none does not train and would ignore {', '.join(idle)}: leave that out")
+    elif cfg.data is None:
         raise UserError(
             f"train={cfg.train} needs data=, a corpus to train on (or data=self); train=none prunes without training"
         )
@@ -232,11 +233,7 @@ def check(cfg: Config) -> None:
         raise UserError("data=self needs prompts=, a text or .jsonl file that the model goes on from")
     if cfg.slorb == 0 and cfg.projection == "trained":
         raise UserError("projection=trained is about the branch: give slorb=16 too")
-    for key in ("calib", "data"):
-        if cfg.text is not None and getattr(cfg, key) == cfg.text:
-            raise UserError(
-                f"text and {key} are both {cfg.text}: a perplexity on that text flatters; give two texts"
-            )
+    check_apart(to_json(cfg), "calib", "data")
     if cfg.text is not None and not Path(cfg.text).is_file():
         raise UserError(f"text={cfg.text} is no file; give a text file")
     check_spill(cfg.spill)
@@ -244,7 +241,7 @@ def check(cfg: Config) -> None:
     if cfg.train != "none":
         check_training(cfg)
     if cfg.resume is not None:
-        open_run_folder(RECIPE, to_json(cfg), DECIDING)  # before any text is read
+        check_steps(cfg.steps, open_run_folder(RECIPE, to_json(cfg), DECIDING))  # before any text is read
     elif cfg.run is not None:
         check_free(Path(cfg.run))
 
@@ -267,8 +264,8 @@ def check_texts(cfg: Config, blank: Loaded) -> Tensor | None:
         raise UserError(
             f"context={cfg.context} is more than the {blank.spec.max_positions} positions of {cfg.model}"
         )
-    if cfg.text is not None and len(read_tokens(Path(cfg.text), need_tokenizer(blank))) < 2:
-        raise UserError(f"text={cfg.text} has less than two tokens; give a longer one")
+    if cfg.text is not None:
+        read_tokens(Path(cfg.text), need_tokenizer(blank))
     if cfg.train != "none" and cfg.data != "self":
         corpus = training_text(cfg, Path(), RunLog(None), blank.tokenizer)
         TokenData(corpus.train, context=cfg.context, batch=cfg.batch)
@@ -315,16 +312,14 @@ def one_shot(
     if calib_NT is not None:
         steps = walk(loaded.model, calib_NT, calibration, start=files.count())
     total = len(loaded.model.blocks)
-    try:
-        with log.progress(total, f"{method.name} by block") as bar:
-            report = prune(
-                loaded.model, rules, steps, method, files=files, visit=visit,
-                progress=lambda done, total, error: bar.advance(1, error=error),
-            )  # fmt: skip
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"stopped after {files.count()} of {total} blocks; go on with `shoestring run {RECIPE} resume={folder}`"
-        ) from None
+    with (
+        resumable(RECIPE, folder, lambda: f" after {files.count()} of {total} blocks"),
+        log.progress(total, f"{method.name} by block") as bar,
+    ):
+        report = prune(
+            loaded.model, rules, steps, method, files=files, visit=visit,
+            progress=lambda done, total, error: bar.advance(1, error=error),
+        )  # fmt: skip
     measure(cfg, loaded, f"one-shot {method.name}", log, calibration)
     write_atomically(folder / "layers.json", json.dumps(report.to_json(), indent=1) + "\n")
     branches = take_branches(loaded.model)

@@ -25,8 +25,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +34,11 @@ import torch
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import Interrupted, UserError, during, in_run
+from shoestring.errors import UserError, during, in_run
 from shoestring.formats import Format, pack, parse_format, unpack
 from shoestring.formats.convert import Rule
 from shoestring.measure import (
+    check_apart,
     corpus_of_run,
     evaluate_row,
     fitting_context,
@@ -52,22 +52,38 @@ from shoestring.model import Decoder, save_model
 from shoestring.model.folder import Loaded
 from shoestring.recipes.shrink.rtn import finish, parse_rules
 from shoestring.report import Curves, Section, Series, Table
-from shoestring.runlog import RunLog, check_outputs, open_run_folder, write_atomically
+from shoestring.runlog import (
+    RunLog,
+    check_outputs,
+    check_run_folder,
+    check_unfinished,
+    open_run_folder,
+    resumable,
+    write_atomically,
+)
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, check_spill, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.mixed_bits import Mix, check_candidates, choose_formats, measure_damage, units_of
+from shoestring.shrink.mixed_bits import (
+    Mix,
+    check_candidates,
+    check_different,
+    choose_formats,
+    measure_damage,
+    units_of,
+)
 from shoestring.shrink.quantize import METHODS, Method, QuantizeReport, plan, quantize, usual_inputs
 from shoestring.shrink.resume import BlockFiles
 from shoestring.shrink.visit import load_where_it_fits
 
-# Settings that finished blocks depend on.
+# Settings that finished blocks, and the perplexity before, depend on.
 DECIDING = (
     *("model", "format", "rules", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
     *("damping", "objective", "dtype"),
     *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
     *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
+    *("text", "data", "context", "max_tokens"),
 )
 DAMAGE = "damage.jsonl"  # finished trials of bits_budget
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
@@ -159,8 +175,12 @@ def main(cfg: Config) -> Path:
     calibration = pick_calibration(cfg, method, visit)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
-    folder = run_folder(cfg)
-    with in_run(folder):
+    folder = open_run_folder("shrink/ptq", to_json(cfg))
+    files, num_blocks = BlockFiles(folder / "blocks"), len(loaded.model.blocks)
+    with (
+        in_run(folder),
+        resumable("shrink/ptq", folder, lambda: f" after {files.count()} of {num_blocks} blocks"),
+    ):
         log = RunLog(folder)
         log.save_config(
             {"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))}
@@ -175,14 +195,12 @@ def main(cfg: Config) -> Path:
                 log.evaluated(**evaluate_row(loaded, label, tokens, text, **sizes, stream=stream))
 
         evaluate("before")
-        files = BlockFiles(folder / "blocks")
         mix = None
-        with resumable(folder, files, len(loaded.model.blocks)):
-            if candidates:
-                assert calib_NT is not None
-                mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
-                rules = mix.rules
-            report = shrink_blocks(loaded.model, rules, method, calib_NT, calibration, files, log)
+        if candidates:
+            assert calib_NT is not None
+            mix = mixed_bits(cfg, loaded, candidates, calib_NT, calibration, log, folder)
+            rules = mix.rules
+        report = shrink_blocks(loaded.model, rules, method, calib_NT, calibration, files, log)
         pack(loaded.model, dtype=loaded.model.compute_dtype)
         log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
         evaluate("after")
@@ -198,17 +216,12 @@ def check_settings(cfg: Config) -> None:
     """What can be said without a look at the model."""
     if not cfg.model:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
-    check_outputs(to_json(cfg), "out", "dense_out")
+    settings = to_json(cfg)
+    check_run_folder(settings, DECIDING)
+    check_unfinished(cfg.resume)
+    check_outputs(settings, "out", "dense_out")
     check_spill(cfg.spill)
-    if (
-        cfg.text is not None
-        and cfg.calib is not None
-        and Path(cfg.text).resolve() == Path(cfg.calib).resolve()
-    ):
-        raise UserError(
-            f"text and calib are both {cfg.text}: a perplexity measured on the calibration text flatters the "
-            "result; give two texts"
-        )
+    check_apart(settings, "calib")
 
 
 def pick_calibration(cfg: Config, method: Method | Blockwise, visit: torch.device | None) -> Calibration:
@@ -216,18 +229,6 @@ def pick_calibration(cfg: Config, method: Method | Blockwise, visit: torch.devic
     if cfg.inputs != "auto":
         return replace(found, inputs=cfg.inputs)
     return found if isinstance(method, Blockwise) else replace(found, inputs=usual_inputs(method))
-
-
-@contextmanager
-def resumable(folder: Path, files: BlockFiles, num_blocks: int) -> Iterator[None]:
-    """Ctrl-C inside is a line that says how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"stopped after {files.count()} of {num_blocks} blocks; go on with "
-            f"`shoestring run shrink/ptq resume={folder}`"
-        ) from None
 
 
 def shrink_blocks(
@@ -282,16 +283,6 @@ def deliver(
     return out
 
 
-def run_folder(cfg: Config) -> Path:
-    folder = open_run_folder("shrink/ptq", to_json(cfg), DECIDING)
-    # The report is the last thing a run writes; it then removes its blocks.
-    if cfg.resume is not None and (folder / "report.html").exists() and not (folder / "blocks").is_dir():
-        raise UserError(
-            f"resume={folder}: nothing to go on with there, that run is finished; start a new one"
-        )
-    return folder
-
-
 def pick_candidates(cfg: Any) -> list[Format]:
     """The formats that bits_budget chooses from; none without a budget. shrink/lowbit_best has the same settings."""
     if cfg.bits_budget is None:
@@ -306,6 +297,7 @@ def pick_candidates(cfg: Any) -> list[Format]:
     formats = [parse_format(part) for part in cfg.candidates.split(",") if part.strip()]
     if not formats:
         raise UserError("candidates= is empty: bits_budget needs formats to choose from, say int2,int3,int4")
+    check_different(formats)
     return formats
 
 
@@ -363,17 +355,14 @@ def calibration_windows(cfg: Config, loaded: Loaded) -> Tensor | None:
         )
     tokenizer = need_tokenizer(loaded)
     path = Path(source)
-    if cfg.calib is not None and path.suffix in (".txt", ".md") and "://" not in source and not path.exists():
-        raise UserError(f"calib={source} does not exist; give a text file or a corpus that is there")
     if path.is_file() and path.suffix in (".txt", ".md", ""):
         tokens = read_tokens(path, tokenizer)
     else:
         from shoestring.train.shards import prepare
 
-        max_bytes = None if max_mb is None else int(max_mb * 1e6)
-        tokens = prepare(
-            source, tokenizer=tokenizer, max_bytes=max_bytes, progress=RunLog(None).progress
-        ).train.head(MAX_TOKENS)
+        options: dict[str, Any] = {"max_bytes": None if max_mb is None else int(max_mb * 1e6)}
+        options |= {"key": "data" if cfg.calib is None else "calib", "progress": RunLog(None).progress}
+        tokens = prepare(source, tokenizer=tokenizer, **options).train.head(MAX_TOKENS)
     context = fitting_context("calib_context", cfg.calib_context, loaded)
     return windows(tokens.to(torch.int64), cfg.calib_windows, context)
 

@@ -25,7 +25,7 @@ from shoestring.measure import evaluate_row, pick_device, pick_dtype, text_token
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.save import linears
 from shoestring.report import Scatter, Section, Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, check_outputs, new_run_folder
+from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quantize import HEADS
 
 
@@ -52,15 +52,17 @@ class Config:
 
 def main(cfg: Config) -> Path:
     rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
-    check_outputs(to_json(cfg), "out", "dense_out")
+    settings = to_json(cfg)
+    check_outputs(settings, "out", "dense_out")
+    check_run_folder(settings)
     device = pick_device(cfg.device)
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
     check_source(loaded.model, rules, cfg.model)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
-    folder = new_run_folder("shrink/rtn") if cfg.run is None else check_free(Path(cfg.run))
+    folder = open_run_folder("shrink/rtn", settings)
     log = RunLog(folder)
-    log.save_config({"recipe": "shrink/rtn", "config": to_json(cfg)})
+    log.save_config({"recipe": "shrink/rtn", "config": settings})
     options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens, "speed": cfg.speed}
     log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
     log.say(str(convert(loaded.model, rules)))

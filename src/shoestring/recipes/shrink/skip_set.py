@@ -22,6 +22,7 @@ from typing import Any, Literal
 from shoestring.config import option, to_json
 from shoestring.errors import UserError
 from shoestring.measure import (
+    check_apart,
     corpus_of_run,
     evaluate_row,
     fitting_context,
@@ -33,7 +34,7 @@ from shoestring.measure import (
 )
 from shoestring.model import load_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, new_run_folder, write_atomically
+from shoestring.runlog import RunLog, check_run_folder, open_run_folder, write_atomically
 from shoestring.shrink.skip_find import Found, Wanted, calibration, find_set
 from shoestring.shrink.skip_set import left_out
 
@@ -74,6 +75,9 @@ def main(cfg: Config) -> Path:
         raise UserError(
             f"out={cfg.out}: there is no folder {Path(cfg.out).parent}; make it or give another name"
         )
+    settings = to_json(cfg)
+    check_run_folder(settings)
+    check_apart(settings, "calib")
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
     if cfg.context > loaded.spec.max_positions:
@@ -86,9 +90,9 @@ def main(cfg: Config) -> Path:
     calib_NT = calibration(source, need_tokenizer(loaded), cfg.calib_windows, context, progress)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
-    folder = new_run_folder("shrink/skip_set") if cfg.run is None else check_free(Path(cfg.run))
+    folder = open_run_folder("shrink/skip_set", settings)
     log = RunLog(folder)
-    log.save_config({"recipe": "shrink/skip_set", "config": to_json(cfg)})
+    log.save_config({"recipe": "shrink/skip_set", "config": settings})
     num_all = 2 * loaded.spec.num_layers
     expected = num_all + cfg.lookahead * round(num_all * (1 - 1 / cfg.speedup))
     with log.progress(expected, f"{cfg.method}: trials") as bar:

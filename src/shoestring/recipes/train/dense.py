@@ -14,6 +14,7 @@ Leaves:  a run folder with model/ (Hugging Face), checkpoints/, metrics.jsonl, e
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ import torch
 
 from shoestring.config import option, to_json
 from shoestring.errors import UserError, in_run
-from shoestring.formats import convert, init_state
+from shoestring.formats import convert, init_state, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.measure import evaluate_row, pick_dtype
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
@@ -34,7 +35,7 @@ from shoestring.model.hf import spec_to_hf
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.report import Section, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_free, open_run_folder, read_config
-from shoestring.state.checkpoint import Checkpointer, latest
+from shoestring.state.checkpoint import Checkpointer, latest_step
 from shoestring.train.data import TokenData
 from shoestring.train.hooks import Hook
 from shoestring.train.objectives import CrossEntropy
@@ -147,7 +148,7 @@ def pretrain(
     commands to try.
     """
     if cfg.resume is not None:
-        open_run_folder(recipe, to_json(cfg), (*DECIDING, *deciding))
+        check_steps(cfg.steps, open_run_folder(recipe, to_json(cfg), (*DECIDING, *deciding)))
     elif cfg.run is not None:
         check_free(Path(cfg.run))
     if cfg.act is not None and cfg.init_from is not None:
@@ -183,7 +184,7 @@ def pretrain(
             log.say(f"no validation: {few_documents(corpus, cfg.context)}")
         last = cfg.steps if cfg.save_every else None
         checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, last=last)
-        if cfg.resume is not None and latest(checkpointer.folder) is None:
+        if cfg.resume is not None and latest_step(checkpointer.folder) is None:
             log.say(f"{folder} has no checkpoint yet: starting from the first step")
             log.truncate_after(0)
         run = Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
@@ -212,6 +213,15 @@ def pretrain(
             finish(cfg, recipe, corpus, log, folder, mesh.device, plots(folder), commands)
     mesh.close()
     return folder
+
+
+def check_steps(steps: int, folder: Path) -> None:
+    """A run that goes on does not go back: what it would deliver and say had more steps than asked for."""
+    done = latest_step(folder / "checkpoints")
+    if done is not None and steps < done:
+        raise UserError(
+            f"steps={steps} is less than the {done} that {folder} has done: give {done} or more, or start a new run"
+        )
 
 
 def few_documents(corpus: Corpus, context: int) -> str:
@@ -321,6 +331,15 @@ def validation_loss(data: TokenData, num_steps: int = 4) -> Callable[[Run], dict
     return evaluate
 
 
+def int4_that_fits(spec: ModelSpec) -> list[str]:
+    """The first spelling of int4 whose groups divide every layer's width, if any does."""
+    for name in ("int4", "int4:g32", "int4:g0"):
+        with torch.device("meta"), contextlib.suppress(UserError):
+            convert(Decoder(spec), [("*", parse_format(name))])
+            return [name]
+    return []
+
+
 def finish(
     cfg: Config,
     recipe: str,
@@ -342,7 +361,10 @@ def finish(
         (
             f'shoestring generate {folder} "def main("',
             f"shoestring eval {folder} --speed",
-            f"shoestring run shrink/rtn model={folder} format=int4",
+            *(
+                f"shoestring run shrink/rtn model={folder} format={name}"
+                for name in int4_that_fits(loaded.spec)
+            ),
             f"shoestring export {folder} my-model",
             *more_commands,
         )
