@@ -28,7 +28,7 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     items = [{"context": " ".join(words[i : i + 4]), "continuation": words[i + 4]} for i in range(4)]
     (tmp_path / "eval/lambada_openai.jsonl").write_text("\n".join(map(json.dumps, items)))
     tokenizer = Tokenizer.train([(tmp_path / "train.txt").read_text()], vocab_size=300)
-    model = Decoder(ModelSpec(tokenizer.vocab_size, 32, 2, 2, 2, 16, 64, 512))
+    model = Decoder(ModelSpec(tokenizer.vocab_size, 64, 2, 2, 2, 32, 64, 512))
     init_weights(model, 0)
     save_model(tmp_path / "model", model, tokenizer)
 
@@ -49,6 +49,7 @@ def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (
         10 < lines["ast+slorb:trained"]["config"]["bits"] < 12 and lines["ast:dense"]["config"]["bits"] == 9
     )
+    assert {lines[case]["config"]["bits"] for case in prune24.CODED} == {3.375}
     page, curve = prune24.table(), prune24.curve()
     assert "| AST + SLoRB | 10 |" in page and "1,280 (" in page and "1,024 tokens of the validation" in page
     assert curve.count("| AST |") == 1 and "0k:" in curve

