@@ -289,12 +289,12 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
     assert "skipped" in out and "report" in out
     rows: list[dict[str, Any]] = read_jsonl(tmp_path / "demo" / "evals.jsonl")
     assert [r["format"].split(":")[0] for r in rows] == [
-        *("dense", "int4", "nf3", "int2", "int2", "int2", "sparse24"),
+        *("dense", "int4", "nf3", "int2", "int2", "int2", "sparse24", "sparse24+int4"),
     ]
-    methods = ["rtn", "gptq+clip", "blockwise", "sparsegpt"]
+    methods = ["rtn", "gptq+clip", "blockwise", "sparsegpt", "sparsegpt, gptq"]
     assert [r["model"] for r in rows[3:]] == [f"small, {method}" for method in methods]
     sizes = [r["megabytes"] for r in rows]
-    assert sizes[:6] == sorted(sizes[:6], reverse=True) and sizes[3] < sizes[6] < sizes[0]
+    assert sizes[:6] == sorted(sizes[:6], reverse=True) and sizes[3] < sizes[7] < sizes[6] < sizes[0]
     assert "'completion_tokens': " in out  # what the server answered
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page

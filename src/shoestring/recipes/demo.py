@@ -194,20 +194,15 @@ def calibrate_small(demo: Demo) -> None:
 
 
 def prune_small(demo: Demo) -> None:
-    """Prune it to 2:4 with SparseGPT: two of every four weights become zero."""
-    run = demo.folder / "prune24"
-    prune24.main(
-        prune24.Config(
-            model=str(demo.folder / "train"),
-            train="none",
-            calib_windows=32,
-            calib_context=128,
-            device=demo.cfg.device,
-            run=str(run),
-        )
-    )
-    loaded = demo.load(run / "packed")
-    demo.evaluate(loaded, "small, sparsegpt", demo.tokens, f"{demo.cfg.data} (validation)", context=128)
+    """Prune it to 2:4 with SparseGPT: two of every four weights become zero; then the others to 4 bits with GPTQ."""
+    pruned, coded = demo.folder / "prune24", demo.folder / "prune24-int4"
+    options: dict[str, Any] = {"calib_windows": 32, "calib_context": 128, "device": demo.cfg.device}
+    prune24.main(prune24.Config(model=str(demo.folder / "train"), train="none", run=str(pruned), **options))
+    options |= {"format": "sparse24+int4:g32", "method": "gptq", "max_tokens": demo.cfg.eval_tokens}
+    ptq.main(ptq.Config(model=str(pruned), context=128, run=str(coded), **options))
+    for folder, name in ((pruned / "packed", "sparsegpt"), (coded, "sparsegpt, gptq")):
+        text = f"{demo.cfg.data} (validation)"
+        demo.evaluate(demo.load(folder), f"small, {name}", demo.tokens, text, context=128)
 
 
 def serve_small(demo: Demo) -> None:

@@ -5,6 +5,7 @@ Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.t
          shoestring run shrink/ptq model=DIR "rules=*.mlp.*=nf3;*=int4" method=awq calib=FOLDER memory_gb=8
          shoestring run shrink/ptq model=DIR format=int2 method=blockwise calib=some.txt calib_windows=128
          shoestring run shrink/ptq model=DIR bits_budget=3 candidates=int2,int3,int4 method=awq calib=some.txt
+         shoestring run shrink/ptq model=PRUNED format=sparse24+int4:g32 calib=some.txt   what shrink/prune24 has kept
          shoestring run shrink/ptq resume=RUN        goes on at the next block after Ctrl-C or a crash
          shoestring run shrink/ptq model=DIR format=int4 calib=some.txt stream=true      model larger than the GPU
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb);
