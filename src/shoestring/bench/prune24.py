@@ -287,6 +287,7 @@ def main() -> None:
     known = known_cases(common) if args.missing else set()
     with tempfile.TemporaryDirectory() as temp:
         work = args.folder or Path(temp)
+        work.mkdir(parents=True, exist_ok=True)  # before minutes of pruning
         for case in (c for c in args.cases if c not in known):
             began = time.perf_counter()
             config: dict[str, Any] = {}
