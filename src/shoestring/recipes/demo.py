@@ -5,7 +5,7 @@ Run:     shoestring demo          (or: make demo)
 Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
 Time:    under 10 minutes on 2 slow cores, alone; set-up apart
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
-         installed), about the same at 4 and 3 bits, 78 when rounded to 2 bits and 77 when trained block by block, 78
+         installed), about the same at 4 and 3 bits, 79 when rounded to 2 bits and 77 when trained block by block, 77
          with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M goes from 15.3 to 19.8 on the
          Python reference and still knows Paris; with 8-bit activations it writes several times as fast at 20.2 (where
          torch has kernels for that)
