@@ -1,7 +1,9 @@
 # make demo   the whole path on this machine: train, shrink, evaluate, chat, report (under ten minutes on 2 cores)
 # make test   lint, types, layers and the whole test suite (as root on Debian it installs g++ and chromium where they are missing);
 #             tests for which set-up should have brought what they need fail without it, make test PROMISED= skips them
+# make check  the inner loop: lint, types, layers and a quick part of the tests, under two minutes on 2 idle cores
 # make lint   the checks without the tests
+# make lab    campaigns (tests marked `lab`), which the other targets leave out
 # make setup  only the virtual environment; the other targets do it by themselves, once
 #
 # PYTHON=python3.12 picks an interpreter, VENV=dir another environment, PYTEST_ARGS="-k config" some tests,
@@ -17,19 +19,38 @@ PYTEST_ARGS ?=
 MAY_INSTALL = as=; [ "$$(id -u)" = 0 ] || as="sudo -n"; command -v apt-get > /dev/null && $$as true 2> /dev/null
 # Test processes, one thread each; a file's tests stay together and share what they built.
 WORKERS ?= 2
+# The tests of make check: of every layer the files that take a few seconds, about 95 seconds of processor time in all.
+QUICK ?= $(patsubst %,tests/test_%.py, config device errors house_rules pages paths runlog wheel) tests/hardware \
+	$(addprefix tests/kernels/, lowbit/test_packing.py sparse24/test_masks.py runtime) \
+	$(addprefix tests/formats/, test_tables.py test_int8_activations.py test_docs.py test_learned_grid.py) \
+	tests/state/test_boxes.py \
+	$(addprefix tests/model/, test_transformer.py test_skip.py test_layer_plan.py) \
+	$(addprefix tests/train/, test_objectives.py test_data.py test_trainer.py) \
+	$(addprefix tests/serve/engine/test_, block_pool.py scheduler.py kv_cache.py sampling.py logit_rules.py) \
+	$(addprefix tests/serve/speculative/test_, verify.py drafter.py draft_length.py) \
+	$(addprefix tests/shrink/, test_methods.py test_calibrate.py) \
+	$(addprefix tests/evals/, test_scoring.py test_tasks.py) \
+	$(addprefix tests/benchmarks/, test_results.py test_processes.py)
 # What no test may be skipped for, in words of the reasons that skips give, separated by commas: what pip has for every
 # machine, and the compiler where set-up may install it. Not a browser: Ubuntu's apt-get has none.
 PROMISED ?= lm-eval,SmolLM2$(shell $(MAY_INSTALL) && echo ',g++,C++ compiler')
 # Quiet: the numbered lines below say where the set-up is.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint setup
+.PHONY: demo test check lab lint setup
 
 demo: $(STAMP)
 	$(BIN)/python -m shoestring demo
 
 test: lint $(BROWSER)
 	SHOESTRING_PROMISED='$(PROMISED)' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# Without tests that are slow, start ranks or drive whole recipes: folders of pure functions, the engine and its rules.
+check: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow and not ranks' $(QUICK) $(PYTEST_ARGS)
+
+lab: $(STAMP)
+	$(BIN)/python -m pytest -m lab $(PYTEST_ARGS) || [ $$? = 5 ]  # 5: there is none
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -51,6 +51,16 @@ def _modules_of_setup() -> set[str]:
     return {r.name.replace("-", "_") for r in asked if not r.marker or r.marker.evaluate({"extra": "dev"})}
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Campaigns run only where `-m` names them."""
+    if "lab" in config.option.markexpr:
+        return
+    campaigns = [item for item in items if item.get_closest_marker("lab")]
+    if campaigns:
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in campaigns]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[Any]:
     return _promise_kept((yield))
@@ -83,9 +93,7 @@ def assets() -> Path:
     given = os.environ.get("SHOESTRING_ASSETS")
     path = Path(given or REPO.parent / "shared" / "assets")
     if not path.is_dir():  # reasons name no paths: one may hold a word that is promised
-        pytest.skip(
-            f"no assets; set SHOESTRING_ASSETS to {'another' if given else 'their'} folder to run this test"
-        )
+        pytest.skip(f"no assets; set SHOESTRING_ASSETS to {'another' if given else 'their'} folder to run this test")
     return path
 
 
@@ -103,7 +111,7 @@ def smollm2_file() -> Path:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """command(*argv) is the command line, in this process: its output, or with fails=True its one line of error."""
-    from shoestring.cli import run_cli
+    from shoestring.cli.app import run_cli
 
     def call(*argv: object, fails: bool = False) -> str:
         capsys.readouterr()

@@ -49,9 +49,7 @@ def test_every_type_is_read_from_its_annotation() -> None:
             "mesh.axis=c",
         ],
     )
-    assert cfg == Config(
-        "a=b", 10_000, 3e-4, True, "small", "f.txt", None, (4, 5, 6), Path("x"), Inner(3, "c")
-    )
+    assert cfg == Config("a=b", 10_000, 3e-4, True, "small", "f.txt", None, (4, 5, 6), Path("x"), Inner(3, "c"))
     assert apply_overrides(Config, ["model=m"]) == Config("m")
 
 

@@ -7,9 +7,7 @@ import pytest
 from shoestring.errors import UserError, as_command
 
 
-def test_a_script_ends_with_one_line_and_the_exit_code_of_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_script_ends_with_one_line_and_the_exit_code_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> None:
         raise UserError("rows=0 is too few; use 1 or more")
 

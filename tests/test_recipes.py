@@ -18,18 +18,10 @@ from safetensors.torch import load_file
 
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.recipes import demo
-from shoestring.recipes.train import dense
 from shoestring.runlog import read_jsonl
+from shoestring.train.pretraining import ModelConfig, new_spec
 
-TINY = [
-    "size=tiny",
-    "d_model=64",
-    "num_layers=2",
-    "num_heads=4",
-    "num_kv_heads=2",
-    "d_ff=128",
-    "vocab_size=320",
-]
+TINY = ["size=tiny", "d_model=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "d_ff=128", "vocab_size=320"]
 SHORT = ["context=32", "batch=4", "micro=2", "warmup=2", "log_every=1", "eval_every=5", "device=cpu"]
 
 
@@ -61,9 +53,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_train_eval_generate_shrink_inspect_export(
-    cli: Callable[..., str], corpus: Path, tmp_path: Path
-) -> None:
+def test_train_eval_generate_shrink_inspect_export(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     out = cli("run", "train/dense", f"data={corpus}", "steps=5", f"run={run}", *TINY, *SHORT)
     assert f"shoestring generate {run}" in out and "perplexity" in out
@@ -146,16 +136,7 @@ def test_going_on_from_a_model(cli: Callable[..., str], corpus: Path, tmp_path: 
     assert read_jsonl(second / "metrics.jsonl")[0]["loss"] < read_jsonl(first / "metrics.jsonl")[0]["loss"]
     # The tokenizer of another model does not fit.
     other = tmp_path / "other"
-    cli(
-        "run",
-        "train/dense",
-        f"data={corpus}",
-        "steps=1",
-        f"run={other}",
-        *TINY[:-1],
-        "vocab_size=400",
-        *SHORT,
-    )
+    cli("run", "train/dense", f"data={corpus}", "steps=1", f"run={other}", *TINY[:-1], "vocab_size=400", *SHORT)
     assert "has its own" in cli("run", "train/dense", *argv[:3], "act=swiglu", *SHORT, fails=True)
     err = cli("run", "train/dense", *argv[:3], f"tokenizer={other / 'model'}", *SHORT, fails=True)
     assert "tokens" in err and "init_from" in err
@@ -176,9 +157,7 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_weights(
         text=True,
     )
     deadline = time.monotonic() + 120
-    while (
-        len(read_jsonl(cut / "metrics.jsonl")) < 4 and process.poll() is None and time.monotonic() < deadline
-    ):
+    while len(read_jsonl(cut / "metrics.jsonl")) < 4 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
@@ -223,7 +202,7 @@ def test_a_resumed_run_does_not_go_back(cli: Callable[..., str], corpus: Path, t
 
 def test_heads_of_a_size_follow_what_is_given() -> None:
     def heads(**settings: Any) -> tuple[int, int]:
-        spec = dense.make_spec(dense.Config(**settings), None)
+        spec = new_spec(ModelConfig(**settings), vocab_size=256, context=64)
         return spec.num_heads, spec.num_kv_heads
 
     assert heads(size="gpt2-124m", num_heads=24) == (24, 24)  # GPT-2 shares no keys
@@ -256,18 +235,11 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_inputs_leave_nothing_behind(
-    cli: Callable[..., str], corpus: Path, tmp_path: Path, name: str
-) -> None:
+def test_bad_inputs_leave_nothing_behind(cli: Callable[..., str], corpus: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "EMPTY.txt").write_text("")
     (tmp_path / "BINARY.txt").write_bytes(b"caf\xe9 \xff\xfe" * 1000)
     bare = save_model(tmp_path / "BARE", Decoder(ModelSpec(300, 64, 1, 2, 2, 32, 64, 64)))
-    places = {
-        "EMPTY": tmp_path / "EMPTY.txt",
-        "BINARY": tmp_path / "BINARY.txt",
-        "CORPUS": corpus,
-        "BARE": bare,
-    }
+    places = {"EMPTY": tmp_path / "EMPTY.txt", "BINARY": tmp_path / "BINARY.txt", "CORPUS": corpus, "BARE": bare}
     argv, needle = BAD[name]
     argv = [f"{key}={places.get(value, value)}" for key, value in (a.split("=") for a in argv)]
     small = [s for s in (*TINY, *SHORT) if s.split("=")[0] not in {a.split("=")[0] for a in argv}]
@@ -289,7 +261,7 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
     assert "skipped" in out and "report" in out
     rows: list[dict[str, Any]] = read_jsonl(tmp_path / "demo" / "evals.jsonl")
     assert [r["format"].split(":")[0] for r in rows] == [
-        *("dense", "int4", "nf3", "int2", "int2", "int2", "sparse24", "sparse24+int4"),
+        *("dense", "int4", "nf3", "int2", "int2", "int2", "sparse24", "sparse24+int4")
     ]
     methods = ["rtn", "gptq+clip", "blockwise", "sparsegpt", "sparsegpt, gptq"]
     assert [r["model"] for r in rows[3:]] == [f"small, {method}" for method in methods]
@@ -309,12 +281,11 @@ def test_two_ranks_are_the_same_command(
     common = ["run", "train/dense", f"data={corpus}", "steps=3", *TINY, *SHORT]
     cli(*common, f"run={alone}")
     script = tmp_path / "shoestring_on_ranks.py"
-    script.write_text("from shoestring.cli import main\n\nmain()\n")
+    script.write_text("from shoestring.cli.app import main\n\nmain()\n")
     out = run_ranks(2, script, *common, "mesh.dp=2", f"run={together}")
     assert out.count("run in") == 1 and f"shoestring generate {together}" in out
     ours, theirs = (
-        [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
-        for folder in (alone, together)
+        [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row] for folder in (alone, together)
     )
     assert theirs == pytest.approx(ours, abs=1e-5)
     one, two = weights(alone / "model"), weights(together / "model")

@@ -200,9 +200,7 @@ def test_report_is_wellformed_selfcontained_and_complete(tmp_path: Path) -> None
         Text("Sample", "<script>alert(1)</script>", code=True),
     ]
     page = write_report(tmp_path, "A <run>", [*run_sections(tmp_path), *extra]).read_text()
-    minidom.parseString(
-        page.split("\n", 1)[1]
-    )  # the page without its doctype is well-formed XML, SVG included
+    minidom.parseString(page.split("\n", 1)[1])  # the page without its doctype is well-formed XML, SVG included
     assert page.count("<svg") == 3
     for needle in ("val_loss", "12.5", "mesh.dp", "&lt;a&amp;b&gt;", "nf3", "prefers-color-scheme", "torch"):
         assert needle in page

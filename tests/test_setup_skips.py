@@ -74,12 +74,13 @@ def test_what_set_up_can_do_without_skips(name: str, environment: Path) -> None:
         pytest.importorskip(name)
 
 
-def outcomes(folder: Path, promised: str) -> tuple[dict[str, int], str]:
+def outcomes(folder: Path, promised: str, *options: str) -> tuple[dict[str, int], str]:
     """Of the tests in a folder: how many ended how, and what pytest wrote; by the rules of our own conftest.py."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     env |= {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SHOESTRING_PROMISED": promised}
     alone = ("-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder))
     command = [sys.executable, "-m", "pytest", *alone, "--continue-on-collection-errors", str(folder)]
+    command += options
     out = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True).stdout
     return {kind: int(num) for num, kind in re.findall(r"(\d+) (\w+)", out.splitlines()[-1])}, out
 
@@ -101,17 +102,24 @@ def test_what_make_test_promises_is_never_skipped_for(tmp_path: Path) -> None:
 def test_promises_are_in_the_words_of_skips(part: str) -> None:
     """A word that no reason has would promise nothing."""
     made = next(
-        line
-        for line in (TESTS.parent / "Makefile").read_text().splitlines()
-        if line.startswith("PROMISED ?= ")
+        line for line in (TESTS.parent / "Makefile").read_text().splitlines() if line.startswith("PROMISED ?= ")
     )
     assert part in made
     reasons = [
         reason
-        for path in (*TESTS.glob("*/test_*.py"), TESTS / "conftest.py")
+        for path in (*TESTS.rglob("test_*.py"), TESTS / "conftest.py")
         for reason in re.findall(r"(?:pytest\.skip\(|reason=)\"([^\"]*)\"", path.read_text())
     ]
     assert any(part.lower() in reason.lower() for reason in reasons)
+
+
+def test_campaigns_run_only_where_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.gpu\n@pytest.mark.lab\ndef test_long(): ...\ndef test_short(): ...\n"
+    )
+    assert outcomes(tmp_path, "")[0] == {"passed": 1, "deselected": 1, "warnings": 2}
+    assert outcomes(tmp_path, "", "-m", "gpu")[0]["deselected"] == 2
+    assert outcomes(tmp_path, "", "-m", "lab")[0]["passed"] == 1
 
 
 def test_what_is_there_is_imported() -> None:

@@ -1,4 +1,4 @@
-from shoestring.cli import main
+from shoestring.cli.app import main
 
 if __name__ == "__main__":
     main()

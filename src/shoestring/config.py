@@ -5,12 +5,13 @@ A recipe declares `Config` with `option(default, "what it does")` fields; `apply
 dots. An unknown key, a value of the wrong type or below the option's `least`, a key given twice and a missing
 required key are each a UserError that says what to write.
 
-Left out on purpose: config files, interpolation, inheritance. A variant of a recipe is a Python file that
+Left out on purpose: config files, interpolation. A variant of a recipe is a Python file that
 calls `dataclasses.replace`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -119,9 +120,16 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
     if _is_union(hint):
         if optional and text.lower() in ("none", "null"):
             return None
-        return _first_that_parses([a for a in typing.get_args(hint) if a is not type(None)], hint, text, key)
+        for one in typing.get_args(hint):
+            if one is not type(None):
+                with contextlib.suppress(UserError):
+                    return parse_value(one, text, key)
+        raise UserError(f"{key}={text!r} is not a value of type {type_name(hint)}")
     if typing.get_origin(hint) is Literal:
-        return _choice(hint, text, key)
+        allowed = {str(a): a for a in typing.get_args(hint)}
+        if text not in allowed:
+            raise UserError(f"{key}={text!r}: allowed are {', '.join(allowed)}.{suggest(text, list(allowed))}")
+        return allowed[text]
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return tuple(parse_value(item, part.strip(), key) for part in text.split(",") if part.strip())
@@ -133,7 +141,8 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
     try:
         return _PARSERS[hint](text)
     except ValueError:
-        raise UserError(f"{key}={text!r} is not a value of type {type_name(hint)}{_example(hint)}") from None
+        example = {int: "; write for example 2000", float: "; write for example 1e-3", bool: "; write for example true"}
+        raise UserError(f"{key}={text!r} is not a value of type {type_name(hint)}{example.get(hint, '')}") from None
 
 
 # -- parsing ---------------------------------------------------------------------------------------
@@ -157,43 +166,13 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_bool(text: str) -> bool:
-    words = {
-        "true": True,
-        "yes": True,
-        "on": True,
-        "1": True,
-        "false": False,
-        "no": False,
-        "off": False,
-        "0": False,
-    }
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
     if text.lower() not in words:
         raise ValueError(text)
     return words[text.lower()]
 
 
 _PARSERS: dict[Any, Any] = {int: _parse_int, float: _parse_float, bool: _parse_bool, str: str, Path: Path}
-
-
-def _example(hint: Any) -> str:
-    examples = {int: "2000", float: "1e-3", bool: "true"}
-    return f"; write for example {examples[hint]}" if hint in examples else ""
-
-
-def _choice(hint: Any, text: str, key: str) -> Any:
-    allowed = {str(a): a for a in typing.get_args(hint)}
-    if text not in allowed:
-        raise UserError(f"{key}={text!r}: allowed are {', '.join(allowed)}.{suggest(text, list(allowed))}")
-    return allowed[text]
-
-
-def _first_that_parses(hints: list[Any], whole: Any, text: str, key: str) -> Any:
-    for hint in hints:
-        try:
-            return parse_value(hint, text, key)
-        except UserError:
-            continue
-    raise UserError(f"{key}={text!r} is not a value of type {type_name(whole)}")
 
 
 # -- building --------------------------------------------------------------------------------------

@@ -1,18 +1,20 @@
 """What a user is meant to read when something goes wrong.
 
 `UserError` is a ValueError whose message says what was given, what is allowed and what to change. The command
-line prints it as one line and exits with 2, and so do benches (`as_command`). Memory that runs out is nobody's
-defect: `memory_as_user_error` makes one such line of it. Every other exception is a defect of ours and keeps its
-traceback.
+line prints it as one line and exits with 2, and so do benches (`as_command`). Memory that runs out is not a
+defect either: `memory_as_user_error` turns it into such a line. Every other exception is a defect of Shoestring and
+keeps its traceback.
 """
 
+import dataclasses
 import errno
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -42,18 +44,18 @@ def as_command(main: Callable[[], None]) -> None:
 
 
 def is_users(error: OSError) -> bool:
-    """A full disk or a missing permission: nothing of ours to repair."""
+    """A full disk or a missing permission: not a defect of Shoestring."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def room(error: OSError) -> str:
-    """What else helps than to choose another place: nothing where it is no full disk that refuses."""
+    """'free some space or ', to put before 'choose another place', where the disk is full; else nothing."""
     return "free some space or " if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
 
 
 # -- memory that runs out ----------------------------------------------------------------------------
 
-# How allocators say it when they raise no class of their own; in small letters.
+# What allocators write when they raise no class of their own; in lower case.
 GPU_WORDS = ("out of memory", "out_of_memory", "status_alloc_failed", "cudaerrormemoryallocation")
 HOST_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 # Settings of recipes that cost less memory when they are smaller; those that change no result come first.
@@ -64,18 +66,14 @@ SMALLER = (
 PLACE, RUN = "in ", "run folder "  # what the notes below begin with
 
 
-@contextmanager
-def during(what: str) -> Iterator[None]:
+def during(what: str) -> AbstractContextManager[None]:
     """Errors inside get a note of where they happened, for tracebacks and for `memory_line`."""
-    with _noting(PLACE + what):
-        yield
+    return _noting(PLACE + what)
 
 
-@contextmanager
-def in_run(folder: Path) -> Iterator[None]:
+def in_run(folder: Path) -> AbstractContextManager[None]:
     """Errors inside get a note of the run folder that `resume=` can go on with."""
-    with _noting(f"{RUN}{folder}"):
-        yield
+    return _noting(f"{RUN}{folder}")
 
 
 @contextmanager
@@ -123,28 +121,32 @@ def memory_line(error: BaseException, config: object = None) -> str | None:
 
 
 def _remedy(which: str, config: object) -> str:
-    settings = {name: getattr(config, name, None) for name in SMALLER}
-    given = [f"{name} (now {value})" for name, value in settings.items() if value]
+    settings = _settings(config)
+    given = [f"{name} (now {settings[name]})" for name in SMALLER if settings.get(name)]
     if given:
         less = f"make one of these smaller: {', '.join(given)}"
     else:
         less = "ask for less at a time (a smaller batch, a shorter context, fewer requests)"
     ways = [less, "stop other programs that use it"]
-    if getattr(config, "recompute", None) is False:
+    if settings.get("recompute") is False:
         ways.append("give recompute=true")
-    if which == "GPU" and getattr(config, "stream", "true") != "true":
+    if which == "GPU" and settings.get("stream", "true") != "true":
         ways.append("give stream=true")  # one block at a time on the GPU
-    if which == "GPU" and (config is None or hasattr(config, "device")):
+    if which == "GPU" and (config is None or "device" in settings):
         ways.append("use --device cpu" if config is None else "give device=cpu")
     return ", or ".join(ways)
 
 
+def _settings(config: Any) -> dict[str, Any]:
+    return {} if config is None else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
 def _way_on(error: BaseException, config: object) -> str:
-    if not hasattr(config, "resume"):
+    settings = _settings(config)
+    if "resume" not in settings:
         return ""
     noted = [n.removeprefix(RUN) for n in _notes(error) if n.startswith(RUN)]
-    known = [*noted, getattr(config, "resume", None), getattr(config, "run", None)]
-    folder = next((f for f in known if f), None)
+    folder = next((f for f in (*noted, settings["resume"], settings.get("run")) if f), None)
     if folder is None:
         return "; what a run has finished is kept: resume=FOLDER goes on, folders are in runs/"
     if not (Path(folder) / "config.json").is_file():  # it had not begun

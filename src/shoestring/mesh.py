@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoestring.device import pick_device
 from shoestring.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ AXES = ("replica", "dp", "tp")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    dp: int = field(
-        default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"}
-    )
+    dp: int = field(default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"})
     tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)"})
     replica: int = field(default=1, metadata={"help": "whole copies of the sharded state"})
 
@@ -118,31 +117,6 @@ class Mesh:
             import torch.distributed as dist
 
             dist.destroy_process_group()
-
-
-def pick_device(name: str) -> torch.device:
-    """auto: the GPU where there is one."""
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"device={name!r}: allowed are auto, cpu, cuda, cuda:0, ...")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"device={name} was asked for but torch sees no CUDA GPU; use device=cpu or device=auto"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"device={name}: the last GPU of this machine is cuda:{torch.cuda.device_count() - 1}"
-        )
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels and graphs go to the current one, wherever their tensors lie
-    return device
 
 
 def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:

@@ -26,6 +26,8 @@ NUM_COLORS = 6
 
 
 class Section(Protocol):
+    @property
+    def title(self) -> str: ...
     def html(self) -> str: ...
 
 
@@ -60,7 +62,7 @@ class Curves:
             marks += [
                 f'<circle class="hover" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="5">'
                 f"<title>{escape(s.name)}: {_num(y)} at {escape(self.x_label)} {_num(x)}</title></circle>"
-                for x, y in _thin(list(zip(s.xs, s.ys, strict=True)), 200)
+                for x, y in list(zip(s.xs, s.ys, strict=True))[:: -(-len(s.xs) // 200)]  # at most 200
             ]
         legend = _legend([s.name for s in kept]) if len(kept) > 1 else ""
         return _section(self.title, legend + axes.svg("".join(marks), self.x_label, self.y_label, self.title))
@@ -124,7 +126,7 @@ class Table:
             table.add_column(header, justify="right" if numeric else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*(RichText(_show(v)) for v in row))  # Text: a value in [brackets] is no markup
-        # Without a terminal nobody needs lines cut to a screen.
+        # Without a terminal lines need not fit a screen.
         console = Console() if sys.stdout.isatty() else Console(width=220)
         console.print(table)
         if self.note:
@@ -175,11 +177,14 @@ def run_sections(folder: Path) -> list[Section]:
 def loss_curves(metrics: list[dict[str, Any]]) -> Curves:
     """Every logged scalar whose name holds 'loss', against the step."""
     names = sorted({k for row in metrics for k in row if "loss" in k})
-    series = []
-    for name in names:
-        rows = [row for row in metrics if row.get(name) is not None]
-        series.append(Series(name, [row["step"] for row in rows], [row[name] for row in rows]))
-    return Curves("Loss", series, "step", "loss (nats per token)")
+    return metric_curves(metrics, "Loss", "loss (nats per token)", *names)
+
+
+def metric_curves(metrics: list[dict[str, Any]], title: str, label: str, *names: str) -> Curves:
+    """The scalars of these names against the step."""
+    picked = {n: [row for row in metrics if row.get(n) is not None] for n in names}
+    series = [Series(n, [row["step"] for row in rows], [row[n] for row in rows]) for n, rows in picked.items()]
+    return Curves(title, series, "step", label)
 
 
 EVAL_COLUMNS = {
@@ -272,14 +277,8 @@ def _finite(series: Series) -> Series:
     return Series(series.name, [x for x, _ in pairs], [y for _, y in pairs])
 
 
-def _thin(items: list[Any], limit: int) -> list[Any]:
-    return items[:: max(1, -(-len(items) // limit))]
-
-
 def _legend(names: Sequence[str]) -> str:
-    keys = "".join(
-        f'<span><i class="key k{i % NUM_COLORS}"></i>{escape(name)}</span>' for i, name in enumerate(names)
-    )
+    keys = "".join(f'<span><i class="key k{i % NUM_COLORS}"></i>{escape(name)}</span>' for i, name in enumerate(names))
     return f'<p class="legend">{keys}</p>'
 
 
@@ -321,7 +320,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# The six hues are those of Okabe and Ito, told apart with every common colour blindness, darker on light.
+# The six hues are those of Okabe and Ito, distinguishable with every common colour blindness, darker on light.
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1d2129;--soft:#5b6472;--rule:#dfe3e8;--panel:#f6f7f9;
 --c0:#0072b2;--c1:#d55e00;--c2:#007a5a;--c3:#b0518f;--c4:#8a6d00;--c5:#3a8fc4}

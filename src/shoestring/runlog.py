@@ -1,4 +1,4 @@
-"""RunLog: everything a run says, on the console and in its folder.
+"""RunLog: everything a run writes, to the console and to its folder.
 
 A run folder is
     config.json     the resolved config, the command and the versions
@@ -22,7 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,10 @@ class RunLog:
             print(text, flush=True)
 
     @contextmanager
-    def progress(self, total: int, description: str) -> Iterator[Progress]:
+    def progress(self, total: int, description: str) -> Iterator[ProgressBar]:
         """A bar on a terminal, a plain line every ten seconds elsewhere, nothing on the other ranks."""
         if not self.main or self.quiet:
-            yield Progress(total, description)
+            yield ProgressBar(total, description)
         elif sys.stdout.isatty():
             yield from _rich_progress(total, description)
         else:
@@ -131,8 +131,8 @@ class RunLog:
             bar.finish()
 
 
-class Progress:
-    """Counts, and says nothing."""
+class ProgressBar:
+    """Counts, and shows nothing."""
 
     def __init__(self, total: int, description: str) -> None:
         self.total, self.description = total, description
@@ -144,12 +144,14 @@ class Progress:
         self.fields.update(fields)
 
     def text(self) -> str:
-        return " ".join(
-            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items()
-        )
+        return " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items())
 
 
-class _PlainProgress(Progress):
+# Opens a bar for (total, description).
+OpenProgressBar = Callable[[int, str], AbstractContextManager[ProgressBar]]
+
+
+class _PlainProgress(ProgressBar):
     def __init__(self, total: int, description: str) -> None:
         super().__init__(total, description)
         self.started = self.said = time.monotonic()
@@ -167,13 +169,10 @@ class _PlainProgress(Progress):
     def _say(self) -> None:
         self.said, self.last_said = time.monotonic(), self.done
         seconds = self.said - self.started
-        print(
-            f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip(),
-            flush=True,
-        )
+        print(f"{self.description}: {self.done}/{self.total} in {seconds:.0f}s {self.text()}".rstrip(), flush=True)
 
 
-class _RichProgress(Progress):
+class _RichProgress(ProgressBar):
     def __init__(self, total: int, description: str, bar: Any, task: Any) -> None:
         super().__init__(total, description)
         self.bar, self.task = bar, task
@@ -183,14 +182,8 @@ class _RichProgress(Progress):
         self.bar.update(self.task, advance=n, text=self.text())
 
 
-def _rich_progress(total: int, description: str) -> Iterator[Progress]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def _rich_progress(total: int, description: str) -> Iterator[ProgressBar]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
     columns = (
@@ -276,7 +269,7 @@ def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> 
         return
     folder = Path(settings["resume"])
     saved = read_config(folder).get("config", {})
-    # What nobody gave is what the run was saved with, also where its folder has been moved since.
+    # A setting that was not given is the saved one, also where the folder has been moved since.
     if run not in (None, saved.get("run")) and Path(run).absolute() != folder.absolute():
         raise UserError(
             f"resume={folder} goes on in that folder and writes nothing to run={run}; leave one of them out"
@@ -292,9 +285,7 @@ def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> 
 def check_unfinished(resume: str | None) -> None:
     """For recipes that have nothing to add to a finished run; its report is the last thing that it wrote."""
     if resume is not None and (Path(resume) / "report.html").exists():
-        raise UserError(
-            f"resume={resume}: nothing to go on with there, that run is finished; start a new one"
-        )
+        raise UserError(f"resume={resume}: nothing to go on with there, that run is finished; start a new one")
 
 
 @contextmanager
@@ -329,9 +320,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):
-                raise UserError(
-                    f"{path}, line {number} is not JSON ({error}); repair or delete it"
-                ) from error
+                raise UserError(f"{path}, line {number} is not JSON ({error}); repair or delete it") from error
     return rows
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_evals import tiny_model, tiny_tokenizer
 
 from shoestring.errors import UserError
 from shoestring.evals.lm_eval_adapter import Scorer, lm_eval_model, read_settings
 from shoestring.serve import Sampling
+from tiny import tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def scorer() -> Scorer:
-    return Scorer(tiny_model(), tiny_tokenizer())
+    return Scorer(tiny_llama(), tiny_tokenizer())
 
 
 def log_probs(scorer: Scorer, tokens: list[int]) -> torch.Tensor:
@@ -81,18 +81,14 @@ def test_rolling_predicts_every_token_once_with_all_the_context_that_fits(scorer
 def test_rolling_likelihood(scorer: Scorer) -> None:
     text = "the cat sat on the mat"
     tokens = [0, *scorer.tokenizer.encode(text)]
-    assert scorer.loglikelihood_rolling(text) == pytest.approx(
-        log_probs(scorer, tokens).sum().item(), abs=1e-4
-    )
+    assert scorer.loglikelihood_rolling(text) == pytest.approx(log_probs(scorer, tokens).sum().item(), abs=1e-4)
     assert scorer.loglikelihood_rolling("") == 0
 
 
 def test_generate_until(scorer: Scorer) -> None:
     free = scorer.generate_until([("the cat", {"until": [], "max_gen_toks": 12})])[0]
     stop = free[3:5]
-    cut = scorer.generate_until(
-        [("the cat", {"until": [stop], "max_gen_toks": 12}), ("x" * 500, {"max_gen_toks": 3})]
-    )
+    cut = scorer.generate_until([("the cat", {"until": [stop], "max_gen_toks": 12}), ("x" * 500, {"max_gen_toks": 3})])
     assert cut[0] == free[: free.index(stop)]
 
 

@@ -1,18 +1,54 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_evals import as_transformers, tiny_model
 
 from shoestring.errors import UserError
 from shoestring.evals import perplexity, scoring
 from shoestring.evals.perplexity import windows
+from shoestring.model import Decoder
+from tiny import tiny_llama
 
 TOKENS = torch.randint(0, 300, (205,), generator=torch.Generator().manual_seed(0))
+
+
+def as_transformers(model: Decoder) -> Any:
+    """The `transformers` model with the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    s = model.spec
+    other = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=s.vocab_size,
+            hidden_size=s.d_model,
+            intermediate_size=s.d_ff,
+            num_hidden_layers=s.num_layers,
+            num_attention_heads=s.num_heads,
+            num_key_value_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            max_position_embeddings=s.max_positions,
+            rms_norm_eps=s.norm_eps,
+            tie_word_embeddings=True,
+        )
+    )
+    names = {
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        **{f"attn.{n}": f"self_attn.{n}_proj" for n in "qkvo"},
+        **{f"mlp.{n}": f"mlp.{n}_proj" for n in ("gate", "up", "down")},
+    }
+    state = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
+    for layer in range(s.num_layers):
+        for ours, theirs in names.items():
+            state[f"model.layers.{layer}.{theirs}.weight"] = model.get_parameter(f"blocks.{layer}.{ours}.weight")
+    missing = other.load_state_dict(state, strict=False)
+    assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys
+    return other.eval()
 
 
 def reference(model: object, tokens: torch.Tensor, context: int, stride: int) -> tuple[float, int]:
@@ -36,7 +72,7 @@ def reference(model: object, tokens: torch.Tensor, context: int, stride: int) ->
 
 @pytest.mark.parametrize(("context", "stride"), [(64, 64), (64, 16), (50, 49), (32, 1), (2, 1)])
 def test_equals_the_transformers_loop(context: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
+    model = tiny_llama()
     tokens = TOKENS if stride > 1 else TOKENS[:60]
     want, count = reference(as_transformers(model), tokens, context, stride)
     monkeypatch.setattr(scoring, "BLOCK_LOGITS", 7 * 300)  # several blocks of logits per window
@@ -65,7 +101,7 @@ def test_windows_count_each_token_once(num_tokens: int, context: int, stride: in
 
 
 def test_max_tokens_and_default_stride() -> None:
-    model = tiny_model()
+    model = tiny_llama()
     cut = perplexity(model, TOKENS, context=32, max_tokens=96)
     assert cut == perplexity(model, TOKENS[:96], context=32, stride=32)
     assert cut.num_tokens == 3 * 31
@@ -88,4 +124,4 @@ def test_max_tokens_and_default_stride() -> None:
 )
 def test_bad_input(tokens: torch.Tensor, settings: dict[str, int], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        perplexity(tiny_model(), tokens, **{"context": 32, **settings})  # type: ignore[arg-type]
+        perplexity(tiny_llama(), tokens, **{"context": 32, **settings})  # type: ignore[arg-type]

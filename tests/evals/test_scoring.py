@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_evals import SPEC, tiny_model
 
 from shoestring.errors import UserError
 from shoestring.evals import scoring
 from shoestring.evals.scoring import score
+from tiny import LLAMA, tiny_llama
 
 
 def naive(model: torch.nn.Module, prompt: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -24,7 +24,7 @@ def naive(model: torch.nn.Module, prompt: list[int], continuation: list[int]) ->
 def test_shared_prompts_and_padding_change_nothing(
     window: int | None, batch_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(replace(SPEC, sliding_window=window))
+    model = tiny_llama(replace(LLAMA, sliding_window=window))
     monkeypatch.setattr(scoring, "BLOCK_LOGITS", 5 * 300)
     gen = torch.Generator().manual_seed(0)
 
@@ -32,8 +32,7 @@ def test_shared_prompts_and_padding_change_nothing(
         return torch.randint(0, 300, (num,), generator=gen).tolist()
 
     items = [
-        (ids(p), [ids(n) for n in lengths])
-        for p, lengths in ((9, (1, 4, 2)), (3, (5,)), (1, (1, 1)), (20, (7, 3)))
+        (ids(p), [ids(n) for n in lengths]) for p, lengths in ((9, (1, 4, 2)), (3, (5,)), (1, (1, 1)), (20, (7, 3)))
     ]
     # One continuation that greedy decoding writes.
     with torch.no_grad():
@@ -49,7 +48,7 @@ def test_shared_prompts_and_padding_change_nothing(
 
 
 def test_a_long_prompt_loses_its_beginning() -> None:
-    model = tiny_model()
+    model = tiny_llama()
     prompt, continuation = list(range(100)), [5, 6, 7]
     kept = prompt[-62:]  # 62 + 2 read tokens fill the 64 positions
     assert score(model, [(prompt, [continuation])]) == score(model, [(kept, [continuation])])

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from shoestring.evals import perplexity, run_task
-from shoestring.model.folder import Loaded, load_model
+from shoestring.model.folder import LoadedModel, load_model
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_file: Path) -> Loaded:
+def smollm2(smollm2_file: Path) -> LoadedModel:
     return load_model(smollm2_file)
 
 
 @pytest.mark.assets
 @pytest.mark.slow
-def test_reference_values(smollm2: Loaded, assets: Path) -> None:
+def test_reference_values(smollm2: LoadedModel, assets: Path) -> None:
     """A part of what docs/evals.md lists in full; the rest takes minutes on a small CPU."""
     text = (assets / "text/wikitext-2/test.txt").read_text(encoding="utf-8")
     tokens = torch.tensor(smollm2.tokenizer.encode(text[:10_000]))

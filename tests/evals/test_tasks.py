@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_evals import tiny_model, tiny_tokenizer
 
 from shoestring.errors import UserError
 from shoestring.evals import read_task, run_task
 from shoestring.evals.tasks import join
+from tiny import tiny_llama, tiny_tokenizer
 
 
 def write(path: Path, *records: object) -> Path:
@@ -24,7 +24,7 @@ def log_prob(model: torch.nn.Module, prompt: list[int], continuation: list[int])
 
 
 def test_cloze_is_what_greedy_decoding_writes(tmp_path: Path) -> None:
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
     words = [" the", " cat", " sat", " dog", " was", " it"]
     # Find contexts whose greedy next token is one of the words, so that right and wrong answers both occur.
     records, expected = [], 0
@@ -44,7 +44,7 @@ def test_cloze_is_what_greedy_decoding_writes(tmp_path: Path) -> None:
 
 
 def test_choice_divides_by_characters(tmp_path: Path) -> None:
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
     query, choices = "the cat", ["sat on the mat and the dog", "it", "was a dog"]
     prompt = tokenizer.encode(query)
     per_char = [log_prob(model, prompt, tokenizer.encode(" " + c)) / len(c) for c in choices]
@@ -104,8 +104,7 @@ def test_bad_files(tmp_path: Path) -> None:
 @pytest.mark.assets
 def test_the_task_files_are_read(assets: Path) -> None:
     sizes = {
-        path.stem: (read_task(path).kind, len(read_task(path).questions))
-        for path in (assets / "eval").glob("*.jsonl")
+        path.stem: (read_task(path).kind, len(read_task(path).questions)) for path in (assets / "eval").glob("*.jsonl")
     }
     assert sizes["lambada_openai"] == ("cloze", 5153)
     assert sizes["arc_easy"] == ("choice", 2376)

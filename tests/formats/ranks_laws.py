@@ -12,16 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import (
-    Format,
-    convert,
-    formats_of,
-    pack,
-    packed_state,
-    parse_format,
-    prepare_packed,
-    unpack,
-)
+from shoestring.formats import Format, allocate_packed, convert, formats_of, pack, packed_state, parse_format, unpack
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import shard_
 
@@ -130,7 +121,7 @@ def check_fsdp_bf16() -> None:
     }
     packed = Decoder(spec)
     packed.compute_dtype = torch.bfloat16
-    prepare_packed(packed, {n: f.to_json() for n, f in formats_of(model).items()}, torch.bfloat16)
+    allocate_packed(packed, {n: f.to_json() for n, f in formats_of(model).items()}, torch.bfloat16)
     packed.load_state_dict(state)
     assert torch.equal(packed(tokens), expected)
 

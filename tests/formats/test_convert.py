@@ -22,6 +22,7 @@ from shoestring.formats import (
     FormatLinear,
     IntAsym,
     Parts,
+    allocate_packed,
     bits_per_weight,
     convert,
     formats_of,
@@ -30,7 +31,6 @@ from shoestring.formats import (
     pack,
     packed_state,
     parse_format,
-    prepare_packed,
     unpack,
 )
 from shoestring.formats.base import straight_through
@@ -95,10 +95,7 @@ def test_rules_first_match_wins_and_the_report_says_so() -> None:
         ([("embed", IntAsym())], "embed cannot be converted: embeddings"),
         ([("e*", IntAsym())], "left alone .embed: embeddings"),
         ([("he*", IntAsym())], "left alone .head: the output head"),
-        (
-            [("*", IntAsym(group=48))],
-            "blocks.0.up: Group 48 does not divide input width 64: use group 32, 64",
-        ),
+        ([("*", IntAsym(group=48))], "blocks.0.up: Group 48 does not divide input width 64: use group 32, 64"),
     ],
 )
 def test_rules_that_cannot_work_change_nothing(rules: list[tuple[str, Format]], message: str) -> None:
@@ -126,7 +123,7 @@ def test_a_tied_head_is_left_alone_or_refused() -> None:
     pack(model)
     assert model.head.weight is model.embed.weight
     with pytest.raises(UserError, match="tied"):
-        prepare_packed(model, {"head": IntAsym().to_json()})
+        allocate_packed(model, {"head": IntAsym().to_json()})
 
 
 def test_modules_with_a_life_of_their_own_are_left_alone() -> None:
@@ -174,19 +171,17 @@ def test_packed_state_dict_and_safetensors_round_trip(tmp_path: Path) -> None:
 
     save_file(state, tmp_path / "model.safetensors")
     fresh = Tiny()
-    prepare_packed(fresh, {n: f.to_json() for n, f in formats_of(model).items()})
+    allocate_packed(fresh, {n: f.to_json() for n, f in formats_of(model).items()})
     fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(fresh(TOKENS), expected) and formats_of(fresh) == formats_of(model)
 
     with torch.device("meta"):
         built = Tiny()
-    prepare_packed(built, {n: f.to_json() for n, f in formats_of(model).items()})
+    allocate_packed(built, {n: f.to_json() for n, f in formats_of(model).items()})
     built.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
     assert torch.equal(built(TOKENS), expected)
 
-    prepare_packed(
-        fresh, {"blocks.0.down": IntAsym(bits=3).to_json()}
-    )  # a packed layer can be prepared again
+    allocate_packed(fresh, {"blocks.0.down": IntAsym(bits=3).to_json()})  # a packed layer can be prepared again
     fresh.load_state_dict(state)
     assert unpack(fresh) and not formats_of(fresh)
     assert torch.equal(fresh(TOKENS), expected)
@@ -232,7 +227,7 @@ def test_misuse_is_explained() -> None:
     with pytest.raises(UserError, match="call unpack"):
         convert(model, [("*", IntAsym())])
     with pytest.raises(UserError, match=r"Did you mean 'blocks\.0\.up'"):
-        prepare_packed(tiny(), {"blocks.0.upp": IntAsym().to_json()})
+        allocate_packed(tiny(), {"blocks.0.upp": IntAsym().to_json()})
     broken = converted()
     with torch.no_grad():
         broken.blocks[1].down.weight[3, 3] = float("nan")
@@ -377,14 +372,7 @@ def hf_model(kind: str) -> nn.Module:
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)
     config = transformers.GPT2Config(
-        vocab_size=64,
-        n_positions=32,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     return transformers.GPT2LMHeadModel(config)
 

@@ -19,10 +19,7 @@ def test_snippet(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     known = dict(FORMATS)
     try:
-        exec(
-            compile(SNIPPETS[index], f"formats.md[{index}]", "exec", dont_inherit=True),
-            {"__name__": "snippet"},
-        )
+        exec(compile(SNIPPETS[index], f"formats.md[{index}]", "exec", dont_inherit=True), {"__name__": "snippet"})
     finally:
         FORMATS.clear()
         FORMATS.update(known)

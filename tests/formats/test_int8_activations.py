@@ -11,9 +11,9 @@ from torch import nn
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, int8_activations, keep_decoded, pack, unpack
 from shoestring.formats.int8_activations import Int8Linear, quantize_activations
-from shoestring.kernels.w4a8 import unusable
+from shoestring.kernels.lowbit.w4a8 import unusable
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
-from shoestring.model.untie import untie_head
+from shoestring.model.transformer import untie_head
 
 pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 SPEC = ModelSpec(96, 64, 2, 4, 2, 16, 128, 64, bos_id=1, eos_id=2)
@@ -53,9 +53,7 @@ def test_saved_moved_loaded_and_unpacked_as_any_packed_model(tmp_path: Path) -> 
     quantize_activations(model)
     rounded = logits(model)
     save_model(tmp_path / "b", model)
-    assert (tmp_path / "a/packed.safetensors").read_bytes() == (
-        tmp_path / "b/packed.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "a/packed.safetensors").read_bytes() == (tmp_path / "b/packed.safetensors").read_bytes()
     other = load_model(tmp_path / "a").model
     quantize_activations(other)
     assert torch.equal(logits(other), rounded)

@@ -17,15 +17,7 @@ from shoestring.formats import FORMATS, Format, FormatLinear, Parts, from_json, 
 
 LABELS = [
     *("dense", "int2:g64", "int3:g32", "int4:g64", "int8:g0", "int4:g32:bfloat16"),
-    *(
-        "nf2:s2:g64",
-        "nf3:s2:g64",
-        "nf3:s1:g0",
-        "nf4:s2:g64",
-        "nf4:s1:g32",
-        "fp3:s2:g64",
-        "fp4:s1:g32:bfloat16",
-    ),
+    *("nf2:s2:g64", "nf3:s2:g64", "nf3:s1:g0", "nf4:s2:g64", "nf4:s1:g32", "fp3:s2:g64", "fp4:s1:g32:bfloat16"),
     *("int4:sym:g64", "int8:sym:g0:bfloat16"),
     *("int3:g64:fixed", "int4:sym:g32:fixed", "nf3:s2:g64:fixed"),
     *("int2:g64:learned", "int3:g0:learned", "int4:sym:g32:bfloat16:learned"),
@@ -179,9 +171,7 @@ def test_law_3_compiled_equals_eager(label: str, dtype: torch.dtype) -> None:
 
 # Every Format in the dtype that GPUs train in; the other dtypes once per family.
 FAMILIES = ["int4:g64", "int3:g0:learned", "nf3:s2:g64", "sparse24:soft:mvue"]
-ON_GPU = [(x, torch.bfloat16) for x in LABELS] + [
-    (x, d) for x in FAMILIES for d in (torch.float32, torch.float16)
-]
+ON_GPU = [(x, torch.bfloat16) for x in LABELS] + [(x, d) for x in FAMILIES for d in (torch.float32, torch.float16)]
 
 
 @pytest.mark.gpu
@@ -196,10 +186,7 @@ def test_law_3_compiled_equals_eager_on_gpu(label: str, dtype: torch.dtype) -> N
 @every_format
 def test_gpu_and_cpu_encode_alike(format: Format) -> None:
     w = torch.cat([hard_weight(torch.float32, seed=s) for s in range(50)])
-    on_cpu, on_gpu = (
-        format.encode(w, state_of(format, w)),
-        format.encode(w.cuda(), state_of(format, w.cuda())),
-    )
+    on_cpu, on_gpu = (format.encode(w, state_of(format, w)), format.encode(w.cuda(), state_of(format, w.cuda())))
     for name, part in on_cpu.items():
         assert torch.equal(part, on_gpu[name].cpu()), name
 

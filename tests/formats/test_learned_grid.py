@@ -12,13 +12,7 @@ from shoestring.formats import Format, FormatLinear, Parts, convert, pack, parse
 from shoestring.formats.float_asym import TABLES
 from shoestring.train.optim import adamw
 
-LABELS = [
-    "int2:g32:learned",
-    "int4:g64:learned",
-    "nf3:s2:g32:learned",
-    "nf3:s1:g64:learned",
-    "fp3:s2:g0:learned",
-]
+LABELS = ["int2:g32:learned", "int4:g64:learned", "nf3:s2:g32:learned", "nf3:s1:g64:learned", "fp3:s2:g0:learned"]
 every_label = pytest.mark.parametrize("label", LABELS)
 
 
@@ -35,9 +29,7 @@ def tight_state(format: Format, w: Tensor) -> Parts:
     return state
 
 
-def by_hand(
-    format: Format, w: Tensor, state: Parts, upstream: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def by_hand(format: Format, w: Tensor, state: Parts, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three gradients, weight by weight, from the formulas and nothing else; fp64."""
     group = format.group or w.shape[1]  # type: ignore[attr-defined]
     used = format.decode(format.encode(w, state), torch.float32)
@@ -55,10 +47,7 @@ def by_hand(
                 beyond = not -0.5 - zero <= x / s < top - zero + 0.5
             else:
                 levels = TABLES[format.table]  # type: ignore[attr-defined]
-                low, high = (
-                    levels[0] - (levels[1] - levels[0]) / 2,
-                    levels[-1] + (levels[-1] - levels[-2]) / 2,
-                )
+                low, high = (levels[0] - (levels[1] - levels[0]) / 2, levels[-1] + (levels[-1] - levels[-2]) / 2)
                 beyond = not low <= x / s <= high
             d_w[r, c] = 0 if beyond else up
             d_scale[r, g, side] += up * (v / s if beyond else (v - x) / s)
@@ -87,10 +76,7 @@ def test_gradients_are_the_published_ones(label: str) -> None:
 def test_scale_gradient_is_the_slope_where_codes_do_not_change() -> None:
     """With every weight beyond a two-level reach the decoded weight is linear in the scale: no surrogate needed."""
     format, w = parse_format("int2:g8:learned"), torch.full((1, 8), 5.0)
-    state = {
-        "scale": torch.full((1, 1), 0.5, requires_grad=True),
-        "zero": torch.full((1, 1), 1.0, requires_grad=True),
-    }
+    state = {"scale": torch.full((1, 1), 0.5, requires_grad=True), "zero": torch.full((1, 1), 1.0, requires_grad=True)}
     loss = (format.fake(w, state) * torch.arange(8.0)).sum()
     loss.backward()
     with torch.no_grad():

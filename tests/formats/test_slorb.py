@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shoestring.errors import UserError
 from shoestring.formats import Format, FormatLinear, Slorb, Sparse24, convert, parse_format
 from shoestring.formats.slorb import block_sums_matrix
-from shoestring.kernels.sparse24 import is_24, mask24
+from shoestring.kernels.sparse24.masks import is_24, mask24
 
 LABELS = [
     *("sparse24+slorb16", "sparse24:held+slorb8", "sparse24:tile:held+slorb16", "sparse24:soft+slorb32"),

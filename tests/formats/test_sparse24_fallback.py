@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shoestring.formats import Dense, Format, Sparse24, convert, init_state
-from shoestring.model import ModelSpec
+from shoestring.model.layer_plan import MlpPlan
 from shoestring.model.transformer import Mlp
 
 # What fuses into the cast of the weight, which dense does too; or is no work at all.
@@ -25,11 +25,8 @@ def operators(format: Format) -> list[Counter[str]]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
-    spec = ModelSpec(
-        vocab_size=8, d_model=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=128, max_positions=8
-    )  # fmt: skip
     torch._dynamo.reset()
-    mlp = Mlp(spec)
+    mlp = Mlp(MlpPlan(d_ff=128, act="swiglu"), d_model=64)
     convert(mlp, [("*", format)])
     init_state(mlp)
     found: list[Counter[str]] = []
@@ -63,12 +60,8 @@ def test_products_that_stay_dense_cost_nothing_but_the_pruning_of_the_weight() -
 @pytest.mark.parametrize("act", ["swiglu", "gelu_tanh"])
 @pytest.mark.parametrize("format", [Sparse24("tile", True, "mvue"), Sparse24("soft", weight_grad="mvue")])
 def test_a_layer_with_drawn_gradients_is_one_graph_on_a_gpu(act: str, format: Format) -> None:
-    spec = ModelSpec(
-        vocab_size=8, d_model=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=128, max_positions=8,
-        act=act, mlp_bias=act != "swiglu",  # type: ignore[arg-type]
-    )  # fmt: skip
     torch._dynamo.reset()
-    mlp = Mlp(spec)
+    mlp = Mlp(MlpPlan(d_ff=128, act=act, bias=act != "swiglu"), d_model=64)  # type: ignore[arg-type]
     convert(mlp, [("*", format)])
     mlp = mlp.cuda()
     init_state(mlp)

@@ -20,20 +20,17 @@ from shoestring.formats import (
     parse_format,
     unpack,
 )
-from shoestring.formats.sparse24 import fit_scale, prune_tokens
-from shoestring.kernels.sparse24 import is_24, mask24, soft_threshold24
+from shoestring.formats.sparse24 import fit_scale
+from shoestring.kernels.sparse24.masks import is_24, mask24, soft_threshold24
+from shoestring.kernels.sparse24.mvue import mvue_transposed
 
 
-def layer_of(
-    format: Sparse24 | Stacked, rows: int = 16, width: int = 32, *, bias: bool = True
-) -> FormatLinear:
+def layer_of(format: Sparse24 | Stacked, rows: int = 16, width: int = 32, *, bias: bool = True) -> FormatLinear:
     torch.manual_seed(0)
     return FormatLinear(width, rows, bias=bias, format=format)
 
 
-@pytest.mark.parametrize(
-    "label", ["sparse24", "sparse24:tile:held", "sparse24:soft", "sparse24:tile+int4:g8"]
-)
+@pytest.mark.parametrize("label", ["sparse24", "sparse24:tile:held", "sparse24:soft", "sparse24:tile+int4:g8"])
 def test_exact_products_are_those_of_the_pruned_weight(label: str) -> None:
     format = parse_format(label)
     layer = layer_of(format)  # type: ignore[arg-type]
@@ -60,10 +57,7 @@ def test_fields_say_which_products_are_sparse() -> None:
 
 def test_mvue_gradient_is_the_pruned_product_and_right_on_average() -> None:
     layer = layer_of(Sparse24("tile", hold_mask=True, weight_grad="mvue"))
-    x, dz = (
-        torch.randn(2, 7, 32, requires_grad=True),
-        torch.randn(2, 7, 16),
-    )  # 14 tokens: the last group is short
+    x, dz = (torch.randn(2, 7, 32, requires_grad=True), torch.randn(2, 7, 16))  # 14 tokens: the last group is short
     exact = dz.flatten(0, 1).t() @ x.detach().flatten(0, 1)
     total, draws = torch.zeros_like(exact), 400
     for step in range(draws):
@@ -73,7 +67,7 @@ def test_mvue_gradient_is_the_pruned_product_and_right_on_average() -> None:
         assert layer.weight.grad is not None
         total += layer.weight.grad
     clocks = torch.tensor([0, 0, draws - 1, 0])
-    pruned = prune_tokens(dz.flatten(0, 1), torch.arange(16), clocks)
+    pruned = mvue_transposed(dz.flatten(0, 1), torch.arange(16), clocks)
     assert pruned.shape == (16, 16) and is_24(pruned) and (pruned[:, 14:] == 0).all()
     torch.testing.assert_close(layer.weight.grad, pruned[:, :14] @ x.detach().flatten(0, 1))
     # The other two gradients are exact whatever was drawn.
@@ -85,12 +79,12 @@ def test_mvue_gradient_is_the_pruned_product_and_right_on_average() -> None:
 
 def test_draws_depend_on_tokens_and_rows_not_on_how_they_are_cut() -> None:
     dz, rows = torch.randn(32, 16), torch.arange(16)
-    whole = prune_tokens(dz, rows, torch.tensor([3, 1, 5, 64]))
-    late = prune_tokens(dz[16:], rows, torch.tensor([3, 1, 5, 80]))
-    part = prune_tokens(dz[:, 8:12], rows[8:12], torch.tensor([3, 1, 5, 64]))
+    whole = mvue_transposed(dz, rows, torch.tensor([3, 1, 5, 64]))
+    late = mvue_transposed(dz[16:], rows, torch.tensor([3, 1, 5, 80]))
+    part = mvue_transposed(dz[:, 8:12], rows[8:12], torch.tensor([3, 1, 5, 64]))
     assert torch.equal(whole[:, 16:], late) and torch.equal(whole[8:12], part)
     for other in ([4, 1, 5, 64], [3, 2, 5, 64], [3, 1, 6, 64], [3, 1, 5, 0]):
-        assert not torch.equal(prune_tokens(dz, rows, torch.tensor(other)), whole)
+        assert not torch.equal(mvue_transposed(dz, rows, torch.tensor(other)), whole)
 
 
 def test_a_held_mask_stays_until_it_is_refreshed_and_a_fresh_one_follows() -> None:
@@ -147,15 +141,15 @@ def test_rest_is_dense_and_keeps_every_name() -> None:
     layer = layer_of(Sparse24("tile", hold_mask=True, weight_grad="mvue"))
     names, x = set(layer.state_dict()), torch.randn(3, 32)
     sparse = layer(x)
-    layer.rest()
-    layer.rest()
+    layer.start_dense_phase()
+    layer.start_dense_phase()
     assert isinstance(layer.format, Dense) and set(layer.state_dict()) == names
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-    layer.wake()
+    layer.end_dense_phase()
     torch.testing.assert_close(layer(x), sparse)
-    layer.rest()
+    layer.start_dense_phase()
     layer.set_format(Dense())
-    assert set(layer.state_dict()) == {"weight", "bias"} and layer.resting is None
+    assert set(layer.state_dict()) == {"weight", "bias"} and layer.suspended is None
 
 
 def test_messages() -> None:

@@ -73,9 +73,7 @@ def test_int_codes_by_hand() -> None:
     parts = IntAsym(bits=2, group=8).encode(w, {})
     assert parts["scale"].tolist() == [[1.0]] and parts["zero"].tolist() == [[1]]
     codes = [0, 1, 2, 3, 1, 2, 0, 2]
-    assert parts["codes"].tolist() == [
-        [sum(c << 2 * i for i, c in enumerate(codes[k : k + 4])) for k in (0, 4)]
-    ]
+    assert parts["codes"].tolist() == [[sum(c << 2 * i for i, c in enumerate(codes[k : k + 4])) for k in (0, 4)]]
 
 
 def test_int_group_of_one_sign_keeps_its_far_end() -> None:

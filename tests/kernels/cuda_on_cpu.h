@@ -1,4 +1,4 @@
-// What kernels/_cuda/instructions.cu has, and enough of CUDA C++, for a CPU (see emulated.py); headers of the kernels
+// What kernels/runtime/instructions.cu has, and enough of CUDA C++, for a CPU (see emulated.py); headers of the kernels
 // include this one. Every CUDA thread is a fiber; whatever a warp does together (mma, ldmatrix, shuffles) and every
 // barrier is a meeting point, and between two of those the threads run in a random order, and warps at a different pace:
 // what needs a barrier that is not there reads other bytes. An asynchronous copy lands at once or only when its thread

@@ -1,4 +1,4 @@
-"""Kernels of kernels/_cuda compiled for a CPU: what instructions.cu has, and what CUDA C++ brings along, is defined by
+"""CUDA kernels compiled for a CPU: what instructions.cu has, and what CUDA C++ brings along, is defined by
 cuda_on_cpu.h and a header for each kernel. Only bf16 activations are emulated; everything else of the kernel (decoding,
 indexing, rings, panels, sums) is the source that NVRTC compiles.
 """
@@ -12,13 +12,13 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoestring.kernels import nvrtc
+from shoestring.kernels.runtime import nvrtc
 
 HERE = Path(__file__).parent
 
 
 def library(folder: Path, header: str, *parts: str, macros: Mapping[str, int]) -> ctypes.CDLL:
-    """Files of kernels/_cuda behind `header`, which calls the kernel; compiled into `folder`."""
+    """Sources of kernels/ behind `header`, which calls the kernel; compiled into `folder`."""
     source = "".join((nvrtc.SOURCES / f"{part}.cu").read_text() for part in parts)
     assert not re.search(r"\basm\b", re.sub(r"//.*", "", source)), "assembly that the emulation does not know"
     name = hashlib.sha256(repr((header, source, sorted(macros.items()))).encode()).hexdigest()[:16]

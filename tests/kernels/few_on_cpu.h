@@ -1,10 +1,10 @@
-// kernels/_cuda/lowbit_few.cu on a CPU (see cuda_on_cpu.h).
+// kernels/lowbit/few_rows.cu on a CPU (see cuda_on_cpu.h).
 #include "cuda_on_cpu.h"
 
 #include "kernel.inc"
 extern "C" void run(const char* W, long w_bytes, const u16* X, long x_bytes, void* Y, const float* table, const u16* bias,
                     const void* norm, const u16* residual, float eps, int K, int M, int tiles, int chunks, int panel,
                     int split, int blocks, int shared) {
-    launch(W, w_bytes, X, x_bytes, WARPS + (BESIDE ? 3 : 0), {split, blocks, 1}, split, shared,
-           [=] { lowbit_few(W, X, Y, table, bias, norm, residual, eps, K, M, K, tiles, chunks, panel); });
+    launch(W, w_bytes, X, x_bytes, WARPS + (HALF_SM_REGS ? 3 : 0), {split, blocks, 1}, split, shared,
+           [=] { lowbit_few_rows(W, X, Y, table, bias, norm, residual, eps, K, M, K, tiles, chunks, panel); });
 }

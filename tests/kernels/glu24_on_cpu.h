@@ -1,4 +1,4 @@
-// kernels/_cuda/glu24.cu on a CPU (see cuda_on_cpu.h).
+// kernels/sparse24/ffn_glu.cu on a CPU (see cuda_on_cpu.h).
 #include "cuda_on_cpu.h"
 
 #include "kernel.inc"

@@ -12,17 +12,22 @@ import pytest
 # Without this a kernel that is never chosen would be compared with its own reference.
 CHOSEN = """
 import torch
-from shoestring.kernels.backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import triton_usable
 assert all(triton_usable(torch.zeros(1, dtype=d)) for d in (torch.float32, torch.float16)), "no kernel would run"
 """
 
 
+HERE = Path(__file__).parent
+# The tests of every family of kernels, and whatever this process was told to look at.
+PATHS = [str(p) for p in (HERE, *(d for d in HERE.iterdir() if d.is_dir()))] + [os.environ.get("PYTHONPATH", "")]
+
+
 def run_interpreted(code: str) -> None:
-    """The code may import the tests beside this file; it fails by raising."""
+    """The code may import the tests of the kernels; it fails by raising."""
     pytest.importorskip("triton", reason="the kernels are Triton's; install the gpu extra")
     done = subprocess.run(
         [sys.executable, "-c", CHOSEN + code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
         capture_output=True,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""What tests of kernels for packed weights share: a packed layer, what serving must not change, and errors."""
+"""What tests of kernels for packed weights share: a packed layer, what kernel parts must not change, and errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ def rms(a: Tensor, b: Tensor) -> float:
 
 
 def packed_layer(
-    label: str,
-    out: int,
-    width: int,
-    bias: bool = True,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    label: str, out: int, width: int, bias: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> FormatLinear:
     """`dtype` is that of the weight when it is packed."""
     torch.manual_seed(out * 1000 + width)
@@ -33,13 +28,13 @@ def check_served(layer: FormatLinear) -> tuple[dict[str, Tensor], Tensor]:
     before = {n: t.clone() for n, t in layer.state_dict().items()}
     x = torch.randn(5, layer.in_features)
     want, weight = layer(x), layer.effective_weight(torch.float32)
-    assert layer.serve() and layer.serve()
+    assert layer.use_kernels() and layer.use_kernels()
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(layer.effective_weight(torch.float32), weight)
     after = layer.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[n], before[n]) for n in before)
     layer.load_state_dict({n: t.clone() for n, t in before.items()})
-    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+    assert layer.kernel_part_names and torch.equal(layer.effective_weight(torch.float32), weight)
     layer.to(torch.float16)
-    assert layer.serving_names and torch.equal(layer.effective_weight(torch.float32), weight)
+    assert layer.kernel_part_names and torch.equal(layer.effective_weight(torch.float32), weight)
     return before, weight

@@ -1,4 +1,4 @@
-// kernels/_cuda/sparse24.cu on a CPU (see cuda_on_cpu.h).
+// kernels/sparse24/sparse24_linear.cu on a CPU (see cuda_on_cpu.h).
 #include "cuda_on_cpu.h"
 
 #include "kernel.inc"

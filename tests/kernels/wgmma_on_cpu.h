@@ -1,4 +1,4 @@
-// What kernels/_cuda/lowbit_wgmma.cu needs beside cuda_on_cpu.h, as the PTX manual defines it: boxes by the copy engine with
+// What kernels/lowbit/many_rows.cu needs beside cuda_on_cpu.h, as the PTX manual defines it: boxes by the copy engine with
 // its 128-byte swizzle, and wgmma with its second operand found through a descriptor.
 #include "cuda_on_cpu.h"
 
@@ -44,5 +44,5 @@ extern "C" void run(const char* W, long w_bytes, const u16* X, u16* Y, const flo
                     int chunks, int blocks, int shared) {
     const TensorMap map = {{(u64)X, (u64)M, (u64)K}};
     launch(W, w_bytes, nullptr, 0, CONSUMERS + 4, {SPLIT, blocks, 1}, SPLIT, shared,
-           [=] { lowbit_wide(W, map, Y, table, nullptr, N, M, tiles, chunks); });
+           [=] { lowbit_many_rows(W, map, Y, table, nullptr, N, M, tiles, chunks); });
 }

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import build, logits
 from safetensors.torch import load_file, save_file
 
+from shoestring.cli.inspect import folder_weights
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.compressed_tensors import pack_zeros, save_compressed_tensors, unpack_zeros
-from shoestring.model.export import export_model
-from shoestring.summary import folder_weights
+from shoestring.model.folder import export_model
+from tiny import logits, random_model
 
 # d_ff 72 has no whole number of words of zero points (72 * 4 / 32), heads of 16 rows even less.
 SPEC = ModelSpec(97, 64, 2, 4, 2, 16, 72, 64, tied=False, bos_id=1, eos_id=2)
@@ -39,7 +39,7 @@ KINDS = ["int4:g8", "int4:sym:g8", "int8:g0", "int8:sym:g0", "int4:g0:bfloat16",
 def quantized(
     spec: ModelSpec = SPEC, *rules: tuple[str, str], packed: bool = True, skip: tuple[str, ...] = ("head",)
 ) -> Decoder:
-    model = build(spec)
+    model = random_model(spec)
     convert(model, [(glob, parse_format(f)) for glob, f in rules], skip=skip)
     if packed:
         pack(model)
@@ -59,10 +59,7 @@ def test_transformers_computes_our_logits(kind: str, tmp_path: Path) -> None:
     theirs = from_transformers(tmp_path / "ct")
     torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=1e-5)
     # Not only close: after the first pass the decoded weight is there, and it is ours bit for bit.
-    ours, other = (
-        model.get_submodule("blocks.1.mlp.down"),
-        theirs.get_submodule("model.layers.1.mlp.down_proj"),
-    )
+    ours, other = (model.get_submodule("blocks.1.mlp.down"), theirs.get_submodule("model.layers.1.mlp.down_proj"))
     assert isinstance(ours, FormatLinear)
     assert torch.equal(other.weight, ours.effective_weight(torch.float32))
 
@@ -76,9 +73,7 @@ def test_every_architecture_with_linear_layers(name: str, tmp_path: Path) -> Non
     loaded = load_model(out)
     assert loaded.spec == SPECS[name]
     assert torch.equal(logits(loaded.model), logits(model))
-    assert all(
-        m.packed for n, m in loaded.model.named_modules() if isinstance(m, FormatLinear) and n != "head"
-    )
+    assert all(m.packed for n, m in loaded.model.named_modules() if isinstance(m, FormatLinear) and n != "head")
 
 
 def test_several_formats_a_packed_head_and_dense_layers_in_one_folder(tmp_path: Path) -> None:
@@ -142,12 +137,10 @@ def compress_elsewhere(folder: Path, scheme: dict[str, Any], scale: Callable[[to
     """A dense Llama folder, quantized by the real package with grids of the test's own."""
     package = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    save_model(folder, build(SPEC))
+    save_model(folder, random_model(SPEC))
     tensors = load_file(folder / "model.safetensors")
     layers = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
-    made = quantization.QuantizationScheme(
-        targets=["Linear"], weights=quantization.QuantizationArgs(**scheme)
-    )
+    made = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**scheme))
     for layer in layers:
         weight = tensors.pop(f"{layer}.weight")
         s, z = scale(weight)
@@ -187,9 +180,7 @@ def test_a_folder_packed_elsewhere_loads_with_its_logits(symmetric: bool, tmp_pa
     compress_elsewhere(tmp_path / "ct", scheme, grid)
     theirs = from_transformers(tmp_path / "ct")
     loaded = load_model(tmp_path / "ct").model
-    torch.testing.assert_close(
-        logits(loaded), logits(theirs), atol=2e-3, rtol=2e-3
-    )  # fp32 scales: 16 bits here
+    torch.testing.assert_close(logits(loaded), logits(theirs), atol=2e-3, rtol=2e-3)  # fp32 scales: 16 bits here
     q = loaded.blocks[0].attn.q  # type: ignore[union-attr]
     assert isinstance(q, FormatLinear) and q.format == IntAsym(4, 8, symmetric=symmetric)
     save_compressed_tensors(tmp_path / "again", loaded, dtype=torch.float32)
@@ -273,9 +264,7 @@ def stranger(folder: Path) -> None:
         (stranger, ["other_proj", "llama"]),
     ],
 )
-def test_folders_that_cannot_be_read(
-    damage: Callable[[Path], None], words: list[str], tmp_path: Path
-) -> None:
+def test_folders_that_cannot_be_read(damage: Callable[[Path], None], words: list[str], tmp_path: Path) -> None:
     save_compressed_tensors(tmp_path / "ct", quantized(SPEC, ("*", "int4:g8")))
     damage(tmp_path / "ct")
     with pytest.raises(UserError) as error:
@@ -303,7 +292,7 @@ def test_what_the_layout_cannot_hold(format: str, words: list[str], tmp_path: Pa
 
 
 def test_other_refusals(tmp_path: Path) -> None:
-    save_model(tmp_path / "dense", build(SPEC))
+    save_model(tmp_path / "dense", random_model(SPEC))
     with pytest.raises(UserError, match=r"no quantized layer.*shrink/ptq"):
         export_model(tmp_path / "dense", tmp_path / "out", "compressed-tensors")
     with pytest.raises(UserError, match="no packed layer"):
@@ -327,6 +316,4 @@ def test_export_between_all_layouts(tmp_path: Path) -> None:
     export_model(tmp_path / "c", tmp_path / "d", "dense", torch.float32)
     for folder in "bcd":
         assert torch.equal(logits(load_model(tmp_path / folder).model), logits(model)), folder
-    assert {
-        p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()
-    } == before  # the source is never touched
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before  # the source is never touched

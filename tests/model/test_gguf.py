@@ -16,11 +16,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.model import Decoder
 from shoestring.model.folder import read_spec
-from shoestring.model.gguf import BLOCK_TYPES, halves_from_pairs, load_gguf, read_metadata
+from shoestring.model.gguf import BLOCK_TYPES, load_gguf, read_metadata, unpermute_rope_rows
 from shoestring.model.tokenizer import Tokenizer
 
 HF_TO_GGUF = {
@@ -172,9 +172,7 @@ def our_logits(path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1])
-def test_logits_like_transformers_reading_the_same_file(
-    tmp_path: Path, vocabulary: dict[str, Any], kind: Type
-) -> None:
+def test_logits_like_transformers_reading_the_same_file(tmp_path: Path, vocabulary: dict[str, Any], kind: Type) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     tied = kind == Type.Q8_0
@@ -204,12 +202,7 @@ def test_qwen_like_the_original(tmp_path: Path, vocabulary: dict[str, Any], arch
         expected = model(TOKENS).logits
     torch.testing.assert_close(our_logits(path), expected, atol=1e-5, rtol=1e-5)
     spec, _, _ = load_gguf(path)
-    assert (spec.model_type, spec.tied, spec.qkv_bias, spec.qk_norm) == (
-        arch,
-        tied,
-        arch == "qwen2",
-        arch == "qwen3",
-    )
+    assert (spec.model_type, spec.tied, spec.qkv_bias, spec.qk_norm) == (arch, tied, arch == "qwen2", arch == "qwen3")
 
 
 def test_spec_and_tokenizer(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
@@ -229,9 +222,9 @@ def test_head_permutation_is_undone() -> None:
     weight = torch.randn(24, 5)
     for heads in (1, 2, 3):
         there = torch.from_numpy(pairs_from_halves(weight.numpy(), heads))
-        assert torch.equal(halves_from_pairs(there, heads), weight)
+        assert torch.equal(unpermute_rope_rows(there, heads), weight)
     bias = torch.randn(24)
-    assert torch.equal(halves_from_pairs(torch.from_numpy(pairs_from_halves(bias.numpy(), 3)), 3), bias)
+    assert torch.equal(unpermute_rope_rows(torch.from_numpy(pairs_from_halves(bias.numpy(), 3)), 3), bias)
 
 
 # --- K-quants against the format's definition, element by element -------------------------------
@@ -272,12 +265,8 @@ def q6_k_block(raw: bytes) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "block"), [(Type.Q4_K, 144, q4_k_block), (Type.Q6_K, 210, q6_k_block)]
-)
-def test_k_quants_by_definition(
-    tmp_path: Path, vocabulary: dict[str, Any], kind: Type, size: int, block: Any
-) -> None:
+@pytest.mark.parametrize(("kind", "size", "block"), [(Type.Q4_K, 144, q4_k_block), (Type.Q6_K, 210, q6_k_block)])
+def test_k_quants_by_definition(tmp_path: Path, vocabulary: dict[str, Any], kind: Type, size: int, block: Any) -> None:
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (512, size), dtype=np.uint8)
     steps = rng.uniform(1e-3, 2e-3, (512, 2)).astype(np.float16).view(np.uint8)
@@ -314,11 +303,7 @@ def llama3_factors(factor: float) -> np.ndarray:
         "original_max_position_embeddings": 8192,
     }
     config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        head_dim=64,
-        rope_parameters=scaling,
-        max_position_embeddings=131072,
+        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=scaling, max_position_embeddings=131072
     )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
@@ -399,9 +384,7 @@ def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
     path.write_bytes(whole[:at] + struct.pack("<Q", 1 << 50) + whole[at + 8 :])  # a list of 10^15 numbers
     with pytest.raises(UserError, match="truncated or damaged"):
         load_gguf(path)
-    path.write_bytes(
-        whole.replace(b"smollm", b"sm\xff\xffm\xff")
-    )  # its kind of vocabulary, which is no text now
+    path.write_bytes(whole.replace(b"smollm", b"sm\xff\xffm\xff"))  # its kind of vocabulary, which is no text now
     with pytest.raises(UserError, match="truncated or damaged"):
         load_gguf(path)
     for content in (b"", b"PK\x03\x04 something else"):

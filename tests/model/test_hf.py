@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shoestring.errors import UserError
-from shoestring.model.hf import from_hf_names, spec_from_hf, spec_to_hf, to_hf_names
+from shoestring.model.hf import spec_from_hf, spec_to_hf
+from shoestring.model.hf_names import from_hf_names, to_hf_names
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.transformer import Decoder
 
@@ -235,11 +236,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"rope_scaling": "llama3"}, ["rope_scaling"]),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
         ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
-        (
-            "llama",
-            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            ["partial_rotary_factor"],
-        ),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ("llama", {"layer_types": ["sliding_attention"] * 3}, ["sliding"]),
         ("llama", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
@@ -247,11 +244,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
         ("llama", {"eos_token_id": "</s>"}, ["eos_token_id"]),
         ("mistral", {"num_key_value_heads": None, "sliding_window": "4"}, ["sliding_window"]),
-        (
-            "qwen2-window",
-            {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-            ["layer_types"],
-        ),
+        ("qwen2-window", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, ["layer_types"]),
         ("qwen2-window", {"layer_types": ["full_attention"]}, ["layer_types", "3"]),
         ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["without a sliding window"]),
@@ -261,9 +254,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("gpt2", {"n_head": 5}, ["n_head=5"]),
     ],
 )
-def test_what_cannot_be_computed_faithfully_is_refused(
-    base: str, change: dict[str, Any], words: list[str]
-) -> None:
+def test_what_cannot_be_computed_faithfully_is_refused(base: str, change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         spec_from_hf({**CONFIGS[base], **change})
     assert "\n" not in str(error.value)

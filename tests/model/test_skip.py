@@ -69,20 +69,13 @@ def test_skipped_sublayers_are_replaced_by_their_stand_ins() -> None:
     # A sublayer that adds (scale - 1) x + shift gives scale x + shift.
     streams: dict[str, Tensor] = {}
     for layer, block in enumerate(model.blocks):
-        for kind, norm, part in (
-            ("attn", block.attn_norm, block.attn),
-            ("mlp", block.mlp_norm, block.mlp),
-        ):
+        for kind, norm, part in (("attn", block.attn_norm, block.attn), ("mlp", block.mlp_norm, block.mlp)):
             stand = some_set().skipped.get(Sublayer(layer, kind))  # type: ignore[arg-type]
             if stand is None:
                 continue
-            norm.register_forward_pre_hook(
-                lambda m, args, key=f"{layer}{kind}": streams.__setitem__(key, args[0])
-            )
+            norm.register_forward_pre_hook(lambda m, args, key=f"{layer}{kind}": streams.__setitem__(key, args[0]))
 
-            def added(
-                m: object, args: object, out: Tensor, key: str = f"{layer}{kind}", s: StandIn = stand
-            ) -> Tensor:
+            def added(m: object, args: object, out: Tensor, key: str = f"{layer}{kind}", s: StandIn = stand) -> Tensor:
                 x = streams[key]
                 return x * ((1 if s.scale is None else s.scale) - 1) + (0 if s.shift is None else s.shift)
 
@@ -94,11 +87,7 @@ def test_skipped_sublayers_are_replaced_by_their_stand_ins() -> None:
 def test_watch_sees_the_stream_around_every_sublayer() -> None:
     model = build()
     seen: dict[Sublayer, tuple[Tensor, Tensor]] = {}
-    model(
-        TOKENS,
-        skip=some_set(),
-        watch=lambda layer, kind, x, y: seen.__setitem__(Sublayer(layer, kind), (x, y)),
-    )
+    model(TOKENS, skip=some_set(), watch=lambda layer, kind, x, y: seen.__setitem__(Sublayer(layer, kind), (x, y)))
     assert list(seen) == all_sublayers(3)
     for before, after in zip(all_sublayers(3), all_sublayers(3)[1:], strict=False):
         assert seen[before][1] is seen[after][0]

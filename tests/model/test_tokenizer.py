@@ -40,25 +40,7 @@ def trained() -> Tokenizer:
 
 def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
     """A small SentencePiece-like vocabulary: <unk>, <s>, </s>, 256 bytes, then pieces with scores."""
-    pieces = [
-        "▁t",
-        "he",
-        "▁the",
-        "in",
-        "▁a",
-        "er",
-        "re",
-        "ere",
-        "▁there",
-        "▁",
-        "t",
-        "h",
-        "e",
-        "i",
-        "n",
-        "a",
-        "r",
-    ]
+    pieces = ["▁t", "he", "▁the", "in", "▁a", "er", "re", "ere", "▁there", "▁", "t", "h", "e", "i", "n", "a", "r"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
     return {
         "tokenizer.ggml.model": "llama",
@@ -99,11 +81,7 @@ def test_training_is_deterministic_across_processes(trained: Tokenizer, tmp_path
         "print(Tokenizer.train(json.load(open(sys.argv[1])), 340).fingerprint)"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code, str(file)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": "7"},
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}
     )
     assert out.stdout.strip() == trained.fingerprint
     assert trained.fingerprint != Tokenizer.train(TEXTS[:1], 340).fingerprint
@@ -293,9 +271,7 @@ def test_templates_have_what_hugging_face_offers() -> None:
         "{% generation %}{{ m | tojson }}{% endgeneration %}\n{% endfor %}"
         "{{ strftime_now('%Y') | length }}{{ eos_token }}"
     )
-    assert (
-        chat_tokenizer(template).render_chat(CHAT) == '{"role": "user", "content": "Hi <b>"}4' + END_OF_TEXT
-    )
+    assert chat_tokenizer(template).render_chat(CHAT) == '{"role": "user", "content": "Hi <b>"}4' + END_OF_TEXT
 
 
 @pytest.mark.parametrize(
@@ -347,15 +323,11 @@ def test_gguf_pre_tokenizers(pre: str, text: str, words: list[str]) -> None:
     cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:stop] for _, (start, stop) in cut] == words
     assert tokenizer.decode(tokenizer.encode(text, special=False)) == text
-    assert tokenizer.adds_bos == (
-        pre == "llama-bpe"
-    )  # that family expects a BOS unless the file says otherwise
+    assert tokenizer.adds_bos == (pre == "llama-bpe")  # that family expects a BOS unless the file says otherwise
 
 
 def test_gguf_metadata_decides_bos_and_token_types() -> None:
-    fields = byte_level_fields(
-        "llama-bpe", **{"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eot_token_id": 9}
-    )
+    fields = byte_level_fields("llama-bpe", **{"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eot_token_id": 9})
     tokenizer = Tokenizer.from_gguf(fields)
     assert not tokenizer.adds_bos
     assert tokenizer.eos_ids == {0, 9}
@@ -405,9 +377,7 @@ def test_sentencepiece_like_the_algorithm() -> None:
         text = "".join(
             rng.choice(["the", "re", "er", " ", "in", "a", "t", "é", "🙂"]) for _ in range(rng.randint(1, 12))
         )
-        expected = reference_sentencepiece(
-            fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"], text
-        )
+        expected = reference_sentencepiece(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"], text)
         assert tokenizer.encode(text, special=False) == expected, text
         assert tokenizer.decode(expected) == text
 

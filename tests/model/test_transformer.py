@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.attention import (
-    attend_with,
-    causal_attention,
-    mask_at,
-    rope_frequencies,
-    rope_tables,
-    rotate,
-)
+from shoestring.model.attention import attend_with, causal_attention, mask_at, rope_frequencies, rope_tables, rotate
+from shoestring.model.layer_plan import RopePlan
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.transformer import Decoder, Head
 
@@ -83,9 +77,7 @@ def test_counts_rows_and_readout(name: str, tokens: Tensor) -> None:
     model = build(SPECS[name])
     spec = model.spec
     assert spec.num_params() == sum(p.numel() for p in model.parameters())
-    embeddings = [
-        n for n, _ in model.named_parameters() if n in ("embed.weight", "positions.weight", "head.weight")
-    ]
+    embeddings = [n for n, _ in model.named_parameters() if n in ("embed.weight", "positions.weight", "head.weight")]
     inner = sum(p.numel() for n, p in model.named_parameters() if n not in embeddings)
     assert spec.num_params(with_embeddings=False) == inner
 
@@ -143,7 +135,7 @@ def test_attention_against_the_formula() -> None:
 
 
 def test_rotation_depends_on_the_distance_only() -> None:
-    freq = rope_frequencies(LLAMA)
+    freq = rope_frequencies(RopePlan(LLAMA.rope_theta), LLAMA.head_dim)
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
 
     def score(i: int, j: int) -> float:

@@ -13,22 +13,14 @@ without both: they are the machine's doing and hit plain steps as well.
 from __future__ import annotations
 
 import random
+import time
 
-from shoestring.serve.cuda_graphs import MAX_ROWS, PADDED
-from shoestring.serve.goodput import Goodput
+import pytest
 
-PROFILE = {
-    1: 1.93,
-    2: 2.04,
-    4: 2.12,
-    8: 2.19,
-    16: 2.06,
-    32: 2.32,
-    64: 2.48,
-    128: 2.94,
-    256: 3.39,
-    512: 4.95,
-}
+from shoestring.serve.engine.graphs import MAX_PADDING, MAX_ROWS
+from shoestring.serve.speculative.draft_length import DraftLengthController, Prospects
+
+PROFILE = {1: 1.93, 2: 2.04, 4: 2.12, 8: 2.19, 16: 2.06, 32: 2.32, 64: 2.48, 128: 2.94, 256: 3.39, 512: 4.95}
 PLAIN = {1: 1.68, 2: 1.75, 4: 1.81, 8: 1.9, 16: 1.99, 32: 2.2, 64: 2.3, 128: 2.8}
 OUTLIER, CHUNK, PROMPT = 70.0, 512, 64
 PROMPT_MS = 2.4  # of every prompt that the target reads, with or without a drafter
@@ -49,6 +41,19 @@ def most_new(num: int) -> int:
     return max(1, min(9, 512 // num))
 
 
+class TickingClock:
+    """Instead of time.perf_counter: one millisecond passes between any two readings, so that every step takes as long
+    as another, however busy the machine is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_readings = 0
+        monkeypatch.setattr(time, "perf_counter", self)
+
+    def __call__(self) -> float:
+        self.num_readings += 1
+        return 1e-3 * self.num_readings
+
+
 class Machine:
     def __init__(
         self,
@@ -64,7 +69,7 @@ class Machine:
         self.acceptance, self.noise, self.outliers = acceptance, noise, outliers
         self.layers, self.read_ms = layers, read_ms
         self.rng, self.text = random.Random(seed), random.Random(seed + 1)
-        self.goodput = Goodput(lambda rows: between(PROFILE, rows) / 1e3)
+        self.controller = DraftLengthController(lambda rows: between(PROFILE, rows) / 1e3)
         self.chosen: list[int] = []
         self.reading = 0.0  # ms of drafters that read, in the last turn
 
@@ -97,7 +102,7 @@ class Machine:
         return spent
 
     def _drafted(self, waiting: list[int], batch: int) -> float:
-        goodput, spent, changed = self.goodput, 0.0, True
+        controller, spent, changed = self.controller, 0.0, True
         left: list[int] = []
         text: list[int] = []
         read: list[int] = []
@@ -106,25 +111,25 @@ class Machine:
                 left.append(waiting.pop(0) - 1)
                 text.append(PROMPT + 1)
                 read.append(0)
-                goodput.joined()
+                controller.requests_joined()
                 spent, changed = spent + PROMPT_MS, True
                 continue
             num = len(left)
             ready = [i for i in range(num) if left[i] > 1]
             limit = min(CHUNK // num, max(left)) - 1
             late = any(text[i] - read[i] > most_new(num) for i in range(num))
-            asked = (limit, sum(left) / num, lambda late=late: late)
-            ahead = not changed and goodput.abstains(num, lambda asked=asked: asked)  # type: ignore[misc]
-            g = goodput.choose(num, lambda asked=asked: asked) if ready and not ahead else 0  # type: ignore[misc]
+            asked = Prospects(limit, sum(left) / num, lambda late=late: late)  # type: ignore[misc]
+            ahead = not changed and not controller.would_draft(num, lambda asked=asked: asked)  # type: ignore[misc]
+            g = controller.choose(num, lambda asked=asked: asked) if ready and not ahead else 0  # type: ignore[misc]
             self.chosen.append(g)
-            drafted = list(goodput.ask(ready)) if g else []
+            drafted = list(controller.drafted_requests(ready)) if g else []
             behind = sum(text[i] - read[i] for i in drafted if text[i] - read[i] > most_new(len(drafted)))
             offered = {i: min(g, left[i] - 1) for i in drafted}
             rows = num + sum(offered.values())
             took = 0.0
             if g:
                 graph = num * (1 + g)
-                if graph > min(MAX_ROWS, PADDED * rows + 8):  # none: launched one by one
+                if graph > min(MAX_ROWS, MAX_PADDING * rows + 8):  # none: launched one by one
                     ms = between(PROFILE, rows) + host_ms(num) + 6.0
                 else:
                     ms = between(PROFILE, max(rows, graph)) + host_ms(num)
@@ -133,7 +138,7 @@ class Machine:
                     reads = self.read_ms + 0.5 * -(-behind // CHUNK) + 3e-4 * behind
                     took, self.reading = took + reads, self.reading + reads
                 clocked = self.seen(took)
-                goodput.drafted(len(drafted), g, clocked, usual=not behind)
+                controller.record_drafting(len(drafted), g, clocked, caught_up=behind > 0)
             else:
                 ms = between(PLAIN, num) + (0.0 if ahead else host_ms(num))
             gained, fates = 0, []
@@ -143,12 +148,12 @@ class Machine:
                     read[i] = text[i]
                     while kept < offered[i] and self.rng.random() < self.acceptance:
                         kept += 1
-                    goodput.offer(offered[i], offered[i])
+                    controller.record_offer(offered[i], offered[i])
                     fates.append((offered[i], kept))
                 text[i], left[i], gained = text[i] + kept + 1, left[i] - kept - 1, gained + kept + 1
-            goodput.stepped(rows, self.seen(ms), gained, ahead=ahead)
+            controller.record_step(rows, self.seen(ms), gained, ahead=ahead)
             for fate in fates:
-                goodput.accept(*fate)
+                controller.record_acceptance(*fate)
             spent += ms + took
             live = [i for i in range(num) if left[i] > 0]
             changed = len(live) != num or g > 0

@@ -8,58 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 for name in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(name, reason="the server needs shoestring[serve]")
 
-from shoestring.model import Decoder, ModelSpec, Tokenizer  # noqa: E402
-
-TEXTS = [
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "def main(argv):\n    return 0\n" * 3,
-    "Ein Bär, zwei Bären; naïve café, 日本語, 🙂🙃. " * 3,
-]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def tiny_tokenizer(chat: bool = True) -> Tokenizer:
-    tokenizer = Tokenizer.train(TEXTS, 300)
-    tokenizer.chat_template = TEMPLATE if chat else None
-    return tokenizer
-
-
-def tiny_model(vocab_size: int, max_positions: int = 4096) -> Decoder:
-    spec = ModelSpec(
-        vocab_size=vocab_size,
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        d_ff=48,
-        max_positions=max_positions,
-    )
-    torch.manual_seed(0)
-    model = Decoder(spec)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim > 1:
-                param.normal_(0, 0.4)
-    return model.eval()
+from tiny import chat_tokenizer, served_model  # noqa: E402
 
 
 @contextlib.contextmanager
 def running(**options: object) -> Iterator[object]:
     """A Service on a free port of 127.0.0.1, in a thread of this process."""
-    from shoestring.serve.drafters import open_drafter
-    from shoestring.serve.server import ServeOptions, Service, listen
+    from shoestring.serve.http.server import ServeOptions, Service, listen
+    from shoestring.serve.speculative.drafter_stack import open_drafter
 
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer.vocab_size)
+    tokenizer = chat_tokenizer()
+    model = served_model(tokenizer.vocab_size)
     listener = listen("127.0.0.1", 0)
     made = ServeOptions(**options)  # type: ignore[arg-type]
     drafter = None if made.drafter is None else open_drafter(made.drafter, model)
@@ -71,11 +34,12 @@ def running(**options: object) -> Iterator[object]:
         yield service
     finally:
         service.stop()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "the server did not stop"
 
 
-def wait_for(happened: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(happened: Callable[[], object], seconds: float = 120.0) -> None:
+    """The seconds are for a machine that is busy with other work."""
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_shrink import SPEC, tiny_model
 
 from shoestring.model import save_model
 from shoestring.model.tokenizer import Tokenizer
+from tiny import QWEN2, loud_model
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(120)]
     (folder / "corpus.jsonl").write_text("\n".join(lines))
     tokenizer = Tokenizer.train([(folder / "calib.txt").read_text()], vocab_size=300)
-    save_model(folder / "model", tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size)), tokenizer)
+    save_model(folder / "model", loud_model(replace(QWEN2, vocab_size=tokenizer.vocab_size)), tokenizer)
     return folder
 
 

@@ -13,17 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from interrupted import dying
 from safetensors.torch import save_file
-from tiny_shrink import dying
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
-from shoestring.model.atomic_folder import AtomicFolder
-from shoestring.recipes.shrink import lowbit_best
+from shoestring.shrink import lowbit_stages
+from shoestring.state.files import AtomicFolder
 from shoestring.train.cakld import Cakld
 
-finish_run, finish_folder = lowbit_best.finish, AtomicFolder.finish
+finish_run, finish_folder = lowbit_stages.finish, AtomicFolder.finish
 WRITTEN: list[str] = []
 
 
@@ -44,7 +44,7 @@ def note_folder(self: AtomicFolder) -> None:
 
 if __name__ == "__main__":
     RECIPE, STOP, LEFT, *SETTINGS = sys.argv[1:]
-    lowbit_best.finish = leave_shares
+    lowbit_stages.finish = leave_shares
     AtomicFolder.finish = note_folder  # type: ignore[method-assign]
     if int(STOP):
         Cakld.__call__ = dying(int(STOP), Cakld.__call__)  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 
 if __name__ == "__main__":
     sys.exit(run_cli(["run", "shrink/prune24", *sys.argv[1:]]))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_bitdistiller_recipe import SMALL
 from test_lowbit_best_recipe import BEST
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.formats.convert import format_linears
 from shoestring.model import load_model
 from shoestring.runlog import read_jsonl
@@ -61,10 +61,7 @@ def assert_shares_make_up_the_grids(left: str, run: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_deliver_the_model_of_one(
-    run_ranks: Callable[..., str],
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_ranks: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(here)
     monkeypatch.setenv("SHOESTRING_CACHE", str(here / "cache"))

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tiny_shrink import dying
+from interrupted import dying
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.model import load_model
 from shoestring.runlog import read_jsonl
-from shoestring.serve.engine import Engine
+from shoestring.serve.engine.engine import Engine
 
 
 @pytest.fixture
@@ -49,9 +49,7 @@ def test_text_clip_and_training_end_in_a_packed_model(cli: Callable[..., str], h
 def test_cached_teacher_and_a_corpus(cli: Callable[..., str], here: Path) -> None:
     cli(*SMALL, "data=corpus.jsonl", "teacher=cached", "k=300", "run=cached", "out=packed")
     cli(*SMALL, "data=corpus.jsonl", "teacher=live", "run=same")
-    cached, live = (
-        [row["loss"] for row in read_jsonl(here / f"{name}/metrics.jsonl")] for name in ("cached", "same")
-    )
+    cached, live = ([row["loss"] for row in read_jsonl(here / f"{name}/metrics.jsonl")] for name in ("cached", "same"))
     # All tokens are kept: only the 16 bits of the cache differ.
     assert cached == pytest.approx(live, rel=2e-2)
     assert load_model(here / "packed").model.blocks[1].attn.q.packed  # type: ignore[union-attr]
@@ -67,11 +65,7 @@ def test_layers_that_a_rule_leaves_dense(cli: Callable[..., str], here: Path) ->
 
 @pytest.mark.parametrize("stage", ["text", "training"])
 def test_a_stopped_run_goes_on_in_its_stage(
-    cli: Callable[..., str],
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    stage: str,
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     if not (here / "whole").exists():
         cli(*PROMPTS, "run=whole")
@@ -101,7 +95,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
         assert why in cli(f"resume={name}", argument, fails=True)
     assert (here / name / "config.json").read_text() == saved and not (here / "elsewhere").exists()
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(0, print))
+        patch.setattr("shoestring.shrink.shrink_run.write_report", dying(0, print))
         assert run_cli(["run", "shrink/bitdistiller", f"resume={name}"]) != 0
     assert (here / name / "model").exists()
     (here / name / "model/quantization.json").unlink()

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_shrink import GPT2, SPEC, tiny_model, tokens
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, IntAsym, convert, formats_of, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
-from shoestring.shrink.blockwise import Blockwise, Task, block_loss, train_block, train_blocks, walk_pairs
+from shoestring.shrink.block_files import BlockFiles
+from shoestring.shrink.blockwise import BlockTargets, Blockwise, block_loss, train_block, train_blocks, walk_pairs
 from shoestring.shrink.calibrate import Calibration, block_linears, walk, windows
-from shoestring.shrink.quantize import METHODS, Progress, QuantizeReport, quantize, usual_inputs
-from shoestring.shrink.resume import BlockFiles
+from shoestring.shrink.quantize import METHODS, BlockProgress, QuantizeReport, quantize, usual_inputs
+from tiny import GPT2, QWEN2, loud_model, tokens
 
 QUICK = Blockwise(init="rtn", epochs=2, batch=4, held_out=0.25)
 CALIB = tokens(16, 24)
@@ -25,13 +25,9 @@ OTHER = torch.randint(0, 96, (8, 24), generator=torch.Generator().manual_seed(9)
 
 
 def trained(
-    label: str,
-    settings: Blockwise = QUICK,
-    spec: ModelSpec = SPEC,
-    inputs: str = "quantized",
-    at: Tensor = CALIB,
+    label: str, settings: Blockwise = QUICK, spec: ModelSpec = QWEN2, inputs: str = "quantized", at: Tensor = CALIB
 ) -> tuple[Decoder, QuantizeReport]:
-    model = tiny_model(spec)
+    model = loud_model(spec)
     calibration = Calibration(inputs=inputs)  # type: ignore[arg-type]
     return model, train_blocks(model, [("*", parse_format(label))], at, settings, calibration)
 
@@ -41,15 +37,15 @@ def logits(model: Decoder, at: Tensor = OTHER) -> Tensor:
         return model(at)
 
 
-def logit_error(model: Decoder, spec: ModelSpec = SPEC) -> float:
-    return float((logits(model) - logits(tiny_model(spec))).square().mean())
+def logit_error(model: Decoder, spec: ModelSpec = QWEN2) -> float:
+    return float((logits(model) - logits(loud_model(spec))).square().mean())
 
 
 # -- what it is for ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("label", ["int2:g32", "nf3:s2:g64"])
 def test_training_beats_the_method_it_starts_from(label: str) -> None:
     """On a text it has not seen, by the whole model's logits."""
-    start = tiny_model()
+    start = loud_model()
     method = METHODS["awq"]
     text = tokens(32, 32)
     steps = walk(start, text, Calibration(inputs=usual_inputs(method)))
@@ -72,7 +68,7 @@ def test_every_start_and_both_kinds_of_inputs(init: str) -> None:
 def test_other_architectures_and_losses() -> None:
     model, report = trained("int3:g32", replace(QUICK, loss="square"), GPT2)
     assert all(b["after"] < b["before"] for b in report.blocks)
-    plain = tiny_model(GPT2)
+    plain = loud_model(GPT2)
     quantize(plain, [("*", parse_format("int3:g32"))], walk(plain, CALIB), METHODS["rtn"])
     assert logit_error(model, GPT2) < logit_error(plain, GPT2)
 
@@ -80,7 +76,7 @@ def test_other_architectures_and_losses() -> None:
 def test_a_learned_clip_leaves_weights_and_norms() -> None:
     settings = replace(QUICK, train="grid", init="clip", epochs=4, lr_scale=0.02)
     model, report = trained("int2:g32", settings)
-    original = tiny_model()
+    original = loud_model()
     assert all(b["after"] <= b["before"] for b in report.blocks)
     assert any(b["after"] < 0.99 * b["before"] for b in report.blocks)
     for name, layer in ((n, m) for i in range(3) for n, m in block_linears(model.blocks[i]).items()):
@@ -130,39 +126,46 @@ def test_pack_save_and_load_keep_every_bit(label: str, tmp_path: Path) -> None:
 
 def test_what_is_stored_is_what_the_last_forward_multiplied_with() -> None:
     """The block as trained and the block as left give the same outputs, bit for bit."""
-    model = tiny_model()
-    index, block, task, statistics = next(walk_pairs(model, CALIB, Calibration(), 0))
+    model = loud_model()
+    step = next(walk_pairs(model, CALIB, Calibration(), 0))
+    block, targets = model.blocks[step.index], step.targets
     formats = dict.fromkeys(block_linears(block), parse_format("int3:g32"))
     seen: list[Tensor] = []
 
-    class Watch(Task):
+    class Watch(BlockTargets):
         def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
             seen.append(rows)
             return super().batch(rows)
 
-    watch = Watch(task.seen, task.target, task.rope, task.device)
-    grids, errors, told = train_block(block, watch, statistics, formats, QUICK, index)  # type: ignore[arg-type]
-    assert [e.name for e in errors] == list(formats) and all(e.output_error for e in errors)
+    watch = Watch(targets.seen, targets.target, targets.args, targets.device)
+    made = train_block(
+        block,
+        watch,
+        step.statistics,
+        formats,
+        QUICK,
+        step.index,
+        sources=model.input_sources(block),  # type: ignore[arg-type]
+    )
+    assert [e.name for e in made.errors] == list(formats) and all(e.output_error for e in made.errors)
     held = seen[0]
-    x, y = task.batch(held)
+    x, y = targets.batch(held)
     with torch.no_grad():
-        error = float(block_loss(block(x, task.rope, None), y, "token"))
-    assert error == pytest.approx(told["after"], rel=1e-6)
-    assert set(grids["attn.q"]) == {"scale", "zero"}
+        error = float(block_loss(block(x, *targets.args), y, "token"))
+    assert error == pytest.approx(made.notes["after"], rel=1e-6)
+    assert set(made.grids["attn.q"]) == {"scale", "zero"}
     # Held-out windows are never trained on.
     trained_on = torch.cat([rows for rows in seen if not torch.isin(rows, held).all()])
     assert not torch.isin(trained_on, held).any() and len(trained_on.unique()) == 12
 
 
 def test_half_precision_models_keep_their_dtype_and_bits() -> None:
-    model = tiny_model().to(torch.bfloat16)
+    model = loud_model().to(torch.bfloat16)
     model.compute_dtype = torch.bfloat16
     model.blocks = model.blocks[:1]
     report = train_blocks(model, [("*", parse_format("int3:g32"))], CALIB, QUICK)
     assert report.blocks[0]["after"] < report.blocks[0]["before"]
-    assert {p.dtype for n, p in model.named_parameters() if "_scale" not in n and "_zero" not in n} == {
-        torch.bfloat16
-    }
+    assert {p.dtype for n, p in model.named_parameters() if "_scale" not in n and "_zero" not in n} == {torch.bfloat16}
     before = logits(model)
     pack(model, dtype=torch.bfloat16)
     assert torch.equal(logits(model), before)
@@ -175,8 +178,8 @@ def test_a_stopped_run_ends_with_the_same_bits(inputs: str, tmp_path: Path) -> N
     whole, told = trained("nf3:g64", inputs=inputs)
     spilled = Calibration(inputs=inputs, memory_gb=0, folder=str(tmp_path))  # type: ignore[arg-type]
 
-    def go_on(progress: Progress | None) -> tuple[Decoder, QuantizeReport]:
-        model, rules = tiny_model(), [("*", parse_format("nf3:g64"))]
+    def go_on(progress: BlockProgress | None) -> tuple[Decoder, QuantizeReport]:
+        model, rules = loud_model(), [("*", parse_format("nf3:g64"))]
         return model, train_blocks(model, rules, CALIB, QUICK, spilled, progress=progress, files=files)
 
     def stop(done: int, total: int, error: float) -> None:
@@ -201,16 +204,16 @@ def test_the_seed_decides_the_order() -> None:
 
 # -- rules and bad input -------------------------------------------------------------------------------------
 def test_dense_layers_stay_and_formats_mix() -> None:
-    model = tiny_model()
+    model = loud_model()
     rules = [("*.mlp.down", Dense()), ("*.mlp.*", parse_format("nf3:g64")), ("*", parse_format("int4:g32"))]
     report = train_blocks(model, rules, CALIB, replace(QUICK, init="clip"))
-    assert torch.equal(model.blocks[1].mlp.down.weight, tiny_model().blocks[1].mlp.down.weight)  # type: ignore[union-attr]
+    assert torch.equal(model.blocks[1].mlp.down.weight, loud_model().blocks[1].mlp.down.weight)  # type: ignore[union-attr]
     assert {e.format for e in report.layers} == {"nf3:s2:g64", "int4:g32"} and len(report.layers) == 18
     assert all(p.requires_grad for n, p in model.named_parameters() if "_scale" not in n and "_zero" not in n)
 
 
 def test_constant_and_zero_groups_survive() -> None:
-    model = tiny_model()
+    model = loud_model()
     with torch.no_grad():
         model.blocks[0].attn.v.weight.zero_()  # type: ignore[union-attr]
         model.blocks[1].mlp.up.weight.fill_(0.25)  # type: ignore[union-attr]
@@ -228,19 +231,19 @@ def test_bad_input_is_named_before_any_work() -> None:
         return str(caught.value)
 
     assert "blocks.0.attn.q: Group 48 does not divide input width 64: use group 32, 64" in fails(
-        tiny_model(), "int3:g48"
+        loud_model(), "int3:g48"
     )
-    bad = tiny_model()
+    bad = loud_model()
     with torch.no_grad():
         bad.blocks[1].mlp.up.weight[2, 2] = float("nan")  # type: ignore[union-attr]
     assert "blocks.1.mlp.up.weight holds NaN or infinite" in fails(bad)
-    packed = tiny_model()
+    packed = loud_model()
     convert(packed, [("*", parse_format("int4:g32"))])
     pack(packed)
     assert "int4:g32 already" in fails(packed)
-    assert "give [windows, context]" in fails(tiny_model(), at=CALIB[:0])
-    assert "vocabulary" in fails(tiny_model(), at=torch.full((4, 8), 200))
-    assert "has no grid" in fails(tiny_model(), "sparse24")
+    assert "give [windows, context]" in fails(loud_model(), at=CALIB[:0])
+    assert "vocabulary" in fails(loud_model(), at=torch.full((4, 8), 200))
+    assert "has no grid" in fails(loud_model(), "sparse24")
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_shrink import GPT2, SPEC, tiny_model, tokens
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.model import ModelSpec
 from shoestring.shrink.calibrate import Calibration, Collector, block_linears, walk, windows
+from tiny import GPT2, QWEN2, loud_model, tokens
 
 
 def whole_forward(spec: ModelSpec, at: Tensor) -> dict[str, Tensor]:
     """Every linear layer's inputs of one ordinary forward pass."""
-    model, seen = tiny_model(spec), {}
+    model, seen = loud_model(spec), {}
     for index, block in enumerate(model.blocks):
         for name, layer in block_linears(block).items():
             key = f"blocks.{index}.{name}"
@@ -26,13 +26,13 @@ def whole_forward(spec: ModelSpec, at: Tensor) -> dict[str, Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("spec", [SPEC, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("spec", [QWEN2, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("inputs", ["quantized", "full"])
 def test_statistics_are_those_of_a_whole_forward(spec: ModelSpec, inputs: str) -> None:
     seen = whole_forward(spec, tokens())
     calibration = Calibration(inputs=inputs, batch=4, num_samples=12, double=True)  # type: ignore[arg-type]
     num_layers = 0
-    for step in walk(tiny_model(spec), tokens(), calibration):
+    for step in walk(loud_model(spec), tokens(), calibration):
         for name, stats in step.statistics.items():
             x = seen[f"blocks.{step.index}.{name}"].double()
             torch.testing.assert_close(stats.hessian, x.T @ x / len(x), rtol=1e-4, atol=1e-6)
@@ -47,18 +47,18 @@ def test_statistics_are_those_of_a_whole_forward(spec: ModelSpec, inputs: str) -
 
 def test_a_store_on_disk_gives_the_same_and_leaves_nothing(tmp_path: Path) -> None:
     on_disk = Calibration(memory_gb=0, folder=str(tmp_path))
-    for here, there in zip(walk(tiny_model(), tokens()), walk(tiny_model(), tokens(), on_disk), strict=True):
+    for here, there in zip(walk(loud_model(), tokens()), walk(loud_model(), tokens(), on_disk), strict=True):
         assert list(tmp_path.iterdir())
         for name in here.statistics:
             assert torch.equal(here.statistics[name].hessian, there.statistics[name].hessian)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="cannot keep"):
-        next(iter(walk(tiny_model(), tokens(), Calibration(memory_gb=0, folder=str(tmp_path / "none")))))
+        next(iter(walk(loud_model(), tokens(), Calibration(memory_gb=0, folder=str(tmp_path / "none")))))
 
 
 def test_changes_reach_the_next_block_only_with_quantized_inputs() -> None:
     def second_block(inputs: str, change: bool) -> Tensor:
-        model = tiny_model()
+        model = loud_model()
         steps = walk(model, tokens(), Calibration(inputs=inputs))  # type: ignore[arg-type]
         next(steps)
         if change:
@@ -72,11 +72,11 @@ def test_changes_reach_the_next_block_only_with_quantized_inputs() -> None:
 
 
 @pytest.mark.parametrize("inputs", ["quantized", "full"])
-def test_visiting_blocks_see_the_same_and_are_at_home_when_the_walk_is_closed(inputs: str) -> None:
-    whole, model = tiny_model().bfloat16().float(), tiny_model().bfloat16()
+def test_onloaded_blocks_see_the_same_and_are_offloaded_when_the_walk_is_closed(inputs: str) -> None:
+    whole, model = loud_model().bfloat16().float(), loud_model().bfloat16()
     model.compute_dtype = torch.float32
-    visit = Calibration(inputs=inputs, visit=torch.device("cpu"))  # type: ignore[arg-type]
-    there = walk(model, tokens(), visit)
+    onload_device = Calibration(inputs=inputs, onload_device=torch.device("cpu"))  # type: ignore[arg-type]
+    there = walk(model, tokens(), onload_device)
     for here in walk(whole, tokens(), Calibration(inputs=inputs)):  # type: ignore[arg-type]
         step = next(there)
         assert {p.dtype for p in model.blocks[here.index].parameters()} == {torch.float32}
@@ -98,7 +98,7 @@ def test_windows_are_spread_over_the_text_and_deterministic() -> None:
 
 
 def test_bad_calibration_is_named() -> None:
-    model = tiny_model()
+    model = loud_model()
     with pytest.raises(UserError, match="vocabulary"):
         next(iter(walk(model, torch.full((1, 8), 96))))
     with pytest.raises(UserError, match="64 positions"):
@@ -110,7 +110,7 @@ def test_bad_calibration_is_named() -> None:
 
 
 def test_hooks_are_gone_afterwards() -> None:
-    model = tiny_model()
+    model = loud_model()
     for _ in walk(model, tokens()):
         pass
     layers = [layer for block in model.blocks for layer in block_linears(block).values()]

@@ -8,9 +8,19 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder, ModelSpec
-from shoestring.shrink.drafter_losses import LOSSES, cells, kl, lk_hybrid, pick_loss, select_tokens
-from shoestring.shrink.drafter_objectives import DraftDistill, LiveScores, OnPolicy, Selection
-from shoestring.train.micro import IGNORED, Micro
+from shoestring.shrink.drafter_objectives import (
+    LOSSES,
+    DraftDistill,
+    LiveScores,
+    OnPolicy,
+    Selection,
+    cells,
+    kl,
+    lk_hybrid,
+    pick_loss,
+    select_tokens,
+)
+from shoestring.train.step import IGNORED, Micro
 from shoestring.train.teacher_cache import TopK
 
 V = 23

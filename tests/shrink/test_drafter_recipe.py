@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.model import Decoder, load_model
 from shoestring.runlog import read_jsonl
 from shoestring.serve import Engine, Sampling, open_drafter
-from shoestring.serve.drafters import DraftModel
+from shoestring.serve.speculative.draft_model import DraftModel
+from shoestring.serve.speculative.drafter import Drafter
 from shoestring.shrink import drafter as stages
 from shoestring.shrink.drafter_acceptance import Counting
 from shoestring.shrink.drafter_model import first_layers, frequent_tokens, fresh
@@ -79,9 +80,7 @@ def test_a_distilled_drafter_beats_the_first_layers_it_began_as(cli: Callable[..
     assert not (here / "one/targets").exists()
 
     plain = cli("generate", "target", "ab", "--max-tokens", "30", "--device", "cpu")
-    guessed = cli(
-        "generate", "target", "ab", "--max-tokens", "30", "--device", "cpu", "--drafter", "one", "--stats"
-    )
+    guessed = cli("generate", "target", "ab", "--max-tokens", "30", "--device", "cpu", "--drafter", "one", "--stats")
     assert guessed.startswith(plain.rstrip("\n")) and "tokens per step" in guessed
 
 
@@ -103,9 +102,7 @@ def test_greedy_text_is_the_targets_own(here: Path, cli: Callable[..., str]) -> 
 def test_adaspec_stopped_at_every_stage_ends_the_same(
     cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = [
-        s for s in SMALL if s.split("=")[0] not in ("num_prompts", "new_tokens", "eval_every", "save_every")
-    ]
+    small = [s for s in SMALL if s.split("=")[0] not in ("num_prompts", "new_tokens", "eval_every", "save_every")]
     small += ["num_prompts=24", "new_tokens=30", "eval_every=0", "save_every=10"]
     argv = ["run", "shrink/drafter", *small, "steps=20", "method=adaspec", "reference_steps=20", "loss=kl"]
     cli(*argv, "run=whole")
@@ -179,9 +176,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
     assert "list of prompts" in cli(
         *run, "model=target", "prompts=corpus.jsonl", "text=corpus", "context=48", fails=True
     )
-    assert "prompts=nope does not exist" in cli(
-        *run, "model=target", "prompts=nope", "context=48", fails=True
-    )
+    assert "prompts=nope does not exist" in cli(*run, "model=target", "prompts=nope", "context=48", fails=True)
     for text in ("self", "corpus"):
         many = ["model=target", "context=48", "prompts=texts", "num_prompts=4", "batch=4000", f"text={text}"]
         said = cli(*run, *many, fails=True)
@@ -226,10 +221,8 @@ def test_frequent_tokens() -> None:
 
 
 def test_counting_looks_only_at_guesses_behind_right_ones() -> None:
-    class Silent:
+    class Silent(Drafter):
         def propose(self, requests: Any, n: int) -> Any: ...
-        def observe(self, request: Any, num_drafted: int, num_accepted: int) -> None: ...
-        def release(self, request: Any) -> None: ...
 
     class Asked:
         def __init__(self, num_new: int) -> None:

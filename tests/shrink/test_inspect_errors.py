@@ -33,9 +33,7 @@ def test_output_errors_by_kind_and_by_layer(cli: Callable[..., str], here: Path)
     assert found[-2:] == ["in", f"layers.{outputs.index(max(outputs))}"]
     # Two layers of a kind are quantized and one is not: it has no error, and they have their own.
     outputs = [errors[f"blocks.{i}.attn.q"]["output_error"] for i in (0, 2)]
-    assert float(row(kinds, "layers.0,2.self_attn.q_proj.weight")[-4]) == pytest.approx(
-        sum(outputs) / 2, rel=1e-3
-    )
+    assert float(row(kinds, "layers.0,2.self_attn.q_proj.weight")[-4]) == pytest.approx(sum(outputs) / 2, rel=1e-3)
     assert "in" not in row(kinds, "layers.1.self_attn.q_proj.weight")
     assert "in" not in row(kinds, "embed_tokens")
 
@@ -43,10 +41,7 @@ def test_output_errors_by_kind_and_by_layer(cli: Callable[..., str], here: Path)
     assert layers.count("up_proj.weight") == 3 and "layers.*" not in layers and "count" not in layers
     for theirs, ours in OURS.items():
         for i in range(3):
-            found, error = (
-                row(layers, f"model.layers.{i}.", f"{theirs}.weight"),
-                errors.get(f"blocks.{i}.{ours}"),
-            )
+            found, error = (row(layers, f"model.layers.{i}.", f"{theirs}.weight"), errors.get(f"blocks.{i}.{ours}"))
             if error is None:
                 assert found[4:6] == ["f32", "32"] and len(found) == 7  # no error behind the megabytes
                 continue

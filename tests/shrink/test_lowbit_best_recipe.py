@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted import dying
 from test_bitdistiller_recipe import SMALL
-from tiny_shrink import dying, tiny_model, tokens
 
-from shoestring.cli import run_cli
+from experiments.lowbit_methods import learn_grids
+from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, parse_format
 from shoestring.mesh import open_mesh
@@ -23,19 +24,11 @@ from shoestring.shrink import blockwise
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import (
-    FallingRates,
-    Rates,
-    clip_weights,
-    hold_grids,
-    learn_grids,
-    once,
-    part_for,
-    read_grids,
-    relative_adamw,
-)
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, hold_grids, part_for, read_grids, relative_adamw
+from shoestring.shrink.shrink_run import run_once
 from shoestring.train.cakld import Cakld
-from shoestring.train.trainer import Run
+from shoestring.train.step import Run
+from tiny import loud_model, tokens
 
 
 @pytest.fixture
@@ -66,14 +59,10 @@ def test_blocks_then_end_to_end(cli: Callable[..., str], here: Path) -> None:
 @pytest.mark.parametrize("grids", ["learned", "derived"])
 def test_mixed_bits_under_a_budget(cli: Callable[..., str], here: Path, grids: str) -> None:
     argv = [a for a in BEST if not a.startswith(("format", "windows" if grids == "derived" else "format"))]
-    out = cli(
-        *argv, f"run=mixed-{grids}", f"grids={grids}", "bits_budget=3.2", "candidates=int2:g32,int4:g32"
-    )
+    out = cli(*argv, f"run=mixed-{grids}", f"grids={grids}", "bits_budget=3.2", "candidates=int2:g32,int4:g32")
     assert "of 3.2 bits per weight" in out
     row = read_jsonl(here / f"mixed-{grids}/evals.jsonl")[-1]
-    assert (
-        2.75 < row["bits_per_weight"] <= 3.2 and "int2:g32" in row["format"] and "int4:g32" in row["format"]
-    )
+    assert 2.75 < row["bits_per_weight"] <= 3.2 and "int2:g32" in row["format"] and "int4:g32" in row["format"]
     told = json.loads((here / f"mixed-{grids}/model/quantization.json").read_text())
     assert told["mixed_bits"]["budget"] == 3.2
     assert ("blocks" in told) == (grids == "learned")
@@ -87,9 +76,7 @@ def test_what_does_not_go_together_is_said_before_any_work(cli: Callable[..., st
 
 
 @pytest.mark.parametrize("grids", ["derived", "learned"])
-def test_at_three_bits_nothing_is_trained_block_by_block(
-    cli: Callable[..., str], here: Path, grids: str
-) -> None:
+def test_at_three_bits_nothing_is_trained_block_by_block(cli: Callable[..., str], here: Path, grids: str) -> None:
     argv = [a for a in BEST if not a.startswith(("format", "windows"))]
     name = f"three-{grids}"
     out = cli(*argv, f"run={name}", "format=nf3:s2:g32", *(["grids=learned"] if grids == "learned" else []))
@@ -112,11 +99,7 @@ def test_as_sure_as_the_full_model(cli: Callable[..., str], here: Path, teacher:
 
 @pytest.mark.parametrize("stage", ["blocks", "training"])
 def test_a_stopped_run_goes_on_in_its_stage(
-    cli: Callable[..., str],
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    stage: str,
+    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     if not (here / "best-whole").exists():
         cli(*BEST, "run=best-whole")
@@ -128,7 +111,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
             patch.setattr(Cakld, "__call__", dying(9, Cakld.__call__))
         assert f"resume={name}" in cli(*BEST, f"run={name}", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.rtn.write_report", dying(0, print))
+        patch.setattr("shoestring.shrink.shrink_run.write_report", dying(0, print))
         assert run_cli(["run", "shrink/lowbit_best", f"resume={name}"]) != 0
     assert ("resumed from" in capsys.readouterr().out) == (stage == "training")
     cli(f"resume={name}")
@@ -142,7 +125,7 @@ def test_a_stopped_run_goes_on_in_its_stage(
 
 
 def test_learned_grids_start_where_the_method_left_them() -> None:
-    model, rules = tiny_model(), [("*", parse_format("int3:g32"))]
+    model, rules = loud_model(), [("*", parse_format("int3:g32"))]
     report = train_blocks(model, rules, tokens(), Blockwise(epochs=1, keep_masters=True))
     with torch.no_grad():
         want = model(tokens())
@@ -171,7 +154,7 @@ def test_the_finer_the_grid_the_smaller_the_rates() -> None:
 
 
 def test_rates_are_parts_of_what_they_move() -> None:
-    model, rules = tiny_model(), [("*", parse_format("int3:g32"))]
+    model, rules = loud_model(), [("*", parse_format("int3:g32"))]
     convert(model, [(g, f.learn_grid()) for g, f in rules])  # type: ignore[attr-defined]
     optimizer = relative_adamw(model, Rates(weight=1e-3, scale=2e-3, zero=1e-2, norm=0.0, rest=0.0))
     lrs = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
@@ -199,7 +182,7 @@ def test_rates_are_parts_of_what_they_move() -> None:
 
 
 def test_clipping_clamps_groups_but_not_query_and_key() -> None:
-    model, plain = tiny_model(), tiny_model()
+    model, plain = loud_model(), loud_model()
     steps = walk(model, tokens(), Calibration(inputs="full"))
     clip_weights(model, [("*", parse_format("int2:g32"))], steps, Clip())
     block, old = model.blocks[0], plain.blocks[0]
@@ -212,13 +195,13 @@ def test_clipping_clamps_groups_but_not_query_and_key() -> None:
 
 def test_a_stage_is_done_once_and_failures_are_told(tmp_path: Path) -> None:
     mesh, calls = open_mesh(), []
-    once(mesh, tmp_path, "stage", lambda: calls.append(1))
-    once(mesh, tmp_path, "stage", lambda: calls.append(2))
+    run_once(mesh, tmp_path, "stage", lambda: calls.append(1))
+    run_once(mesh, tmp_path, "stage", lambda: calls.append(2))
     assert calls == [1]
 
     def fails() -> None:
         raise UserError("no room")
 
     with pytest.raises(UserError, match="no room"):
-        once(mesh, tmp_path, "other", fails)
+        run_once(mesh, tmp_path, "other", fails)
     assert not (tmp_path / "other.done").exists()

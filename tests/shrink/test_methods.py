@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_shrink import correlated, random_weight
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import GridFormat, parse_format
 from shoestring.formats.groups import split
+from shoestring.shrink.chosen_grid import ChosenGrid, output_error, round_to_nearest, snap_to_grid, state_of
 from shoestring.shrink.clip import Clip, clip_ranges
 from shoestring.shrink.gptq import Gptq, block_width, gptq, inverse_factor
-from shoestring.shrink.grid import Choice, nearest, on_grid, output_error, state_of
+from tiny import correlated, random_weight
 
 LABELS = ["int4:g64", "int3:g32", "int2:g64", "nf3:s2:g64", "nf3:s1:g64", "nf2:s2:g0", "fp4:s2:g32"]
 every_format = pytest.mark.parametrize("label", LABELS)
@@ -28,15 +28,15 @@ def setup(label: str, w: Tensor) -> tuple[GridFormat, dict[str, Tensor]]:
     return format, state_of(format, w)
 
 
-def is_on_its_grid(choice: Choice, format: GridFormat, state: dict[str, Tensor]) -> bool:
-    return torch.equal(on_grid(choice.weight, choice.grid, format, state).weight, choice.weight)
+def is_on_its_grid(choice: ChosenGrid, format: GridFormat, state: dict[str, Tensor]) -> bool:
+    return torch.equal(snap_to_grid(choice.weight, choice.grid, format, state).weight, choice.weight)
 
 
 @every_format
 def test_nearest_is_what_the_format_does(label: str) -> None:
     w = random_weight()
     format, state = setup(label, w)
-    choice = nearest(w, format, state)
+    choice = round_to_nearest(w, format, state)
     assert torch.equal(choice.weight, format.fake(w, state))  # type: ignore[attr-defined]
     assert is_on_its_grid(choice, format, state)
 
@@ -49,26 +49,22 @@ def test_gptq_is_rounding_when_inputs_are_independent(label: str, order: bool) -
     format, state = setup(label, w)
     for h in (torch.eye(128), torch.diag(torch.linspace(0.1, 5, 128))):
         choice = gptq(w, h, format, state, Gptq(act_order=order))
-        assert torch.equal(choice.weight, nearest(w, format, state).weight)
+        assert torch.equal(choice.weight, round_to_nearest(w, format, state).weight)
 
 
 @every_format
-@pytest.mark.parametrize(
-    "settings", [Gptq(), Gptq(act_order=True), Gptq(static_groups=True), Gptq(clip=Clip())]
-)
+@pytest.mark.parametrize("settings", [Gptq(), Gptq(act_order=True), Gptq(static_groups=True), Gptq(clip=Clip())])
 def test_gptq_beats_rounding_on_correlated_inputs(label: str, settings: Gptq) -> None:
     w, h = random_weight(), hessian(correlated())
     format, state = setup(label, w)
     choice = gptq(w, h, format, state, settings)
     assert is_on_its_grid(choice, format, state)
-    plain = output_error(w, nearest(w, format, state).weight, h)
+    plain = output_error(w, round_to_nearest(w, format, state).weight, h)
     assert output_error(w, choice.weight, h) < 0.75 * plain
 
 
 @pytest.mark.parametrize("search", ["alternate", "symmetric", "full"])
-def test_the_second_sweep_of_a_shape_sends_nothing_to_the_device(
-    search: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_sweep_of_a_shape_sends_nothing_to_the_device(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is captured as a CUDA graph there, and a copy from the host would spoil that."""
     w, h = random_weight(), hessian(correlated())
     format, state = setup("int3:g32", w)
@@ -114,35 +110,26 @@ def test_gptq_on_hessians_without_full_rank() -> None:
     assert choice.weight.isfinite().all()
     groups = split(w, 64)[:, :1, 5:9] - split(choice.weight, 64)[:, :1, 5:9]
     assert (groups.abs() <= choice.grid["scale"][:, :1] * 3.5).all() and choice.weight[:, 5:9].any()
-    assert torch.equal(gptq(w, torch.zeros(128, 128), format, state).weight, nearest(w, format, state).weight)
+    assert torch.equal(gptq(w, torch.zeros(128, 128), format, state).weight, round_to_nearest(w, format, state).weight)
     assert inverse_factor(torch.eye(4), 0.01).diagonal() == pytest.approx([1.01**-0.5] * 4)
     with pytest.raises(UserError, match="damping"):
         Gptq(damping=0)
 
 
 def test_blocks_end_with_groups() -> None:
-    assert [block_width(g) for g in (8, 64, 96, 128, 192, 288, 576, 1536)] == [
-        128,
-        128,
-        96,
-        128,
-        96,
-        96,
-        96,
-        128,
-    ]
+    assert [block_width(g) for g in (8, 64, 96, 128, 192, 288, 576, 1536)] == [128, 128, 96, 128, 96, 96, 96, 128]
 
 
 # -- clip search ---------------------------------------------------------------------------------------------
-def group_errors(w: Tensor, choice: Choice, h: Tensor, width: int) -> Tensor:
+def group_errors(w: Tensor, choice: ChosenGrid, h: Tensor, width: int) -> Tensor:
     d = split(choice.weight - w, width)
     blocks = torch.stack([h[i : i + width, i : i + width] for i in range(0, len(h), width)])
     return torch.einsum("rga,gab,rgb->rg", d, blocks, d)
 
 
-def clipped(w: Tensor, h: Tensor, format: GridFormat, state: dict[str, Tensor], settings: Clip) -> Choice:
+def clipped(w: Tensor, h: Tensor, format: GridFormat, state: dict[str, Tensor], settings: Clip) -> ChosenGrid:
     low, high = clip_ranges(w, h, format, state, settings)
-    return on_grid(w, format.find_grid(low, high), format, state)
+    return snap_to_grid(w, format.find_grid(low, high), format, state)
 
 
 @every_format
@@ -152,7 +139,7 @@ def test_clipping_never_hurts_its_objective(label: str) -> None:
     w[4, :64] = w[4, :64].abs() + 1  # one sign
     format, state = setup(label, w)
     width = format.group or 128
-    plain = group_errors(w, nearest(w, format, state), h, width)
+    plain = group_errors(w, round_to_nearest(w, format, state), h, width)
     quick = group_errors(w, clipped(w, h, format, state, Clip()), h, width)
     full = group_errors(w, clipped(w, h, format, state, Clip(search="full")), h, width)
     slack = 1e-5 * plain + 1e-12
@@ -187,9 +174,7 @@ def test_the_objective_is_the_output_error_on_the_tokens() -> None:
             d = format.snap(w_g.clamp(lo, hi), format.find_grid(lo, hi), state) - w_g
             best = torch.minimum(best, torch.einsum("rgk,tgk->trg", d, x_g).square().mean(0))
     d = format.snap(w_g, format.find_grid(low, high), state) - w_g
-    torch.testing.assert_close(
-        torch.einsum("rgk,tgk->trg", d, x_g).square().mean(0), best, rtol=1e-3, atol=1e-9
-    )
+    torch.testing.assert_close(torch.einsum("rgk,tgk->trg", d, x_g).square().mean(0), best, rtol=1e-3, atol=1e-9)
 
 
 def test_clip_settings_are_checked_and_query_and_key_left() -> None:
@@ -200,7 +185,7 @@ def test_clip_settings_are_checked_and_query_and_key_left() -> None:
     from shoestring.shrink.calibrate import Statistics
 
     stats = Statistics(h, h.diagonal(), h[:0], 2048)
-    plain = nearest(w, format, state).weight
+    plain = round_to_nearest(w, format, state).weight
     assert torch.equal(Clip().choose("blocks.0.attn.q", w, stats, format, state).weight, plain)
     assert not torch.equal(Clip().choose("blocks.0.attn.v", w, stats, format, state).weight, plain)
     assert not torch.equal(Clip(skip=()).choose("blocks.0.attn.q", w, stats, format, state).weight, plain)
@@ -216,7 +201,7 @@ def test_two_scales_beat_one_on_skewed_weights() -> None:
         for label in ("nf3:s1:g64", "nf3:s2:g64"):
             format, state = setup(label, w)
             for name, choice in {
-                "rtn": nearest(w, format, state),
+                "rtn": round_to_nearest(w, format, state),
                 "gptq": gptq(w, hessian(x), format, state),
             }.items():
                 errors[name, label] = output_error(w, choice.weight, hessian(x))
@@ -231,10 +216,7 @@ def test_rounding_on_a_chosen_grid_stays_within_the_bound(label: str) -> None:
     format, state = setup(label, w)
     choice = clipped(w, h, format, state, Clip())
     fixed = format.fix_grid()
-    kept = {
-        **state,
-        **{n: t.squeeze(-1) if n == "zero" or label[:3] == "int" else t for n, t in choice.grid.items()},
-    }
+    kept = {**state, **{n: t.squeeze(-1) if n == "zero" or label[:3] == "int" else t for n, t in choice.grid.items()}}
     bound = fixed.error_bound(w, kept)  # type: ignore[attr-defined]
     assert ((choice.weight - w).abs() <= bound).all()
     assert bound.median() < 0.5 * w.abs().max()

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_shrink import tiny_model, tokens
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, bits_per_weight, convert, formats_of, pack, parse_format
-from shoestring.shrink.mixed_bits import Option, Unit, choose_formats, knapsack, measure_damage
+from shoestring.shrink.mixed_bits import FormatOption, LayerGroup, choose_formats, knapsack, measure_damage
+from tiny import loud_model, tokens
 
 FORMATS = [parse_format(x) for x in ("int2:g32", "nf3:s2:g32", "int4:g32")]
 CALIB = tokens(3, 24)
@@ -30,9 +30,7 @@ def brute_force(bits: list[list[float]], damage: list[list[float]], room: float)
 
 
 numbers = st.integers(1, 40).map(float) | st.floats(0.01, 50)
-options = st.lists(
-    st.tuples(numbers, st.integers(0, 30).map(float) | st.floats(-1, 30)), min_size=1, max_size=4
-)
+options = st.lists(st.tuples(numbers, st.integers(0, 30).map(float) | st.floats(-1, 30)), min_size=1, max_size=4)
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,12 +60,12 @@ def test_many_layers_are_quick_and_a_capped_search_says_so() -> None:
     assert sum(b[i] for b, i in zip(bits, capped, strict=True)) <= room
 
 
-def unit(name: str, size: int, *damages: float) -> Unit:
+def unit(name: str, size: int, *damages: float) -> LayerGroup:
     formats = [parse_format(x) for x in ("int2:g32", "int3:g32", "int4:g32")]
     found = [
-        Option(f, f.bits_per_weight((size, 64)) * size * 64, d) for f, d in zip(formats, damages, strict=True)
+        FormatOption(f, f.bits_per_weight((size, 64)) * size * 64, d) for f, d in zip(formats, damages, strict=True)
     ]
-    return Unit(name, (f"{name}.a", f"{name}.b"), size * 64, tuple(found))
+    return LayerGroup(name, (f"{name}.a", f"{name}.b"), size * 64, tuple(found))
 
 
 def test_bits_go_where_the_damage_is() -> None:
@@ -77,11 +75,7 @@ def test_bits_go_where_the_damage_is() -> None:
     assert mix.bits_per_weight == pytest.approx((2.75 + 4.75 + 3.75) / 3) and mix.damage == pytest.approx(1.6)
     assert [name for name, _ in mix.rules] == ["x.a", "x.b", "y.a", "y.b", "z.a", "z.b"]
     told = mix.to_json()
-    assert told["exact"] and told["units"][1]["options"] == {
-        "int2:g32": 9.0,
-        "int3:g32": 2.0,
-        "int4:g32": 0.1,
-    }
+    assert told["exact"] and told["units"][1]["options"] == {"int2:g32": 9.0, "int3:g32": 2.0, "int4:g32": 0.1}
     assert {o.format.label for o in choose_formats(units, 16).chosen} == {"int4:g32"}
     with pytest.raises(UserError, match=r"too small: the smallest candidates need 2\.750"):
         choose_formats(units, 2.7)
@@ -92,7 +86,7 @@ def test_bits_go_where_the_damage_is() -> None:
 # -- measuring -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("measure", ["kl", "loss"])
 def test_damage_is_what_the_whole_model_loses(measure: str) -> None:
-    model = tiny_model()
+    model = loud_model()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     units = measure_damage(model, FORMATS, CALIB, measure=measure)  # type: ignore[arg-type]
     assert len(units) == 21 and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
@@ -102,7 +96,7 @@ def test_damage_is_what_the_whole_model_loses(measure: str) -> None:
     with torch.no_grad():
         full = F.log_softmax(model(CALIB), -1)
     for u, o in ((units[i], units[i].options[j]) for i, j in ((0, 0), (10, 1), (20, 0))):
-        changed = tiny_model()
+        changed = loud_model()
         convert(changed, [(u.name, o.format)])
         with torch.no_grad():
             got = F.log_softmax(changed(CALIB), -1)
@@ -110,18 +104,16 @@ def test_damage_is_what_the_whole_model_loses(measure: str) -> None:
             expected = F.kl_div(got, full, log_target=True, reduction="none").sum(-1).mean()
         else:
             targets = CALIB[:, 1:].flatten()
-            expected = F.nll_loss(got[:, :-1].flatten(0, 1), targets) - F.nll_loss(
-                full[:, :-1].flatten(0, 1), targets
-            )
+            expected = F.nll_loss(got[:, :-1].flatten(0, 1), targets) - F.nll_loss(full[:, :-1].flatten(0, 1), targets)
         assert o.damage == pytest.approx(float(expected), rel=1e-3, abs=1e-6)
     if measure == "kl":
         assert all(u.options[0].damage > u.options[2].damage > 0 for u in units)
 
 
 def test_a_mix_is_within_its_budget_and_better_than_chance() -> None:
-    units = measure_damage(tiny_model(), FORMATS, CALIB)
+    units = measure_damage(loud_model(), FORMATS, CALIB)
     mix = choose_formats(units, 3.6)
-    model = tiny_model()
+    model = loud_model()
     report = convert(model, mix.rules)
     assert report.bits_per_weight == pytest.approx(mix.bits_per_weight) and report.bits_per_weight <= 3.6
     pack(model)
@@ -130,8 +122,8 @@ def test_a_mix_is_within_its_budget_and_better_than_chance() -> None:
     # The same number of layers of each format, given to the wrong layers.
     worst = choose_formats(
         [
-            Unit(
-                u.name, u.layers, u.num_weights, tuple(Option(o.format, o.bits, -o.damage) for o in u.options)
+            LayerGroup(
+                u.name, u.layers, u.num_weights, tuple(FormatOption(o.format, o.bits, -o.damage) for o in u.options)
             )
             for u in units
         ],
@@ -141,7 +133,7 @@ def test_a_mix_is_within_its_budget_and_better_than_chance() -> None:
 
 
 def test_blocks_as_units_dense_as_a_candidate_and_stopped_runs(tmp_path: Path) -> None:
-    file, model = tmp_path / "damage.jsonl", tiny_model()
+    file, model = tmp_path / "damage.jsonl", loud_model()
     formats = [parse_format("int2:g32"), Dense()]
 
     def stop(done: int, total: int, damage: float) -> None:
@@ -157,9 +149,7 @@ def test_blocks_as_units_dense_as_a_candidate_and_stopped_runs(tmp_path: Path) -
     units = measure_damage(model, formats, CALIB, units="block", file=file)
     assert [u.name for u in units] == ["blocks.0", "blocks.1", "blocks.2"] and len(units[0].layers) == 7
     assert file.read_text().splitlines()[0] == first and len(file.read_text().splitlines()) == 4
-    assert [u.options for u in units] == [
-        u.options for u in measure_damage(model, formats, CALIB, units="block")
-    ]
+    assert [u.options for u in units] == [u.options for u in measure_damage(model, formats, CALIB, units="block")]
     assert all(u.options[1].damage == 0 and u.options[0].damage > 0 for u in units)
     with pytest.raises(UserError, match="another text"):
         measure_damage(model, formats, CALIB[:1], units="block", file=file)
@@ -167,10 +157,10 @@ def test_blocks_as_units_dense_as_a_candidate_and_stopped_runs(tmp_path: Path) -
 
 def test_bad_input_is_named() -> None:
     with pytest.raises(UserError, match="two or more different"):
-        measure_damage(tiny_model(), [FORMATS[0], FORMATS[0]], CALIB)
+        measure_damage(loud_model(), [FORMATS[0], FORMATS[0]], CALIB)
     with pytest.raises(UserError, match=r"blocks\.0\.attn\.q: Group 48 does not divide"):
-        measure_damage(tiny_model(), [*FORMATS, parse_format("int8:g48")], CALIB)
-    bad = tiny_model()
+        measure_damage(loud_model(), [*FORMATS, parse_format("int8:g48")], CALIB)
+    bad = loud_model()
     with torch.no_grad():
         bad.blocks[2].attn.o.weight[0, 0] = float("inf")  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"blocks\.2\.attn\.o\.weight holds NaN"):

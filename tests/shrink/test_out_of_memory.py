@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.errors import UserError, as_command, during, memory_line, out_of_memory
-from shoestring.recipes.shrink import drafter, prune24, ptq
+from shoestring.recipes.shrink import ptq
 from shoestring.recipes.train import sparse24_sste
 from shoestring.runlog import read_jsonl
-from shoestring.shrink import blockwise, qat, quantize, resume
+from shoestring.shrink import block_files, blockwise, drafter_stages, prune24_stages, qat, quantize
 from shoestring.train import cakld
 
 GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB"
@@ -111,9 +111,7 @@ def test_it_is_seen_behind_what_a_compiler_or_a_graph_makes_of_it() -> None:
         wrapped()
     line = memory_line(caught.value)
     assert line is not None
-    assert line.startswith(
-        "out of GPU memory (2.00 GiB more asked for) in block 3, in training: ask for less"
-    )
+    assert line.startswith("out of GPU memory (2.00 GiB more asked for) in block 3, in training: ask for less")
     assert "--device cpu" in line
 
     def hidden() -> None:
@@ -140,11 +138,11 @@ def test_a_gpu_that_is_too_small_is_told_of_streaming(stream: Any, error: Except
 def test_verbs_and_benches_say_it_in_one_line(
     own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoestring.serve.engine import Engine
+    from shoestring.serve.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "step", full(0, Engine.step, torch.OutOfMemoryError(GPU)))
     line = fails(capsys, "generate", "model", "abc", "--device", "cpu")
-    assert "out of GPU memory (2.00 GiB more asked for) in serve/engine.py, " in line
+    assert "out of GPU memory (2.00 GiB more asked for) in serve/engine/engine.py, " in line
     assert "shorter context" in line and "--device cpu" in line and "resume" not in line
 
     def bench() -> None:
@@ -174,9 +172,9 @@ def test_training_says_what_to_make_smaller_and_goes_on(
 @pytest.mark.parametrize(
     ("recipe", "argv", "module", "name"),
     [
-        ("train/sparse24_sste", [*DENSE, "flip_every=1"], sparse24_sste, "save_packed"),
-        ("shrink/prune24", [*PTQ[:-1], "train=none", "device=cpu"], prune24, "prune"),
-        ("shrink/drafter", DRAFTER, drafter, "generate_text"),
+        ("train/sparse24_sste", [*DENSE, "flip_every=1"], sparse24_sste, "deliver_packed"),
+        ("shrink/prune24", [*PTQ[:-1], "train=none", "device=cpu"], prune24_stages, "prune"),
+        ("shrink/drafter", DRAFTER, drafter_stages, "generate_text"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -199,8 +197,7 @@ def test_a_run_that_chose_its_own_folder_is_named(
 
 
 @pytest.mark.parametrize(
-    ("method", "module", "name"),
-    [("clip", quantize, "quantize_block"), ("blockwise", blockwise, "train_block")],
+    ("method", "module", "name"), [("clip", quantize, "quantize_block"), ("blockwise", blockwise, "train_block")]
 )
 def test_quantizing_names_the_block_and_goes_on_behind_the_finished_ones(
     method: str,
@@ -243,8 +240,8 @@ def test_no_memory_for_a_finished_block_does_not_blame_its_file(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = torch.nn.Linear(4, 4)
-    files = resume.BlockFiles(own_home / "blocks")
-    files.save(0, block, {}, [])
+    files = block_files.BlockFiles(own_home / "blocks")
+    files.save(0, block, block_files.FinishedBlock())
     monkeypatch.setattr(block, "load_state_dict", full(0, print, torch.OutOfMemoryError(GPU)))
     with pytest.raises(torch.OutOfMemoryError):
         files.load(0, block)
@@ -278,7 +275,7 @@ def test_a_stopped_clip_search_goes_on_at_the_next_block(
         else:
             line = fails(capsys, *argv, "run=cut")
             assert "in block 2, in the clip search: " in line and "resume=cut goes on" in line
-    assert resume.BlockFiles(own_home / "cut/blocks").count() == 2
+    assert block_files.BlockFiles(own_home / "cut/blocks").count() == 2
     with monkeypatch.context() as patch:
         again, calls = counted(qat.clip_block)
         patch.setattr(qat, "clip_block", again)
@@ -287,9 +284,7 @@ def test_a_stopped_clip_search_goes_on_at_the_next_block(
     assert run_cli([*argv, "run=whole"]) == 0
     packed = "model/packed.safetensors"
     assert (own_home / "cut" / packed).read_bytes() == (own_home / "whole" / packed).read_bytes()
-    losses = [
-        [row["loss"] for row in read_jsonl(own_home / run / "metrics.jsonl")] for run in ("cut", "whole")
-    ]
+    losses = [[row["loss"] for row in read_jsonl(own_home / run / "metrics.jsonl")] for run in ("cut", "whole")]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     assert not (own_home / "cut/blocks").exists()
 

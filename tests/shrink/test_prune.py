@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_shrink import GPT2, SPEC, correlated, random_weight, tiny_model, tokens
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, formats_of, pack, parse_format, unpack
-from shoestring.kernels.sparse24 import is_24, mask24
+from shoestring.kernels.sparse24.masks import is_24, mask24
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
+from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import Calibration, Statistics, walk
-from shoestring.shrink.grid import output_error
-from shoestring.shrink.prune import PRUNERS, SparseGpt, Wanda, fit_branch, plan_pruning, prune
+from shoestring.shrink.chosen_grid import output_error
+from shoestring.shrink.prune import PRUNERS, SparseGpt, Wanda, fit_branch, plan_pruning, prune, sparsegpt
 from shoestring.shrink.quantize import QuantizeReport
-from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.sparsegpt import sparsegpt
+from tiny import GPT2, QWEN2, correlated, loud_model, random_weight, tokens
 
 every_method = pytest.mark.parametrize("name", list(PRUNERS))
 
@@ -30,17 +29,15 @@ def statistics(x: Tensor) -> Statistics:
     return Statistics(x.T @ x / len(x), x.abs().mean(0), x[:0], len(x))
 
 
-def pruned(name: str, label: str = "sparse24", spec: ModelSpec = SPEC) -> tuple[Decoder, QuantizeReport]:
-    model = tiny_model(spec)
+def pruned(name: str, label: str = "sparse24", spec: ModelSpec = QWEN2) -> tuple[Decoder, QuantizeReport]:
+    model = loud_model(spec)
     return model, prune(model, [("*", parse_format(label))], walk(model, tokens()), PRUNERS[name])
 
 
 # -- one layer -----------------------------------------------------------------------------------------------
 def test_wanda_keeps_the_best_two_products_of_weight_and_input() -> None:
     w = torch.tensor([[4.0, -3.0, 2.0, -0.0, 1.0, 1.0, 1.0, 1.0]])
-    x = torch.tensor(
-        [[1.0, 2.0, 4.0, 100.0, 2.0, 2.0, 2.0, 2.0], [-1.0, 0.0, 4.0, 100.0, 2.0, -2.0, 2.0, 2.0]]
-    )
+    x = torch.tensor([[1.0, 2.0, 4.0, 100.0, 2.0, 2.0, 2.0, 2.0], [-1.0, 0.0, 4.0, 100.0, 2.0, -2.0, 2.0, 2.0]])
     # |x| = sqrt(mean square): 1, sqrt 2, 4, 100: scores 4, 4.24, 8, 0; then a tie, which keeps the lower indices.
     got = PRUNERS["wanda"].choose(w, statistics(x))
     assert got.tolist() == [[0.0, -3.0, 2.0, 0.0, 1.0, 1.0, 0.0, 0.0]]
@@ -106,7 +103,7 @@ def test_the_branch_is_the_least_squares_fit_of_the_outputs() -> None:
 
 # -- whole models --------------------------------------------------------------------------------------------
 @every_method
-@pytest.mark.parametrize("spec", [SPEC, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("spec", [QWEN2, GPT2], ids=["llama", "gpt2"])
 def test_every_layer_is_24_and_packs_to_the_same_bits(name: str, spec: ModelSpec, tmp_path: Path) -> None:
     model, report = pruned(name, spec=spec)
     layers = [m for m in model.blocks.modules() if isinstance(m, FormatLinear)]
@@ -144,20 +141,20 @@ def test_output_errors_are_ordered_and_a_branch_makes_them_smaller() -> None:
 
 
 def test_magnitude_needs_no_text_and_the_others_do() -> None:
-    model = tiny_model()
+    model = loud_model()
     rules = [("*.mlp.*", parse_format("sparse24+int4:g32"))]
     report = prune(model, rules, method=PRUNERS["magnitude"])
     assert len(report.layers) == 9 and all(e.output_error is None for e in report.layers)
     assert {f.label for f in formats_of(model).values()} == {"sparse24+int4:g32"}
     with pytest.raises(UserError, match="needs the statistics"):
-        prune(tiny_model(), rules, method=PRUNERS["wanda"])
+        prune(loud_model(), rules, method=PRUNERS["wanda"])
 
 
 def test_stopped_and_resumed_it_is_the_same_model(tmp_path: Path) -> None:
     label = "sparse24:held+slorb16"
     whole, _ = pruned("sparsegpt", label)
     files = BlockFiles(tmp_path)
-    part = tiny_model()
+    part = loud_model()
     steps = walk(part, tokens())
 
     def two() -> object:
@@ -170,7 +167,7 @@ def test_stopped_and_resumed_it_is_the_same_model(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prune(part, rules, two(), SparseGpt(), files=files)  # type: ignore[arg-type]
     assert files.count() == 2
-    again = tiny_model()
+    again = loud_model()
     calibration = Calibration(memory_gb=0.0, folder=str(tmp_path))  # activations in a file
     prune(again, rules, walk(again, tokens(), calibration, start=2), SparseGpt(), files=files)
     state = again.state_dict()
@@ -180,42 +177,35 @@ def test_stopped_and_resumed_it_is_the_same_model(tmp_path: Path) -> None:
 @every_method
 @pytest.mark.parametrize("label", ["sparse24", "sparse24:held+slorb16"])
 @pytest.mark.parametrize(
-    ("home", "compute"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
-    ids=["up", "down"],
+    ("stored", "compute"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=["up", "down"]
 )
-def test_a_model_that_stays_at_home_is_pruned_alike(
-    name: str, label: str, home: torch.dtype, compute: torch.dtype
-) -> None:
-    """Blocks visit a device one at a time; on a CPU they are away while they have the dtype of the work."""
+def test_an_offloaded_model_is_pruned_alike(name: str, label: str, stored: torch.dtype, compute: torch.dtype) -> None:
+    """Blocks are on a device one at a time; on a CPU they are there while they have the compute dtype."""
     results = []
-    for held, visit in ((compute, None), (home, torch.device("cpu"))):
-        model = tiny_model(replace(SPEC, model_type="llama", qkv_bias=False, tied=False)).bfloat16().to(held)
+    for held, onload_device in ((compute, None), (stored, torch.device("cpu"))):
+        model = loud_model(replace(QWEN2, model_type="llama", qkv_bias=False, tied=False)).bfloat16().to(held)
         model.compute_dtype = compute
-        away: list[int] = []
+        on_it: list[int] = []
         for block in model.blocks:
             block.register_forward_hook(
-                lambda *_, model=model, away=away: away.append(
-                    sum(
-                        b.attn.q.weight.dtype == compute and b.attn.q.format.label == "dense"
-                        for b in model.blocks
-                    )
+                lambda *_, model=model, on_it=on_it: on_it.append(
+                    sum(b.attn.q.weight.dtype == compute and b.attn.q.format.label == "dense" for b in model.blocks)
                 )
             )
         rules = [("head", parse_format(label)), ("*", parse_format(label))]
         text = PRUNERS[name].needs_text
-        steps = walk(model, tokens(), Calibration(visit=visit)) if text else ()
-        report = prune(model, rules, steps, PRUNERS[name], visit=visit)
-        if text and visit is not None:
-            assert set(away) == {0, 1}  # pruned when it runs again
+        steps = walk(model, tokens(), Calibration(onload_device=onload_device)) if text else ()
+        report = prune(model, rules, steps, PRUNERS[name], onload_device=onload_device)
+        if text and onload_device is not None:
+            assert set(on_it) == {0, 1}  # pruned when it runs again
         results.append((model.to(compute).state_dict(), report))
     (whole, want), (streamed, got) = results
     assert list(whole) == list(streamed) and all(torch.equal(streamed[n], t) for n, t in whole.items())
     assert got.layers == want.layers and got.converted.changed == want.converted.changed
 
 
-def test_an_error_in_a_visit_leaves_the_block_at_home() -> None:
-    model = tiny_model().bfloat16()
+def test_an_error_on_the_device_leaves_the_block_offloaded() -> None:
+    model = loud_model().bfloat16()
     model.compute_dtype = torch.float32
     before = {n: t.clone() for n, t in model.state_dict().items()}
 
@@ -223,9 +213,9 @@ def test_an_error_in_a_visit_leaves_the_block_at_home() -> None:
         raise UserError("no")
 
     with pytest.raises(UserError, match="no"):
-        steps = walk(model, tokens(), Calibration(visit=torch.device("cpu")))
+        steps = walk(model, tokens(), Calibration(onload_device=torch.device("cpu")))
         prune(
-            model, [("*", parse_format("sparse24"))], steps, Wanda(), visit=torch.device("cpu"), progress=fail
+            model, [("*", parse_format("sparse24"))], steps, Wanda(), onload_device=torch.device("cpu"), progress=fail
         )
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[n], t) for n, t in before.items())
@@ -234,16 +224,14 @@ def test_an_error_in_a_visit_leaves_the_block_at_home() -> None:
 def test_bad_input_is_said_before_any_work() -> None:
     for label, said in (("int4:g32", "not what one-shot pruning makes"), ("sparse24:tile", "sparse24:held")):
         with pytest.raises(UserError, match=said):
-            plan_pruning(tiny_model(), [("*", parse_format(label))])
-    odd = tiny_model(replace(SPEC, d_ff=92))
-    with pytest.raises(
-        UserError, match=r"blocks\.0\.mlp\.down: sparse24 needs an input width that is a multiple of 8"
-    ):
+            plan_pruning(loud_model(), [("*", parse_format(label))])
+    odd = loud_model(replace(QWEN2, d_ff=92))
+    with pytest.raises(UserError, match=r"blocks\.0\.mlp\.down: sparse24 needs an input width that is a multiple of 8"):
         plan_pruning(odd, [("*", parse_format("sparse24"))])
     model, _ = pruned("magnitude")
     with pytest.raises(UserError, match="is sparse24 already"):
         plan_pruning(model, [("*", parse_format("sparse24"))])
-    broken = tiny_model()
+    broken = loud_model()
     with torch.no_grad():
         broken.blocks[1].mlp.up.weight[0, 0] = float("nan")  # type: ignore
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.up\.weight holds NaN"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.bench import prune24_toy
-from shoestring.bench.prune24_toy import Toy, loss
+from experiments import prune24_toy
+from experiments.prune24_toy import Toy, loss
 from shoestring.shrink.prune import PRUNERS
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_prune24_recipe import ONE_SHOT, short
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 
 
 @pytest.mark.ranks

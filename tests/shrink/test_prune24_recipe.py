@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted import dying
 from safetensors.torch import load_file
-from tiny_shrink import dying
 
-from shoestring.cli import run_cli
-from shoestring.kernels.sparse24 import is_24
+from shoestring.cli.app import run_cli
+from shoestring.kernels.sparse24.masks import is_24
 from shoestring.model import load_model, save_model
-from shoestring.recipes.shrink import prune24
 from shoestring.runlog import read_jsonl
+from shoestring.shrink import prune24_stages
+from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.prune import prune
-from shoestring.shrink.resume import BlockFiles
 
 TOKENS = torch.arange(24)[None]
 
@@ -117,7 +117,7 @@ def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
 
     way_on = "go on with `shoestring run shrink/prune24 resume=cut`"
     with monkeypatch.context() as patch:
-        patch.setattr(prune24, "measure", dying(0, prune24.measure))
+        patch.setattr(prune24_stages, "evaluate_row", dying(0, prune24_stages.evaluate_row))
         said = cli(*ONE_SHOT, "train=none", "slorb=16", "text=test.txt", "run=cut", fails=True)
     assert f"stopped; {way_on}" in said
     with monkeypatch.context() as patch:
@@ -138,17 +138,17 @@ def test_one_shot_alone_stops_and_goes_on_at_the_next_block(
 def test_streamed_or_not_the_files_are_the_same(
     cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    visits: list[Any] = []
+    onloaded: list[Any] = []
 
     def spy(*args: Any, **options: Any) -> Any:
-        visits.append(options["visit"])
+        onloaded.append(options["onload_device"])
         return prune(*args, **options)
 
-    monkeypatch.setattr("shoestring.recipes.shrink.prune24.prune", spy)
-    monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("shoestring.shrink.prune24_stages.prune", spy)
+    monkeypatch.setattr("shoestring.host.block_offload.free_bytes", lambda device: 1000)
     for stream in ("auto", "false"):  # auto: what would fill the device
         cli(*ONE_SHOT, "train=none", "slorb=16", "text=test.txt", f"stream={stream}", f"run={stream}")
-    assert visits == [torch.device("cpu"), None]
+    assert onloaded == [torch.device("cpu"), None]
     for file in ("oneshot/model.safetensors", "model/model.safetensors", "packed/packed.safetensors"):
         assert (here / "auto" / file).read_bytes() == (here / "false" / file).read_bytes()
     rows = [read_jsonl(here / f"{stream}/evals.jsonl") for stream in ("auto", "false")]
@@ -157,13 +157,7 @@ def test_streamed_or_not_the_files_are_the_same(
 
 
 def test_training_on_the_models_own_text(cli: Callable[..., str], here: Path) -> None:
-    own = {
-        "data": "self",
-        "prompts": "prompts.jsonl",
-        "self_tokens": 24,
-        "self_texts": 12,
-        "method": "magnitude",
-    }
+    own = {"data": "self", "prompts": "prompts.jsonl", "self_tokens": 24, "self_texts": 12, "method": "magnitude"}
     branch = {"slorb": 8, "projection": "trained", "start": "dense"}
     cli(*ONE_SHOT, *short(steps=3, context=8, batch=2, run="own", **own, **branch))
     assert len(read_jsonl(here / "own/self.jsonl")) == 12
@@ -173,7 +167,6 @@ def test_training_on_the_models_own_text(cli: Callable[..., str], here: Path) ->
 def test_a_layer_that_is_not_24_is_not_delivered(
     cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoestring.recipes.shrink import prune24
 
     def forgetful(*args: Any) -> Any:
         model = original(*args)
@@ -181,13 +174,13 @@ def test_a_layer_that_is_not_24_is_not_delivered(
             model.blocks[1].mlp.up.weight_mask[0, :4] = torch.tensor([True, True, True, False])
         return model
 
-    original = prune24.load_start
-    monkeypatch.setattr(prune24, "load_start", forgetful)
+    original = prune24_stages.load_pruned
+    monkeypatch.setattr(prune24_stages, "load_pruned", forgetful)
     with torch.no_grad():
         for p in (loaded := load_model(here / "model").model).parameters():
             p.abs_()  # no zeros to begin with
         save_model(here / "positive", loaded, load_model(here / "model").tokenizer)
-    monkeypatch.setattr(prune24, "take_branches", keep_weights(here / "positive"))
+    monkeypatch.setattr(prune24_stages, "take_branches", keep_weights(here / "positive"))
     said = cli(*ONE_SHOT[1:], "model=positive", "train=none", "method=magnitude", "run=bad", fails=True)
     assert "blocks.1.mlp.up: 1 of 2048 groups of four have more than two weights" in said
     assert not (here / "bad/model").exists() and not (here / "bad/packed").exists()

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_shrink import dying
+from interrupted import dying
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.model import load_model, save_model
 from shoestring.recipes.shrink import ptq
 from shoestring.runlog import read_jsonl
+from shoestring.shrink import ptq_stages
+from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import quantize
-from shoestring.shrink.resume import BlockFiles
 
 
 @pytest.fixture
@@ -57,13 +58,11 @@ def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
 
 def test_the_clip_before_gptq_has_the_objective_that_is_asked_for() -> None:
     for objective in ("group", "row"):
-        method = ptq.pick_method(ptq.Config(method="gptq+clip", objective=objective))  # type: ignore[arg-type]
+        method = ptq_stages.pick_method(ptq.Config(method="gptq+clip", objective=objective))  # type: ignore[arg-type]
         assert isinstance(method, Gptq) and method.clip is not None and method.clip.objective == objective
 
 
-def test_windows_longer_than_the_model_reads_are_cut_and_that_is_said(
-    cli: Callable[..., str], here: Path
-) -> None:
+def test_windows_longer_than_the_model_reads_are_cut_and_that_is_said(cli: Callable[..., str], here: Path) -> None:
     asked = ["model=model", "calib=calib.txt", "calib_windows=2", "calib_context=100"]
     out = cli(*asked, "method=rtn", "format=int4:g32", "run=long")
     assert "calib_context=100 is more than the model's 64 positions: windows of 64 are used" in out
@@ -101,7 +100,7 @@ def test_a_resumed_run_is_not_touched_before_all_is_checked(
     (here / "own.txt").write_text((here / "test.txt").read_text())
     (here / "empty.txt").write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(ptq, "quantize", dying(0, quantize))
+        patch.setattr("shoestring.shrink.blockwise.quantize", dying(0, quantize))
         stopped = cli(*SMALL, "calib=calib.txt", "format=int3:g32", "text=own.txt", "run=held", fails=True)
     assert "stopped after 0 of 3 blocks" in stopped
     saved = (here / "held/config.json").read_text()
@@ -129,7 +128,7 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     monkeypatch.setattr(BlockFiles, "save", save)
     assert "was started with format=int3:g32" in cli("resume=cut", "format=int2:g32", fails=True)
     with monkeypatch.context() as patch:  # and once more when the model is saved, but not the report
-        patch.setattr("shoestring.recipes.shrink.rtn.write_report", lambda *a, **k: 1 / 0)
+        patch.setattr("shoestring.shrink.shrink_run.write_report", lambda *a, **k: 1 / 0)
         assert run_cli(["run", "shrink/ptq", "resume=cut", "out=elsewhere"]) == 1
     (here / "mine").mkdir()
     (here / "mine/config.json").write_text("{}")
@@ -138,8 +137,7 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
     assert [row["model"] for row in read_jsonl(here / "cut/evals.jsonl")] == ["before", "after"]
     (here / "elsewhere").rename(here / "cut/model")
     assert (
-        read_jsonl(here / "cut/evals.jsonl")[1]["perplexity"]
-        == read_jsonl(here / "whole/evals.jsonl")[1]["perplexity"]
+        read_jsonl(here / "cut/evals.jsonl")[1]["perplexity"] == read_jsonl(here / "whole/evals.jsonl")[1]["perplexity"]
     )
     assert [row["step"] for row in read_jsonl(here / "cut/metrics.jsonl")] == [1, 2, 3]
     assert (here / "cut/model/packed.safetensors").read_bytes() == (
@@ -152,9 +150,7 @@ def test_ctrl_c_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pyt
 BLOCKWISE = ["method=blockwise", "calib=calib.txt", "epochs=1", "train_batch=2"]
 
 
-def test_blockwise_end_to_end_and_resume(
-    cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blockwise_end_to_end_and_resume(cli: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [*SMALL, *BLOCKWISE, "format=int2:g32", "text=test.txt"]
     out = cli(*argv, "run=blockwise")
     assert "blockwise by block: 3/3" in out and "21 layers at 2.75 bits" in out
@@ -200,7 +196,7 @@ STREAMED = ["model=half", *SMALL[1:], "calib=calib.txt", "text=test.txt"]
 
 @pytest.fixture
 def half(here: Path) -> Path:
-    """A checkpoint in bf16: at home narrower than what a CPU computes in."""
+    """A checkpoint in bf16: offloaded, it is narrower than what a CPU computes in."""
     if not (here / "half").exists():
         loaded = load_model(here / "model")
         save_model(here / "half", loaded.model, loaded.tokenizer, dtype=torch.bfloat16)
@@ -223,9 +219,7 @@ def artefacts(run: Path) -> list[Any]:
     ],
     ids=["gptq", "blockwise", "a budget", "rtn"],
 )
-def test_streamed_runs_leave_the_same_files(
-    cli: Callable[..., str], here: Path, half: Path, method: list[str]
-) -> None:
+def test_streamed_runs_leave_the_same_files(cli: Callable[..., str], here: Path, half: Path, method: list[str]) -> None:
     argv = [*STREAMED, "format=int3:g32", *method]
     runs = {stream: here / f"{stream}-{method[0].split('=')[1]}" for stream in ("true", "false")}
     for stream, run in runs.items():
@@ -253,10 +247,10 @@ def test_a_stopped_run_goes_on_streamed_or_not(
 def test_auto_streams_what_would_fill_the_device(
     cli: Callable[..., str], here: Path, half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    visits: list[Any] = []
+    onloaded: list[Any] = []
 
     def spy(*args: Any, **options: Any) -> Any:
-        visits.append(options["visit"])
+        onloaded.append(options["onload_device"])
         return quantize(*args, **options)
 
     loads: list[Any] = []
@@ -265,15 +259,15 @@ def test_auto_streams_what_would_fill_the_device(
         loads.append(options)
         return load_model(path, **options)
 
-    monkeypatch.setattr("shoestring.recipes.shrink.ptq.quantize", spy)
-    monkeypatch.setattr("shoestring.shrink.visit.load_model", loading)
+    monkeypatch.setattr("shoestring.shrink.blockwise.quantize", spy)
+    monkeypatch.setattr("shoestring.shrink.shrink_run.load_model", loading)
     argv = ["model=half", "method=rtn", "format=nf3:g32"]
     cli(*argv, "run=roomy")
-    monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("shoestring.host.block_offload.free_bytes", lambda device: 1000)
     cli(*argv, "run=crowded")
     cli(*argv, "run=told", "stream=false")
-    assert visits == [None, torch.device("cpu"), None]
-    # What fits goes to the device at once; the other stays at home, as it is stored.
+    assert onloaded == [None, torch.device("cpu"), None]
+    # What fits goes to the device at once; the other stays in the host's memory, as it is stored.
     there = {"device": torch.device("cpu"), "dtype": torch.float32}
     assert loads == [there, {"dtype": torch.bfloat16}, there]
     assert artefacts(here / "roomy") == artefacts(here / "crowded") == artefacts(here / "told")

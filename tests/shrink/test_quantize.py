@@ -7,30 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_shrink import GPT2, SPEC, tiny_model, tokens
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, formats_of, pack, packed_state, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
-from shoestring.shrink.awq import Awq, apply_fold, best_scale, every, folds
+from shoestring.shrink.awq import Awq, best_scale, every, fold_scale
+from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
-from shoestring.shrink.quantize import (
-    METHODS,
-    Method,
-    Progress,
-    QuantizeReport,
-    Rtn,
-    plan,
-    quantize,
-    usual_inputs,
-)
-from shoestring.shrink.resume import BlockFiles
+from shoestring.shrink.quantize import METHODS, BlockProgress, Method, QuantizeReport, Rtn, plan, quantize, usual_inputs
+from tiny import GPT2, QWEN2, loud_model, tokens
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
 
 
-def shrunk(label: str, method: Method, spec: ModelSpec = SPEC) -> tuple[Decoder, QuantizeReport]:
-    model = tiny_model(spec)
+def shrunk(label: str, method: Method, spec: ModelSpec = QWEN2) -> tuple[Decoder, QuantizeReport]:
+    model = loud_model(spec)
     steps = walk(model, tokens(), Calibration(inputs=usual_inputs(method)))
     return model, quantize(model, [("*", parse_format(label))], steps, method)
 
@@ -57,7 +48,7 @@ def test_pack_save_and_load_keep_every_bit_of_the_choice(name: str, label: str, 
             chosen[layer] = choice.weight.clone()
             return choice
 
-    model = tiny_model()
+    model = loud_model()
     steps = walk(model, tokens(), Calibration(inputs=usual_inputs(METHODS[name])))
     quantize(model, [("*", parse_format(label))], steps, Spy())
     assert len(chosen) == 3 * 7
@@ -76,13 +67,11 @@ def test_pack_save_and_load_keep_every_bit_of_the_choice(name: str, label: str, 
 
 
 def test_bfloat16_weights_pack_to_the_same_choice() -> None:
-    model = tiny_model().to(torch.bfloat16)
+    model = loud_model().to(torch.bfloat16)
     model.compute_dtype = torch.bfloat16
     report = quantize(model, [("*", parse_format("int4:g32"))], walk(model, tokens(2, 8)), METHODS["gptq"])
     assert max(e.output_error or 0 for e in report.layers) < 0.1
-    before = {
-        n: m.effective_weight(torch.bfloat16) for n, m in model.named_modules() if isinstance(m, FormatLinear)
-    }
+    before = {n: m.effective_weight(torch.bfloat16) for n, m in model.named_modules() if isinstance(m, FormatLinear)}
     pack(model, dtype=torch.bfloat16)
     for name, weight in before.items():
         assert torch.equal(model.get_submodule(name).effective_weight(torch.bfloat16), weight)
@@ -91,7 +80,7 @@ def test_bfloat16_weights_pack_to_the_same_choice() -> None:
 def test_rounding_here_is_rounding_there() -> None:
     """Method rtn is `convert` + `pack`, bit for bit."""
     ours, _ = shrunk("nf3:s2:g64", Rtn())
-    plain = tiny_model()
+    plain = loud_model()
     convert(plain, [("*", parse_format("nf3:s2:g64"))])
     assert torch.equal(logits(ours), logits(plain))
 
@@ -99,7 +88,7 @@ def test_rounding_here_is_rounding_there() -> None:
 # -- quality -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("label", ["int3:g32", "nf3:s2:g64"])
 def test_every_method_moves_the_outputs_less_than_rounding(label: str) -> None:
-    exact = logits(tiny_model())
+    exact = logits(loud_model())
     errors, layers = {}, {}
     for name, method in METHODS.items():
         model, report = shrunk(label, method)
@@ -116,49 +105,43 @@ def test_the_report_has_every_layer_and_its_errors() -> None:
         f"blocks.0.attn.{n}" for n in "qkvo"
     ]
     assert len(report.layers) == 21 and report.converted.bits_per_weight == pytest.approx(3.75)
-    original = tiny_model()
+    original = loud_model()
     for e in report.layers[:7]:
         old, new = (m.get_submodule(e.name).weight.detach() for m in (original, model))
-        assert e.weight_error == pytest.approx(
-            float((new - old).square().sum() / old.square().sum()), rel=1e-3
-        )
+        assert e.weight_error == pytest.approx(float((new - old).square().sum() / old.square().sum()), rel=1e-3)
         assert e.output_error is not None and 0 < e.output_error < e.weight_error
     data = report.to_json()
-    assert (
-        data["method"] == "gptq" and len(data["layers"]) == 21 and data["layers"][0]["format"] == "int3:g32"
-    )
+    assert data["method"] == "gptq" and len(data["layers"]) == 21 and data["layers"][0]["format"] == "int3:g32"
 
 
 # -- AWQ -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "spec", [SPEC, GPT2, replace(SPEC, act="geglu")], ids=["llama with grouped heads", "gpt2", "geglu"]
+    "spec", [QWEN2, GPT2, replace(QWEN2, act="geglu")], ids=["llama with grouped heads", "gpt2", "geglu"]
 )
 def test_folding_leaves_the_model_as_it_was(spec: ModelSpec) -> None:
-    model = tiny_model(spec)
+    model = loud_model(spec)
     before = logits(model)
     gen = torch.Generator().manual_seed(5)
     num_folds = 0
     for block in model.blocks:
-        for fold in folds(block):  # type: ignore[arg-type]
+        for fold in model.input_sources(block):
             width = block_linears(block)[fold.readers[0]].in_features
-            s = fold.spread(torch.exp(torch.randn(width // fold.repeat, generator=gen)))
-            assert fold.tie(s) == pytest.approx(s.view(-1, fold.repeat, fold.span)[:, 0].flatten())
-            apply_fold(block_linears(block), fold, s)
+            s = fold.expand(torch.exp(torch.randn(width // fold.repeat, generator=gen)))
+            assert fold.reduce(s) == pytest.approx(s.view(-1, fold.repeat, fold.span)[:, 0].flatten())
+            fold_scale(block_linears(block), fold, s)
             num_folds += 1
     assert num_folds == len(model.blocks) * (4 if spec.gated else 3)
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
-    moved = [
-        not torch.equal(p, q) for p, q in zip(model.parameters(), tiny_model(spec).parameters(), strict=True)
-    ]
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), loud_model(spec).parameters(), strict=True)]
     assert sum(moved) >= 7 * len(model.blocks)
 
 
 def test_scaled_statistics_are_those_of_the_folded_model() -> None:
-    model = tiny_model()
+    model = loud_model()
     step = next(iter(walk(model, tokens())))
     block, format = model.blocks[0], parse_format("int2:g32")
     formats = dict.fromkeys(block_linears(block), format)
-    now = Awq(ratios=4).prepare(block, step.statistics, formats)  # type: ignore[arg-type]
+    now = Awq(ratios=4).scale_inputs(block, model.input_sources(block), step.statistics, formats)  # type: ignore[arg-type]
     assert now["attn.q"] is not step.statistics["attn.q"]
     seen = next(iter(walk(model, tokens()))).statistics
     for name in formats:
@@ -174,16 +157,16 @@ def test_the_search_may_look_at_some_rows_only() -> None:
 
 
 def test_no_scaling_where_none_helps() -> None:
-    model = tiny_model()
+    model = loud_model()
     step = next(iter(walk(model, tokens())))
-    fold = folds(model.blocks[0])[0]  # type: ignore[arg-type]
+    fold = model.input_sources(model.blocks[0])[0]
     stats = step.statistics["attn.q"]
     w = {"attn.q": torch.zeros(64, 64)}
     assert best_scale(w, stats, {"attn.q": parse_format("int3:g32")}, fold, 10) is None  # type: ignore[dict-item]
 
 
 def test_layers_of_a_fold_may_stay_dense() -> None:
-    model = tiny_model()
+    model = loud_model()
     before = logits(model)
     rules = [("*.mlp.down", parse_format("int8:g32")), ("*.attn.k", parse_format("int8:g32"))]
     quantize(model, rules, walk(model, tokens(), Calibration(inputs="full")), METHODS["awq"])
@@ -197,8 +180,8 @@ def test_a_stopped_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> Non
     method, rules, files = METHODS[name], [("*", parse_format("nf3:g64"))], BlockFiles(tmp_path / "blocks")
     whole, told = shrunk("nf3:g64", method)
 
-    def go_on(progress: Progress | None) -> tuple[Decoder, QuantizeReport]:
-        model, calibration = tiny_model(), Calibration(inputs=usual_inputs(method))
+    def go_on(progress: BlockProgress | None) -> tuple[Decoder, QuantizeReport]:
+        model, calibration = loud_model(), Calibration(inputs=usual_inputs(method))
         steps = walk(model, tokens(), calibration, start=files.count())
         return model, quantize(model, rules, steps, method, progress=progress, files=files)
 
@@ -222,13 +205,13 @@ def test_a_stopped_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> Non
 def test_mixed_formats_and_a_named_head() -> None:
     from dataclasses import replace
 
-    spec = replace(SPEC, tied=False)
+    spec = replace(QWEN2, tied=False)
     rules = [
         ("head", parse_format("int8:g64")),
         ("*.mlp.*", parse_format("nf3:g64")),
         ("*.attn.v", parse_format("int4:g32")),
     ]
-    model = tiny_model(spec)
+    model = loud_model(spec)
     report = quantize(model, rules, walk(model, tokens()), METHODS["gptq"])
     by_name = {e.name: e for e in report.layers}
     assert by_name["head"].output_error is None and by_name["head"].weight_error < 1e-3
@@ -245,25 +228,25 @@ def test_bad_models_and_rules_are_named_before_any_work() -> None:
         assert all(torch.equal(t, before[n]) or t.isnan().any() for n, t in model.state_dict().items())
         return str(caught.value)
 
-    assert "blocks.0.attn.q: Group 48" in fails(tiny_model(), "int3:g48")
-    bad = tiny_model()
+    assert "blocks.0.attn.q: Group 48" in fails(loud_model(), "int3:g48")
+    bad = loud_model()
     with torch.no_grad():
         bad.blocks[1].mlp.up.weight[2, 2] = float("inf")  # type: ignore[union-attr]
     assert "blocks.1.mlp.up.weight holds NaN or infinite" in fails(bad)
-    packed = tiny_model()
+    packed = loud_model()
     convert(packed, [("*", parse_format("int4:g32"))])
     assert "int4:g32 already" in fails(packed)
     pack(packed)
     assert "int4:g32 already" in fails(packed)
     with pytest.raises(UserError, match="matches no linear layer"):
-        plan(tiny_model(), [("*.mpl.*", parse_format("int4"))], ())
+        plan(loud_model(), [("*.mpl.*", parse_format("int4"))], ())
     with pytest.raises(UserError, match="AWQ with 0 ratios"):
         Awq(ratios=0)
 
 
 def test_constant_and_zero_weights_survive_every_method() -> None:
     for method in METHODS.values():
-        model = tiny_model()
+        model = loud_model()
         with torch.no_grad():
             model.blocks[0].attn.v.weight.zero_()  # type: ignore[union-attr]
             model.blocks[1].mlp.up.weight.fill_(0.25)  # type: ignore[union-attr]

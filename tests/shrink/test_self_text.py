@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_shrink import SPEC, tiny_model
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder, Tokenizer
 from shoestring.runlog import read_jsonl
-from shoestring.serve.engine import Engine
-from shoestring.serve.sampling import Sampling
+from shoestring.serve.engine.engine import Engine
+from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.self_text import generate_text, read_prompts
-from shoestring.train.shards import prepare
+from shoestring.train.shards import tokenize_corpus
+from tiny import QWEN2, loud_model
 
 WORDS = "the quick brown fox jumps over a lazy dog and sleeps"
 PROMPTS = [" ".join(WORDS.split()[i : i + 3]) + " " for i in range(7)]
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> Decoder:
-    return tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size))
+    return loud_model(replace(QWEN2, vocab_size=tokenizer.vocab_size))
 
 
 def test_lines_are_the_engines_samples_in_order(model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_lines_are_the_engines_samples_in_order(model: Decoder, tokenizer: Token
 def test_texts_that_end_are_the_engines(tokenizer: Tokenizer, tmp_path: Path, stop: tuple[str, ...]) -> None:
     """By a token, by a stop string, by their length; with characters of which the last bytes are missing."""
     ends = tuple(range(260, 275))
-    model = tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size, extra_eos_ids=ends))
+    model = loud_model(replace(QWEN2, vocab_size=tokenizer.vocab_size, extra_eos_ids=ends))
     sampling = replace(SAMPLING, temperature=2.0, max_tokens=20, stop=stop)
     out = generate_text(model, tokenizer, PROMPTS * 6, tmp_path / "self.jsonl", sampling=sampling)
     engine = Engine(model, tokenizer)
@@ -115,7 +115,7 @@ def test_a_finished_file_is_kept_and_another_refused(
         generate_text(model, tokenizer, PROMPTS, out, sampling=SAMPLING)
     with pytest.raises(UserError, match="exists already"):
         generate_text(model, tokenizer, PROMPTS, out, sampling=replace(SAMPLING, seed=6))
-    other = tiny_model(replace(SPEC, vocab_size=tokenizer.vocab_size))
+    other = loud_model(replace(QWEN2, vocab_size=tokenizer.vocab_size))
     with torch.no_grad():
         other.embed.weight.mul_(1.01)
     with pytest.raises(UserError, match="exists already"):
@@ -125,7 +125,7 @@ def test_a_finished_file_is_kept_and_another_refused(
 
 def test_the_corpus_counts_completions_only(model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
     out = generate_text(model, tokenizer, PROMPTS, tmp_path / "self.jsonl", sampling=SAMPLING)
-    corpus = prepare(str(out), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0)
+    corpus = tokenize_corpus(str(out), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0)
     train = corpus.train
     assert train.mask is not None
     rows = [r for r in read_jsonl(out) if r["completion"].strip()]
@@ -133,9 +133,7 @@ def test_the_corpus_counts_completions_only(model: Decoder, tokenizer: Tokenizer
     assert train.num_documents == len(rows) and int(train.mask.sum()) == counted
 
 
-def test_bad_input(
-    model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"\.jsonl"):
         generate_text(model, tokenizer, PROMPTS, tmp_path / "self.txt")
     with pytest.raises(UserError, match="no prompts"):
@@ -147,9 +145,7 @@ def test_bad_input(
     assert not list(tmp_path.iterdir())
 
 
-def test_prompts_longer_than_the_context_keep_their_end(
-    model: Decoder, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_prompts_longer_than_the_context_keep_their_end(model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
     long = "fox " * 200
     out = generate_text(model, tokenizer, [long, "the quick"], tmp_path / "self.jsonl", sampling=SAMPLING)
     assert all(row["completion"] for row in read_jsonl(out))

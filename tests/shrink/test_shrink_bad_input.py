@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import load_model, save_model
-from shoestring.shrink import resume
+from shoestring.shrink import block_files
 
 SMALL = ["model=model", "calib=calib.txt", "calib_windows=4", "calib_context=32", "format=int4:g32"]
 
@@ -40,9 +40,7 @@ def fails(capsys: pytest.CaptureFixture[str], own_home: Path) -> Callable[..., s
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    return {
-        p.name: (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in folder.iterdir()
-    }
+    return {p.name: (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in folder.iterdir()}
 
 
 def test_calibration_that_is_empty_short_or_not_text(fails: Callable[..., str], own_home: Path) -> None:
@@ -65,15 +63,7 @@ def test_a_group_that_does_not_divide_names_those_that_do(fails: Callable[..., s
 
 
 LOWBIT = ["model=model", "data=calib.txt", "format=int2:g32", "context=32"]
-TRAINED = [
-    "model=model",
-    "data=corpus.jsonl",
-    "format=int2:g32",
-    "context=32",
-    "batch=4",
-    "micro=2",
-    "steps=2",
-]
+TRAINED = ["model=model", "data=corpus.jsonl", "format=int2:g32", "context=32", "batch=4", "micro=2", "steps=2"]
 BUDGET = [a for a in TRAINED if not a.startswith(("format", "data"))] + ["bits_budget=3"]
 WRITTEN = ["model=model", "prompts=prompts.txt", "format=int2:g32", "context=32", "micro=none", "max_new=8"]
 DRAFTER = ["model=model", "prompts=calib.txt", "context=32"]
@@ -101,16 +91,8 @@ def test_a_text_too_short_to_evaluate(text: str, fails: Callable[..., str], own_
         ("shrink/ptq", [*SMALL, "bits_budget=3", "candidates="], "candidates= is empty"),
         ("shrink/ptq", [*SMALL, "bits_budget=3", "damage_windows=0"], "damage_windows=0"),
         ("shrink/ptq", [*SMALL, "bits_budget=nan"], "bits_budget='nan'"),
-        (
-            "shrink/ptq",
-            [*SMALL, "bits_budget=1", "candidates=int2:g32,int4:g32"],
-            "the smallest candidates need",
-        ),
-        (
-            "shrink/lowbit_best",
-            [*TRAINED, "bits_budget=1", "candidates=int2:g32"],
-            "the smallest candidates need",
-        ),
+        ("shrink/ptq", [*SMALL, "bits_budget=1", "candidates=int2:g32,int4:g32"], "the smallest candidates need"),
+        ("shrink/lowbit_best", [*TRAINED, "bits_budget=1", "candidates=int2:g32"], "the smallest candidates need"),
         ("shrink/ptq", [*SMALL, "spill=nowhere/at/all"], "spill=nowhere/at/all is no folder"),
         ("shrink/lowbit_best", [*LOWBIT, "bits_budget=3", "candidates=,"], "candidates= is empty"),
         (
@@ -156,9 +138,7 @@ def test_settings_that_cannot_work_are_said_before_any_work(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_name_the_layer(
-    value: float, fails: Callable[..., str], own_home: Path
-) -> None:
+def test_weights_that_are_not_finite_name_the_layer(value: float, fails: Callable[..., str], own_home: Path) -> None:
     loaded = load_model(own_home / "model")
     with torch.no_grad():
         loaded.model.blocks[1].mlp.down.weight[3, 5] = value  # type: ignore[union-attr]
@@ -180,9 +160,7 @@ def test_a_model_that_is_packed_already(fails: Callable[..., str], own_home: Pat
     assert "packed already" in fails("shrink/rtn", "model=model", "format=nf3:g32")
 
 
-@pytest.mark.parametrize(
-    "label", ["int2:g32", "int4:g32", "int4:sym:g32", "int8:g0", "nf4:g32", "fp3:s1:g32"]
-)
+@pytest.mark.parametrize("label", ["int2:g32", "int4:g32", "int4:sym:g32", "int8:g0", "nf4:g32", "fp3:s1:g32"])
 def test_zero_and_constant_groups_keep_their_value(label: str) -> None:
     w = torch.zeros(4, 64)
     w[1], w[2], w[3, 32:] = 0.25, -3.0, 1e-3
@@ -190,9 +168,7 @@ def test_zero_and_constant_groups_keep_their_value(label: str) -> None:
     parts = format.encode(w, {n: a.tensor for n, a in format.state(w).items()})
     got = format.decode(parts, torch.float32)
     assert got.isfinite().all() and not got[0].any() and not got[3, :32].any()
-    coarse = (
-        0.51 / 7.5 if "sym" in label else 0.01
-    )  # the middle of the codes leaves one end half a step short
+    coarse = 0.51 / 7.5 if "sym" in label else 0.01  # the middle of the codes leaves one end half a step short
     torch.testing.assert_close(got, w, rtol=coarse, atol=1e-6)
 
 
@@ -202,23 +178,21 @@ def test_killed_in_the_middle_of_a_block_it_goes_on_and_the_source_is_untouched(
     script = """
 import os, signal, sys
 from pathlib import Path
-from shoestring.shrink import resume
-whole = resume.save_file
+from shoestring.shrink import block_files
+whole = block_files.save_file
 def save_file(tensors, path, metadata):
     if "block-00001" in str(path):
         Path(path).write_bytes(b"half a file")
         os.kill(os.getpid(), signal.SIGKILL)
     whole(tensors, path, metadata=metadata)
-resume.save_file = save_file
-from shoestring.cli import run_cli
+block_files.save_file = save_file
+from shoestring.cli.app import run_cli
 sys.exit(run_cli(sys.argv[1:]))
 """
     argv = ["run", "shrink/ptq", *SMALL, "device=cpu"]
-    killed = subprocess.run(
-        [sys.executable, "-c", script, *argv, "run=cut"], capture_output=True, cwd=own_home
-    )
+    killed = subprocess.run([sys.executable, "-c", script, *argv, "run=cut"], capture_output=True, cwd=own_home)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert resume.BlockFiles(own_home / "cut/blocks").count() == 1 and not (own_home / "cut/model").exists()
+    assert block_files.BlockFiles(own_home / "cut/blocks").count() == 1 and not (own_home / "cut/model").exists()
     assert run_cli(["run", "shrink/ptq", "resume=cut"]) == 0
     assert run_cli([*argv, "run=whole"]) == 0
     packed = "model/packed.safetensors"
@@ -229,18 +203,18 @@ sys.exit(run_cli(sys.argv[1:]))
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     own_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = resume.save_file
+    whole = block_files.save_file
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         if "block-00001" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(resume, "save_file", full)
+    monkeypatch.setattr(block_files, "save_file", full)
     assert run_cli(["run", "shrink/ptq", *SMALL, "device=cpu", "run=cut"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: cannot write block 1") and "resume=" in error
     assert [p.name for p in (own_home / "cut/blocks").iterdir()] == ["block-00000.safetensors"]
-    monkeypatch.setattr(resume, "save_file", whole)
+    monkeypatch.setattr(block_files, "save_file", whole)
     assert run_cli(["run", "shrink/ptq", "resume=cut"]) == 0
     assert load_model(own_home / "cut/model").model.blocks[2].mlp.up.packed  # type: ignore[union-attr]

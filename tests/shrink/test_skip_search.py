@@ -7,31 +7,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_shrink import SPEC
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, Sublayer, all_sublayers
+from shoestring.shrink.adaskip import Idleness, adaskip, early_exit, measure_idleness, num_for_alpha, unified
 from shoestring.shrink.skip_search import (
-    Choice,
     Damage,
+    SearchStep,
+    StepCosts,
     Trials,
     best_drafter,
     draft_gain,
     fit_stand_in,
+    measure_costs,
     search,
 )
-from shoestring.shrink.skip_set import (
-    Costs,
-    Idleness,
-    adaskip,
-    early_exit,
-    measure_costs,
-    measure_idleness,
-    num_for_alpha,
-    unified,
-)
+from tiny import QWEN2
 
 SUBS = all_sublayers(4)
 
@@ -39,7 +32,7 @@ SUBS = all_sublayers(4)
 def build() -> Decoder:
     """Four blocks, of which some sublayers do little: the outputs of 1.mlp and 2.attn are scaled down."""
     torch.manual_seed(0)
-    model = Decoder(replace(SPEC, num_layers=4)).double()
+    model = Decoder(replace(QWEN2, num_layers=4)).double()
     model.compute_dtype = torch.float64
     with torch.no_grad():
         for p in model.parameters():
@@ -51,11 +44,11 @@ def build() -> Decoder:
 
 
 def text(seed: int = 1) -> Tensor:
-    return torch.randint(0, SPEC.vocab_size, (3, 16), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, QWEN2.vocab_size, (3, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def even_costs() -> Costs:
-    return Costs(100, 10.0, dict.fromkeys(SUBS, 1.0))
+def even_costs() -> StepCosts:
+    return StepCosts(100, 10.0, dict.fromkeys(SUBS, 1.0))
 
 
 def test_idleness_is_the_cosine_and_the_ratio_of_norms() -> None:
@@ -63,9 +56,7 @@ def test_idleness_is_the_cosine_and_the_ratio_of_norms() -> None:
     seen: dict[Sublayer, list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for row in tokens:
-            model(
-                row[None], watch=lambda n, k, x, y: seen.setdefault(Sublayer(n, k), []).append((x[0], y[0]))
-            )
+            model(row[None], watch=lambda n, k, x, y: seen.setdefault(Sublayer(n, k), []).append((x[0], y[0])))
     idle = measure_idleness(model, tokens)
     for sub in SUBS:
         x, y = (torch.cat(parts) for parts in zip(*seen[sub], strict=True))
@@ -135,9 +126,7 @@ def test_damage_is_that_of_the_whole_model_run_with_the_set() -> None:
         kl = float((whole.exp() * (whole - other)).sum(-1).mean())
         assert damage.kl == pytest.approx(kl, rel=1e-4)
         assert damage.agreement == float((whole.argmax(-1) == other.argmax(-1)).double().mean())
-        assert damage.overlap == pytest.approx(
-            float(torch.minimum(whole.exp(), other.exp()).sum(-1).mean()), rel=1e-4
-        )
+        assert damage.overlap == pytest.approx(float(torch.minimum(whole.exp(), other.exp()).sum(-1).mean()), rel=1e-4)
     before = trials.damage.kl
     damage = trials.refit()
     assert damage.kl <= before * (1 + 1e-6)
@@ -154,7 +143,7 @@ def test_the_search_finds_idle_sublayers_and_stand_ins_help() -> None:
     bare = search(Trials(model, text(), num_rows=48, fitted=False), even_costs(), speedup=10 / 6)[-1]
     assert more.damage.kl < bare.damage.kl
     # Seconds decide: where FFNs cost next to nothing to keep, attention goes.
-    costs = Costs(100, 10.0, {s: 2.0 if s.kind == "attn" else 1e-6 for s in SUBS})
+    costs = StepCosts(100, 10.0, {s: 2.0 if s.kind == "attn" else 1e-6 for s in SUBS})
     kinds = {s.kind for s in search(Trials(model, text()), costs, speedup=10 / 6)[-1].skip.skipped}
     assert kinds == {"attn"}
     with pytest.raises(UserError, match="speedup"):
@@ -162,8 +151,8 @@ def test_the_search_finds_idle_sublayers_and_stand_ins_help() -> None:
 
 
 def test_the_gain_of_a_drafter() -> None:
-    def choice(agreement: float, speedup: float) -> Choice:
-        return Choice(SkipSet([]), Damage(0.0, agreement, agreement), speedup)
+    def choice(agreement: float, speedup: float) -> SearchStep:
+        return SearchStep(SkipSet([]), Damage(0.0, agreement, agreement), speedup)
 
     # 0.45 of the work skipped, 0.9 accepted, 4 drafts: 4.10 tokens for the price of 3.2
     assert draft_gain(choice(0.9, 1 / 0.55), 4) == pytest.approx(4.0951 / 3.2, rel=1e-6)

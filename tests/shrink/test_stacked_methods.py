@@ -7,33 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_shrink import correlated, random_weight
 from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import GridFormat, Stacked, parse_format
 from shoestring.formats.groups import extremes
-from shoestring.kernels.sparse24 import is_24, mask24
+from shoestring.kernels.sparse24.masks import is_24, mask24
 from shoestring.model import load_model
 from shoestring.runlog import read_jsonl
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.calibrate import walk, windows
+from shoestring.shrink.chosen_grid import output_error, round_to_nearest, snap_to_grid, state_of
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq, gptq, inverse_factor
-from shoestring.shrink.grid import nearest, on_grid, output_error, state_of
 from shoestring.shrink.prune import SparseGpt, prune, take_branches
 from shoestring.shrink.quantize import METHODS, quantize
+from tiny import correlated, random_weight
 
-SECOND = [
-    "int4:g32",
-    "int3:g16",
-    "int4:sym:g32",
-    "int2:g32",
-    "nf3:s2:g32",
-    "nf4:s1:g32",
-    "nf2:s2:g0",
-    "fp4:s2:g32",
-]
+SECOND = ["int4:g32", "int3:g16", "int4:sym:g32", "int2:g32", "nf3:s2:g32", "nf4:s1:g32", "nf2:s2:g0", "fp4:s2:g32"]
 every_second = pytest.mark.parametrize("second", SECOND)
 SETTINGS = [Gptq(), Gptq(act_order=True), Gptq(static_groups=True), Gptq(clip=Clip())]
 
@@ -67,7 +58,7 @@ def test_zero_is_a_level_of_every_grid(second: str) -> None:
 def test_nearest_is_what_the_format_stores(second: str) -> None:
     w = pruned_weight()
     format, state = setup(second, w)
-    assert torch.equal(nearest(w, format, state).weight, format.fake(w, format_state(format, w)))
+    assert torch.equal(round_to_nearest(w, format, state).weight, format.fake(w, format_state(format, w)))
 
 
 def format_state(format: Stacked, w: Tensor) -> dict[str, Tensor]:
@@ -81,8 +72,8 @@ def test_gptq_keeps_the_zeros_and_beats_rounding(second: str, settings: Gptq) ->
     format, state = setup(second, w)
     choice = gptq(w, h, format, state, settings)
     assert (choice.weight[w == 0] == 0).all() and not choice.weight[w == 0].signbit().any()
-    assert torch.equal(on_grid(choice.weight, choice.grid, format, state).weight, choice.weight)
-    plain = output_error(w, nearest(w, format, state).weight, h)
+    assert torch.equal(snap_to_grid(choice.weight, choice.grid, format, state).weight, choice.weight)
+    plain = output_error(w, round_to_nearest(w, format, state).weight, h)
     assert output_error(w, choice.weight, h) < 0.85 * plain
 
 
@@ -105,13 +96,9 @@ def test_gptq_against_a_solver(settings: Gptq) -> None:
         pushed = (fixed - start)[:, done] @ h64[done][:, free]
         best = start[:, free] - torch.linalg.solve(h64[free][:, free], pushed.T).T
         own = {n: t[:, j // width] for n, t in choice.grid.items()}
-        if (
-            settings == Gptq() and i % width == 0
-        ):  # the grid spans what is kept of the group, compensated so far
+        if settings == Gptq() and i % width == 0:  # the grid spans what is kept of the group, compensated so far
             ahead = torch.where(w[:, j : j + width] != 0, best[:, :width].float(), 0.0)
-            torch.testing.assert_close(
-                format.find_grid(*extremes(ahead))["scale"], own["scale"], rtol=1e-2, atol=0
-            )
+            torch.testing.assert_close(format.find_grid(*extremes(ahead))["scale"], own["scale"], rtol=1e-2, atol=0)
         level = format.snap(best[:, :1].float(), own, state).double()
         fixed[:, j : j + 1] = torch.where(w[:, j : j + 1] != 0, level, 0.0)
     # A value in the middle of two levels may fall to either side, and what comes behind it with it.

@@ -1,6 +1,6 @@
-"""A model that stays at home: one block at a time is away, and what comes out is the same, bit for bit.
+"""An offloaded model: one block at a time is on the device, and the results are the same, bit for bit.
 
-On a CPU home and the place of work differ in dtype only; a block is away while it is in the dtype of the work.
+On a CPU the host and the device differ in dtype only: a block is on the device while it is in the compute dtype.
 """
 
 from __future__ import annotations
@@ -16,66 +16,65 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_shrink import GPT2, SPEC, dying, tiny_model, tokens
+from interrupted import dying
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.evals.perplexity import perplexity
+from shoestring.evals.perplexity import perplexity, streamed_perplexity
 from shoestring.formats import convert, pack, parse_format
+from shoestring.host.block_offload import fits_on_device, on_device
 from shoestring.model import Decoder, ModelSpec, save_model
+from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, block_linears, walk
 from shoestring.shrink.gptq import gptq
 from shoestring.shrink.mixed_bits import measure_damage
 from shoestring.shrink.prune import prune
 from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_inputs
-from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.streamed_perplexity import streamed_perplexity
-from shoestring.shrink.visit import fits, home_dtype, visiting
+from shoestring.shrink.shrink_run import offload_dtype
+from tiny import GPT2, QWEN2, loud_model, tokens
 
 CPU = torch.device("cpu")
 HALF, FULL = torch.bfloat16, torch.float32
-UNTIED = replace(SPEC, model_type="llama", qkv_bias=False, tied=False)
+UNTIED = replace(QWEN2, model_type="llama", qkv_bias=False, tied=False)
 RULES = [("*.mlp.*", parse_format("nf3:s2:g32")), ("*", parse_format("int3:g32"))]
 
 
-def at_home(home: torch.dtype, compute: torch.dtype, spec: ModelSpec = SPEC) -> Decoder:
-    """A model whose checkpoint is bf16, held in `home`."""
-    model = tiny_model(spec).to(HALF).to(home)
+def held_in(stored: torch.dtype, compute: torch.dtype, spec: ModelSpec = QWEN2) -> Decoder:
+    """A model whose checkpoint is bf16, held in `stored`."""
+    model = loud_model(spec).to(HALF).to(stored)
     model.compute_dtype = compute
     return model
 
 
 def shrink(
-    model: Decoder, name: str, visit: torch.device | None, files: BlockFiles | None = None, **given: Any
+    model: Decoder, name: str, onload_device: torch.device | None, files: BlockFiles | None = None, **given: Any
 ) -> QuantizeReport:
     rules, progress = given.pop("rules", RULES), given.pop("progress", None)
     text = given.pop("text", tokens())
     shared: dict[str, Any] = {"files": files, "progress": progress}
     if name == "blockwise":
         settings = Blockwise(epochs=1, **given)
-        return train_blocks(model, rules, text, settings, Calibration(visit=visit), **shared)
+        return train_blocks(model, rules, text, settings, Calibration(onload_device=onload_device), **shared)
     method = METHODS[name]
-    calibration = Calibration(inputs=usual_inputs(method), visit=visit)
+    calibration = Calibration(inputs=usual_inputs(method), onload_device=onload_device)
     start = files.count() if files is not None else 0
     steps = walk(model, text, calibration, start=start)
-    return quantize(model, rules, steps, method, visit=visit, **shared)
+    return quantize(model, rules, steps, method, onload_device=onload_device, **shared)
 
 
 def delivered(model: Decoder) -> dict[str, Tensor]:
-    """What would be stored: packed, everything else in the dtype of the work."""
+    """What would be stored: packed, everything else in the compute dtype."""
     pack(model, dtype=model.compute_dtype)
     return model.to(model.compute_dtype).state_dict()
 
 
 def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
-    return list(got) == list(want) and all(
-        got[n].dtype == want[n].dtype and torch.equal(got[n], want[n]) for n in want
-    )
+    return list(got) == list(want) and all(got[n].dtype == want[n].dtype and torch.equal(got[n], want[n]) for n in want)
 
 
-def is_away(block: nn.Module, compute: torch.dtype) -> bool:
-    """Whether any of its matrices is dense in the dtype of the work; those that came home are packed."""
+def is_on_device(block: nn.Module, compute: torch.dtype) -> bool:
+    """Whether any of its matrices is dense in the compute dtype; those that were offloaded are packed."""
     return any(
         layer.decoded is not None or (not layer.packed and layer.weight.dtype == compute)
         for layer in block_linears(block).values()
@@ -83,11 +82,11 @@ def is_away(block: nn.Module, compute: torch.dtype) -> bool:
 
 
 def watch_blocks(model: Decoder, compute: torch.dtype) -> list[list[int]]:
-    """Which blocks are away, noted at the end of every forward pass of a block."""
+    """Which blocks are on the device, noted at the end of every forward pass of a block."""
     seen: list[list[int]] = []
     for block in model.blocks:
         block.register_forward_hook(
-            lambda *_: seen.append([i for i, b in enumerate(model.blocks) if is_away(b, compute)])
+            lambda *_: seen.append([i for i, b in enumerate(model.blocks) if is_on_device(b, compute)])
         )
     return seen
 
@@ -95,14 +94,12 @@ def watch_blocks(model: Decoder, compute: torch.dtype) -> list[list[int]]:
 # -- the same bits -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [*METHODS, "blockwise"])
 @pytest.mark.parametrize(
-    ("home", "compute"),
+    ("stored", "compute"),
     [(FULL, FULL), (HALF, FULL), (FULL, HALF)],
-    ids=["same dtype", "bf16 at home", "bf16 at work"],
+    ids=["same dtype", "offloaded in bf16", "computed in bf16"],
 )
-def test_streamed_and_unstreamed_give_the_same_bits(
-    name: str, home: torch.dtype, compute: torch.dtype
-) -> None:
-    whole, streamed = at_home(compute, compute), at_home(home, compute)
+def test_streamed_and_unstreamed_give_the_same_bits(name: str, stored: torch.dtype, compute: torch.dtype) -> None:
+    whole, streamed = held_in(compute, compute), held_in(stored, compute)
     # Shorter windows are enough for training, three steps in a block as ever: a CPU may be slow with products in bf16.
     text = tokens(context=12) if name == "blockwise" else tokens()
     want, got = shrink(whole, name, None, text=text), shrink(streamed, name, CPU, text=text)
@@ -118,75 +115,75 @@ def test_other_shapes_a_named_head_and_dense_layers(name: str) -> None:
         (GPT2, [("*", parse_format("int4:g32"))]),
         (UNTIED, [("head", parse_format("int4:g32")), ("*.o", parse_format("int3:g32"))]),
     ):
-        whole, streamed = at_home(FULL, FULL, spec), at_home(HALF, FULL, spec)
+        whole, streamed = held_in(FULL, FULL, spec), held_in(HALF, FULL, spec)
         want, got = shrink(whole, name, None, rules=rules), shrink(streamed, name, CPU, rules=rules)
         assert same(delivered(streamed), delivered(whole)) and got.layers == want.layers
 
 
 def test_rounding_without_a_text_goes_block_by_block() -> None:
-    whole, streamed = at_home(FULL, FULL), at_home(HALF, FULL)
+    whole, streamed = held_in(FULL, FULL), held_in(HALF, FULL)
     want = quantize(whole, RULES, (), METHODS["rtn"])
-    got = quantize(streamed, RULES, (), METHODS["rtn"], visit=CPU)
-    assert not any(is_away(block, FULL) for block in streamed.blocks)
+    got = quantize(streamed, RULES, (), METHODS["rtn"], onload_device=CPU)
+    assert not any(is_on_device(block, FULL) for block in streamed.blocks)
     assert same(delivered(streamed), delivered(whole)) and got.layers == want.layers
 
 
 def test_masters_of_blockwise_training_are_the_same() -> None:
-    want = shrink(at_home(FULL, FULL), "blockwise", None, keep_masters=True)
-    got = shrink(at_home(HALF, FULL), "blockwise", CPU, keep_masters=True)
+    want = shrink(held_in(FULL, FULL), "blockwise", None, keep_masters=True)
+    got = shrink(held_in(HALF, FULL), "blockwise", CPU, keep_masters=True)
     assert len(want.masters) == 21 and same(got.masters, want.masters)
 
 
 @pytest.mark.parametrize(("measure", "units"), [("kl", "layer"), ("loss", "block")])
-@pytest.mark.parametrize("spec", [UNTIED, SPEC], ids=["own head", "tied"])
+@pytest.mark.parametrize("spec", [UNTIED, QWEN2], ids=["own head", "tied"])
 def test_damage_is_the_same_and_leaves_the_model_as_it_was(
     spec: ModelSpec, measure: str, units: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidates = [parse_format("int2:g32"), parse_format("int4:g32")]
     options: dict[str, Any] = {"measure": measure, "units": units}
-    want = measure_damage(at_home(FULL, FULL, spec), candidates, tokens(3), **options)
-    streamed = at_home(HALF, FULL, spec)
+    want = measure_damage(held_in(FULL, FULL, spec), candidates, tokens(3), **options)
+    streamed = held_in(HALF, FULL, spec)
     before = {n: t.clone() for n, t in streamed.state_dict().items()}
-    away = watch_blocks(streamed, FULL)
-    visits: list[nn.Module] = []
+    on_it = watch_blocks(streamed, FULL)
+    onloaded: list[nn.Module] = []
 
     def counted(module: nn.Module, *rest: Any) -> Any:
-        visits.append(module)
-        return visiting(module, *rest)
+        onloaded.append(module)
+        return on_device(module, *rest)
 
-    monkeypatch.setattr("shoestring.shrink.mixed_bits.visiting", counted)
-    got = measure_damage(streamed, candidates, tokens(3), calibration=Calibration(visit=CPU), **options)
-    assert got == want and all(len(blocks) == 1 for blocks in away)
+    monkeypatch.setattr("shoestring.shrink.mixed_bits.on_device", counted)
+    got = measure_damage(streamed, candidates, tokens(3), calibration=Calibration(onload_device=CPU), **options)
+    assert got == want and all(len(blocks) == 1 for blocks in on_it)
     assert same(streamed.state_dict(), before)
     # Once whole; then, for all trials of a block at once, those from it on, and one step to the next.
-    blocks = [list(streamed.blocks).index(m) for m in visits if m in list(streamed.blocks)]
+    blocks = [list(streamed.blocks).index(m) for m in onloaded if m in list(streamed.blocks)]
     assert blocks == [0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 2]
-    assert len(visits) == len(blocks) + 2  # the norm and the head stay for all of it
+    assert len(onloaded) == len(blocks) + 2  # the norm and the head stay for all of it
 
 
-@pytest.mark.parametrize("spec", [SPEC, GPT2, UNTIED], ids=["tied", "gpt2", "own head"])
+@pytest.mark.parametrize("spec", [QWEN2, GPT2, UNTIED], ids=["tied", "gpt2", "own head"])
 @pytest.mark.parametrize(("stride", "memory_gb"), [(None, 4.0), (7, 0.0)])
 def test_perplexity_is_that_of_whole_passes(
     spec: ModelSpec, stride: int | None, memory_gb: float, tmp_path: Path
 ) -> None:
     text = tokens(1, 173)[0]  # the last window is shorter
-    calibration = Calibration(visit=CPU, memory_gb=memory_gb, folder=str(tmp_path))
+    calibration = Calibration(onload_device=CPU, memory_gb=memory_gb, folder=str(tmp_path))
     options: dict[str, Any] = {"context": 20, "stride": stride, "batch": 3}
     for packed in (False, True):
-        whole, streamed = at_home(FULL, FULL, spec), at_home(HALF, FULL, spec)
+        whole, streamed = held_in(FULL, FULL, spec), held_in(HALF, FULL, spec)
         if packed:
             for model in (whole, streamed):
                 convert(model, [("*", parse_format("int4:g32"))])
                 pack(model, dtype=FULL)
-        away = watch_blocks(streamed, FULL)
+        on_it = watch_blocks(streamed, FULL)
         done: list[int] = []
         want = perplexity(whole, text, **options)
         told = partial(lambda done, now, total: done.append(now), done)
         got = streamed_perplexity(streamed, text, calibration, **options, progress=told)
         assert got == want
-        assert all(len(blocks) == 1 for blocks in away) and len(away) > spec.num_layers
+        assert all(len(blocks) == 1 for blocks in on_it) and len(on_it) > spec.num_layers
         assert len(done) == spec.num_layers and done[-1] == want.num_tokens
-        assert not any(is_away(block, FULL) for block in streamed.blocks)
+        assert not any(is_on_device(block, FULL) for block in streamed.blocks)
         assert streamed.embed.weight.dtype == HALF
     with pytest.raises(UserError, match="does not fit this model"):
         streamed_perplexity(streamed, text, calibration, context=65)
@@ -194,22 +191,22 @@ def test_perplexity_is_that_of_whole_passes(
 
 # -- one block at a time -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["gptq", "awq", "blockwise"])
-def test_one_block_is_away_at_a_time_and_comes_home_packed(name: str) -> None:
-    model = at_home(HALF, FULL)
+def test_one_block_is_on_the_device_at_a_time_and_is_offloaded_packed(name: str) -> None:
+    model = held_in(HALF, FULL)
     large = sum(t.nbytes for t in model.blocks.state_dict().values())
-    away = watch_blocks(model, FULL)
+    on_it = watch_blocks(model, FULL)
     shrink(model, name, CPU)
-    assert {i for blocks in away for i in blocks} == {0, 1, 2}
-    assert all(len(blocks) == 1 for blocks in away)
-    assert not any(is_away(block, FULL) for block in model.blocks)
+    assert {i for blocks in on_it for i in blocks} == {0, 1, 2}
+    assert all(len(blocks) == 1 for blocks in on_it)
+    assert not any(is_on_device(block, FULL) for block in model.blocks)
     assert sum(t.nbytes for t in model.blocks.state_dict().values()) < large / 2
 
 
 @pytest.mark.parametrize("name", ["gptq", "blockwise"])
 def test_what_is_alive_becomes_less_with_every_block(name: str) -> None:
     """No grid, gradient or guest is left behind; collected by nobody but the last reference."""
-    shrink(at_home(HALF, FULL), name, CPU)  # first use makes tables
-    model = at_home(HALF, FULL, replace(SPEC, num_layers=5))
+    shrink(held_in(HALF, FULL), name, CPU)  # first use makes tables
+    model = held_in(HALF, FULL, replace(QWEN2, num_layers=5))
     alive: list[int] = []
     gc.collect()
     gc.disable()
@@ -218,7 +215,7 @@ def test_what_is_alive_becomes_less_with_every_block(name: str) -> None:
     finally:
         gc.enable()
     packed = sum(t.nbytes for t in model.blocks[0].state_dict().values())
-    dense = sum(p.nbytes for p in at_home(HALF, FULL).blocks[0].parameters())
+    dense = sum(p.nbytes for p in held_in(HALF, FULL).blocks[0].parameters())
     assert [a - b for a, b in pairwise(alive)] == [dense - packed] * 4
 
 
@@ -234,7 +231,7 @@ def live_bytes() -> int:
 
 
 def test_a_visit_is_undone_unless_it_is_kept() -> None:
-    model = at_home(HALF, FULL)
+    model = held_in(HALF, FULL)
     block = model.blocks[0]
     before = {n: t.clone() for n, t in block.state_dict().items()}
     parameters = [id(p) for p in block.parameters()]
@@ -246,14 +243,14 @@ def test_a_visit_is_undone_unless_it_is_kept() -> None:
         with torch.no_grad():
             block.attn_norm.weight.zero_()  # type: ignore[union-attr]
 
-    with visiting(block, CPU, FULL):
+    with on_device(block, CPU, FULL):
         change()
     assert same(block.state_dict(), before) and [id(p) for p in block.parameters()] == parameters
-    with pytest.raises(ZeroDivisionError), visiting(block, CPU, FULL, keep=True):
+    with pytest.raises(ZeroDivisionError), on_device(block, CPU, FULL, keep=True):
         change()
         raise ZeroDivisionError
     assert same(block.state_dict(), before) and all(p.requires_grad for p in block.parameters())
-    with visiting(block, CPU, FULL, keep=True):
+    with on_device(block, CPU, FULL, keep=True):
         change()
     assert block.attn.q.packed and not block.attn_norm.weight.any()  # type: ignore[union-attr]
 
@@ -261,16 +258,16 @@ def test_a_visit_is_undone_unless_it_is_kept() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_module_without_tensors_has_nothing_to_move(keep: bool) -> None:
     module = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
-    with visiting(module, torch.device("meta"), HALF, keep=keep):
+    with on_device(module, torch.device("meta"), HALF, keep=keep):
         module.label = "changed"  # type: ignore[assignment]
         assert module(torch.zeros(2)).tolist() == [0.0, 0.0]
-    assert hasattr(module, "label") == keep  # it is undone as in any other visit
+    assert hasattr(module, "label") == keep  # it is undone as for any other module
 
 
 def test_a_kept_visit_without_a_move_still_works_on_a_copy() -> None:
-    block = at_home(FULL, FULL).blocks[0]
+    block = held_in(FULL, FULL).blocks[0]
     before = {n: t.clone() for n, t in block.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), visiting(block, CPU, FULL, keep=True), torch.no_grad():
+    with pytest.raises(ZeroDivisionError), on_device(block, CPU, FULL, keep=True), torch.no_grad():
         for p in block.parameters():
             p.zero_()
         raise ZeroDivisionError
@@ -278,10 +275,8 @@ def test_a_kept_visit_without_a_move_still_works_on_a_copy() -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq", "blockwise"])
-def test_an_error_in_the_middle_of_a_block_leaves_it_at_home(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = at_home(HALF, FULL)
+def test_an_error_in_the_middle_of_a_block_leaves_it_offloaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = held_in(HALF, FULL)
     before = {n: t.clone() for n, t in model.blocks[1].state_dict().items()}
     if name == "gptq":  # four groups of layers in a block: dies at the second of the second block
         monkeypatch.setattr("shoestring.shrink.gptq.gptq", dying(5, gptq))
@@ -301,52 +296,52 @@ def test_an_error_in_the_middle_of_a_block_leaves_it_at_home(
 def test_a_run_may_be_resumed_streamed_or_not(
     name: str, first: torch.device | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = at_home(FULL, FULL)
+    whole = held_in(FULL, FULL)
     want = shrink(whole, name, None)
-    homes = {None: FULL, CPU: HALF}
+    stored = {None: FULL, CPU: HALF}
     files = BlockFiles(tmp_path / "blocks")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(BlockFiles, "save", dying(2, BlockFiles.save))
-        shrink(at_home(homes[first], FULL), name, first, files)
+        shrink(held_in(stored[first], FULL), name, first, files)
     assert files.count() == 2
     then = None if first is not None else CPU
-    model = at_home(homes[then], FULL)
+    model = held_in(stored[then], FULL)
     got = shrink(model, name, then, files)
     assert same(delivered(model), delivered(whole)) and got.layers == want.layers
 
 
-# -- where home is -------------------------------------------------------------------------------------------
-def test_home_has_the_dtype_of_the_checkpoint_where_the_work_can_hold_it(tmp_path: Path) -> None:
+# -- which dtype is offloaded ---------------------------------------------------------------------------------
+def test_offloaded_weights_have_the_dtype_of_the_checkpoint_where_the_compute_dtype_holds_it(tmp_path: Path) -> None:
     def stored(dtype: torch.dtype) -> Path:
-        return save_model(tmp_path / f"{dtype}", tiny_model(), dtype=dtype)
+        return save_model(tmp_path / f"{dtype}", loud_model(), dtype=dtype)
 
-    assert home_dtype(stored(HALF), FULL) == HALF and home_dtype(stored(HALF), HALF) == HALF
-    assert home_dtype(stored(FULL), FULL) == FULL
-    assert home_dtype(stored(FULL), HALF) == HALF  # rounded in any case
-    assert home_dtype(stored(HALF), torch.float16) == torch.float16
-    assert home_dtype(tmp_path / "none.gguf", FULL) == FULL
+    assert offload_dtype(stored(HALF), FULL) == HALF and offload_dtype(stored(HALF), HALF) == HALF
+    assert offload_dtype(stored(FULL), FULL) == FULL
+    assert offload_dtype(stored(FULL), HALF) == HALF  # rounded in any case
+    assert offload_dtype(stored(HALF), torch.float16) == torch.float16
+    assert offload_dtype(tmp_path / "none.gguf", FULL) == FULL
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()
     stored(HALF).rename(run / "model")
-    assert home_dtype(run, FULL) == HALF
+    assert offload_dtype(run, FULL) == HALF
     with pytest.raises(UserError, match="does not exist"):
-        home_dtype(tmp_path / "nowhere", FULL)
-    model = tiny_model()
+        offload_dtype(tmp_path / "nowhere", FULL)
+    model = loud_model()
     convert(model, [("*", parse_format("int4:g32"))])
     pack(model)
-    assert home_dtype(save_model(tmp_path / "packed", model), FULL) == FULL
+    assert offload_dtype(save_model(tmp_path / "packed", model), FULL) == FULL
 
 
 def test_half_of_the_free_memory_is_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 800)
-    assert fits(100, CPU, FULL)
-    monkeypatch.setattr("shoestring.shrink.visit.free_bytes", lambda device: 799)
-    assert not fits(100, CPU, FULL) and fits(100, CPU, HALF)
+    monkeypatch.setattr("shoestring.host.block_offload.free_bytes", lambda device: 800)
+    assert fits_on_device(100, CPU, FULL)
+    monkeypatch.setattr("shoestring.host.block_offload.free_bytes", lambda device: 799)
+    assert not fits_on_device(100, CPU, FULL) and fits_on_device(100, CPU, HALF)
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------
-WIDE = replace(SPEC, d_model=512, num_heads=8, num_kv_heads=8, head_dim=64, d_ff=1024)
+WIDE = replace(QWEN2, d_model=512, num_heads=8, num_kv_heads=8, head_dim=64, d_ff=1024)
 WIDER = replace(UNTIED, d_model=2048, num_heads=16, num_kv_heads=16, head_dim=128, d_ff=2048)
 LIBRARIES = 64 << 20  # bytes that cuBLAS and the attention kernels may take for themselves
 
@@ -369,8 +364,8 @@ def gpu_peak(action: Callable[[], object]) -> int:
 
 
 def deep(spec: ModelSpec, num_layers: int = 12) -> Decoder:
-    """bf16 at home and at work; its blocks are alike, which is quick to make."""
-    one = at_home(HALF, HALF, replace(spec, num_layers=1))
+    """bf16 on the host and on the device; its blocks are alike, which is quick to make."""
+    one = held_in(HALF, HALF, replace(spec, num_layers=1))
     with torch.device("meta"):
         model = Decoder(replace(spec, num_layers=num_layers))
     model.to(HALF).to_empty(device="cpu").eval()
@@ -416,8 +411,8 @@ def test_streamed_and_unstreamed_give_the_same_bits_on_the_gpu(name: str) -> Non
 @needs_gpu
 def test_depth_adds_nothing_to_pruning_on_the_gpu() -> None:
     def run(model: Decoder) -> None:
-        steps = walk(model, tokens(), Calibration(visit=gpu()))
-        prune(model, [("*", parse_format("sparse24:held+slorb16"))], steps, visit=gpu())
+        steps = walk(model, tokens(), Calibration(onload_device=gpu()))
+        prune(model, [("*", parse_format("sparse24:held+slorb16"))], steps, onload_device=gpu())
 
     run(deep(WIDE, 2))
     shallow, model = deep(WIDE, 2), deep(WIDE)
@@ -431,7 +426,7 @@ def test_depth_adds_nothing_to_pruning_on_the_gpu() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_walk_and_an_evaluation_hold_little_more_than_a_block() -> None:
-    model, calibration = deep(WIDER), Calibration(visit=gpu())
+    model, calibration = deep(WIDER), Calibration(onload_device=gpu())
     spec = model.spec
     block = sum(p.nbytes for p in model.blocks[0].parameters())
     ends = 2 * model.embed.weight.nbytes

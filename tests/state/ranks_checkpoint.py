@@ -137,14 +137,9 @@ def save(folder: Path) -> None:
         manifest = read_manifest(folder / "run" / "step-00000003")
         assert manifest.world_size == 4 and len(manifest.parts) == 4
         # Replicated tensors are stored once, but not all by the same rank.
-        assert (
-            len(manifest.tensors["model.whole"].boxes) == 2
-            and len(manifest.tensors["model.table"].boxes) == 1
-        )
+        assert len(manifest.tensors["model.whole"].boxes) == 2 and len(manifest.tensors["model.table"].boxes) == 1
         assert len({n for n in manifest.tensors if n.endswith(".residual")}) == 4
-        save_checkpoint(
-            folder / "expected", {**whole, "draws": torch.stack([d for d in draw if d is not None])}
-        )
+        save_checkpoint(folder / "expected", {**whole, "draws": torch.stack([d for d in draw if d is not None])})
     mesh.barrier()
     mesh.close()
 
@@ -155,9 +150,7 @@ def load(folder: Path) -> None:
     model, optimizer = build(mesh, perturb=True)
     torch.manual_seed(7)
     said: list[str] = []
-    run = SimpleNamespace(
-        step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append)
-    )
+    run = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append))
     part = Part(mesh, fresh=True)
     # dp ranks of this mesh sit at tp 0; of the saved 2 x 2 mesh only dp 0 and 1 exist (ranks 0 and 2 there).
     old_rank = {0: 0, 1: 2}.get(mesh.rank)
@@ -178,9 +171,7 @@ def load(folder: Path) -> None:
     assert part.loaded["epoch"] == 4
     private = part.loaded["private"]
     if old_rank is not None:
-        assert private["cursor"] == old_rank and private["residual"].tolist() == [float(old_rank)] * len(
-            part.residual
-        )
+        assert private["cursor"] == old_rank and private["residual"].tolist() == [float(old_rank)] * len(part.residual)
         assert torch.equal(torch.rand(3), draws[old_rank])
     else:
         assert private["cursor"] == -1 and private["residual"].tolist() == [-1.0] * len(part.residual)
@@ -229,9 +220,7 @@ def fail(folder: Path) -> None:
     odd: dict[str, Any] = {"w": torch.ones(2), "x": {1} if mesh.rank else 1}
     expect_error("holds a set", lambda: save_checkpoint(step_folder(folder, 2), odd, mesh))
     asked = {**good, **({"more": 1} if mesh.rank else {})}
-    expect_error(
-        "missing in the checkpoint: more", lambda: load_checkpoint(step_folder(folder, 1), asked, mesh)
-    )
+    expect_error("missing in the checkpoint: more", lambda: load_checkpoint(step_folder(folder, 1), asked, mesh))
 
     # Damage that only one rank meets while it hashes its share.
     part = step_folder(folder, 1) / "part-00001.safetensors"
@@ -240,21 +229,13 @@ def fail(folder: Path) -> None:
         data[-1] ^= 1
         part.write_bytes(bytes(data))
     mesh.barrier()
-    expect_error(
-        "part-00001.safetensors is damaged", lambda: load_checkpoint(step_folder(folder, 1), good, mesh)
-    )
+    expect_error("part-00001.safetensors is damaged", lambda: load_checkpoint(step_folder(folder, 1), good, mesh))
     mesh.barrier()
     mesh.close()
 
 
 def main(folder: Path) -> None:
-    phases = [
-        (4, save, folder),
-        (3, load, folder),
-        (2, load, folder),
-        (1, load, folder),
-        (2, fail, folder / "fail"),
-    ]
+    phases = [(4, save, folder), (3, load, folder), (2, load, folder), (1, load, folder), (2, fail, folder / "fail")]
     rank = int(os.environ["RANK"])
     for number, (world, phase, where) in enumerate(phases):
         if rank >= world:

@@ -62,12 +62,7 @@ class Data:
     """A part with a cursor, a growing list and a tensor."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {
-            "cursor": 0,
-            "seen": [],
-            "sums": torch.zeros(2),
-            "private": {"lag": None},
-        }
+        self.state: dict[str, Any] = {"cursor": 0, "seen": [], "sums": torch.zeros(2), "private": {"lag": None}}
 
     def batch(self) -> torch.Tensor:
         x = torch.randn(16, 6)
@@ -199,9 +194,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     groups = saved.values["optimizer.param_groups"]
     assert groups[0]["lr"] == 0.02 * 0.9 * 0.9 and groups[0]["betas"] == {"__tuple__": [0.8, 0.9]}
     assert groups[0]["params"] == ["first.weight", "first.bias"]
-    assert (
-        saved.values["parts.data.seen"] == data.state["seen"] and "rng.private@dp0-tp0.cpu" in saved.tensors
-    )
+    assert saved.values["parts.data.seen"] == data.state["seen"] and "rng.private@dp0-tp0.cpu" in saved.tensors
     assert saved.values["parts.data.private@dp0-tp0"] == {
         "lag": {"__tuple__": ["lag", data.state["private"]["lag"][1]]}
     }
@@ -330,13 +323,7 @@ def test_flatten_and_unflatten_nested_state() -> None:
     state = {"a": [1, {"b": t, "c": (1, None)}], "private": {"x": t, "y": 2}, "e": {}, "t": (t, "s")}
     tensors, values = flatten(state, "dp1-tp0")
     assert set(tensors) == {"a.1.b", "private@dp1-tp0.x", "t.0"}
-    assert values == {
-        "a.0": 1,
-        "a.1.c": {"__tuple__": [1, None]},
-        "private@dp1-tp0.y": 2,
-        "e": {},
-        "t.1": "s",
-    }
+    assert values == {"a.0": 1, "a.1.c": {"__tuple__": [1, None]}, "private@dp1-tp0.y": 2, "e": {}, "t.1": "s"}
     values = {"a.0": 5, "a.1.c": [7], "e": {"k": 1}, "t.1": "u"}
     assert unflatten(state, values, "dp1-tp0") == ["private@dp1-tp0.y"]
     assert state["a"][0] == 5 and state["a"][1]["c"] == [7] and state["a"][1]["b"] is t

@@ -87,9 +87,7 @@ def test_dcp_users_can_pass_the_writer_and_reader_directly(tmp_path: Path) -> No
     dcp.load(other, storage_reader=SafeReader(tmp_path / "c"))
     assert_same(other.pop("model"), model.state_dict())
     assert other == {"lr": 1e-3, "betas": (0.9, 0.95), "names": ["a", "b"], "none": None}
-    assert SafeReader.validate_checkpoint_id(tmp_path / "c") and not SafeReader.validate_checkpoint_id(
-        tmp_path
-    )
+    assert SafeReader.validate_checkpoint_id(tmp_path / "c") and not SafeReader.validate_checkpoint_id(tmp_path)
 
 
 def test_reads_only_the_boxes_that_are_asked_for(tmp_path: Path) -> None:
@@ -215,22 +213,10 @@ def two_boxes(m: dict[str, Any], cut: int, start: int) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "pickle as a part": (
-        lambda c: replace_part(c, bomb(c)),
-        f"{PART} is not a saf",
-    ),
-    "pickle bytes, old checksum": (
-        lambda c: (c / PART).write_bytes(bomb(c)),
-        f"{PART} has .* bytes instead of",
-    ),
-    "DCP's .metadata beside": (
-        lambda c: (c / ".metadata").write_bytes(bomb(c)),
-        r"\.metadata does not belong",
-    ),
-    "manifest is a pickle": (
-        lambda c: (c / MANIFEST).write_bytes(bomb(c)),
-        "not valid JSON",
-    ),
+    "pickle as a part": (lambda c: replace_part(c, bomb(c)), f"{PART} is not a saf"),
+    "pickle bytes, old checksum": (lambda c: (c / PART).write_bytes(bomb(c)), f"{PART} has .* bytes instead of"),
+    "DCP's .metadata beside": (lambda c: (c / ".metadata").write_bytes(bomb(c)), r"\.metadata does not belong"),
+    "manifest is a pickle": (lambda c: (c / MANIFEST).write_bytes(bomb(c)), "not valid JSON"),
     "manifest is not JSON": (lambda c: (c / MANIFEST).write_text("{"), "not valid JSON"),
     "manifest is deep JSON": (lambda c: (c / MANIFEST).write_text("[" * 200_000), "not valid JSON"),
     "manifest is other JSON": (lambda c: (c / MANIFEST).write_text("[]"), "not a checkpoint manifest"),
@@ -246,70 +232,34 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "newer version": (edit(lambda m: m.update(version=2)), "version 2"),
     "extra field": (edit(lambda m: m.update(more=2)), "unknown or missing fields"),
     "missing field": (edit(lambda m: m.pop("values")), "unknown or missing fields"),
-    "part in another folder": (
-        edit(lambda m: rename_part(m, "../x.safetensors")),
-        r"'\.\./x",
-    ),
+    "part in another folder": (edit(lambda m: rename_part(m, "../x.safetensors")), r"'\.\./x"),
     "absolute part": (edit(lambda m: rename_part(m, "/etc/passwd")), "'/etc/passwd'"),
     "part cut off": (lambda c: os.truncate(c / PART, 100), "100 bytes instead of"),
     "flipped byte in data": (lambda c: flip(c / PART, -1), f"{PART} is damaged"),
     "flipped byte in header": (lambda c: flip(c / PART, 20), f"{PART} is damaged"),
     "part gone": (lambda c: (c / PART).unlink(), f"{PART} is missing"),
-    "unknown file": (
-        lambda c: (c / "part-00001.safetensors").touch(),
-        "part-00001.safetensors does not belong",
-    ),
+    "unknown file": (lambda c: (c / "part-00001.safetensors").touch(), "part-00001.safetensors does not belong"),
     "part is a link": (
         lambda c: (shutil.move(c / PART, c.parent / "x"), (c / PART).symlink_to(c.parent / "x")),
         "not a plain file",
     ),
     "overlapping boxes": (edit(lambda m: two_boxes(m, 3, 2)), "overlap"),
-    "the same box twice": (
-        edit(lambda m: w(m)["boxes"].append(w(m)["boxes"][0] | {"key": "w@y"})),
-        "overlap",
-    ),
-    "the same key twice": (
-        edit(lambda m: m["tensors"].update(w2=w(m))),
-        "same key of a part",
-    ),
-    "gap between boxes": (
-        edit(lambda m: two_boxes(m, 2, 3)),
-        r"nothing covers \[2, 0\]-\[3, 3\]",
-    ),
+    "the same box twice": (edit(lambda m: w(m)["boxes"].append(w(m)["boxes"][0] | {"key": "w@y"})), "overlap"),
+    "the same key twice": (edit(lambda m: m["tensors"].update(w2=w(m))), "same key of a part"),
+    "gap between boxes": (edit(lambda m: two_boxes(m, 2, 3)), r"nothing covers \[2, 0\]-\[3, 3\]"),
     "no box": (edit(lambda m: w(m).update(boxes=[])), "nothing covers"),
     "box outside": (edit(lambda m: w(m)["boxes"][0].update(stop=[5, 3])), "outside"),
     "empty box": (edit(lambda m: w(m)["boxes"][0].update(stop=[0, 3])), "empty box"),
     "negative start": (edit(lambda m: w(m)["boxes"][0].update(start=[-1, 0])), "bad box"),
     "boolean shape": (edit(lambda m: w(m).update(shape=[True, 3])), "bad entry"),
     "unknown dtype": (edit(lambda m: w(m).update(dtype="F32X")), "unknown dtype 'F32X'"),
-    "wrong dtype in the part": (
-        lambda c: other_part(c, w=torch.zeros(4, 3, dtype=torch.int32)),
-        "is I32 .* says F32",
-    ),
-    "wrong shape in the part": (
-        lambda c: other_part(c, w=torch.zeros(3, 4)),
-        r"is F32 \[3, 4\].* says F32 \[4, 3\]",
-    ),
-    "extra tensor in the part": (
-        lambda c: other_part(c, z=torch.zeros(1)),
-        r"does not hold the tensors.*'z@0'",
-    ),
-    "box in an unlisted part": (
-        edit(lambda m: w(m)["boxes"][0].update(part="part-00007.safetensors")),
-        "unknown part",
-    ),
-    "other key": (
-        edit(lambda m: w(m)["boxes"][0].update(key="lost")),
-        "does not hold the ten",
-    ),
-    "tensor dropped from the manifest": (
-        edit(lambda m: m["tensors"].pop("w")),
-        "missing in the",
-    ),
-    "bad value": (
-        edit(lambda m: m["values"].update(lr={"__dict__": [[[], 1]]})),
-        "cannot be dec",
-    ),
+    "wrong dtype in the part": (lambda c: other_part(c, w=torch.zeros(4, 3, dtype=torch.int32)), "is I32 .* says F32"),
+    "wrong shape in the part": (lambda c: other_part(c, w=torch.zeros(3, 4)), r"is F32 \[3, 4\].* says F32 \[4, 3\]"),
+    "extra tensor in the part": (lambda c: other_part(c, z=torch.zeros(1)), r"does not hold the tensors.*'z@0'"),
+    "box in an unlisted part": (edit(lambda m: w(m)["boxes"][0].update(part="part-00007.safetensors")), "unknown part"),
+    "other key": (edit(lambda m: w(m)["boxes"][0].update(key="lost")), "does not hold the ten"),
+    "tensor dropped from the manifest": (edit(lambda m: m["tensors"].pop("w")), "missing in the"),
+    "bad value": (edit(lambda m: m["values"].update(lr={"__dict__": [[[], 1]]})), "cannot be dec"),
 }
 
 

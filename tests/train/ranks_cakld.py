@@ -23,8 +23,9 @@ from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw
 from shoestring.train.shards import TokenShards
+from shoestring.train.step import Run
 from shoestring.train.teacher_cache import build_cache, one_epoch
-from shoestring.train.trainer import Run, train
+from shoestring.train.trainer import train
 
 
 def make(mesh: Mesh, seed: int) -> Decoder:
@@ -49,9 +50,7 @@ def numbers(folder: Path, dp: int, tp: int) -> list[float]:
     data = TokenData(shards, context=16, batch=8, micro=2, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     teacher = make(mesh, 4)
     gamma = teacher_confidence(teacher, one_epoch(data), mesh)
-    cache = build_cache(
-        folder, teacher, one_epoch(data), num_targets=len(shards), k=7, identity={"dp": dp}, mesh=mesh
-    )
+    cache = build_cache(folder, teacher, one_epoch(data), num_targets=len(shards), k=7, identity={"dp": dp}, mesh=mesh)
     found = [gamma, cache.confidence, float(cache.num_filled)]
     objectives: list[Any] = [Cakld(teacher, gamma, chunk=24), CachedCakld(cache, chunk=24)]
     for objective in objectives:

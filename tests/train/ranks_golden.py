@@ -17,10 +17,10 @@ from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.objectives import CrossEntropy, Distill
 from shoestring.train.optim import adamw, warmup_cosine
-from shoestring.train.trainer import Run, train
+from shoestring.train.step import IGNORED, Micro, Run
+from shoestring.train.trainer import train
 
 STEPS = 4
 BASE = {
@@ -63,11 +63,7 @@ def losses(case: dict[str, Any]) -> list[float]:
         model = Decoder(ModelSpec(**{**BASE, **case.get("spec", {})}))
         if "format" in case:
             convert(model, [("*", parse_format(case["format"]))])
-    parallelize(
-        model,
-        mesh,
-        ParallelConfig(recompute=case.get("recompute", False), compile=case.get("compile", "off")),
-    )
+    parallelize(model, mesh, ParallelConfig(recompute=case.get("recompute", False), compile=case.get("compile", "off")))
     materialize(model, "cpu")
     init_weights(model, seed=3)
     init_state(model)

@@ -20,7 +20,8 @@ from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant
-from shoestring.train.trainer import Run, train
+from shoestring.train.step import Run
+from shoestring.train.trainer import train
 
 
 def losses(folder: Path, steps: int, dp: int, tp: int) -> list[float]:

@@ -20,8 +20,6 @@ from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
-from shoestring.train.hooks import Hook
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.sparse24 import (
@@ -34,7 +32,8 @@ from shoestring.train.sparse24 import (
     sparse_layers,
 )
 from shoestring.train.sparse24_optim import SparseAdam
-from shoestring.train.trainer import Run, train
+from shoestring.train.step import IGNORED, Hook, Micro, Run
+from shoestring.train.trainer import train
 
 METHODS = ("dense", "srste", "fst", "controlled", "sste", "ast", "cast", "stacked", "slorb")
 FORMATS = {
@@ -66,8 +65,7 @@ class Rows:
         width = min(self.micro, share)
         index = torch.arange(TOKENS).view(4, 16)
         return [
-            Micro(stream[i : i + width, :-1].contiguous(), targets[i : i + width], index[i : i + width])
-            for i in cuts
+            Micro(stream[i : i + width, :-1].contiguous(), targets[i : i + width], index[i : i + width]) for i in cuts
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,9 +89,9 @@ def hooks_of(method: str, model: Decoder, mesh: Mesh) -> list[Hook]:
         return [meter, MaskRefresh(4)]
     if method in ("dense", "cast"):
         for layer in sparse_layers(model):
-            layer.linear.rest()
+            layer.linear.start_dense_phase()
     if method == "cast":
-        return [meter, MaskRefresh(4, resting=True)]
+        return [meter, MaskRefresh(4, dense_phase=True)]
     return [clock, meter]
 
 
@@ -119,20 +117,17 @@ def new_run(
 def fit(run: Run, steps: int, hooks: list[Hook], **options: Any) -> list[float]:
     schedule = warmup_cosine(1e-2, warmup=3, steps=20)
     data = options.pop("data", Rows(mesh=run.mesh))
-    train(run, data, CrossEntropy(), steps=steps, schedule=schedule, hooks=hooks, log_every=1, **options)
+    objective = options.pop("objective", None) or CrossEntropy()
+    train(run, data, objective, steps=steps, schedule=schedule, hooks=hooks, log_every=1, **options)
     return [row["loss"] for row in run.log.history if "loss" in row]
 
 
 def masks_of(run: Run) -> dict[str, str]:
     """The held masks of the whole weights, a letter a weight; every rank takes part."""
     held = {
-        x.name: full(x.linear.weight_mask)
-        for x in sparse_layers(run.model, resting=True)
-        if x.pruning.hold_mask
+        x.name: full(x.linear.weight_mask) for x in sparse_layers(run.model, dense_phase=True) if x.pruning.hold_mask
     }  # type: ignore[arg-type]
-    return {
-        name: "".join("x" if kept else "." for kept in mask.flatten().tolist()) for name, mask in held.items()
-    }
+    return {name: "".join("x" if kept else "." for kept in mask.flatten().tolist()) for name, mask in held.items()}
 
 
 def main() -> None:

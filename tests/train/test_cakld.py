@@ -15,11 +15,11 @@ from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
 from shoestring.train.cakld import CachedCakld, Cakld, teacher_confidence
 from shoestring.train.data import TokenData
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.optim import adamw
 from shoestring.train.shards import TokenShards
+from shoestring.train.step import IGNORED, Micro, Run
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
-from shoestring.train.trainer import Run, train
+from shoestring.train.trainer import train
 
 VOCAB = 61
 

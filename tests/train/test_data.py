@@ -103,9 +103,7 @@ def test_resuming_at_any_step_is_the_uninterrupted_run(size: tuple[int, int, int
 
 def test_seed_and_epoch_change_the_order() -> None:
     shards = make_shards(4001)
-    orders = [
-        starts(TokenData(shards, context=4, batch=1000, seed=s).step(e)) for s in (0, 1) for e in (0, 1)
-    ]
+    orders = [starts(TokenData(shards, context=4, batch=1000, seed=s).step(e)) for s in (0, 1) for e in (0, 1)]
     assert len({tuple(o) for o in orders}) == 4
     assert max(Counter(orders[0]).values()) == 1
     # Fixed for good: a change here would make old runs resume on other rows.
@@ -137,10 +135,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
         ({"batch": 8, "micro": 3}, "micro that divides 8"),
         ({"batch": 8, "micro": 8, "dp_size": 2}, "4 rows per rank"),
         ({"batch": 0}, "must be positive"),
-        (
-            {"batch": 26},
-            "training split has 101 tokens, which is 25 windows of context=4; one batch needs 26",
-        ),
+        ({"batch": 26}, "training split has 101 tokens, which is 25 windows of context=4; one batch needs 26"),
         ({"batch": 1, "context": 101}, "0 windows"),
     ],
 )

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from shoestring.errors import UserError
 from shoestring.model import Decoder, ModelSpec
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.objectives import CHUNK_BYTES, CrossEntropy, Distill, chunked_head, default_chunk
+from shoestring.train.step import IGNORED, Micro
 
 
 def tiny(vocab: int = 97, *, tied: bool = True, seed: int = 0) -> Decoder:
@@ -90,9 +90,7 @@ def test_distillation_is_the_kl_of_the_definition() -> None:
     q = F.log_softmax(logits / temperature, -1)
     counted = micro.targets_BT != IGNORED
     kl = (p.exp() * (p - q)).sum(-1)[counted].sum() * temperature**2
-    ce = F.cross_entropy(
-        logits.flatten(0, 1), micro.targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    ce = F.cross_entropy(logits.flatten(0, 1), micro.targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
     want = 0.7 * kl + 0.3 * ce
     want.backward()
     got.backward()
@@ -109,6 +107,4 @@ def test_a_student_equal_to_its_teacher_has_no_loss() -> None:
 
 def test_distillation_refuses_another_vocabulary() -> None:
     with pytest.raises(UserError, match="vocabulary"):
-        Distill(tiny(50))(
-            tiny(97), Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long())
-        )
+        Distill(tiny(50))(tiny(97), Micro(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), torch.zeros(1, 4).long()))

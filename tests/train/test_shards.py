@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.train import shards
 from shoestring.train.corpus import Document, documents
-from shoestring.train.shards import in_validation, prepare
+from shoestring.train.shards import in_validation, tokenize_corpus
 
 STORIES = [f"Story {i}: " + "once upon a time there was a fox. " * (i % 7 + 1) for i in range(300)]
 
@@ -45,7 +44,7 @@ def split_texts(part: Any, tokenizer: Tokenizer) -> list[str]:
 
 
 def test_every_document_once_split_by_its_hash(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    corpus = prepare(str(source), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0.1)
+    corpus = tokenize_corpus(str(source), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0.1)
     train, val = (split_texts(part, tokenizer) for part in (corpus.train, corpus.val))
     assert sorted(train + val) == sorted(STORIES)
     assert train == [s for s in STORIES if not in_validation(Document(s), 0.1)]  # in the order of the source
@@ -58,7 +57,7 @@ def test_every_document_once_split_by_its_hash(source: Path, tokenizer: Tokenize
 
     # Another order and other neighbours: every document stays on its side.
     source.write_text("\n".join(json.dumps({"text": s}) for s in [*STORIES[::-1], "one more"]))
-    again = prepare(str(source), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0.1)
+    again = tokenize_corpus(str(source), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0.1)
     assert set(split_texts(again.val, tokenizer)) - {"one more"} == set(val)
     assert again.train.fingerprint != corpus.train.fingerprint
 
@@ -81,13 +80,13 @@ def test_second_call_reads_the_cache(
         yield Bar(description)
 
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "home"))
-    first = prepare(str(source), vocab_size=300, progress=progress)
+    first = tokenize_corpus(str(source), vocab_size=300, progress=progress)
     assert set(bars) == {"tokenizer", "tokenise"}
     assert sum(bars["tokenise"][1:]) == sum(len(s) for s in STORIES)
     assert first.folder.parent == tmp_path / "home"
     before = first.folder.stat().st_mtime_ns
     bars.clear()
-    second = prepare(str(source), vocab_size=300, progress=progress)
+    second = tokenize_corpus(str(source), vocab_size=300, progress=progress)
     assert not bars
     assert second.folder.stat().st_mtime_ns == before
     assert second.train.fingerprint == first.train.fingerprint
@@ -96,34 +95,34 @@ def test_second_call_reads_the_cache(
     # The tokenizer that a run saved finds the corpus that the run was trained on.
     first.tokenizer.save(tmp_path / "model")
     saved = Tokenizer.from_file(tmp_path / "model")
-    assert prepare(str(source), tokenizer=saved, progress=progress).folder == first.folder
+    assert tokenize_corpus(str(source), tokenizer=saved, progress=progress).folder == first.folder
     assert not bars
 
     # Whatever decides the content makes another corpus.
     others = [
-        prepare(str(source), vocab_size=280),
-        prepare(str(source), vocab_size=300, val_fraction=0.5),
-        prepare(str(source), vocab_size=300, max_bytes=5000),
+        tokenize_corpus(str(source), vocab_size=280),
+        tokenize_corpus(str(source), vocab_size=300, val_fraction=0.5),
+        tokenize_corpus(str(source), vocab_size=300, max_bytes=5000),
     ]
     os.utime(source, ns=(1, 1))
-    others.append(prepare(str(source), vocab_size=300))
+    others.append(tokenize_corpus(str(source), vocab_size=300))
     assert len({c.folder for c in [first, *others]}) == 5
     assert others[-1].train.fingerprint == first.train.fingerprint  # the same content all the same
 
 
 def test_damaged_cache_is_built_again(source: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = prepare(str(source), tmp_path / "cache", tokenizer=tokenizer)
+    corpus = tokenize_corpus(str(source), tmp_path / "cache", tokenizer=tokenizer)
     expected = corpus.train.tokens.tolist()
     for name, content in (("train.bin", b"short"), ("index.json", b"{")):
         (corpus.folder / name).write_bytes(content)
-        assert prepare(str(source), tmp_path / "cache", tokenizer=tokenizer).train.tokens.tolist() == expected
+        assert tokenize_corpus(str(source), tmp_path / "cache", tokenizer=tokenizer).train.tokens.tolist() == expected
 
 
 def test_prompts_are_masked(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "qa.jsonl"
     rows = [{"text": "plain"}, {"prompt": "fox? ", "completion": "once"}, {"text": "more"}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    corpus = prepare(str(file), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0)
+    corpus = tokenize_corpus(str(file), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0)
     pieces = [("plain", 1), ("<|endoftext|>", 1), ("fox? ", 0), ("once", 1), ("<|endoftext|>", 1)]
     pieces += [("more", 1), ("<|endoftext|>", 1)]
     ids = [(i, counted) for text, counted in pieces for i in tokenizer.encode(text)]
@@ -133,7 +132,7 @@ def test_prompts_are_masked(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
     # The same ids without the mask are another corpus.
     file.write_text("\n".join(map(json.dumps, [rows[0], {"text": "fox? once"}, rows[2]])))
-    unmasked = prepare(str(file), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0)
+    unmasked = tokenize_corpus(str(file), tmp_path / "cache", tokenizer=tokenizer, val_fraction=0)
     assert unmasked.train.fingerprint != corpus.train.fingerprint
 
 
@@ -142,7 +141,7 @@ def test_bos_stands_before_documents_not_inside(tmp_path: Path, tokenizer: Token
     bos, eos = with_bos.bos_id, with_bos.eos_id
     file = tmp_path / "qa.jsonl"
     file.write_text('{"text": "fox"}\n{"prompt": "fox", "completion": "once"}')
-    corpus = prepare(str(file), tmp_path / "cache", tokenizer=with_bos, val_fraction=0)
+    corpus = tokenize_corpus(str(file), tmp_path / "cache", tokenizer=with_bos, val_fraction=0)
     fox, once = tokenizer.encode("fox"), tokenizer.encode("once")
     assert corpus.train.tokens.tolist() == [bos, *fox, eos, bos, *fox, *once, eos]
 
@@ -157,18 +156,18 @@ def _with_bos(tokenizer: Tokenizer, folder: Path) -> Path:
 def test_large_vocabularies_use_four_bytes(source: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     wide = Tokenizer(tokenizer.backend, special=tokenizer.special)
     wide.vocab_size = 65537
-    corpus = prepare(str(source), tmp_path / "wide", tokenizer=wide)
-    narrow = prepare(str(source), tmp_path / "narrow", tokenizer=tokenizer)
+    corpus = tokenize_corpus(str(source), tmp_path / "wide", tokenizer=wide)
+    narrow = tokenize_corpus(str(source), tmp_path / "narrow", tokenizer=tokenizer)
     assert corpus.train.tokens.dtype == np.dtype("<u4")
     assert np.array_equal(corpus.train.tokens, narrow.train.tokens)
     assert corpus.train.fingerprint == narrow.train.fingerprint
 
 
 def test_batches_do_not_matter(source: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    whole = prepare(str(source), tmp_path / "one", tokenizer=tokenizer)
+    whole = tokenize_corpus(str(source), tmp_path / "one", tokenizer=tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "_BATCH_DOCUMENTS", 7)
-        small = prepare(str(source), tmp_path / "two", tokenizer=tokenizer)
+        small = tokenize_corpus(str(source), tmp_path / "two", tokenizer=tokenizer)
     assert small.train.fingerprint == whole.train.fingerprint
 
 
@@ -177,7 +176,7 @@ def test_empty_corpora(tmp_path: Path, tokenizer: Tokenizer, with_tokenizer: boo
     (tmp_path / "a.txt").write_text("  \n\n ")
     given = tokenizer if with_tokenizer else None
     with pytest.raises(UserError, match="no text to learn from"):
-        prepare(str(tmp_path / "a.txt"), tmp_path / "cache", tokenizer=given)
+        tokenize_corpus(str(tmp_path / "a.txt"), tmp_path / "cache", tokenizer=given)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
 
 
@@ -189,24 +188,24 @@ def test_bad_options(source: Path, tmp_path: Path, tokenizer: Tokenizer) -> None
         ({"tokenizer": Tokenizer(tokenizer.backend)}, "no EOS"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare(str(source), tmp_path / "cache", **{"tokenizer": tokenizer, **options})
+            tokenize_corpus(str(source), tmp_path / "cache", **{"tokenizer": tokenizer, **options})
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="SHOESTRING_CACHE"):
-        prepare(str(source), tmp_path / "file", tokenizer=tokenizer)
+        tokenize_corpus(str(source), tmp_path / "file", tokenizer=tokenizer)
 
 
 def test_error_midway_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps({"text": s}) for s in STORIES * 4) + "\nbroken")
     with pytest.raises(UserError, match=r"a\.jsonl:1201"):
-        prepare(str(file), tmp_path / "cache", tokenizer=tokenizer)
+        tokenize_corpus(str(file), tmp_path / "cache", tokenizer=tokenizer)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
 
 
 WORKER = """
 import sys, time
 from contextlib import contextmanager
-from shoestring.train.shards import prepare
+from shoestring.train.shards import tokenize_corpus
 from shoestring.train import shards
 shards._BATCH_DOCUMENTS = 50
 
@@ -219,7 +218,7 @@ def progress(total, description):
                 time.sleep(float(sys.argv[3]))
     yield Bar()
 
-corpus = prepare(sys.argv[1], sys.argv[2], vocab_size=300, progress=progress)
+corpus = tokenize_corpus(sys.argv[1], sys.argv[2], vocab_size=300, progress=progress)
 print("done", corpus.train.fingerprint, flush=True)
 """
 
@@ -236,15 +235,13 @@ def test_killed_and_concurrent_builders(source: Path, tmp_path: Path) -> None:
     killed.wait()
     assert list((tmp_path / "cache").glob("corpus-*.tmp-*"))  # it was in the middle of it
 
-    begin = time.monotonic()
     both = [start("0.05"), start("0.05")]
     outputs = [p.communicate(timeout=120)[0].split() for p in both]
-    assert time.monotonic() - begin < 120
     assert [o[-2] for o in outputs] == ["done", "done"]
     assert outputs[0][-1] == outputs[1][-1]
     builders = [("tokenise" in o) for o in outputs]
     assert sum(builders) == 1  # the other waited and read
     assert not list((tmp_path / "cache").glob("*.tmp-*"))
-    corpus = prepare(str(source), tmp_path / "cache", vocab_size=300)
+    corpus = tokenize_corpus(str(source), tmp_path / "cache", vocab_size=300)
     assert corpus.train.fingerprint == outputs[0][-1]
     assert corpus.train.num_documents + corpus.val.num_documents == len(list(documents(str(source))))

@@ -13,26 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoestring.cli import run_cli
+from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, Sparse24
-from shoestring.kernels import cslt
-from shoestring.kernels.sparse24 import is_24
+from shoestring.kernels.sparse24 import cusparselt_table
+from shoestring.kernels.sparse24.masks import is_24
 from shoestring.model import load_model
 from shoestring.recipes.train import sparse24_fst
 from shoestring.runlog import read_jsonl
 from shoestring.train import sparse24_tune
+from shoestring.train.sparse24 import save_packed
 
 TINY = [
-    *(
-        "size=tiny",
-        "d_model=32",
-        "num_layers=2",
-        "num_heads=2",
-        "num_kv_heads=2",
-        "d_ff=64",
-        "vocab_size=300",
-    ),
+    *("size=tiny", "d_model=32", "num_layers=2", "num_heads=2", "num_kv_heads=2", "d_ff=64", "vocab_size=300"),
     *("context=16", "batch=4", "warmup=2", "log_every=5", "eval_every=0", "flip_every=2", "device=cpu"),
 ]
 
@@ -50,9 +43,7 @@ def run(recipe: str, *options: str) -> None:
     assert run_cli(["run", recipe, "data=text.txt", *rest, *options]) == 0
 
 
-def test_a_probe_too_short_to_measure_ends_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_probe_too_short_to_measure_ends_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["run", "train/sparse24_fst", "data=text.txt", *TINY, "probe=3", "run=short"]) == 2
     assert "use at least 4" in capsys.readouterr().err
     assert not (tmp_path / "short").exists()
@@ -60,14 +51,7 @@ def test_a_probe_too_short_to_measure_ends_before_any_work(
 
 @pytest.mark.parametrize("weight_grad", ["auto", "mvue"])
 def test_fst_delivers_a_dense_model_and_resumes(tmp_path: Path, weight_grad: str) -> None:
-    run(
-        "train/sparse24_fst",
-        f"weight_grad={weight_grad}",
-        "steps=18",
-        "refresh=4",
-        "save_every=10",
-        "run=whole",
-    )
+    run("train/sparse24_fst", f"weight_grad={weight_grad}", "steps=18", "refresh=4", "save_every=10", "run=whole")
     metrics = read_jsonl(tmp_path / "whole/metrics.jsonl")
     for name in ("flip_rate", "mask_change", "kept_magnitude", "masked_magnitude", "mu", "masked_decay"):
         assert any(name in row for row in metrics), name
@@ -97,9 +81,7 @@ def test_fst_without_a_finish_delivers_24_weights_that_training_used(
         return multiply(format, weight, *rest)
 
     monkeypatch.setattr(Sparse24, "train_with", noting)
-    run(
-        "train/sparse24_fst", "finish=0", "steps=12", "refresh=4", "num_layers=1", "run=out"
-    )  # 12: a refresh is due
+    run("train/sparse24_fst", "finish=0", "steps=12", "refresh=4", "num_layers=1", "run=out")  # 12: a refresh is due
     weights = load_file(tmp_path / "out/model/model.safetensors")
     pruned = {name for name in weights if ".mlp." in name}
     assert len(pruned) == 3 and all(is_24(weights[name]) for name in pruned)
@@ -118,7 +100,7 @@ def test_a_finish_however_short_has_a_dense_step_and_is_not_packed(
     run("train/sparse24_fst", "finish=0.01", "steps=8", "run=short")
     assert "step 7: dense from here on" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"blocks.0.mlp.gate is not 2:4 after training"):
-        sparse24_fst.save_packed(tmp_path / "short", sparse24_fst.Config(device="cpu"), "*.mlp.*")
+        save_packed(tmp_path / "short", "*.mlp.*", torch.float32)
     assert not (tmp_path / "short/packed").exists()
 
 
@@ -210,13 +192,13 @@ def test_a_resumed_run_goes_on_with_the_algorithms_of_its_first_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def machine(gpu: str, algorithm: int) -> None:
-        def measure(m: int, k: int, n: int, dtype: torch.dtype) -> cslt.Measured:
-            return cslt.Measured(m, k, n, str(dtype), (algorithm,) * 4, 1.0, 2.0)
+        def measure(m: int, k: int, n: int, dtype: torch.dtype) -> cusparselt_table.Measured:
+            return cusparselt_table.Measured(m, k, n, str(dtype), (algorithm,) * 4, 1.0, 2.0)
 
-        cslt._table.cache_clear()
+        cusparselt_table.TABLE.forget()
         monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / f"cache{algorithm}"))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
-        monkeypatch.setattr(cslt, "_measure", measure)
+        monkeypatch.setattr(cusparselt_table, "measure", measure)
 
     def resume() -> None:
         (newest,) = (tmp_path / "out/checkpoints").glob("step-*2")
@@ -228,20 +210,26 @@ def test_a_resumed_run_goes_on_with_the_algorithms_of_its_first_machine(
     machine("GPU A", 1)
     tiny = ("d_model=64", "d_ff=128", "weight_grad=mvue")
     run("train/sparse24_sste", *tiny, "steps=2", "save_every=1", "run=out")
-    (kept,) = (tmp_path / "out").glob("cslt-GPU_A*.json")
-    assert {m.algorithms for m in cslt.read_table(kept)} == {(1,) * 4}
+    (kept,) = (tmp_path / "out").glob("cusparselt-GPU_A*.json")
+    assert {m.algorithms for m in cusparselt_table.read_table(kept)} == {(1,) * 4}
     machine("GPU A", 2)
     resume()
-    assert cslt.choice(*shape, torch.float32) == (1,) * 4
-    assert not list((tmp_path / "cache2").glob("cslt-*"))  # nothing was measured
+    assert cusparselt_table.chosen_algorithms(*shape, torch.float32) == (1,) * 4
+    assert not list((tmp_path / "cache2").glob("cusparselt-*"))  # nothing was measured
     machine("GPU B", 3)
     capsys.readouterr()
     resume()
-    assert cslt.choice(*shape, torch.float32) == (3,) * 4
-    assert {m.algorithms for m in cslt.read_table(kept)} == {(1,) * 4}  # for when it goes back
-    assert list((tmp_path / "out").glob("cslt-GPU_B*.json"))
+    assert cusparselt_table.chosen_algorithms(*shape, torch.float32) == (3,) * 4
+    assert {m.algorithms for m in cusparselt_table.read_table(kept)} == {(1,) * 4}  # for when it goes back
+    assert list((tmp_path / "out").glob("cusparselt-GPU_B*.json"))
     assert f"algorithms of another GPU or torch ({kept.name}): measured anew" in capsys.readouterr().out
-    cslt._table.cache_clear()
+    for table in (tmp_path / "out").glob("cusparselt-*.json"):
+        table.unlink()
+    (tmp_path / "out" / "cslt-GPU_B-torch2.json").write_text("{}")
+    resume()
+    said = "algorithms of an earlier version of Shoestring (cslt-GPU_B-torch2.json): measured anew"
+    assert said in capsys.readouterr().out
+    cusparselt_table.TABLE.forget()
 
 
 def test_sste_delivers_24_weights_dense_and_packed(tmp_path: Path) -> None:

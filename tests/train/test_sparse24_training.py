@@ -14,11 +14,10 @@ from torch import nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, FormatLinear, Sparse24, convert, parse_format
-from shoestring.kernels.sparse24 import mask24
+from shoestring.kernels.sparse24.masks import mask24
 from shoestring.model import Decoder, ModelSpec
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
-from shoestring.train.hooks import Hook
 from shoestring.train.sparse24 import (
     FlipController,
     FlipMeter,
@@ -31,7 +30,7 @@ from shoestring.train.sparse24 import (
 )
 from shoestring.train.sparse24_optim import SparseAdam
 from shoestring.train.sparse24_tune import multiplied
-from shoestring.train.trainer import Run
+from shoestring.train.step import Hook, Run
 
 
 def series(run: Run, name: str) -> dict[int, float]:
@@ -104,9 +103,7 @@ def test_masks_are_not_refreshed_when_no_step_would_use_them() -> None:
         ("sparse24:tile:held:mvue", True),
     ],
 )
-def test_several_processes_need_a_newer_torch(
-    format: str, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_need_a_newer_torch(format: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pruning = parse_format(format)
     assert isinstance(pruning, Sparse24)
     for version in ("2.12.0a0+nv26", "2.13.1+cu130"):
@@ -187,8 +184,8 @@ def test_cast_shrinks_what_it_will_prune() -> None:
         fit(run, 20, hooks)
         ratio[method] = series(run, "masked_magnitude")[20] / series(run, "kept_magnitude")[20]
     assert ratio["cast"] < 0.9 * ratio["dense"]
-    for layer in sparse_layers(run.model, resting=True):
-        layer.linear.wake()
+    for layer in sparse_layers(run.model, dense_phase=True):
+        layer.linear.end_dense_phase()
     assert count_24(run.model) == {"layers": 6, "layers_24": 6}
 
 
@@ -204,9 +201,7 @@ def test_recomputed_blocks_draw_the_same_noise_and_see_the_same_masks(method: st
 
 
 @pytest.mark.parametrize("method", ["fst", "sste", "srste"])
-def test_recomputed_products_see_the_masks_of_the_forward(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_products_see_the_masks_of_the_forward(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no mask is held and every forward chooses its own."""
     seen: list[torch.Tensor] = []
     multiply = Sparse24.train_with
@@ -219,9 +214,7 @@ def test_recomputed_products_see_the_masks_of_the_forward(
     run, hooks = new_run(method, recompute=True)
     fit(run, 6, hooks, data=Rows(micro=4))
     passes = [seen[i : i + 12] for i in range(0, len(seen), 12)]
-    assert (
-        len(seen) == 6 * 12
-    )  # gate, up, down of two blocks, and again in the backward pass, last block first
+    assert len(seen) == 6 * 12  # gate, up, down of two blocks, and again in the backward pass, last block first
     for masks in passes:
         for there, again in zip(masks[:6], [*masks[9:], *masks[6:9]], strict=True):
             assert torch.equal(there, again)
@@ -247,7 +240,7 @@ def test_the_dense_finish_is_dense_and_keeps_the_checkpoint_layout() -> None:
     assert len(sparse_layers(run.model)) == 6
     fit(run, 20, hooks)
     assert not sparse_layers(run.model) and list(run.model.state_dict()) == names
-    assert all(isinstance(x.linear.format, Dense) for x in sparse_layers(run.model, resting=True))
+    assert all(isinstance(x.linear.format, Dense) for x in sparse_layers(run.model, dense_phase=True))
     assert max(series(run, "mask_change")) == 16  # masks are left alone afterwards
 
 
@@ -263,14 +256,14 @@ def test_the_controller_probes_then_servoes_the_decay() -> None:
     assert isinstance(first, float) and first > 0
     for mu, want in ((2.0, first * 1.5), (0.7, first * 1.5), (0.1, first)):
         controller.mu = None
-        controller._servo(mu)
+        controller._adjust(mu)
         assert controller.decay.strength == pytest.approx(want)
     for _ in range(40):  # masks seem frozen for long: the decay shrinks, but not out of reach
-        controller._servo(0.1)
+        controller._adjust(0.1)
     assert controller.decay.strength == pytest.approx(first / 100)
     resumed = next(h for h in new_run("controlled")[1] if isinstance(h, FlipController))
     resumed.load_state_dict(controller.state_dict())
-    resumed._servo(0.1)
+    resumed._adjust(0.1)
     assert resumed.decay.strength == pytest.approx(first / 100)
     with pytest.raises(UserError, match="older kind"):
         resumed.load_state_dict({"rates": 1.0, "lrs": 1.0, "mu": None, "strength": 0.0, "awake": False})
@@ -292,10 +285,8 @@ def test_growing_weights_flip_less_and_the_controller_knows_that() -> None:
     meter.measures = lambda finished: True  # type: ignore[method-assign]
     meter.before_step(run)
     meter.after_step(run)
-    weights = [x.linear.weight.detach().abs() for x in sparse_layers(run.model, resting=True)]
-    assert meter.magnitude == pytest.approx(
-        float(sum(w.sum() for w in weights)) / sum(w.numel() for w in weights)
-    )
+    weights = [x.linear.weight.detach().abs() for x in sparse_layers(run.model, dense_phase=True)]
+    assert meter.magnitude == pytest.approx(float(sum(w.sum() for w in weights)) / sum(w.numel() for w in weights))
 
 
 @pytest.mark.parametrize("rule", ["ast", "cast"])
@@ -331,10 +322,7 @@ def test_sparse_adam_is_adamw_without_a_pull() -> None:
                 p.data.normal_()
         params = [p for p in run.model.parameters() if p.requires_grad]
         if strength is None:
-            decays = [
-                {"params": [p for p in params if (p.dim() >= 2) == d], "weight_decay": 0.1 * d}
-                for d in (1, 0)
-            ]
+            decays = [{"params": [p for p in params if (p.dim() >= 2) == d], "weight_decay": 0.1 * d} for d in (1, 0)]
             optimizer: Any = torch.optim.AdamW(decays, lr=0.1, betas=(0.9, 0.95))
         else:
             optimizer = SparseAdam(run.model, lr=0.1, rule="ast", strength=strength, anneal=1)
@@ -375,20 +363,13 @@ def test_ranks_equal_one_process(run_ranks: Callable[..., str], tp: str, methods
 
 def test_gate_and_up_are_measured_as_one_weight() -> None:
     spec = ModelSpec(
-        vocab_size=32,
-        d_model=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=32,
-        d_ff=128,
-        max_positions=16,
+        vocab_size=32, d_model=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=128, max_positions=16
     )
     model = Decoder(spec)
     convert(model, [("*.mlp.*", Sparse24("tile", weight_grad="mvue"))])
     shapes = [shape for _, shape in multiplied(model)]
     assert shapes == [(256, 64), (256, 64), (64, 128)]
-    model.blocks[0].mlp.down.rest()  # type: ignore[union-attr,operator]
-    assert [shape for _, shape in multiplied(model)] == shapes, "a layer at rest will wake up"
+    model.blocks[0].mlp.down.start_dense_phase()  # type: ignore[union-attr,operator]
+    assert [shape for _, shape in multiplied(model)] == shapes, "a dense phase ends"
     convert(model, [("*.mlp.down", Sparse24())])
     assert [shape for _, shape in multiplied(model)] == [(128, 64), (128, 64), (64, 128)]

@@ -13,15 +13,9 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model import Decoder, ModelSpec
 from shoestring.train.data import TokenData
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.shards import TokenShards
-from shoestring.train.teacher_cache import (
-    ScalarCache,
-    TeacherCache,
-    build_cache,
-    build_scalar_cache,
-    one_epoch,
-)
+from shoestring.train.step import IGNORED, Micro
+from shoestring.train.teacher_cache import ScalarCache, TeacherCache, build_cache, build_scalar_cache, one_epoch
 
 VOCAB = 97
 
@@ -80,9 +74,7 @@ def test_confidence_is_the_mean_probability_of_the_counted_targets(tmp_path: Pat
     assert cache.confidence == pytest.approx(total / count, rel=1e-3)
 
 
-def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoestring.train.teacher_cache.FLUSH_EVERY", 1)
     data = token_data()
     build(tmp_path / "whole", data)

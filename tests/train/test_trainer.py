@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from shoestring.errors import Interrupted, UserError
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
@@ -18,11 +19,12 @@ from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
-from shoestring.train.hooks import Hook
-from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.gradients import clip_gradients
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, clip_gradients, constant, warmup_cosine, warmup_stable_decay
-from shoestring.train.trainer import Run, train
+from shoestring.train.optim import adamw, constant, warmup_cosine, warmup_stable_decay
+from shoestring.train.reducers import SumReducer
+from shoestring.train.step import IGNORED, Hook, Micro, Objective, Run
+from shoestring.train.trainer import train
 
 SPEC = ModelSpec(64, 32, 2, 4, 2, 8, 48, 32)
 
@@ -40,11 +42,7 @@ class Rows:
             targets[row, : 3 * row] = IGNORED
         index = torch.arange(64).view(4, 16)
         return [
-            Micro(
-                stream[i : i + self.micro, :-1].contiguous(),
-                targets[i : i + self.micro],
-                index[i : i + self.micro],
-            )
+            Micro(stream[i : i + self.micro, :-1].contiguous(), targets[i : i + self.micro], index[i : i + self.micro])
             for i in range(0, 4, self.micro)
         ]
 
@@ -85,6 +83,47 @@ def test_twenty_steps_are_bit_identical_and_learn() -> None:
     assert losses == fit(second, 20)
     assert same(weights(first), weights(second))
     assert losses[-1] < losses[0] + 0.1 and len(losses) == 20
+
+
+def test_gradients_may_come_from_another_forward_backward() -> None:
+    class AllAtOnce:
+        """One backward pass over the sum of all micro-batches: the same gradients by another way."""
+
+        begun = 0
+
+        def begin(self, run: Run) -> None:
+            self.begun += 1
+
+        def __call__(
+            self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float
+        ) -> Tensor:
+            loss = torch.stack([objective(model, m) for m in micros]).sum()
+            (loss / total).backward()
+            return loss.detach()
+
+    other, run = AllAtOnce(), new_run()
+    assert fit(run, 5, forward_backward=other) == pytest.approx(fit(new_run(), 5), rel=1e-5)
+    fit(run, 6, forward_backward=other)
+    assert other.begun == 2
+
+
+def test_a_reducer_that_clips_is_not_clipped_again() -> None:
+    class Halves(SumReducer):
+        clips = True
+
+        def __call__(self, model: nn.Module) -> None:
+            for p in model.parameters():
+                p.grad = None if p.grad is None else p.grad / 2
+
+    class Norms(Hook):
+        def before_step(self, run: Run) -> None:
+            self.norm = float(clip_gradients(run.model.parameters(), 0.0))
+
+    run, unclipped, clipped = new_run(), Norms(), Norms()
+    fit(run, 1, clip=0.0, hooks=[unclipped])
+    run = new_run()
+    fit(run, 1, clip=unclipped.norm / 100, hooks=[clipped], reducer=Halves(run.mesh))
+    assert clipped.norm == pytest.approx(unclipped.norm / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("stop", [1, 7, 13, 19])
@@ -147,10 +186,7 @@ def test_hooks_run_in_order_around_the_optimizer() -> None:
 def test_a_step_without_counted_tokens_moves_nothing_but_decay() -> None:
     class Nothing(Rows):
         def step(self, step: int) -> list[Micro]:
-            return [
-                Micro(m.tokens_BT, torch.full_like(m.targets_BT, IGNORED), m.index_BT)
-                for m in super().step(step)
-            ]
+            return [Micro(m.tokens_BT, torch.full_like(m.targets_BT, IGNORED), m.index_BT) for m in super().step(step)]
 
     run = new_run()
     before = weights(run)
@@ -169,9 +205,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     run.log.save_config({"recipe": "train/dense", "config": {}})
     before = signal.getsignal(signal.SIGINT)
     checkpointer = Checkpointer(tmp_path / "run/checkpoints", every=100)
-    with pytest.raises(
-        Interrupted, match=r"step 5 of 20 and saved.*`shoestring run train/dense resume=.*run`"
-    ):
+    with pytest.raises(Interrupted, match=r"step 5 of 20 and saved.*`shoestring run train/dense resume=.*run`"):
         fit(run, 20, hooks=[PressCtrlC()], checkpointer=checkpointer)
     assert signal.getsignal(signal.SIGINT) is before
     again = new_run(tmp_path / "run")

@@ -20,22 +20,18 @@ from shoestring.errors import UserError
 from shoestring.evals.scoring import Score, score
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
-from shoestring.serve.engine import Engine
-from shoestring.serve.sampling import Sampling
+from shoestring.serve.engine.engine import Engine
+from shoestring.serve.engine.sampling import Sampling
 
 MAX_NEW_TOKENS = 256  # lm-eval's own default where a task does not say
 
 
-def lm_eval_model(
-    model: Decoder, tokenizer: Tokenizer, *, batch_rows: int = 1024, max_requests: int = 8
-) -> Any:
+def lm_eval_model(model: Decoder, tokenizer: Tokenizer, *, batch_rows: int = 1024, max_requests: int = 8) -> Any:
     """An `lm_eval.api.model.LM` that evaluates `model`."""
     try:
         from lm_eval.api.model import LM
     except ImportError:
-        raise UserError(
-            "lm-eval is not installed; install the extra: pip install 'shoestring[eval]'"
-        ) from None
+        raise UserError("lm-eval is not installed; install the extra: pip install 'shoestring[eval]'") from None
 
     scorer = Scorer(model, tokenizer, batch_rows=batch_rows, max_requests=max_requests)
 
@@ -49,9 +45,7 @@ def lm_eval_model(
         def generate_until(self, requests: list[Any]) -> list[str]:
             return scorer.generate_until([r.args for r in requests])
 
-        def apply_chat_template(
-            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-        ) -> str:
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return tokenizer.render_chat(chat_history, add_generation_prompt)
 
         def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -67,9 +61,7 @@ def lm_eval_model(
 class Scorer:
     """The three questions lm-eval asks, on plain strings and numbers."""
 
-    def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, *, batch_rows: int = 1024, max_requests: int = 8
-    ) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, batch_rows: int = 1024, max_requests: int = 8) -> None:
         self.model, self.tokenizer, self.batch_rows = model, tokenizer, batch_rows
         self.engine = Engine(model, tokenizer, max_requests=max_requests)
         self.context = model.spec.max_positions

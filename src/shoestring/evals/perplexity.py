@@ -13,6 +13,7 @@ Left out: words, documents and BOS tokens. A sequence is scored as it is given.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.evals.scoring import Progress, read_nll
+from shoestring.formats import keep_decoded
+from shoestring.host.block_offload import BlockOffload, activation_store, on_device
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder, Head
 
@@ -85,6 +88,69 @@ def perplexity(
     return perplexity_of(nll_sum, total, context, stride)
 
 
+@torch.no_grad()
+def streamed_perplexity(
+    model: Decoder,
+    tokens: Tensor,
+    offload: BlockOffload,
+    *,
+    context: int = 1024,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch: int = 1,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """The same number for a model of which one block at a time is on the device (host/block_offload.py).
+
+    All windows are embedded, then go through one block after the other; the final norm and the output head come last.
+    progress(counted so far, to count) counts a block as its share of all tokens.
+    """
+    stride = context if stride is None else stride
+    tokens = checked_tokens(model, tokens, context, stride, max_tokens, batch)
+    plan = windows(len(tokens), context, stride)
+    groups = equal_shapes(plan, batch)
+    total = sum(w.stop - w.counted_from for w in plan)
+    device, dtype = offload.onload_device or model.device, model.compute_dtype
+    width = max(w.stop - w.start for w in plan) - 1  # a window's last token is only predicted, never read
+    with ExitStack() as stack:
+        shape = (len(plan), width, model.spec.d_model)
+        store = activation_store(shape, dtype, device, offload, stack)
+        parts = _parts(store, groups)
+        args = {t: model.block_args(t, device) for t in {part.shape[1] for part in parts}}
+        for part, group in zip(parts, groups, strict=True):
+            part.copy_(model.embed_inputs(torch.stack([tokens[w.start : w.stop - 1] for w in group])))
+        for index, block in enumerate(model.blocks):
+            with on_device(block, offload.onload_device, dtype):
+                if device.type == "cpu":  # no kernels for packed weights: decoded once, not in every pass
+                    keep_decoded(block, dtype=dtype)
+                for part in parts:
+                    part.copy_(block(part.contiguous().to(device), *args[part.shape[1]][index]))
+            if progress is not None:
+                progress(total * (index + 1) // len(model.blocks), total)
+        for module in model.tail_modules():
+            stack.enter_context(on_device(module, offload.onload_device, dtype))
+        nll_sum = sum(
+            _streamed_nll_sum(model, part.contiguous().to(device), tokens, group)
+            for part, group in zip(parts, groups, strict=True)
+        )
+    return perplexity_of(nll_sum, total, context, stride)
+
+
+def _parts(store_NTD: Tensor, groups: list[list[Window]]) -> list[Tensor]:
+    """The views of the store that belong to each group of windows; the last window of a text can be shorter."""
+    parts, at = [], 0
+    for group in groups:
+        parts.append(store_NTD[at : at + len(group), : group[0].stop - group[0].start - 1])
+        at += len(group)
+    return parts
+
+
+def _streamed_nll_sum(model: Decoder, x_BTD: Tensor, tokens: Tensor, group: list[Window]) -> float:
+    rows, targets = predicted(tokens, group, x_BTD.device)
+    hidden_RD = model.final_hidden(x_BTD).flatten(0, 1)[rows]
+    return float(read_nll(hidden_RD, model.read_head(hidden_RD.dtype), targets)[0].double().sum())
+
+
 def perplexity_of(nll_sum: float, num_tokens: int, context: int, stride: int) -> Perplexity:
     nll = nll_sum / num_tokens
     return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, num_tokens, context, stride)
@@ -143,9 +209,7 @@ def checked_tokens(
     spec = model.spec
     check_context(spec, context)
     if not 1 <= stride <= context:
-        raise UserError(
-            f"stride={stride} is not allowed; give 1 to context={context}, or tokens would be skipped"
-        )
+        raise UserError(f"stride={stride} is not allowed; give 1 to context={context}, or tokens would be skipped")
     if batch < 1:
         raise UserError(f"batch={batch} is not allowed; give 1 or more")
     if max_tokens is not None and max_tokens < 2:

@@ -22,6 +22,7 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.model import collectives
 from shoestring.model.attention import Attend
+from shoestring.model.layer_plan import DecoderPlan
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder, Head
 
@@ -99,9 +100,7 @@ def _lay_out(prompt: Sequence[int], continuations: Sequence[Sequence[int]], spec
     # The last token of a continuation is only predicted, never read.
     room = spec.max_positions - (longest - 1)
     if room < 1:
-        raise UserError(
-            f"a continuation has {longest} tokens, but the model reads {spec.max_positions}; shorten it"
-        )
+        raise UserError(f"a continuation has {longest} tokens, but the model reads {spec.max_positions}; shorten it")
     prompt = list(prompt)[-room:]
     seq = _Sequence(list(prompt), list(range(len(prompt))), [0] * len(prompt), [], [])
     for branch, continuation in enumerate(continuations, start=1):
@@ -135,7 +134,7 @@ def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]
 
     # Padding stands behind the real rows, which therefore never see it.
     positions_BT = padded([s.positions for s in batch])
-    attend = branch_attention(positions_BT, padded([s.branches for s in batch]), model.spec)
+    attend = branch_attention(positions_BT, padded([s.branches for s in batch]), model.plan)
     rows = [b * width + r for b, s in enumerate(batch) for rows in s.rows for r in rows]
     targets = torch.tensor([t for s in batch for ts in s.targets for t in ts], device=device)
     greedy_R: list[bool] = []
@@ -163,7 +162,7 @@ def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]
     return scores
 
 
-def branch_attention(positions_BT: Tensor, branches_BT: Tensor, spec: ModelSpec) -> Attend:
+def branch_attention(positions_BT: Tensor, branches_BT: Tensor, plan: DecoderPlan) -> Attend:
     """Attention in which a row sees earlier rows of branch 0 and of its own branch."""
     num_rows = positions_BT.shape[1]
     earlier = torch.ones(num_rows, num_rows, dtype=torch.bool, device=positions_BT.device).tril()
@@ -172,7 +171,7 @@ def branch_attention(positions_BT: Tensor, branches_BT: Tensor, spec: ModelSpec)
     age_BTS = positions_BT[:, :, None] - positions_BT[:, None, :]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = spec.window(layer)
+        window = plan.layers[layer].attn.window
         # A padding row may be younger than all it could see; with itself in view its softmax stays finite.
         mask = seen_BTS if window is None else seen_BTS & (age_BTS < window)
         out = F.scaled_dot_product_attention(

@@ -24,8 +24,8 @@ from torch import nn
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
 from shoestring.model.transformer import Decoder
-from shoestring.serve.engine import Engine
-from shoestring.serve.sampling import Sampling
+from shoestring.serve.engine.engine import Engine
+from shoestring.serve.engine.sampling import Sampling
 
 
 @dataclass(frozen=True)

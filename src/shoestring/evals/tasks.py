@@ -74,9 +74,7 @@ def read_task(path: str | Path, *, limit: int | None = None) -> Task:
             break
         this_kind, question = _parse(line, f"{path}:{number}")
         if kind is not None and this_kind != kind:
-            raise UserError(
-                f"{path}:{number}: a {this_kind} question in a {kind} task; split them into two files"
-            )
+            raise UserError(f"{path}:{number}: a {this_kind} question in a {kind} task; split them into two files")
         kind = this_kind
         questions.append(question)
     if kind is None:
@@ -99,16 +97,10 @@ def _parse(line: str, where: str) -> tuple[Kind, Question]:
             f"{where}: neither {{context, continuation}} nor {{query, choices, gold}}; it has {sorted(record)}"
         )
     choices, gold = record.get("choices"), record.get("gold")
-    if (
-        not isinstance(choices, list)
-        or len(choices) < 2
-        or not all(isinstance(c, str) and c for c in choices)
-    ):
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
         raise UserError(f"{where}: choices must be a list of at least two non-empty strings")
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
-        raise UserError(
-            f"{where}: gold={gold!r} must be the number of the right choice, 0 to {len(choices) - 1}"
-        )
+        raise UserError(f"{where}: gold={gold!r} must be the number of the right choice, 0 to {len(choices) - 1}")
     return "choice", Question(_text(record, "query", where), tuple(choices), gold)
 
 
@@ -136,12 +128,7 @@ def run_task(
 
 
 def answer(
-    model: Decoder,
-    tokenizer: Encoder,
-    task: Task,
-    *,
-    batch_rows: int = 1024,
-    progress: Progress | None = None,
+    model: Decoder, tokenizer: Encoder, task: Task, *, batch_rows: int = 1024, progress: Progress | None = None
 ) -> list[bool]:
     """Which questions the model gets right."""
     items = [_encode(tokenizer, q) for q in task.questions]

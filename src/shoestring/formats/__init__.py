@@ -1,6 +1,7 @@
 from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.convert import (
     ConvertReport,
+    allocate_packed,
     bits_per_weight,
     convert,
     formats_of,
@@ -8,9 +9,8 @@ from shoestring.formats.convert import (
     keep_decoded,
     pack,
     packed_state,
-    prepare_packed,
-    serve,
     unpack,
+    use_kernels,
 )
 from shoestring.formats.dense import Dense
 from shoestring.formats.float_asym import FloatAsym
@@ -36,6 +36,7 @@ __all__ = [
     "Slorb",
     "Sparse24",
     "Stacked",
+    "allocate_packed",
     "bits_per_weight",
     "convert",
     "formats_of",
@@ -45,7 +46,6 @@ __all__ = [
     "pack",
     "packed_state",
     "parse_format",
-    "prepare_packed",
-    "serve",
     "unpack",
+    "use_kernels",
 ]

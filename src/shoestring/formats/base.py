@@ -1,9 +1,8 @@
 """Format: what a weight is.
 
-A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It says how a
+A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It defines how a
 weight [out, in] is stored (`encode`), what the stored parts mean (`decode`), what training multiplies with
-(`fake`) and how a packed weight is applied (`linear`). `FormatLinear` hosts every Format; nothing else in the
-package knows one by name.
+(`fake`) and how a packed weight is applied (`linear`). `FormatLinear` hosts every Format.
 
 The laws every Format obeys are tested in tests/formats/test_laws.py:
  1. decode(encode(w)) stays within `error_bound(w, state)`.
@@ -51,8 +50,7 @@ class Format(ABC):
     """The protocol and its defaults; see the module docstring for the laws."""
 
     name: ClassVar[str]
-    # Parts that are replicated. Every other part is [rows, cols, ...] with dims 0 and 1 in proportion to the
-    # weight's.
+    # Parts that are replicated. Every other part is [rows, cols, ...] with dims 0 and 1 in proportion to the weight's.
     whole_parts: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -71,9 +69,7 @@ class Format(ABC):
 
     @abstractmethod
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
-        """Stored bits per weight including scales, zeros and tables; `dtype` is that of weights kept as they
-        are.
-        """
+        """Stored bits per weight including scales, zeros and tables; `dtype` is that of weights kept as they are."""
 
     # -- meaning ---------------------------------------------------------------------------------------------
     def state(self, w: Tensor) -> dict[str, Aux]:
@@ -99,9 +95,7 @@ class Format(ABC):
         """Elementwise bound on |decode(encode(w)) - w|."""
 
     def cut(self, parts: Parts, shape: tuple[int, int], rows: slice, cols: slice) -> Parts:
-        """The parts of w[rows, cols], out of the parts of a w of `shape`; the cut must lie on `block`
-        boundaries.
-        """
+        """The parts of w[rows, cols], out of the parts of a w of `shape`; cuts must be at `block` boundaries."""
         return {
             n: t
             if n in self.whole_parts
@@ -113,15 +107,19 @@ class Format(ABC):
         """The Format of the packed parts: itself, without what only matters while there is a weight."""
         return self
 
+    @property
+    def trains_grid(self) -> bool:
+        """Whether the state has the levels' scales or zero points as Parameters that train."""
+        return False
+
     # -- use -------------------------------------------------------------------------------------------------
-    def serving_parts(self, parts: Parts) -> Parts:
+    def kernel_parts(self, parts: Parts) -> Parts:
         """The same weight in the order that a kernel on the parts' device reads; the parts themselves where
-        there is none. `linear` takes either.
-        """
+        there is none. `linear` takes either."""
         return parts
 
     def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
-        """The inverse of serving_parts, bit for bit, for a (local) weight of `shape`."""
+        """The inverse of kernel_parts, bit for bit, for a (local) weight of `shape`."""
         return parts
 
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
@@ -132,15 +130,14 @@ class Format(ABC):
 
     # -- config ----------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, **dataclasses.asdict(self)}
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {"name": self.name, **{n: v.to_json() if isinstance(v, Format) else v for n, v in settings.items()}}
 
 
 def scale_slice(s: slice, size: int, part_size: int) -> slice:
     """The slice of a part's dim that belongs to slice `s` of a weight's dim of `size`."""
     start, stop, _ = s.indices(size)
-    assert start * part_size % size == 0 and stop * part_size % size == 0, (
-        f"{s} cuts a part of {part_size} for {size}"
-    )
+    assert start * part_size % size == 0 and stop * part_size % size == 0, f"{s} cuts a part of {part_size} for {size}"
     return slice(start * part_size // size, stop * part_size // size)
 
 

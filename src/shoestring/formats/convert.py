@@ -7,10 +7,9 @@ Rules are (glob, Format) pairs on dotted module names; the first that matches wi
 rule that matches nothing is an error, and so is one that earlier rules leave nothing to. Modules whose last
 name is in `skip` (the output head) are only touched by a rule that spells that last name out.
 
-Modules are changed in place: an nn.Linear becomes a FormatLinear by changing its class, so its name,
-Parameters, hooks and every reference to it stay. transformers' Conv1D (GPT-2) becomes a FormatLinear too; its
-weight is a new Parameter, transposed to [out, in]. A weight that two modules share (a tied head) is never
-converted: packing would untie it.
+Modules are changed in place: an nn.Linear becomes a FormatLinear by changing its class, so its name, Parameters, hooks
+and every reference to it stay. transformers' Conv1D (GPT-2) becomes a FormatLinear too; its weight is a new Parameter,
+transposed to [out, in]. A weight that two modules share (a tied head) is never converted: packing would untie it.
 
 Left out on purpose: embeddings, convolutions, and subclasses of nn.Linear, whose forward is not known.
 """
@@ -18,6 +17,7 @@ Left out on purpose: embeddings, convolutions, and subclasses of nn.Linear, whos
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -65,23 +65,17 @@ class ConvertReport:
         return bits / weights if weights else 0.0
 
     def __str__(self) -> str:
-        rows: dict[tuple[str, ...], int] = {}
+        rows: Counter[tuple[str, ...]] = Counter()
         for c in self.changed:
             bits = f"{c.format.bits_per_weight(c.shape):.2f} bits per weight"
-            _count(
-                rows, fold(c.name), f"{c.shape[0]} x {c.shape[1]}", f"{c.before} -> {c.format.label}", bits
-            )
+            rows[fold(c.name), f"{c.shape[0]} x {c.shape[1]}", f"{c.before} -> {c.format.label}", bits] += 1
         for x in self.left:
-            _count(rows, fold(x.name), x.kind, "left alone", x.reason)
+            rows[fold(x.name), x.kind, "left alone", x.reason] += 1
         cells = [(key[0], f"x{n}" if n > 1 else "", *key[1:]) for key, n in rows.items()]
         widths = [max(len(row[i]) for row in cells) for i in range(5)] if cells else []
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         summary = f"{len(self.changed)} changed ({self.bits_per_weight:.2f} bits per weight)"
         return "\n".join([*lines, f"{summary}, {len(self.left)} left alone"])
-
-
-def _count(rows: dict[tuple[str, ...], int], *key: str) -> None:
-    rows[key] = rows.get(key, 0) + 1
 
 
 def fold(name: str) -> str:
@@ -91,9 +85,7 @@ def fold(name: str) -> str:
 
 # -- which modules -------------------------------------------------------------------------------------------
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: y = x @ weight + bias with weight [in, out]. By name, so transformers is not
-    imported.
-    """
+    """transformers' Conv1D: y = x @ weight + bias with weight [in, out]. By name, so transformers is not imported."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
@@ -106,13 +98,9 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     return (module.weight.shape[1], module.weight.shape[0])
 
 
-def candidates(model: nn.Module) -> dict[str, nn.Module]:
+def weight_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every module that multiplies with a weight matrix, convertible or not, by its first dotted name."""
-    return {
-        name: m
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | nn.Embedding) or is_conv1d(m)
-    }
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding) or is_conv1d(m)}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -163,9 +151,7 @@ def assign(
         if reason and hits and rules[hits[0]][0] == name and not isinstance(rules[hits[0]][1], Dense):
             raise UserError(f"{name} cannot be converted: {reason}. Remove it from the rules.")
         if reason or not hits:
-            why = reason or (
-                "the output head; name it in a rule to convert it" if skipped else "no rule matches"
-            )
+            why = reason or ("the output head; name it in a rule to convert it" if skipped else "no rule matches")
             left.append(Left(name, type(module).__name__, why))
             continue
         used.add(hits[0])
@@ -176,9 +162,7 @@ def assign(
     return chosen, left
 
 
-def idle_rule(
-    glob: str, matched: list[str], chosen: dict[str, Format], left: list[Left], names: list[str]
-) -> str:
+def idle_rule(glob: str, matched: list[str], chosen: dict[str, Format], left: list[Left], names: list[str]) -> str:
     """The message for a rule that changes nothing."""
     if not matched:
         hint = suggest(glob, names) or f" There are: {', '.join(sorted({fold(n) for n in names})[:8])}."
@@ -190,21 +174,17 @@ def idle_rule(
 
 
 # -- convert -------------------------------------------------------------------------------------------------
-def convert(
-    model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("head", "lm_head")
-) -> ConvertReport:
+def convert(model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("head", "lm_head")) -> ConvertReport:
     """Give layers Formats, in place; nothing is changed when a rule or a shape is wrong.
 
     Works on meta tensors too: fill the weights, then call `init_state(model)`.
     """
-    modules = candidates(model)
+    modules = weight_modules(model)
     chosen, left = assign(modules, rules, skip, tied_names(model))
     for name, format in chosen.items():
         module = modules[name]
         if isinstance(module, FormatLinear) and module.packed:
-            raise UserError(
-                f"{name} is packed as {module.format.label}: call unpack(model) before converting again."
-            )
+            raise UserError(f"{name} is packed as {module.format.label}: call unpack(model) before converting again.")
         try:
             format.check(weight_shape(module))
         except UserError as error:
@@ -216,12 +196,12 @@ def convert(
             report.left.append(Left(name, type(module).__name__, "dense by rule"))
             continue
         before = module.format.label if isinstance(module, FormatLinear) else type(module).__name__
-        adopt(module).set_format(format)
+        to_format_linear(module).set_format(format)
         report.changed.append(Changed(name, weight_shape(module), before, format))
     return report
 
 
-def adopt(module: nn.Module) -> FormatLinear:
+def to_format_linear(module: nn.Module) -> FormatLinear:
     """Turn an nn.Linear or Conv1D into a dense FormatLinear, in place."""
     if isinstance(module, FormatLinear):
         return module
@@ -259,15 +239,12 @@ def formats_of(model: nn.Module) -> dict[str, Format]:
 def pack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
     """Replace the weight of every layer with a Format by its stored parts, in place; returns their names.
 
-    `dtype` is the one the model computes in: the parts encode weight.to(dtype), which is what training
-    multiplied with.
+    `dtype` is the one the model computes in: the parts encode weight.to(dtype), which is what training multiplied with.
     """
     from torch.distributed.fsdp import FSDPModule
 
     if any(isinstance(m, FSDPModule) for m in model.modules()):
-        raise UserError(
-            "A model under fully_shard cannot be packed in place: use packed_state(model) and save that."
-        )
+        raise UserError("A model under fully_shard cannot be packed in place: use packed_state(model) and save that.")
     names = []
     for name, module in format_linears(model):
         if module.packed or isinstance(module.format, Dense):
@@ -281,16 +258,14 @@ def pack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
 
 
 def packed_state(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The state_dict that `pack` would leave, without touching the model (sharded weights give sharded
-    parts).
-    """
+    """The state_dict that `pack` would leave, without touching the model (sharded weights give sharded parts)."""
     state = {name: t.detach() for name, t in model.state_dict().items()}
     for name, module in format_linears(model):
         if module.packed or isinstance(module.format, Dense):
             continue
         prefix = f"{name}.weight" if name else "weight"
-        for old in ("", *(f"_{n}" for n in module.state_names)):
-            state.pop(prefix + old, None)
+        for old in (prefix, *(f"{prefix}_{n}" for n in module.state_names)):
+            state.pop(old, None)
         state.update({f"{prefix}_{part}": t for part, t in module.encode(dtype).items()})
     return state
 
@@ -302,12 +277,12 @@ def keep_decoded(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Non
         module.keep_decoded(dtype)
 
 
-def serve(model: nn.Module) -> list[str]:
+def use_kernels(model: nn.Module) -> list[str]:
     """Lay packed weights out for the kernels of their device, in place; the names of those that have one.
 
     `load_model` does this on a GPU. Values, state_dict and memory stay what they were.
     """
-    return [name for name, module in format_linears(model) if module.serve()]
+    return [name for name, module in format_linears(model) if module.use_kernels()]
 
 
 def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
@@ -320,15 +295,12 @@ def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]
     return names
 
 
-def prepare_packed(
-    model: nn.Module, formats: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32
-) -> None:
+def allocate_packed(model: nn.Module, formats: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32) -> None:
     """Make the named layers packed ones with uninitialised parts, so that load_state_dict can fill them.
 
-    `formats` is {module name: Format.to_json()}, as `{n: f.to_json() for n, f in formats_of(model).items()}`
-    gives it.
+    `formats` is {module name: Format.to_json()}, as `{n: f.to_json() for n, f in formats_of(model).items()}` gives it.
     """
-    modules = candidates(model)
+    modules = weight_modules(model)
     tied = tied_names(model)
     for name, data in formats.items():
         if name not in modules:
@@ -341,7 +313,7 @@ def prepare_packed(
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         if not isinstance(format, Dense):
-            adopt(modules[name]).prepare_packed(format, dtype)
+            to_format_linear(modules[name]).allocate_packed(format, dtype)
 
 
 def bits_per_weight(model: nn.Module) -> float:

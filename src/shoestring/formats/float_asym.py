@@ -8,7 +8,7 @@ the table at zero where a zero point would shift it away. Per group, with C the 
     q  = the level nearest to w among T[q] * s+ (w > 0) or T[q] * s- (otherwise); a tie goes to the lower one
     w' = T[q] * (s+ if T[q] > 0 else s-)
 
-Stored parts: codes uint8 [out, in*b/8] (kernels/packing.py), scale 16 bits [out, groups, scales] with s+
+Stored parts: codes uint8 [out, in*b/8] (kernels/lowbit/packing.py), scale 16 bits [out, groups, scales] with s+
 first, table fp32 [2**b] in rising order. The table travels with the weight because two published "NF3" tables
 differ; decode uses the stored one. FP tables have an odd number of values: their last code is never written
 and repeats the largest value.
@@ -21,31 +21,16 @@ out on purpose: learned tables, and tables without a zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, suggest
-from shoestring.formats.base import Aux, Format, Parts, straight_through
-from shoestring.formats.groups import (
-    SCALE_DTYPES,
-    check_settings,
-    check_width,
-    extremes,
-    grid_state,
-    group_width,
-    kept_scale,
-    on_learned_grid,
-    rounding_slack,
-    split,
-    storable_scale,
-)
-from shoestring.formats.rounding import to_dtype
-from shoestring.formats.serving import apply_parts, chunk_layout, from_chunks, to_chunks
-from shoestring.kernels.lowbit_layout import Layout
-from shoestring.kernels.packing import pack_bits, packed_width, unpack_bits
+from shoestring.formats.base import Aux, Parts, straight_through
+from shoestring.formats.groups import group_width, on_learned_grid, rounding_slack, split, storable_scale
+from shoestring.formats.quantized import QuantizedFormat
 
 
 def normal_float_table(bits: int) -> tuple[float, ...]:
@@ -83,7 +68,7 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True)
-class FloatAsym(Format):
+class FloatAsym(QuantizedFormat):
     """`table` nf2, nf3, nf4, fp3 or fp4; `scales` 1 or 2 per `group` weights (group 0: the whole row)."""
 
     table: str = "nf3"
@@ -98,57 +83,32 @@ class FloatAsym(Format):
     def __post_init__(self) -> None:
         if self.table not in TABLES:
             allowed = ", ".join(TABLES)
-            raise UserError(
-                f"There is no table {self.table!r}: use {allowed}.{suggest(self.table, list(TABLES))}"
-            )
+            raise UserError(f"There is no table {self.table!r}: use {allowed}.{suggest(self.table, list(TABLES))}")
         if self.scales not in (1, 2):
-            raise UserError(
-                f"FloatAsym with {self.scales} scales is not possible: use 1, or 2 for one per sign."
-            )
-        check_settings(self.group, self.scale_dtype, self.grid)
+            raise UserError(f"FloatAsym with {self.scales} scales is not possible: use 1, or 2 for one per sign.")
+        super().__post_init__()
 
     @property
     def label(self) -> str:
-        suffix = "" if self.scale_dtype == "float16" else f":{self.scale_dtype}"
-        suffix += "" if self.grid == "derived" else f":{self.grid}"
-        return f"{self.table}:s{self.scales}:g{self.group}{suffix}"
+        return f"{self.table}:s{self.scales}{self.suffix}"
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> int:  # type: ignore[override]
         return int(self.table[-1])
 
     @property
     def symmetric(self) -> bool:
         return self.scales == 1
 
-    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        return (1, group_width(shape[1], self.group))
-
-    def check(self, shape: tuple[int, int]) -> None:
-        check_width(shape, self.group)
-
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
         table_bits = 32 * 2**self.bits / (shape[0] * shape[1])
         return self.bits + 16 * self.scales / group_width(shape[1], self.group) + table_bits
 
-    def fix_grid(self) -> FloatAsym:
-        return replace(self, grid="fixed")
-
-    def learn_grid(self) -> FloatAsym:
-        return replace(self, grid="learned")
-
-    def stored(self) -> FloatAsym:
-        return replace(self, grid="derived")
-
     def state(self, w: Tensor) -> dict[str, Aux]:
         levels = TABLES[self.table]
         padded = levels + levels[-1:] * (2**self.bits - len(levels))
-        state = {"table": Aux(torch.tensor(padded, dtype=torch.float32, device=w.device), "whole")}
-        if self.grid != "derived":
-            grid = self.find_grid(*extremes(split(w, self.group)))
-            block = group_width(w.shape[1], self.group)
-            state["scale"] = grid_state(grid["scale"], self.scale_dtype, block, self.grid)
-        return state
+        table = torch.tensor(padded, dtype=torch.float32, device=w.device)
+        return {"table": Aux(table, "whole"), **super().state(w)}
 
     def find_grid(self, low: Tensor, high: Tensor) -> Parts:
         sides = torch.cat([high, -low], dim=-1).clamp(min=0)
@@ -156,11 +116,8 @@ class FloatAsym(Format):
             sides = sides.amax(-1, keepdim=True)
         return {"scale": storable_scale(sides * (1 / TABLES[self.table][-1]), self.scale_dtype)}
 
-    def snap(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
-        codes = self.find_codes(w_g, grid["scale"], state["table"])
-        return self.levels(codes, grid["scale"], state["table"])
-
-    def find_codes(self, w_g: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    def find_codes(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
+        table, scale = state["table"], grid["scale"]
         middle = (table[1:] + table[:-1]) * 0.5
         # Comparing with middle * scale instead of looking up w / scale: a product rounds the same way
         # everywhere, a division does not. A middle has the sign of its outer level, hence the scale of that
@@ -171,79 +128,27 @@ class FloatAsym(Format):
             codes = codes + (w_g > edges[..., k : k + 1]).to(torch.uint8)
         return codes
 
-    def quantize(self, w: Tensor, state: Parts) -> tuple[Tensor, Tensor]:
-        """uint8 codes [out, groups, group] and fp32 scale [out, groups, scales]."""
-        w_g = split(w, self.group)
-        if self.grid == "derived":
-            scale = self.find_grid(*extremes(w_g))["scale"]
-        else:
-            scale = kept_scale(state["scale"], self.scale_dtype)
-        return self.find_codes(w_g, scale, state["table"]), scale
-
-    def levels(self, codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    def levels(self, codes: Tensor, grid: Parts, tables: Parts) -> Tensor:
         # index_select: five times faster on the CPU than table[codes].
-        level = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-        return level * torch.where(level > 0, scale[..., :1], scale[..., -1:])
+        level = tables["table"].index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+        return level * torch.where(level > 0, grid["scale"][..., :1], grid["scale"][..., -1:])
 
-    def dequantize(self, codes: Tensor, scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-        return to_dtype(self.levels(codes, scale, table).flatten(-2), dtype)
-
-    def encode(self, w: Tensor, state: Parts) -> Parts:
-        codes, scale = self.quantize(w, state)
-        return {
-            "codes": pack_bits(codes.flatten(-2), self.bits),
-            "scale": scale.to(SCALE_DTYPES[self.scale_dtype]),
-            "table": state["table"],
-        }
-
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        scale = parts["scale"].float()
-        codes = unpack_bits(parts["codes"], self.bits).unflatten(-1, (scale.shape[-2], -1))
-        return self.dequantize(codes, scale, parts["table"], dtype)
-
-    def fake(self, w: Tensor, state: Parts) -> Tensor:
-        # decode(encode(w)) without packing the codes and unpacking them again.
-        codes, scale = self.quantize(w.detach(), state)
-        if self.grid != "learned":
-            return straight_through(w, self.dequantize(codes, scale, state["table"], w.dtype))
+    def learned(self, w: Tensor, level: Tensor, grid: Parts, state: Parts) -> Tensor:
         table, positive = state["table"], split(w.detach(), self.group) > 0
         # The outermost gap is the widest of every table: half of it is as far as rounding can move a weight.
         ends = torch.where(positive, table[-1] - table[len(TABLES[self.table]) - 2], table[1] - table[0])
-        sides = straight_through(state["scale"], scale)
+        sides = straight_through(state["scale"], grid["scale"])
         side = torch.where(positive, sides[..., :1], sides[..., -1:])
-        return on_learned_grid(w, self.levels(codes, scale, table), side, ends * side.detach() * 0.5)
-
-    def layout(self, width: int) -> Layout:
-        return chunk_layout(self.bits, group_width(width, self.group), self.scales, True, self.scale_dtype)
-
-    def serving_parts(self, parts: Parts) -> Parts:
-        chunks = to_chunks(parts, self.layout(parts["codes"].shape[1] * 8 // self.bits))
-        return parts if chunks is None else {"chunks": chunks, "table": parts["table"]}
-
-    def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
-        if "chunks" not in parts:
-            return parts
-        stored = from_chunks(parts["chunks"], self.layout(shape[1]), shape, self.group, self.scale_dtype)
-        return {**stored, "table": parts["table"]}
-
-    def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
-        y = apply_parts(x, parts, bias, self.layout(x.shape[-1]))
-        return super().linear(x, parts, bias) if y is None else y
+        return on_learned_grid(w, level, side, ends * side.detach() * 0.5)
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
-        rows, width = shape
-        groups = width // group_width(width, self.group)
-        return {
-            "codes": torch.empty(rows, packed_width(width, self.bits), dtype=torch.uint8),
-            "scale": torch.empty(rows, groups, self.scales, dtype=SCALE_DTYPES[self.scale_dtype]),
-            "table": torch.empty(2**self.bits, dtype=torch.float32),
-        }
+        return {**super().empty_parts(shape, dtype), "table": torch.empty(2**self.bits, dtype=torch.float32)}
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
         """Half the table's widest gap on the weight's side of zero, plus what the stored scale cuts off."""
         table = state["table"]
         w_g = split(w, self.group)
-        _, scale = self.quantize(w, state)
+        scale = self.quantize(w, state)[1]["scale"]
         gaps, middle = table[1:] - table[:-1], (table[1:] + table[:-1]) * 0.5
         up, down = gaps[middle > 0].max(), gaps[middle < 0].max()
         side_gap = torch.where(w_g > 0, up, down) / 2

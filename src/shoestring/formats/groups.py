@@ -5,11 +5,10 @@ A scale is rounded to its stored dtype *before* it is used, so training multipli
 checkpoint holds. Scales are 16 bits wide on purpose: code * scale is then exact in fp32 (8 + 11 bits), so a
 compiler that fuses multiplications and additions cannot change a result.
 
-The grid of a group (scale, and zero point where there is one) follows the weights' extremes at every step
-("derived"), or is kept beside the weight: frozen ("fixed"), for whoever chose it by other means, or as fp32
-Parameters that train with the weight ("learned"). A learned scale is rounded to 16 bits and a learned zero
-point to a whole code before they are used, straight-through. `GridFormat` is what a method that chooses grids
-needs of a Format.
+The grid of a group (scale, and zero point where there is one) follows the weights' extremes at every step ("derived"),
+or is state beside the weight: frozen ("fixed"), for methods that choose it otherwise, or fp32 Parameters that train
+with the weight ("learned"). A learned scale is rounded to 16 bits and a learned zero point to a whole code before they
+are used, straight-through. `GridFormat` is the interface of methods that choose grids.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats.base import Aux, Parts, straight_through
 from shoestring.formats.rounding import round_to, to_dtype
-from shoestring.kernels.packing import CODES_PER_RUN
+from shoestring.kernels.lowbit.packing import CODES_PER_RUN
 
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # bfloat16 could go lower and higher; nothing between a weight and its scale may leave the range of fp32.
@@ -48,7 +47,7 @@ class GridFormat(Protocol):
         ...
 
     def find_grid(self, low: Tensor, high: Tensor) -> Parts:
-        """The grid of groups whose weights lie within [low, high]."""
+        """The grid of groups whose weights are within [low, high]."""
         ...
 
     def snap(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
@@ -92,9 +91,7 @@ def check_width(shape: tuple[int, int], group: int) -> None:
         )
     if group and width % group:
         fits = ", ".join(map(str, fitting_groups(width, group)))
-        raise UserError(
-            f"Group {group} does not divide input width {width}: use group {fits}, or 0 for one per row."
-        )
+        raise UserError(f"Group {group} does not divide input width {width}: use group {fits}, or 0 for one per row.")
 
 
 def group_width(width: int, group: int) -> int:
@@ -124,14 +121,7 @@ def grid_state(t: Tensor, scale_dtype: str, group: int, grid: str) -> Aux:
     return Aux(t.to(SCALE_DTYPES[scale_dtype]), "rows", (1, group))
 
 
-def kept_scale(scale: Tensor, scale_dtype: str) -> Tensor:
-    """The fp32 value that is used (and stored) of a scale kept as state."""
-    return storable_scale(scale.detach().float(), scale_dtype)
-
-
-def on_learned_grid(
-    w: Tensor, level: Tensor, scale: Tensor, reach: Tensor, zero: Tensor | None = None
-) -> Tensor:
+def on_learned_grid(w: Tensor, level: Tensor, scale: Tensor, reach: Tensor, zero: Tensor | None = None) -> Tensor:
     """The levels [out, groups, group] as a weight like `w`, with a gradient to w, scale and zero.
 
     Rounding is straight-through, so that per weight (LSQ; for zero points EfficientQAT)
@@ -139,7 +129,7 @@ def on_learned_grid(
         within the grid     dw'/dw = 1      dw'/ds = (w' - w) / s      dw'/dz = 0
         beyond it           dw'/dw = 0      dw'/ds = w' / s            dw'/dz = -s
 
-    `scale` broadcasts to `level`; a weight further than `reach` from its level lies beyond the grid.
+    `scale` broadcasts to `level`; a weight further than `reach` from its level is beyond the grid.
     """
     w_g = w.float().view(level.shape)
     with torch.no_grad():

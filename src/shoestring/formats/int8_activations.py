@@ -3,10 +3,10 @@
     pack(model)  # or load a packed model
     names = quantize_activations(model)
 
-A CPU without this multiplies with decoded weights in fp32. The layers named in the answer multiply 4-bit codes
-with 8-bit activations instead (kernels/w4a8.py). It is opt-in because logits change a little:
-bench/cpu_decode.py has the perplexity beside the speed. Saving, unpacking and moving the model work as
-before; on another device or in another dtype the layer computes as any packed layer.
+By default a CPU multiplies with decoded weights in fp32. The returned layers multiply 4-bit codes with 8-bit
+activations instead (kernels/lowbit/w4a8.py). It is opt-in because logits change a little: benchmarks/cpu_decode.py
+has the perplexity beside the speed. Saving, unpacking and moving the model work as before; on another device or in
+another dtype the layer computes as any packed layer.
 
 Left out on purpose: table formats (nf, fp), 2:4, groups that are no multiple of 32: such layers stay as they are.
 """
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.formats.convert import format_linears
 from shoestring.formats.int_asym import IntAsym
-from shoestring.formats.linear import FormatLinear
-from shoestring.kernels.packing import unpack_bits
-from shoestring.kernels.w4a8 import Operands, fast, prepare, unusable, usable_group, w4a8
+from shoestring.formats.linear import FormatLinear, is_sharded
+from shoestring.kernels.lowbit.packing import unpack_bits
+from shoestring.kernels.lowbit.w4a8 import Operands, has_arm_kernels, pack_operands, unusable, usable_group, w4a8
 
 
 class Int8Linear(FormatLinear):
@@ -63,25 +63,25 @@ def operands_of(*layers: FormatLinear) -> Operands:
     assert isinstance(format, IntAsym) and all(x.format == format and x.packed for x in layers)
     parts = [x.parts() for x in layers]
     codes, scale, zero = (torch.cat([p[n] for p in parts]) for n in ("codes", "scale", "zero"))
-    return prepare(unpack_bits(codes, format.bits), scale, zero, format.bits)
+    return pack_operands(unpack_bits(codes, format.bits), scale, zero, format.bits)
 
 
-def fits(layer: FormatLinear) -> bool:
+def has_int8_kernel(layer: FormatLinear) -> bool:
     format = layer.format
     return (
         layer.packed
         and isinstance(format, IntAsym)
         and usable_group(format.group, layer.in_features)
-        and not hasattr(next(iter(layer.buffers())), "placements")
+        and not is_sharded(next(iter(layer.buffers())))
     )
 
 
 def would_gain(model: nn.Module, compute_dtype: torch.dtype) -> bool:
-    """Whether `quantize_activations` would make this model much faster here; known of Arm processors alone."""
+    """Whether `quantize_activations` would make this model much faster here; known only for Arm processors."""
     layers = [layer for _, layer in format_linears(model)]
     on_cpu = all(p.device.type == "cpu" for p in model.parameters()) and compute_dtype == torch.float32
-    waiting = any(fits(layer) and not isinstance(layer, Int8Linear) for layer in layers)
-    return on_cpu and waiting and fast() and unusable() is None
+    waiting = any(has_int8_kernel(layer) and not isinstance(layer, Int8Linear) for layer in layers)
+    return on_cpu and waiting and has_arm_kernels() and unusable() is None
 
 
 def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch.float32) -> list[str]:
@@ -99,7 +99,7 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
         raise UserError(f"8-bit activations are not possible here: {reason}; leave them out")
     names = []
     for name, layer in format_linears(model):
-        if fits(layer):
+        if has_int8_kernel(layer):
             layer.__class__ = Int8Linear
             assert isinstance(layer, Int8Linear)
             layer.int8, layer.decoded = None, None
@@ -109,7 +109,7 @@ def quantize_activations(model: nn.Module, *, compute_dtype: torch.dtype = torch
             "8-bit activations need packed integer layers (int2 to int8) with a group that is a multiple of 32, or 0, "
             "and there are none: quantize the model first, for example with `shoestring run shrink/ptq`"
         )
-    if not fast():
+    if not has_arm_kernels():
         warnings.warn(
             "8-bit activations: this torch has no KleidiAI kernels (Arm); prompts and batches gain no speed",
             stacklevel=2,

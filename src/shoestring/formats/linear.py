@@ -1,20 +1,18 @@
 """FormatLinear: the one module that hosts every Format.
 
-Two phases. Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of
-the activations and hands it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and
-buffers). Packed: `weight` is gone, the parts are buffers named `weight_<part>`, and the forward is
-`format.linear`.
+Two phases. Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of the
+activations and hands it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and buffers).
+Packed: `weight` is gone, the parts are buffers named `weight_<part>`, and the forward is `format.linear`.
 
-Formats see plain tensors only: on a sharded weight the module passes the local shard, and the parallel styles
-of `model.parallel` put the collectives around the module. Packing a sharded weight gives parts sharded the
-same way.
+Formats see plain tensors only: on a sharded weight the module passes the local shard, and the parallel styles of
+`model.parallel` put the collectives around the module. Packing a sharded weight gives parts sharded the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +23,17 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.rounding import cast_weight
 
-AT_REST = Dense()  # one for all, so that who compares by identity sees a change only where there is one
+DENSE_PHASE = Dense()  # one object for all layers: comparing Formats by identity shows only real changes
+
+
+def is_sharded(t: Any) -> TypeGuard[Any]:
+    """Whether t is a DTensor. Not isinstance: importing DTensor takes seconds, which one process need not spend."""
+    return hasattr(t, "to_local")
 
 
 def local(t: Tensor) -> Tensor:
     """The plain local tensor of a DTensor, or the tensor itself."""
-    return t.to_local() if hasattr(t, "to_local") else t
+    return t.to_local() if is_sharded(t) else t
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -46,13 +49,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class FormatLinear(nn.Linear):
     format: Format
     packed: bool
-    part_names: tuple[str, ...]
+    part_names: tuple[str, ...]  # of the stored parts
     state_names: tuple[str, ...]
-    defer_bias: bool
-    decoded: Tensor | None
-    made: Tensor | None  # the weight of this pass, made with other layers' (train/together.py)
-    resting: Format | None
-    serving_names: tuple[str, ...]
+    defer_bias: bool  # set by the row-parallel style: the bias is added after the partial products are summed
+    decoded: Tensor | None  # see keep_decoded
+    made: Tensor | None  # the weight of this pass, made with other layers' (train/batched_formats.py)
+    suspended: Format | None  # the Format that returns after a dense phase
+    kernel_part_names: tuple[str, ...]  # empty unless the parts are held in the kernels' order: see use_kernels
     cuts: dict[str, Cut]
 
     def __init__(
@@ -71,17 +74,11 @@ class FormatLinear(nn.Linear):
             self.set_format(format)
 
     def _host(self) -> None:
-        """The attributes that make an nn.Linear a FormatLinear; also called on modules that `convert` adopts."""
+        """The attributes that make an nn.Linear a FormatLinear; also for modules whose class `convert` changes."""
         self.format = Dense()
-        self.packed = False
-        self.part_names = ()
-        self.state_names = ()
-        # Set by the row-parallel style: the bias is added once, after the partial products are summed.
-        self.defer_bias = False
-        self.decoded = None  # see keep_decoded
-        self.made = None
-        self.resting = None
-        self.serving_names = ()  # see serve
+        self.packed = self.defer_bias = False
+        self.part_names = self.state_names = self.kernel_part_names = ()
+        self.decoded = self.made = self.suspended = None
         self.cuts = {}
 
     @property
@@ -100,13 +97,13 @@ class FormatLinear(nn.Linear):
 
     def parts(self) -> Parts:
         """The stored parts of a packed weight (this rank's, when it is sharded), however they are held."""
-        if not self.serving_names:
+        if not self.kernel_part_names:
             return self.operands()
         return self.format.stored_parts(self.operands(), self._local_shape())
 
     def operands(self) -> Parts:
-        """What `format.linear` multiplies with: the parts as they are held (see serve)."""
-        return {n: local(getattr(self, f"weight_{n}")) for n in self.serving_names or self.part_names}
+        """What `format.linear` multiplies with: the parts as they are held (see use_kernels)."""
+        return {n: local(getattr(self, f"weight_{n}")) for n in self.kernel_part_names or self.part_names}
 
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight the forward multiplies with, in `dtype`."""
@@ -130,43 +127,41 @@ class FormatLinear(nn.Linear):
     def set_format(self, format: Format) -> None:
         """Train with `format` from now on. The weight stays; the state of the old Format goes."""
         if self.packed:
-            raise UserError(
-                f"A packed {self.format.label} weight cannot change its format: call unpack(model) first."
-            )
+            raise UserError(f"A packed {self.format.label} weight cannot change its format: call unpack(model) first.")
         format.check(self.shape)
         check_cut(self.weight, format, self.shape)
         self._drop(self.state_names)
-        self.format, self.resting = format, None
+        self.format, self.suspended = format, None
         self.state_names = ()
         self.init_state()
 
-    def rest(self) -> None:
-        """Compute densely from now on, and keep the Format's state where it is.
+    def start_dense_phase(self) -> None:
+        """Compute densely from now on, and keep the Format's state as it is.
 
-        No name comes or goes, so FSDP2, optimizers and checkpoints do not notice; `set_format(Dense())` would
-        take Parameters away from under them.
+        All names stay, which FSDP2, optimizers and checkpoints rely on; `set_format(Dense())` would remove
+        Parameters that they hold.
         """
-        if not self.packed and self.resting is None:
-            self.format, self.resting = AT_REST, self.format
+        if not self.packed and self.suspended is None:
+            self.format, self.suspended = DENSE_PHASE, self.format
 
-    def wake(self) -> None:
-        """Undo `rest`. The state is as it was left: refresh masks that should follow the weight."""
-        if self.resting is not None:
-            self.format, self.resting = self.resting, None
+    def end_dense_phase(self) -> None:
+        """Compute with the Format again. The state is the old one: refresh masks that should follow the weight."""
+        if self.suspended is not None:
+            self.format, self.suspended = self.suspended, None
 
     def init_state(self) -> None:
         """(Re)compute the Format's state from the weight; needed after a meta build has been filled."""
         if self.packed:
             return
         with torch.no_grad():
-            state = (self.resting or self.format).state(full(self.weight))
+            state = (self.suspended or self.format).state(full(self.weight))
             for name, aux in state.items():
                 self._set_state(f"weight_{name}", aux)
         self.state_names = tuple(state)
 
     def _set_state(self, name: str, aux: Aux) -> None:
         value = like_weight(aux.tensor, self.weight) if aux.kind in ("rows", "trained") else aux.tensor
-        old = getattr(self, name, None)
+        old = self._parameters.get(name, self._buffers.get(name))
         if old is not None and old.shape == value.shape and old.is_meta == value.is_meta:
             old.copy_(value)  # in place: optimizers and FSDP hold this tensor
         elif aux.kind in ("rows", "trained"):
@@ -200,10 +195,10 @@ class FormatLinear(nn.Linear):
         self._hold(self.encode(dtype))
         self.format = self.format.stored()
 
-    def prepare_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
+    def allocate_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
         """Become a packed module with uninitialised parts, for load_state_dict to fill."""
         format.check(self.shape)
-        self.stop_serving()
+        self.use_stored_parts()
         with torch.device(next(iter(self._held().values())).device if self.packed else self.weight.device):
             parts = format.empty_parts(self.shape, dtype)
         self._drop(self.state_names)
@@ -215,38 +210,38 @@ class FormatLinear(nn.Linear):
         if self.packed:
             self.decoded = self.format.decode(self.parts(), dtype)
 
-    def serve(self) -> bool:
-        """Hold a packed weight in the order its kernel reads, instead of the stored one: same numbers, same
-        memory. Saving, exporting and moving go through the stored parts as before. False where there is no
-        kernel.
-        """
-        if not self.packed or self.serving_names:
-            return self.packed and bool(self.serving_names)
+    def use_kernels(self) -> bool:
+        """Hold a packed weight in the order its kernel reads, instead of the stored one: same numbers, same memory.
+        Saving, exporting and moving go through the stored parts as before. False where there is no kernel."""
+        if not self.packed or self.kernel_part_names:
+            return self.packed and bool(self.kernel_part_names)
         parts = self.parts()
-        operands = self.format.serving_parts(parts)
+        operands = self.format.kernel_parts(parts)
         if operands is parts:
             return False
         held: dict[str, Any] = {**self._held()}
-        self.cuts = {
-            n: Cut(t.device_mesh, t.placements, t.shape) for n, t in held.items() if hasattr(t, "placements")
-        }
+        self.cuts = {n: Cut(t.device_mesh, t.placements, t.shape) for n, t in held.items() if is_sharded(t)}
         self._drop(self.part_names)
         for name, t in operands.items():
             self.register_buffer(f"weight_{name}", t, persistent=False)
-        self.serving_names, self.decoded = tuple(operands), None
+        self.kernel_part_names, self.decoded = tuple(operands), None
         return True
 
-    def stop_serving(self) -> bool:
-        """Undo `serve`; whether there was something to undo."""
-        if not self.serving_names:
+    def use_stored_parts(self) -> bool:
+        """Undo `use_kernels`; whether there was something to undo."""
+        if not self.kernel_part_names:
             return False
-        parts = self.parts()
-        self._drop(self.serving_names)
+        parts = self._stored_shards()
+        self._drop(self.kernel_part_names)
         for name, part in parts.items():
-            cut = self.cuts.get(name)
-            self.register_buffer(f"weight_{name}", part if cut is None else like_shard(part, cut, cut.shape))
-        self.serving_names, self.cuts = (), {}
+            self.register_buffer(f"weight_{name}", part)
+        self.kernel_part_names, self.cuts = (), {}
         return True
+
+    def _stored_shards(self) -> Parts:
+        """The stored parts of a weight that is held in the kernels' order, sharded as they were before."""
+        parts = self.parts()
+        return {n: like_shard(t, self.cuts[n], self.cuts[n].shape) if n in self.cuts else t for n, t in parts.items()}
 
     def _local_shape(self) -> tuple[int, int]:
         """[out, in] of what this rank holds."""
@@ -260,7 +255,7 @@ class FormatLinear(nn.Linear):
 
     def unpack(self, dtype: torch.dtype = torch.float32) -> None:
         """A dense weight again: what the packed module multiplied with, in `dtype`."""
-        self.stop_serving()
+        self.use_stored_parts()
         weight = self.effective_weight(dtype)
         any_part = next(t for n, t in self._held().items() if n not in self.format.whole_parts)
         self._drop(self.part_names)
@@ -274,7 +269,7 @@ class FormatLinear(nn.Linear):
         for name, part in parts.items():
             self.register_buffer(f"weight_{name}", part)
         self.packed, self.part_names, self.state_names = True, tuple(parts), ()
-        self.resting, self.decoded = None, None
+        self.suspended, self.decoded = None, None
 
     def _held(self) -> Parts:
         return {n: getattr(self, f"weight_{n}") for n in self.part_names}
@@ -287,7 +282,7 @@ class FormatLinear(nn.Linear):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FormatLinear:
         # model.to(torch.bfloat16) is about weights and activations; a table or scale in another dtype is
         # another weight. They follow to another device, never to another dtype.
-        served = self.stop_serving()
+        by_kernels = self.use_stored_parts()
         names = (f"weight_{n}" for n in self.part_names + self.state_names)
         kept = {n: getattr(self, n).detach() for n in names}  # detached: a Parameter changes in place
         self.decoded = None  # of the old device or dtype
@@ -300,25 +295,21 @@ class FormatLinear(nn.Linear):
                     new.data = restored  # the same Parameter: optimizers hold it
                 else:
                     setattr(self, name, restored)
-        if served:
-            self.serve()  # where the new device has a kernel
+        if by_kernels:
+            self.use_kernels()  # where the new device has any
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.decoded = None
-        served = self.stop_serving()
+        by_kernels = self.use_stored_parts()
         super()._load_from_state_dict(*args, **kwargs)
-        if served:
-            self.serve()
+        if by_kernels:
+            self.use_kernels()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.serving_names:
-            for name, part in self.parts().items():
-                cut = self.cuts.get(name)
-                destination[f"{prefix}weight_{name}"] = (
-                    part if cut is None else like_shard(part, cut, cut.shape)
-                )
+        if self.kernel_part_names:
+            destination.update({f"{prefix}weight_{n}": t for n, t in self._stored_shards().items()})
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.label}{', packed' if self.packed else ''}"
@@ -327,7 +318,7 @@ class FormatLinear(nn.Linear):
 # -- sharded weights -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Cut:
-    """How a part was sharded before it was laid out for serving."""
+    """How a part was sharded before it was laid out for the kernels; a stand-in for a DTensor in `like_shard`."""
 
     device_mesh: Any
     placements: Any
@@ -336,12 +327,12 @@ class Cut:
 
 def full(t: Tensor) -> Tensor:
     """The logical tensor, gathered when it is sharded."""
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
+    return t.full_tensor() if is_sharded(t) else t
 
 
 def like_weight(t: Tensor, weight: Any) -> Tensor:
     """The logical tensor `t` sharded as `weight` is (every rank has all of `t`, so nothing is sent)."""
-    if not hasattr(weight, "placements"):
+    if not is_sharded(weight):
         return t
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -353,24 +344,19 @@ def like_weight(t: Tensor, weight: Any) -> Tensor:
 
 def like_shard(t: Tensor, other: Any, shape: torch.Size) -> Tensor:
     """The local `t` as this rank's shard of a logical tensor of `shape`, cut as `other` is."""
-    if not hasattr(other, "placements"):
+    if not (is_sharded(other) or isinstance(other, Cut)):
         return t.detach()
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        t.detach().contiguous(),
-        other.device_mesh,
-        other.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
+        t.detach().contiguous(), other.device_mesh, other.placements, run_check=False, shape=shape, stride=stride
     )
 
 
 def check_cut(weight: Tensor, format: Format, shape: tuple[int, int]) -> None:
     """Raise UserError when this rank's shard of `weight` does not end on the Format's block boundaries."""
-    if not hasattr(weight, "placements"):
+    if not is_sharded(weight):
         return
     block = format.block(shape)
     for dim in (0, 1):

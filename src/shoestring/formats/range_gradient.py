@@ -1,8 +1,8 @@
 """Derived grids whose range gets a gradient: the surrogate that BitDistiller trains with.
 
-A derived grid follows the extremes of its group at every step. Our formats pass the gradient to every weight as it
-is; the published quantizers do not detach the scale, so that the two weights that span the group (they alone decide
-the scale) also get what the scale would get:
+A derived grid follows the extremes of its group at every step. Our formats pass the gradient to every weight
+unchanged. The published quantizers do not detach the scale, so the two weights that span the group, which decide the
+scale, also get its gradient:
 
     int    dL/d(hi - lo) = sum over the group of g (w' - w) / (hi - lo)          hi = max(w, 0), lo = min(w, 0)
     nf     dL/dhi        = sum over w > 0 of g (w' - w) / hi                     and for lo alike, over w <= 0
@@ -14,7 +14,6 @@ the format, for training only.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,49 +28,42 @@ from shoestring.formats.int_asym import IntAsym
 @dataclass(frozen=True)
 class RangeInt(IntAsym):
     def fake(self, w: Tensor, state: Parts) -> Tensor:
-        level = super().fake(w.detach(), state)
         w_g = split(w, self.group)
         low, high = extremes(w_g)
-        if self.symmetric:
-            reach = 2 * torch.maximum(-low, high)
-        else:
-            reach = high.clamp(min=0) - low.clamp(max=0)
-        return _with_range(w, level, w_g, reach.expand_as(w_g))
+        reach = 2 * torch.maximum(-low, high) if self.symmetric else high.clamp(min=0) - low.clamp(max=0)
+        return _with_range(w, super().fake(w.detach(), state), w_g, reach.expand_as(w_g))
 
-    def stored(self) -> IntAsym:
-        return _plain(self, IntAsym)
+    def stored(self) -> Format:
+        return _as(IntAsym, super().stored())
 
 
 @dataclass(frozen=True)
 class RangeFloat(FloatAsym):
     def fake(self, w: Tensor, state: Parts) -> Tensor:
-        level = super().fake(w.detach(), state)
         w_g = split(w, self.group)
         low, high = extremes(w_g)
-        if self.scales == 1:
-            reach = torch.maximum(-low, high).expand_as(w_g)
-        else:
+        reach = torch.maximum(-low, high).expand_as(w_g)
+        if self.scales == 2:
             reach = torch.where(w_g > 0, high.clamp(min=0), (-low).clamp(min=0))
-        return _with_range(w, level, w_g, reach)
+        return _with_range(w, super().fake(w.detach(), state), w_g, reach)
 
-    def stored(self) -> FloatAsym:
-        return _plain(self, FloatAsym)
+    def stored(self) -> Format:
+        return _as(FloatAsym, super().stored())
 
 
 def with_range_gradient(format: Format) -> Format:
     """The format with BitDistiller's gradient; its grid must be derived."""
     kind = {IntAsym: RangeInt, FloatAsym: RangeFloat}.get(type(format))
-    if kind is None or getattr(format, "grid", "") != "derived":
+    if kind is None or not isinstance(format, IntAsym | FloatAsym) or format.grid != "derived":
         raise UserError(
             f"{format.label} has no range that follows its weights: use int2..int8, nf2..nf4, fp3 or fp4 with a "
             "derived grid"
         )
+    return _as(kind, format)
+
+
+def _as(kind: type, format: Format) -> Format:
     return kind(**{f.name: getattr(format, f.name) for f in fields(format)})
-
-
-def _plain(format: Format, kind: type) -> Any:
-    settings = {f.name: getattr(format, f.name) for f in fields(format)}
-    return kind(**{**settings, "grid": "derived"})
 
 
 def _with_range(w: Tensor, level: Tensor, w_g: Tensor, reach: Tensor) -> Tensor:

@@ -51,39 +51,19 @@ def parse_format(text: str) -> Format:
         return Stacked(first, parse_format(rest))
     head, *options = text.strip().lower().split(":")
     if head not in SPELLINGS:
-        raise UserError(
-            f"There is no format {text!r}: use {', '.join(SPELLINGS)}.{suggest(head, list(SPELLINGS))}"
-        )
+        raise UserError(f"There is no format {text!r}: use {', '.join(SPELLINGS)}.{suggest(head, list(SPELLINGS))}")
     settings: dict[str, Any] = {}
     for option in options:
-        letter, number = option[:1], option[1:]
-        said: dict[str, Any]
-        if head == "sparse24":
-            if option not in SPARSE24_OPTIONS:
-                raise UserError(
-                    f"Format {text!r} has no option {option!r}: sparse24 has {', '.join(SPARSE24_OPTIONS)}."
-                    f"{suggest(option, list(SPARSE24_OPTIONS))}"
-                )
-            said = SPARSE24_OPTIONS[option]
-        elif option in SCALE_DTYPES and head != "dense":
-            said = {"scale_dtype": option}
-        elif option in ("fixed", "learned") and head != "dense":
-            said = {"grid": option}
-        elif option == "per-channel" and head != "dense":
-            said = {"group": 0}
-        elif option == "sym" and head.startswith("int"):
-            said = {"symmetric": True}
-        elif letter == "g" and number.isdigit() and head != "dense":
-            said = {"group": int(number)}
-        elif letter == "s" and number.isdigit() and head in TABLES:
-            said = {"scales": int(number)}
-        else:
-            raise UserError(
-                f"Format {text!r} has no option {option!r}: write for example int4:g64, nf3:s1:g32 or dense."
-            )
-        if said.keys() & settings.keys():
-            raise UserError(f"Format {text!r} says its {', '.join(said)} twice; leave out all but one.")
-        settings.update(said)
+        fields = SPARSE24_OPTIONS.get(option) if head == "sparse24" else _quantized_option(head, option)
+        if fields is None:
+            have = "write for example int4:g64, nf3:s1:g32 or dense."
+            if head == "sparse24":
+                names = list(SPARSE24_OPTIONS)
+                have = f"sparse24 has {', '.join(names)}.{suggest(option, names)}"
+            raise UserError(f"Format {text!r} has no option {option!r}: {have}")
+        if fields.keys() & settings.keys():
+            raise UserError(f"Format {text!r} says its {', '.join(fields)} twice; leave out all but one.")
+        settings.update(fields)
     if head == "dense":
         return Dense()
     if head == "sparse24":
@@ -91,6 +71,26 @@ def parse_format(text: str) -> Format:
     if head in TABLES:
         return FloatAsym(table=head, **settings)
     return IntAsym(bits=int(head[3:]), **settings)
+
+
+def _quantized_option(head: str, option: str) -> dict[str, Any] | None:
+    """The field that an option of an integer or table Format sets, or None."""
+    letter, number = option[:1], option[1:]
+    if head == "dense":
+        return None
+    if option in SCALE_DTYPES:
+        return {"scale_dtype": option}
+    if option in ("fixed", "learned"):
+        return {"grid": option}
+    if option == "per-channel":
+        return {"group": 0}
+    if option == "sym" and head.startswith("int"):
+        return {"symmetric": True}
+    if letter == "g" and number.isdigit():
+        return {"group": int(number)}
+    if letter == "s" and number.isdigit() and head in TABLES:
+        return {"scales": int(number)}
+    return None
 
 
 def _parse_slorb(text: str, pruned: str, branch: str) -> Format:
@@ -113,8 +113,6 @@ def from_json(data: dict[str, Any]) -> Format:
     known = [f.name for f in dataclasses.fields(FORMATS[name])]
     for key in settings:
         if key not in known:
-            raise UserError(
-                f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}"
-            )
+            raise UserError(f"Format {name!r} has no field {key!r}: it has {', '.join(known)}.{suggest(key, known)}")
     nested = {k: from_json(v) if isinstance(v, dict) else v for k, v in settings.items()}
     return FORMATS[name](**nested)

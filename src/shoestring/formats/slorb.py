@@ -13,7 +13,7 @@ is S with every column repeated k times: the branch is a constant per row and bl
 Training multiplies with the sum W~ (one product for both terms; the gradient of S is the block sum of dW~), so the
 branch is free there. Packed it stays apart, as the part `low`: the first Format's parts are those of a 2:4 weight.
 Merged into one dense matrix (`decode`, `unpack`, an export) the weight is no longer 2:4 and has lost its savings;
-served on a GPU the product with the 2:4 weight and the branch are computed apart, and added.
+on a GPU's kernels the product with the 2:4 weight and the branch are computed apart and added.
 
     Slorb(Sparse24(hold_mask=True))                          spelled "sparse24:held+slorb16"
     Slorb(Stacked(Sparse24(), IntAsym(4)), block=32)         spelled "sparse24+int4:g64+slorb32"
@@ -26,7 +26,7 @@ would have a gradient of its own for it).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -69,9 +69,7 @@ class Slorb(Format):
                 f"{self.label} is not possible: weight and branch are multiplied as one, in full. Leave fp8 out."
             )
         if self.block_inputs < 2:
-            raise UserError(
-                f"slorb{self.block_inputs} is not possible: blocks have 2 or more inputs, say 16."
-            )
+            raise UserError(f"slorb{self.block_inputs} is not possible: blocks have 2 or more inputs, say 16.")
         if self.projection not in PROJECTIONS:
             raise UserError(
                 f"Slorb with projection={self.projection!r} is not possible: use {', '.join(PROJECTIONS)}."
@@ -134,12 +132,13 @@ class Slorb(Format):
         return low.repeat_interleave(self.block_inputs, dim=1)
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
-        own = {n: to_dtype(state[n].detach().float(), w.dtype) for n in OWN_NAMES if n in state}
-        return {**self.first.encode(w, state), **own}
+        return {**self.first.encode(w, state), **self.stored_branch(state, w.dtype)}
+
+    def stored_branch(self, state: Parts, dtype: torch.dtype) -> Parts:
+        return {n: to_dtype(state[n].detach().float(), dtype) for n in OWN_NAMES if n in state}
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        inner = {n: t for n, t in parts.items() if n not in OWN_NAMES}
-        return to_dtype(self.first.decode(inner, torch.float32) + self.branch(parts), dtype)
+        return to_dtype(self.first.decode(_split(parts)[0], torch.float32) + self.branch(parts), dtype)
 
     def empty_parts(self, shape: tuple[int, int], dtype: torch.dtype) -> Parts:
         rank = shape[1] // self.block_inputs
@@ -150,8 +149,8 @@ class Slorb(Format):
 
     def fake(self, w: Tensor, state: Parts) -> Tensor:
         if isinstance(self.first, Sparse24):  # decode(encode(w)) without packing and unpacking
-            own = {n: to_dtype(state[n].detach().float(), w.dtype) for n in OWN_NAMES if n in state}
-            used = to_dtype(self.first.prune(w.detach(), state).float() + self.branch(own), w.dtype)
+            branch = self.branch(self.stored_branch(state, w.dtype))
+            used = to_dtype(self.first.prune(w.detach(), state).float() + branch, w.dtype)
         else:
             used = self.decode(self.encode(w.detach(), state), w.dtype)
         if self.projection == "trained":
@@ -165,24 +164,17 @@ class Slorb(Format):
         return self.first.error_bound(w, state) + added + slack
 
     def cut(self, parts: Parts, shape: tuple[int, int], rows: slice, cols: slice) -> Parts:
-        inner = {n: t for n, t in parts.items() if n not in OWN_NAMES}
-        own: Parts = {}
-        if "low" in parts:
-            own = Format.cut(self, {"low": parts["low"]}, shape, rows, cols)
-        if "proj" in parts:
-            own["proj"] = parts["proj"]
-        return {**self.first.cut(inner, shape, rows, cols), **own}
+        inner, own = _split(parts)
+        return {**self.first.cut(inner, shape, rows, cols), **super().cut(own, shape, rows, cols)}
 
     def stored(self) -> Slorb:
-        first = self.first.stored()
-        assert isinstance(first, Sparse24 | Stacked)
-        return Slorb(first, self.block_inputs, self.projection)
+        return replace(self, first=self.first.stored())
 
     # -- use ----------------------------------------------------------------------------------------------
-    def serving_parts(self, parts: Parts) -> Parts:
+    def kernel_parts(self, parts: Parts) -> Parts:
         inner, own = _split(parts)
-        served = self.first.serving_parts(inner)
-        return parts if served is inner else {**served, **own}
+        laid_out = self.first.kernel_parts(inner)
+        return parts if laid_out is inner else {**laid_out, **own}
 
     def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
         inner, own = _split(parts)
@@ -201,20 +193,11 @@ class Slorb(Format):
             return F.linear(x, own["proj"].to(x.dtype))
         return x.unflatten(-1, (-1, self.block_inputs)).sum(-1)
 
-    # -- config -------------------------------------------------------------------------------------------
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "first": self.first.to_json(),
-            "block_inputs": self.block_inputs,
-            "projection": self.projection,
-        }
-
 
 def _split(parts: Parts) -> tuple[Parts, Parts]:
     """(the first Format's parts, those of the branch)."""
-    own = {n: t for n, t in parts.items() if n in OWN_NAMES}
-    return {n: t for n, t in parts.items() if n not in OWN_NAMES}, own
+    inner, own = ({n: t for n, t in parts.items() if (n in OWN_NAMES) is wanted} for wanted in (False, True))
+    return inner, own
 
 
 def block_means(t: Tensor, block: int) -> Tensor:

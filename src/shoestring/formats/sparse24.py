@@ -12,13 +12,13 @@ What the three products of a linear layer see is decided by the fields, never by
     select="soft"     W~ = beta * S(W), S the soft threshold of S-STE, beta = <W, S(W)> / |S(W)|^2 fixed when
                       the state is made (re-estimating it while training makes the masks oscillate)
 
-precision="fp8" rounds the operands of all three to FP8 (sparse24_fp8.py); the stored weight is W~ as ever.
+precision="fp8" rounds the operands of all three to FP8; the stored weight is still W~.
 dW goes to the dense weight as it is (straight-through; for "soft" without the factor beta). With hold_mask=True
-M is state that somebody refreshes (train.sparse24.MaskRefresh); otherwise every forward chooses it anew.
+M is state that a hook refreshes (train.sparse24.MaskRefresh); otherwise every forward chooses it anew.
 
-The products are dense ones over operands that hold zeros, or, on a GPU and for shapes where it was measured to
-be faster (`tune`), sparse ones that give the same result.
-Stored parts: values and meta in the layout of kernels/sparse24.py, 9/16 of the bytes at 16 bits.
+The products (sparse24_products.py) are dense ones over operands that hold zeros, or, on a GPU and for shapes where
+that was measured to be faster (`tune`), sparse ones that give the same result.
+Stored parts: values and meta in the layout of kernels/sparse24/masks.py, 9/16 of the bytes at 16 bits.
 
 Left out on purpose: pruning the activations, and a second mask for the input gradient of select="row".
 """
@@ -26,7 +26,7 @@ Left out on purpose: pruning the activations, and a second mask for the input gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,49 +35,21 @@ from torch import Tensor
 from shoestring.errors import UserError, suggest
 from shoestring.formats.base import Aux, Format, Parts, straight_through
 from shoestring.formats.groups import rounding_slack
+from shoestring.formats.kernel_layout import VALUES, values_from_chunks, values_to_chunks
 from shoestring.formats.rounding import to_dtype
-from shoestring.formats.serving24 import VALUES, values_from_chunks, values_to_chunks
-from shoestring.formats.sparse24_fp8 import Fp8Products
-from shoestring.kernels import cslt, cslt8
-from shoestring.kernels.backend import triton_usable
-from shoestring.kernels.mvue24 import mvue24
-from shoestring.kernels.mvue24_noise import WORDS, uniform_rows
-from shoestring.kernels.mvue24_pack import mvue_tokens
-from shoestring.kernels.sparse24 import (
-    GROUP,
-    GROUPS_PER_BYTE,
-    mask24,
-    pack24,
-    soft_threshold24,
-    unpack24,
-)
-from shoestring.kernels.sparse24_rows import sparse24_linear
-from shoestring.kernels.transposable24 import TILE, transposable_mask
+from shoestring.formats.sparse24_products import ALL_DENSE, Fp8Products, ProductPlan, Products
+from shoestring.kernels.sparse24 import cusparselt, cusparselt_fp8, cusparselt_table
+from shoestring.kernels.sparse24.masks import GROUP, GROUPS_PER_BYTE, mask24, pack24, soft_threshold24, unpack24
+from shoestring.kernels.sparse24.mvue import CLOCKS, PHILOX_WORDS
+from shoestring.kernels.sparse24.sparse24_linear import sparse24_linear
+from shoestring.kernels.sparse24.transposable_mask import TILE, transposable_mask
 
 SELECT = ("row", "tile", "soft")
 WEIGHT_GRAD = ("exact", "mvue")
 PRECISION = ("full", "fp8")
-# What a draw of MVUE is keyed by, besides the row of the weight; see kernels/mvue24_noise.py.
-CLOCKS = ("seed", "layer", "step", "token")
 # Every part and state of this Format.
 OWN_NAMES = ("values", "meta", "mask", "beta", "row", *CLOCKS)
-
-
 PRODUCTS = ("forward", "input_grad", "weight_grad")
-
-
-class Plan(NamedTuple):
-    """For each product the algorithms of cuSPARSELt (`cslt.choice`), or None: dense."""
-
-    forward: cslt.Algorithms | None = None
-    input_grad: cslt.Algorithms | None = None
-    weight_grad: cslt.Algorithms | None = None
-
-    def any_sparse(self) -> bool:
-        return self.forward is not None or self.input_grad is not None or self.weight_grad is not None
-
-
-DENSE = Plan()
 
 
 @dataclass(frozen=True)
@@ -131,16 +103,15 @@ class Sparse24(Format):
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         # Four rows are a tile, or share one draw of random bits; two groups of four share a byte of metadata.
         needs_tiles = self.select == "tile" or self.weight_grad == "mvue"
-        return (max(TILE, WORDS) if needs_tiles else 1, GROUP * GROUPS_PER_BYTE)
+        return (max(TILE, PHILOX_WORDS) if needs_tiles else 1, GROUP * GROUPS_PER_BYTE)
 
     def check(self, shape: tuple[int, int]) -> None:
         block = self.block(shape)
         for dim, what in ((1, "input"), (0, "output")):
             if shape[dim] % block[dim]:
                 raise UserError(
-                    f"{self.label} needs an {what} width that is a multiple of {block[dim]}, not "
-                    f"{shape[dim]}: choose another width, or leave this layer dense (layers= "
-                    "of a recipe, a Dense() rule before the others)."
+                    f"{self.label} needs an {what} width that is a multiple of {block[dim]}, not {shape[dim]}: choose "
+                    "another width, or leave this layer dense (layers= of a recipe, a Dense() rule before the others)."
                 )
 
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
@@ -213,7 +184,7 @@ class Sparse24(Format):
         return Sparse24()
 
     # -- use -------------------------------------------------------------------------------------------------
-    def serving_parts(self, parts: Parts) -> Parts:
+    def kernel_parts(self, parts: Parts) -> Parts:
         chunks = values_to_chunks(parts)
         return parts if chunks is None else {"chunks": chunks}
 
@@ -230,31 +201,29 @@ class Sparse24(Format):
 
     def train_with(self, used: Tensor, x: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         """The three products with `used` (its gradient is dW), as the fields say."""
-        plan = self.plan(x.numel() // x.shape[-1], used)
-        eight_bits = self.precision == "fp8"
+        plan = ALL_DENSE
+        if cusparselt.usable(used):
+            plan = self.product_plan(x.numel() // x.shape[-1], (used.shape[0], used.shape[1]), used.dtype)
+        fp8 = self.precision == "fp8"
         exact = self.weight_grad == "exact" or not torch.is_grad_enabled()
-        if exact and not eight_bits and not plan.any_sparse():
+        if exact and not fp8 and not plan.any_sparse():
             return F.linear(x, used, bias)
         rows, clocks = None, None
         if self.weight_grad == "mvue":
             # Copied: the clocks may move on before the backward pass of this forward.
             rows, clocks = state["row"].flatten(), torch.stack([state[name] for name in CLOCKS])
-        products = Fp8Products if eight_bits else _Products
+        products = Fp8Products if fp8 else Products
         return products.apply(x, used, bias, rows, clocks, plan)
 
-    def plan(self, num_tokens: int, w: Tensor) -> Plan:
-        """Which products run on the sparse tensor cores, by the table of this GPU."""
-        if not cslt.usable(w):
-            return DENSE
-        return self.plan_of(num_tokens, (w.shape[0], w.shape[1]), w.dtype)
-
-    def plan_of(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> Plan:
+    def product_plan(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> ProductPlan:
+        """Which products of a weight of `shape` run on the sparse tensor cores, by the table of this GPU."""
         shapes, dtype = self.product_shapes(num_tokens, shape), self.operand_dtype(dtype)
-        return Plan(*(cslt.choice(*shapes[p], dtype) if p in shapes else None for p in PRODUCTS))
+        chosen = cusparselt_table.chosen_algorithms
+        return ProductPlan(*(chosen(*shapes[p], dtype) if p in shapes else None for p in PRODUCTS))
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the products, when the activations have `dtype`."""
-        return cslt8.E4M3 if self.precision == "fp8" else dtype
+        return cusparselt_fp8.E4M3 if self.precision == "fp8" else dtype
 
     def product_shapes(self, num_tokens: int, shape: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """(m, k, n) of every product with a 2:4 operand [m, k]."""
@@ -264,13 +233,13 @@ class Sparse24(Format):
             "input_grad": (width, out, num_tokens),
             "weight_grad": (out, num_tokens, width),
         }
-        fits = cslt8.fits8 if self.precision == "fp8" else cslt.fits
-        return {p: shapes[p] for p in self.sparse_products if fits(*shapes[p])}
+        supports = cusparselt_fp8.supports_fp8 if self.precision == "fp8" else cusparselt.supports
+        return {p: shapes[p] for p in self.sparse_products if supports(*shapes[p])}
 
-    def tune(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> list[cslt.Measured]:
+    def tune(self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> list[cusparselt_table.Measured]:
         """Measure, once for each GPU, which of the products gain from the sparse tensor cores."""
         dtype = self.operand_dtype(dtype)
-        found = [cslt.tune(*s, dtype) for s in self.product_shapes(num_tokens, shape).values()]
+        found = [cusparselt_table.tune(*s, dtype) for s in self.product_shapes(num_tokens, shape).values()]
         return [m for m in found if m is not None]
 
 
@@ -280,66 +249,3 @@ def fit_scale(w: Tensor) -> Tensor:
     square = s.square().sum(dtype=torch.float64)
     beta = (w.float() * s).sum(dtype=torch.float64) / square.clamp(min=torch.finfo(torch.float64).tiny)
     return torch.where(square > 0, beta, 1.0).float()[None]
-
-
-def prune_tokens(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
-    """MVUE(dZ^T) as [out, tokens rounded up to 4], in dZ's dtype. `token` of the clocks is the step's number of
-    the first token, so that a micro-batch or a rank draws what the whole batch would have drawn for it.
-    """
-    if triton_usable(dz_NO):
-        return mvue_tokens(dz_NO, rows, clocks)
-    seed, layer, step, token = clocks.unbind()
-    short = -dz_NO.shape[0] % GROUP
-    dz_ON = F.pad(dz_NO.t(), (0, short))
-    groups = token // GROUP + torch.arange(dz_ON.shape[1] // GROUP, device=dz_NO.device)
-    return mvue24(dz_ON, uniform_rows(rows, groups, step, layer, seed)).to(dz_NO.dtype)
-
-
-class _Products(torch.autograd.Function):
-    """The three products, each as `plan` says. Without `rows` the weight gradient is exact."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        rows: Tensor | None,
-        clocks: Tensor | None,
-        plan: Plan,
-    ) -> Tensor:
-        ctx.plan = plan
-        # W^T is packed now, from a weight that is in cache; the backward then needs 9/16 of it.
-        w_t = w if plan.input_grad is None else cslt.pack(w.t())
-        ctx.save_for_backward(x, w_t, rows, clocks)
-        if plan.forward is None:
-            return F.linear(x, w, bias)
-        out = _sparse_product(cslt.pack(w), x, plan.forward)
-        return out if bias is None else out + bias
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_t, rows, clocks = ctx.saved_tensors
-        dz, plan = grads[0], ctx.plan
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = dz @ w_t if plan.input_grad is None else _sparse_product(w_t, dz, plan.input_grad)
-        dz_NO, x_NI = dz.flatten(0, -2), x.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
-            if rows is None:
-                dw = dz_NO.t() @ x_NI
-            elif plan.weight_grad is None:
-                pruned = prune_tokens(dz_NO, rows, clocks)
-                short = pruned.shape[1] - x_NI.shape[0]
-                dw = pruned @ (F.pad(x_NI, (0, 0, 0, short)) if short else x_NI)  # padding by nothing copies
-            else:
-                dw = cslt.product(cslt.pack_mvue(dz_NO, rows, clocks), x_NI, list(plan.weight_grad))
-        if ctx.needs_input_grad[2]:
-            db = dz_NO.sum(0)
-        return dx, dw, db, None, None, None
-
-
-def _sparse_product(packed_OI: Tensor, x: Tensor, algorithms: cslt.Algorithms) -> Tensor:
-    """x W^T with a packed W: [..., out], contiguous."""
-    x_NI = x.flatten(0, -2)
-    return cslt.product(packed_OI, x_NI.t(), list(algorithms), True).unflatten(0, x.shape[:-1])

@@ -4,12 +4,12 @@
     dH = W~d^T dY^T    dZ from Z, dH    dX^T = W~gu^T dZ         and the input gradient needs no sum of two
     dWd = MVUE(dY^T) H^T    dWgu = MVUE(dZ) X
 
-The same numbers as the three layers one by one, but for roundings: which operands are pruned and what is drawn are
-the Format's. It exists for speed: between sparse products nothing is transposed or copied, weights are pruned and
-packed in one pass from the master, and the gradient of the gate is drawn and packed where it is made.
+The result is that of the three layers one by one up to rounding: the Format decides which operands are pruned and
+what is drawn. It is faster because nothing is transposed or copied between sparse products, weights are pruned and
+packed from the master in one pass, and the gradient of the gate is drawn and packed where it is made.
 
-`ffn` returns None where it does not apply (other formats, biases, hooks around a layer, no GPU, nothing to gain by
-the table of this GPU) and the caller goes on layer by layer.
+`ffn` returns None where it does not apply (other formats, biases, hooks around a layer, no GPU, no sparse product in
+the table of this GPU), and the caller computes layer by layer.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ import torch
 from torch import Tensor
 
 from shoestring.formats.linear import FormatLinear, compute_dtype, local
-from shoestring.formats.sparse24 import CLOCKS, Plan, Sparse24, prune_tokens
-from shoestring.kernels import cslt, ffn24
+from shoestring.formats.sparse24 import Sparse24
+from shoestring.formats.sparse24_products import ProductPlan
+from shoestring.kernels.sparse24 import cusparselt
+from shoestring.kernels.sparse24 import ffn as kernels
+from shoestring.kernels.sparse24.mvue import CLOCKS, mvue_transposed
 
 
-class FfnPlan(NamedTuple):
+class FfnProductPlan(NamedTuple):
     """Of gate and up as one weight [2F, D], and of down [D, F]."""
 
-    up: Plan
-    down: Plan
+    up: ProductPlan
+    down: ProductPlan
 
 
-def ffn(
-    x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear, act: str = "swiglu"
-) -> Tensor | None:
-    """down(act(gate(x)) * up(x)), or None; `act` is a name of kernels/glu.py."""
+def ffn(x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear, act: str = "swiglu") -> Tensor | None:
+    """down(act(gate(x)) * up(x)), or None; `act` is a name of kernels/activation/glu.py."""
     if not torch.is_grad_enabled() or not x.is_cuda or not fusable(gate, up, down):
         return None
     dtype = compute_dtype(x)
-    plan = ffn_plan(gate.format, x.numel() // x.shape[-1], local(gate.weight), dtype)  # type: ignore[arg-type]
+    plan = ffn_product_plan(gate.format, x.numel() // x.shape[-1], local(gate.weight), dtype)  # type: ignore[arg-type]
     if plan is None:
         return None
     return run(x.to(dtype), [gate, up, down], plan, act)
 
 
-def fusable(*linears: FormatLinear, resting: bool = False) -> bool:
-    """Whether these layers may be taken as one: equal 2:4 formats, and nothing attached to a single one. With
-    `resting`: or could be, were they awake.
-    """
-    formats = [(resting and linear.resting) or linear.format for linear in linears]
+def fusable(*linears: FormatLinear, dense_phase: bool = False) -> bool:
+    """Whether these layers may be computed as one: equal 2:4 formats, and nothing attached to a single one. With
+    `dense_phase`: or will be when their dense phase ends."""
+    formats = [(dense_phase and linear.suspended) or linear.format for linear in linears]
     first = formats[0]
     return (
         isinstance(first, Sparse24)
@@ -71,20 +71,17 @@ def ffn_shapes(gate_shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int,
     return (2 * inner, outer), (outer, inner)
 
 
-def ffn_plan(format: Sparse24, num_tokens: int, gate: Tensor, dtype: torch.dtype) -> FfnPlan | None:
-    if not cslt.usable_as(gate, dtype) or num_tokens % 64:
+def ffn_product_plan(format: Sparse24, num_tokens: int, gate: Tensor, dtype: torch.dtype) -> FfnProductPlan | None:
+    if not cusparselt.usable_as(gate, dtype) or num_tokens % 64:
         return None
-    if gate.shape[0] % ffn24.TILE or gate.shape[1] % ffn24.TILE or not gate.is_contiguous():
+    if gate.shape[0] % kernels.TILE or gate.shape[1] % kernels.TILE or not gate.is_contiguous():
         return None
     wide, narrow = ffn_shapes((gate.shape[0], gate.shape[1]))
-    plan = FfnPlan(
-        format.plan_of(num_tokens, wide, dtype),
-        format.plan_of(num_tokens, narrow, dtype),
-    )
+    plan = FfnProductPlan(format.product_plan(num_tokens, wide, dtype), format.product_plan(num_tokens, narrow, dtype))
     return plan if plan.up.any_sparse() or plan.down.any_sparse() else None
 
 
-def run(x: Tensor, linears: list[FormatLinear], plan: FfnPlan, act: str = "swiglu") -> Tensor:
+def run(x: Tensor, linears: list[FormatLinear], plan: FfnProductPlan, act: str = "swiglu") -> Tensor:
     """`linears`: gate, up, down; see fusable."""
     format = linears[0].format
     assert isinstance(format, Sparse24)
@@ -113,7 +110,7 @@ class _Ffn(torch.autograd.Function):
         gate: Tensor,
         up: Tensor,
         down: Tensor,
-        plan: FfnPlan,
+        plan: FfnProductPlan,
         soft: bool,
         act: str,
         *state: Tensor,
@@ -123,17 +120,17 @@ class _Ffn(torch.autograd.Function):
         masks, betas = ([], pruning) if soft else (pruning, [])
         dtype = x.dtype
         x_ND = x.flatten(0, -2)
-        wide = _prepare([gate, up], masks[:2], betas[:2], dtype, plan.up)
-        narrow = _prepare([down], masks[2:], betas[2:], dtype, plan.down)
+        wide = _prune_and_pack([gate, up], masks[:2], betas[:2], dtype, plan.up)
+        narrow = _prune_and_pack([down], masks[2:], betas[2:], dtype, plan.down)
         if plan.up.forward is None:
             z_2FN = wide[2] @ x_ND.t()
         else:
-            z_2FN = cslt.product(wide[0], x_ND.t(), list(plan.up.forward))
-        h_FN = ffn24.glu(z_2FN, act)
+            z_2FN = cusparselt.product(wide[0], x_ND.t(), list(plan.up.forward))
+        h_FN = kernels.glu(z_2FN, act)
         if plan.down.forward is None:
             y_ND = h_FN.t() @ narrow[2].t()
         else:
-            y_ND = cslt.product(narrow[0], h_FN, list(plan.down.forward), True)
+            y_ND = cusparselt.product(narrow[0], h_FN, list(plan.down.forward), True)
         ctx.plan, ctx.act, ctx.dtypes = plan, act, (gate.dtype, up.dtype, down.dtype)
         back = [w[2] if p.input_grad is None else w[1] for w, p in ((wide, plan.up), (narrow, plan.down))]
         ctx.save_for_backward(x_ND, z_2FN, h_FN, *back, *drawing)
@@ -143,26 +140,26 @@ class _Ffn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, z_2FN, h_FN, wide, narrow, *drawing = ctx.saved_tensors
         rows, clocks = drawing[:3], drawing[3:]
-        plan: FfnPlan = ctx.plan
+        plan: FfnProductPlan = ctx.plan
         dy_ND = grads[0].flatten(0, -2).contiguous()
         if plan.down.input_grad is None:
             dh_FN = narrow.t() @ dy_ND.t()
         else:
-            dh_FN = cslt.product(narrow, dy_ND.t(), list(plan.down.input_grad))
+            dh_FN = cusparselt.product(narrow, dy_ND.t(), list(plan.down.input_grad))
         sparse_up = plan.up.weight_grad is not None
         drawn = (rows[:2], clocks[:2]) if sparse_up else ([], [])
-        dz_2FN, packed = ffn24.glu_grad(z_2FN, dh_FN, *drawn, ctx.act)
+        dz_2FN, packed = kernels.glu_grad(z_2FN, dh_FN, *drawn, ctx.act)
         if plan.up.input_grad is None:
             dx_ND = dz_2FN.t() @ wide
         else:
-            dx_ND = cslt.product(wide, dz_2FN, list(plan.up.input_grad), True)
+            dx_ND = cusparselt.product(wide, dz_2FN, list(plan.up.input_grad), True)
         if plan.up.weight_grad is not None:
-            dw_2FD = cslt.product(packed, x_ND, list(plan.up.weight_grad))
+            dw_2FD = cusparselt.product(packed, x_ND, list(plan.up.weight_grad))
         else:
             dw_2FD = _dense_weight_grad(dz_2FN, x_ND, rows[:2], clocks[:2])
         if plan.down.weight_grad is not None:
-            drawn_dy = cslt.pack_mvue(dy_ND, rows[2], clocks[2])
-            dw_DF = cslt.product(drawn_dy, h_FN.t(), list(plan.down.weight_grad))
+            drawn_dy = cusparselt.pack_mvue(dy_ND, rows[2], clocks[2])
+            dw_DF = cusparselt.product(drawn_dy, h_FN.t(), list(plan.down.weight_grad))
         else:
             dw_DF = _dense_weight_grad(dy_ND.t(), h_FN.t(), rows[2:], clocks[2:])
         gate_type, up_type, down_type = ctx.dtypes
@@ -172,11 +169,11 @@ class _Ffn(torch.autograd.Function):
         return dx, dgate.to(gate_type), dup.to(up_type), dw_DF.to(down_type), *none
 
 
-def _prepare(
-    weights: list[Tensor], masks: list[Tensor], betas: list[Tensor], dtype: torch.dtype, plan: Plan
+def _prune_and_pack(
+    weights: list[Tensor], masks: list[Tensor], betas: list[Tensor], dtype: torch.dtype, plan: ProductPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
     dense = plan.forward is None or plan.input_grad is None
-    return ffn24.prepare(
+    return kernels.prune_and_pack(
         weights, masks, betas, dtype, plan.forward is not None, plan.input_grad is not None, dense
     )
 
@@ -186,4 +183,4 @@ def _dense_weight_grad(dz_ON: Tensor, x_NI: Tensor, rows: list[Tensor], clocks: 
     if not rows:
         return dz_ON @ x_NI
     parts = zip(dz_ON.chunk(len(rows)), rows, clocks, strict=True)
-    return torch.cat([prune_tokens(dz.t(), r, c) for dz, r, c in parts]) @ x_NI
+    return torch.cat([mvue_transposed(dz.t(), r, c) for dz, r, c in parts]) @ x_NI

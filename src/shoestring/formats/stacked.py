@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.kernel_layout import codes_from_chunks, codes_layout, codes_to_chunks
 from shoestring.formats.rounding import to_dtype
-from shoestring.formats.serving24 import codes_from_chunks, codes_layout, codes_to_chunks
 from shoestring.formats.sparse24 import OWN_NAMES, Sparse24
-from shoestring.kernels.sparse24 import unpack24
-from shoestring.kernels.sparse24_rows import sparse24_linear
+from shoestring.kernels.sparse24.chunk_layout24 import ChunkLayout24
+from shoestring.kernels.sparse24.masks import unpack24
+from shoestring.kernels.sparse24.sparse24_linear import sparse24_linear
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Stacked(Format):
                 f"{self.first.label}+{self.second.label} is not possible: stack sparse24 and one of the "
                 "int, nf or fp formats, in this order."
             )
-        if getattr(self.second, "grid", None) == "learned":
+        if self.second.trains_grid:
             raise UserError(
                 f"{self.first.label}+{self.second.label} is not possible: the gradients here are those of "
                 "sparse24, none reaches a learned grid. Use a derived or a fixed one."
@@ -142,27 +143,32 @@ class Stacked(Format):
     def stored(self) -> Stacked:
         return Stacked(self.first.stored(), self.second.stored())
 
-    def serving_parts(self, parts: Parts) -> Parts:
-        chunks = codes_to_chunks(parts, codes_layout(self.second, parts["meta"].shape[1] * 8))
+    def layout(self, width: int) -> ChunkLayout24 | None:
+        """How the kernel sees a weight of `width` inputs; None: it has no kernel."""
+        second = self.second
+        if not isinstance(second, IntAsym) or second.bits != 4:
+            return None
+        return codes_layout(second.group, second.scale_dtype, width)
+
+    def kernel_parts(self, parts: Parts) -> Parts:
+        chunks = codes_to_chunks(parts, self.layout(parts["meta"].shape[1] * 8))
         return parts if chunks is None else {"chunks": chunks}
 
     def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:
+        layout, second = self.layout(shape[1]), self.second
         if "chunks" not in parts:
             return parts
-        assert isinstance(self.second, IntAsym)
-        return codes_from_chunks(parts["chunks"], self.second, shape)
+        assert layout is not None and isinstance(second, IntAsym)
+        return codes_from_chunks(parts["chunks"], layout, shape, second.group, second.scale_dtype)
 
     def linear(self, x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
-        layout = codes_layout(self.second, x.shape[-1])
+        layout = self.layout(x.shape[-1])
         if "chunks" in parts and layout is not None:
             return sparse24_linear(x, parts["chunks"], bias, layout)
         return super().linear(x, parts, bias)
 
     def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
         return self.first.train_with(self.fake(w, state), x, state, bias)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "first": self.first.to_json(), "second": self.second.to_json()}
 
 
 def kept_shape(shape: tuple[int, int]) -> tuple[int, int]:

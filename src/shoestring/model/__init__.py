@@ -1,4 +1,4 @@
-from shoestring.model.folder import Loaded, load_into, load_model, read_spec, save_model
+from shoestring.model.folder import LoadedModel, load_into, load_model, read_spec, save_model
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder, Head
@@ -6,7 +6,7 @@ from shoestring.model.transformer import Decoder, Head
 __all__ = [
     "Decoder",
     "Head",
-    "Loaded",
+    "LoadedModel",
     "ModelSpec",
     "RopeScaling",
     "Tokenizer",

@@ -1,8 +1,7 @@
 """Causal attention on plain tensors, and rotary positions.
 
-`attend(layer, q, k, v)` is the seam between the decoder and whoever owns the keys and values: training passes
-nothing and gets `causal_attention`; the engine passes a callable that writes k and v into its cache and
-attends over the cache.
+`attend(layer, q, k, v)` is the seam between the decoder and the owner of the keys and values: training passes nothing
+and gets `causal_attention`; the engine passes a callable that writes k and v into its cache and attends over the cache.
 
 Shapes: B batch, T rows, H query heads, G key/value heads, D head dim. q_BTHD, k_BTGD, v_BTGD -> out_BTHD.
 """
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.model.spec import ModelSpec
+from shoestring.model.layer_plan import RopePlan
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -51,11 +50,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool)
     return out.transpose(1, 2)
 
 
-def rope_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
+def rope_frequencies(rope: RopePlan, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Radians per position for each of the head_dim/2 pairs, fp32, Llama-3 scaling applied."""
-    pair = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.int64).float()
-    freq = 1.0 / (spec.rope_theta ** (pair / spec.head_dim))
-    scaling = spec.rope_scaling
+    pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.int64).float()
+    freq = 1.0 / (rope.theta ** (pair / head_dim))
+    scaling = rope.scaling
     if scaling is None:
         return freq
     wavelength = 2 * math.pi / freq

@@ -1,9 +1,8 @@
 """Chat templates: the Jinja programs that come with chat models, run in a sandbox.
 
-A template is a stranger's program, so it runs in Jinja's immutable sandbox: it can neither reach Python's
-internals nor change what it is given. The filters and globals are those that `transformers` offers, so that
-the same template gives the same text. Left out: tools and documents (passed as none), and the mask of
-assistant tokens.
+A template is a stranger's program, so it runs in Jinja's immutable sandbox: it can neither reach Python's internals nor
+change what it is given. The filters and globals are those that `transformers` offers, so that the same template gives
+the same text. Left out: tools and documents (passed as none), and the mask of assistant tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from shoestring.errors import UserError
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks assistant text for training; rendered as what is
-    inside.
-    """
+    """{% generation %} ... {% endgeneration %} marks assistant text for training; rendered as what is inside."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -74,30 +71,18 @@ def fault(template: str) -> str | None:
 
 
 def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool,
-    special: Mapping[str, str],
+    template: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, special: Mapping[str, str]
 ) -> str:
-    """The chat as text. Anything that goes wrong inside the template is a UserError with the template's own
-    words.
-    """
+    """The chat as text. Anything that goes wrong inside the template is a UserError with the template's own words."""
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise UserError(
-                f"message {position} of the chat is {message!r}; each needs a 'role' and a 'content'"
-            )
+            raise UserError(f"message {position} of the chat is {message!r}; each needs a 'role' and a 'content'")
     broken = fault(template)
     if broken is not None:
         raise UserError(f"the model's chat template is broken, {broken}")
     try:
         return _compile(template).render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special,
+            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special
         )
     except Exception as error:  # a template can raise whatever Python raises
         reason = f"{error}" or type(error).__name__

@@ -1,8 +1,7 @@
 """The four collectives of tensor parallelism, as functions with gradients.
 
-Every rank of a tensor-parallel group computes the same loss from the same rows, so a gradient flowing into a
-replicated tensor is already whole, and one flowing out of a sharded product is partial and has to be summed
-exactly once:
+Every rank of a tensor-parallel group computes the same loss from the same rows, so a gradient flowing into a replicated
+tensor is already whole, and one flowing out of a sharded product is partial and has to be summed exactly once:
 
     copy_to(x)      forward: x            backward: sum over the group     (before a column-parallel linear)
     sum_over(x)     forward: sum          backward: identity               (after a row-parallel linear)

@@ -8,7 +8,7 @@ A linear layer `X` of a "pack-quantized" folder is
     X.weight_shape       int64 [2]                     [out, in]
 
 and config.json says bits and groups under `quantization_config`. Codes and zero points there are signed with
-2**(b-1) added before packing, which makes them our unsigned ones, and the stream is that of kernels/packing.py:
+2**(b-1) added before packing, which makes them our unsigned ones, and the stream is that of kernels/lowbit/packing.py:
 `weight_codes` is `weight_packed` seen as bytes. Nothing is rounded in either direction, so logits agree, except
 that fp32 scales of others are held here in fp16.
 
@@ -29,15 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.formats import Dense, Format, FormatLinear, IntAsym, Parts
-from shoestring.formats.groups import SCALE_DTYPES
+from shoestring.formats import Format, FormatLinear, IntAsym, Parts, formats_of
+from shoestring.formats.convert import format_linears
+from shoestring.formats.groups import SCALE_DTYPES, group_width
 from shoestring.formats.linear import full
-from shoestring.kernels.packing import CODES_PER_RUN, pack_bits, unpack_bits
+from shoestring.kernels.lowbit.packing import CODES_PER_RUN, pack_bits, unpack_bits
 from shoestring.model import hf_names
-from shoestring.model.atomic_folder import AtomicFolder
-from shoestring.model.save import linears, write_extras
-from shoestring.model.tensor_files import SHARD_BYTES, TensorFiles, TensorInfo, plan_shards, write_index
-from shoestring.places import expand
+from shoestring.model.save import Entry, gather, write_extras, write_folder
+from shoestring.state.files import SHARD_BYTES, TensorFiles, TensorInfo
 
 if TYPE_CHECKING:
     from shoestring.model.spec import ModelSpec
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
 METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
 EXPORT_BITS = (4, 8)  # 2 and 3: packed differently by older releases, and vLLM takes no zero points for them
 INSTEAD = "use --as packed (read by shoestring only) or --as dense (read by everything, larger)"
-
-Entry = tuple[TensorInfo, Callable[[], Tensor]]
-
 
 # -- writing -------------------------------------------------------------------------------------------------
 
@@ -67,29 +63,13 @@ def save_compressed_tensors(
 
     `dtype`: of the other weights, and what readers compute in by default; that of the scales unless given.
     """
-    target, spec = expand(path).resolve(), model.spec
-    formats = {name: m.format for name, m in linears(model) if not isinstance(m.format, Dense)}
-    wanted = _as_stored(model, exportable(spec, formats))
+    wanted = _as_stored(model, exportable(model.spec, formats_of(model)))
     dtype = check_dtype(dtype, {f.scale_dtype for f in wanted.values()})
     entries = _entries(model, wanted, dtype)
-    infos = [info for info, _ in entries.values()]
-    shards = plan_shards(infos, "model", shard_bytes)
-    out = AtomicFolder(target, sum(i.num_bytes for i in infos))
-    try:
-        for file, shard in shards.items():
-            with out.tensors(file, shard) as write:
-                for info in shard:
-                    write(entries[info.name][1]())
-        if out.error is None:
-            with out.guard():
-                write_index(out.temp, "model", shards)
-                write_extras(out.temp, spec, tokenizer, dtype, describe(model, wanted))
-                out.finish()
-        if out.error is not None:
-            raise UserError(out.error)
-    finally:
-        out.clean()
-    return target
+    about = describe(model, wanted)
+    return write_folder(
+        path, entries, lambda folder: write_extras(folder, model.spec, tokenizer, dtype, about), limit=shard_bytes
+    )
 
 
 def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym]:
@@ -123,7 +103,7 @@ def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym
 
 def _as_stored(model: Decoder, formats: dict[str, IntAsym]) -> dict[str, IntAsym]:
     """Symmetric only where every zero point is in the middle: a learned grid may have moved them."""
-    modules = dict(linears(model))
+    modules = dict(format_linears(model))
     found = {}
     for name, format in formats.items():
         symmetric = format.symmetric
@@ -149,47 +129,33 @@ def check_dtype(dtype: torch.dtype | None, scale_dtypes: set[str]) -> torch.dtyp
     return dtype
 
 
-def _entries(model: Decoder, wanted: dict[str, IntAsym], dtype: torch.dtype) -> dict[str, Entry]:
-    """{Hugging Face name: (what it will be, how to get it)}."""
-    spec, modules = model.spec, dict(linears(model))
-    entries: dict[str, Entry] = {}
-
-    def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, get: Callable[[], Tensor]) -> None:
-        entries[name] = (TensorInfo(name, shape, dtype), get)
-
+def _entries(model: Decoder, wanted: dict[str, IntAsym], dtype: torch.dtype) -> list[Entry]:
+    """By Hugging Face's names."""
+    spec, modules = model.spec, dict(format_linears(model))
+    entries: list[Entry] = []
     for name, t in model.state_dict().items():
         module, _, leaf = name.rpartition(".")
-        if module in wanted and leaf.startswith("weight"):
-            continue
-        get = lambda t=t: full(t).detach().to(device="cpu", dtype=dtype)  # noqa: E731
-        add(hf_names.source_of(spec, name).name, tuple(t.shape), dtype, get)
-    for name, format in wanted.items():
-        layer, prefix = modules[name], hf_names.hf_module(spec, name)
-        (rows, width), bits = layer.shape, format.bits
-        groups = 1 if format.group == 0 else width // format.group
-        scale_dtype = SCALE_DTYPES[format.scale_dtype]
-        parts = _parts(layer, model.compute_dtype)
-        add(
-            f"{prefix}.weight_packed",
-            (rows, width * bits // 32),
-            torch.int32,
-            lambda p=parts: words(p()["codes"]),  # type: ignore[misc]
-        )
-        add(f"{prefix}.weight_scale", (rows, groups), scale_dtype, lambda p=parts: p()["scale"])  # type: ignore[misc]
-        add(
-            f"{prefix}.weight_shape",
-            (2,),
-            torch.int64,
-            lambda s=(rows, width): torch.tensor(s),  # type: ignore[misc]
-        )
-        if not format.symmetric:
-            add(
-                f"{prefix}.weight_zero_point",
-                (-(-rows * bits // 32), groups),
-                torch.int32,
-                lambda p=parts, b=bits: pack_zeros(p()["zero"], b),  # type: ignore[misc]
+        if module not in wanted or not leaf.startswith("weight"):
+            entries.append(
+                Entry(TensorInfo(hf_names.source_of(spec, name).name, tuple(t.shape), dtype), gather(t, dtype))
             )
+    for name, format in wanted.items():
+        entries += _layer_entries(hf_names.hf_module(spec, name), modules[name], format, model.compute_dtype)
     return entries
+
+
+def _layer_entries(prefix: str, layer: FormatLinear, format: IntAsym, dtype: torch.dtype) -> list[Entry]:
+    (rows, width), bits = layer.shape, format.bits
+    groups, words = width // group_width(width, format.group), -(-rows * bits // 32)
+    scale_dtype, parts = SCALE_DTYPES[format.scale_dtype], _parts(layer, dtype)
+    found: list[tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]] = [
+        ("packed", (rows, width * bits // 32), torch.int32, lambda: as_int32(parts()["codes"])),
+        ("scale", (rows, groups), scale_dtype, lambda: parts()["scale"]),
+        ("shape", (2,), torch.int64, lambda: torch.tensor(layer.shape)),
+    ]
+    if not format.symmetric:
+        found.append(("zero_point", (words, groups), torch.int32, lambda: pack_zeros(parts()["zero"], bits)))
+    return [Entry(TensorInfo(f"{prefix}.weight_{part}", shape, kind), get) for part, shape, kind, get in found]
 
 
 def _parts(layer: FormatLinear, dtype: torch.dtype) -> Callable[[], Parts]:
@@ -200,14 +166,14 @@ def _parts(layer: FormatLinear, dtype: torch.dtype) -> Callable[[], Parts]:
     return get
 
 
-def words(codes: Tensor) -> Tensor:
+def as_int32(codes: Tensor) -> Tensor:
     """Packed bytes [rows, n] as 32-bit words [rows, n/4]."""
     # Flat in between: a tensor of one row may have any stride there, which `view` minds.
     return codes.reshape(-1).view(torch.int32).reshape(codes.shape[0], -1)
 
 
-def stream(packed: Tensor) -> Tensor:
-    """The inverse of `words`."""
+def as_bytes(packed: Tensor) -> Tensor:
+    """The inverse of `as_int32`."""
     return packed.reshape(-1).view(torch.uint8).reshape(packed.shape[0], -1)
 
 
@@ -216,12 +182,12 @@ def pack_zeros(zero: Tensor, bits: int) -> Tensor:
     turned = zero.t().contiguous()
     turned = F.pad(turned, (0, -turned.shape[1] % 32))  # 32 codes are whole words at any width
     num_words = -(-zero.shape[0] * bits // 32)
-    return words(pack_bits(turned, bits))[:, :num_words].t().contiguous()
+    return as_int32(pack_bits(turned, bits))[:, :num_words].t().contiguous()
 
 
 def unpack_zeros(packed: Tensor, bits: int, rows: int) -> Tensor:
     """The inverse of `pack_zeros`."""
-    turned = stream(packed.t())
+    turned = as_bytes(packed.t())
     turned = F.pad(turned, (0, -(-rows // CODES_PER_RUN) * bits - turned.shape[1]))
     return unpack_bits(turned, bits)[:, :rows].t().contiguous()
 
@@ -232,7 +198,7 @@ def describe(model: Decoder, wanted: dict[str, IntAsym]) -> dict[str, Any]:
     schemes: dict[tuple[int, int, bool], list[str]] = {}
     for name, f in wanted.items():
         schemes.setdefault((f.bits, f.group, f.symmetric), []).append(hf_names.hf_module(spec, name))
-    dense = [hf_names.hf_module(spec, name) for name, _ in linears(model) if name not in wanted]
+    dense = [hf_names.hf_module(spec, name) for name, _ in format_linears(model) if name not in wanted]
     groups = {}
     for i, ((bits, group, symmetric), targets) in enumerate(schemes.items()):
         groups[f"group_{i}"] = {
@@ -286,9 +252,7 @@ class CompressedFiles:
 
     def _shape_of(self, module: str, stored: set[str]) -> tuple[int, int]:
         if missing := [n for n in ("weight_shape", "weight_scale") if f"{module}.{n}" not in stored]:
-            raise UserError(
-                f"{self.folder}: tensor {module + '.' + missing[0]!r} is missing; download it again"
-            )
+            raise UserError(f"{self.folder}: tensor {module + '.' + missing[0]!r} is missing; download it again")
         shape = self._files.read(f"{module}.weight_shape").flatten().tolist()
         if len(shape) != 2:
             raise UserError(
@@ -299,10 +263,7 @@ class CompressedFiles:
 
     def _format_of(self, module: str, stored: set[str]) -> IntAsym:
         (rows, width), packed = self.shapes[module], self._files.shape(f"{module}.weight_packed")
-        scale, kind = (
-            self._files.shape(f"{module}.weight_scale"),
-            self._files.dtype(f"{module}.weight_scale"),
-        )
+        scale, kind = (self._files.shape(f"{module}.weight_scale"), self._files.dtype(f"{module}.weight_scale"))
         bits = next((b for b in (2, 3, 4, 8) if packed == (rows, -(-width * b // 32))), None)
         if bits is None or len(scale) != 2 or scale[0] != rows or not scale[1] or width % scale[1]:
             raise UserError(
@@ -318,13 +279,9 @@ class CompressedFiles:
 
     @property
     def names(self) -> list[str]:
-        found = []
-        for name in self._files.names:
-            module, _, leaf = name.rpartition(".")
-            if module in self.formats and leaf in ("weight_packed", "weight_shape", "weight_zero_point"):
-                continue
-            found.append(name)
-        return found + [f"{m}.weight_{part}" for m in self.formats for part in ("codes", "zero")]
+        hidden = {f"{m}.weight_{part}" for m in self.formats for part in ("packed", "shape", "zero_point")}
+        made = [f"{m}.weight_{part}" for m in self.formats for part in ("codes", "zero")]
+        return [name for name in self._files.names if name not in hidden] + made
 
     def shape(self, name: str) -> tuple[int, ...]:
         module, _, leaf = name.rpartition(".")
@@ -346,7 +303,7 @@ class CompressedFiles:
         if module not in self.formats or leaf not in ("weight_codes", "weight_zero"):
             return self._files.read(name, index)
         if leaf == "weight_codes":
-            whole = stream(self._files.read(f"{module}.weight_packed"))[:, : self.shape(name)[1]]
+            whole = as_bytes(self._files.read(f"{module}.weight_packed"))[:, : self.shape(name)[1]]
         else:
             whole = self._zeros(module)
         return whole[index] if index else whole
@@ -356,10 +313,7 @@ class CompressedFiles:
         middle = 2 ** (format.bits - 1)
         if format.symmetric:
             return torch.full(self._files.shape(f"{module}.weight_scale"), middle, dtype=torch.uint8)
-        zero, shape = (
-            self._files.read(f"{module}.weight_zero_point"),
-            self._files.shape(f"{module}.weight_scale"),
-        )
+        zero, shape = (self._files.read(f"{module}.weight_zero_point"), self._files.shape(f"{module}.weight_scale"))
         if zero.dtype == torch.int8 and zero.shape == shape:  # of older releases: signed, not packed
             return (zero.to(torch.int16) + middle).to(torch.uint8)
         if zero.dtype != torch.int32 or zero.shape != (-(-rows * format.bits // 32), shape[1]):
@@ -385,6 +339,4 @@ def _check_readable(folder: Path, quantization: dict[str, Any]) -> None:
             "(W4A16, W8A16) or the unquantized model"
         )
     if quantization.get("transform_config"):
-        raise UserError(
-            f"{folder} rotates its activations (transform_config), which cannot be read; give another"
-        )
+        raise UserError(f"{folder} rotates its activations (transform_config), which cannot be read; give another")

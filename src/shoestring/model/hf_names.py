@@ -20,36 +20,29 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.model.spec import ModelSpec
 
-_LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LLAMA_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+# Our modules: Hugging Face's names in the Llama family and in GPT-2, and llama.cpp's (gguf.py).
+_TOP = {
+    "embed": ("model.embed_tokens", "transformer.wte", "token_embd"),
+    "positions": ("", "transformer.wpe", ""),
+    "norm": ("model.norm", "transformer.ln_f", "output_norm"),
+    "head": ("lm_head", "lm_head", "output"),
 }
-_GPT2_TOP = {
-    "embed": "transformer.wte",
-    "positions": "transformer.wpe",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
+_BLOCK = {
+    "attn_norm": ("input_layernorm", "ln_1", "attn_norm"),
+    "attn.q": ("self_attn.q_proj", "attn.q_proj", "attn_q"),
+    "attn.k": ("self_attn.k_proj", "attn.k_proj", "attn_k"),
+    "attn.v": ("self_attn.v_proj", "attn.v_proj", "attn_v"),
+    "attn.o": ("self_attn.o_proj", "attn.c_proj", "attn_output"),
+    "attn.q_norm": ("self_attn.q_norm", "", "attn_q_norm"),
+    "attn.k_norm": ("self_attn.k_norm", "", "attn_k_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ln_2", "ffn_norm"),
+    "mlp.gate": ("mlp.gate_proj", "", "ffn_gate"),
+    "mlp.up": ("mlp.up_proj", "mlp.c_fc", "ffn_up"),
+    "mlp.down": ("mlp.down_proj", "mlp.c_proj", "ffn_down"),
 }
-_GPT2_BLOCK = {
-    "attn_norm": "ln_1",
-    "attn.q": "attn.q_proj",
-    "attn.k": "attn.k_proj",
-    "attn.v": "attn.v_proj",
-    "attn.o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
+(_LLAMA_TOP, _GPT2_TOP, GGUF_TOP), (_LLAMA_BLOCK, _GPT2_BLOCK, GGUF_BLOCK) = (
+    [{ours: names[i] for ours, names in table.items() if names[i]} for i in range(3)] for table in (_TOP, _BLOCK)
+)
 _GPT2_QKV = ("attn.q", "attn.k", "attn.v")
 _GPT2_CONV1D = ("attn.o", "mlp.up", "mlp.down")
 # Constants that older checkpoints store beside the weights: rotary angles, GPT-2's causal mask.
@@ -58,7 +51,7 @@ _CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bi
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our tensors lies: rows [start, stop) of Hugging Face tensor `name`, once transposed."""
+    """Where one of our tensors is stored: rows [start, stop) of Hugging Face tensor `name`, once transposed."""
 
     name: str
     rows: tuple[int, int] | None = None
@@ -176,9 +169,7 @@ def from_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor
         if is_constant(spec, name):
             continue
         if not targets:
-            raise UserError(
-                f"tensor {stored!r} does not belong to a {spec.model_type} model of this config.json"
-            )
+            raise UserError(f"tensor {stored!r} does not belong to a {spec.model_type} model of this config.json")
         for target in targets:
             ours[target] = source_of(spec, target, packed=packed).take(state[stored])
     return ours

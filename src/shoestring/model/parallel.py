@@ -1,9 +1,8 @@
 """Composing parallelism, recomputation and compilation around a Decoder, from outside it.
 
-The order is fixed and matters: convert (formats, on meta) -> tensor parallel -> recompute -> compile -> FSDP2
--> materialise -> load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that
-checkpoints and FSDP2 know its place, while the module multiplies with its plain local shard and hooks put the
-collectives around it:
+The order is fixed and matters: convert (formats, on meta) -> tensor parallel -> recompute -> compile -> FSDP2 ->
+materialise -> load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints and FSDP2
+know its place, while the module multiplies with its plain local shard and hooks put the collectives around it:
 
     column (q k v gate up head)   rows of the weight cut; input copied to all, output stays cut
     row    (o down)               columns cut; partial products summed, bias added once after
@@ -31,6 +30,7 @@ from shoestring.formats import FormatLinear
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
 from shoestring.model import collectives
+from shoestring.model.layer_plan import Support
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Block, Decoder
 from shoestring.state.boxes import local_box
@@ -42,15 +42,13 @@ CompileMode = Literal["off", "blocks", "whole"]
 class ParallelConfig:
     recompute: bool = False  # recompute each block in the backward pass: one activation per block is kept
     # blocks: torch.compile each block; they share one graph, so that it takes seconds whatever the depth.
-    # whole: all blocks as one graph, 1-3% faster on small models; compile time grows with depth; not under
-    # mesh.dp > 1.
+    # whole: all blocks as one graph, 1-3% faster on small models; compile time grows with depth; not under mesh.dp > 1.
     compile: CompileMode = "off"
     compute_dtype: torch.dtype = torch.float32
 
 
 def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
-    """Apply everything in `cfg` and `mesh` to a Decoder (best built on the meta device); returns the same
-    object."""
+    """Apply everything in `cfg` and `mesh` to a Decoder (best built on the meta device); returns the same object."""
     model.compute_dtype = cfg.compute_dtype
     tp = mesh.axis("tp")
     if tp is not None:
@@ -63,21 +61,32 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
     dp = mesh.axis("dp")
     if cfg.compile == "whole":
         if dp is not None:
-            raise UserError(
-                "compile=whole cannot see through FSDP2's sharding; use compile=blocks with mesh.dp > 1"
-            )
+            raise UserError("compile=whole cannot see through FSDP2's sharding; use compile=blocks with mesh.dp > 1")
         model.hidden = torch.compile(model.hidden)  # type: ignore[method-assign]
     if dp is not None:
         shard_(model, dp, cfg.compute_dtype)
     return model
 
 
-# -- tensor parallel
-# --------------------------------------------------------------------------------------------
+# -- tensor parallel --------------------------------------------------------------------------------------------
+
+
+# Cuts heads and inner widths; what is computed per row, with whole tensors, is any.
+SUPPORT = Support(
+    any_value="""
+        learned_positions order d_model attn_norm.kind attn_norm.eps mlp_norm.kind mlp_norm.eps final_norm.kind
+        final_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim attn.qkv_bias attn.out_bias attn.window
+        attn.scale attn.qk_norm attn.qk_norm.eps attn.rope attn.rope.theta attn.rope.scaling mlp.d_ff mlp.act
+        mlp.bias
+    """,
+    only={"attn.qk_norm.kind": ("rms",)},  # a bias would need the sum over ranks of its gradient
+)
 
 
 def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None) -> None:
-    """`asked`: how the user gave the number of ranks, where that was not mesh.tp; errors say it."""
+    """`asked`: how the user gave the number of ranks, for errors; mesh.tp by default."""
+    if reason := SUPPORT.missing(model.plan):
+        raise UserError(f"{asked or f'mesh.tp={tp.size()}'} is not possible for a model with {reason}; use 1")
     check_divides(model.spec, tp.size(), asked or f"mesh.tp={tp.size()}")
     group = tp.get_group()
     for block in model.blocks:
@@ -137,11 +146,9 @@ def _copy_input(group: ProcessGroup, module: nn.Module, args: tuple[Tensor, ...]
     return (collectives.copy_to(args[0], group), *args[1:])
 
 
-def _sum_output(group: ProcessGroup, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+def _sum_output(group: ProcessGroup, linear: FormatLinear, args: Any, out: Tensor) -> Tensor:
     out = collectives.sum_over(out, group)
-    if getattr(module, "defer_bias", False):
-        out = out + local(module.bias).to(out.dtype)  # type: ignore[arg-type]
-    return out
+    return out + local(linear.bias).to(out.dtype) if linear.defer_bias else out
 
 
 def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
@@ -157,7 +164,7 @@ def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
     if linear.packed:
         mine = slice(tp.get_local_rank() * share, (tp.get_local_rank() + 1) * share)
         cut = (mine, slice(0, shape[1])) if dim == 0 else (slice(0, shape[0]), mine)
-        # Plain buffers: a packed weight is served, and nobody asks for its place among all ranks.
+        # Plain buffers: a packed weight is only served, never checkpointed or resharded.
         for name, part in linear.format.cut(linear.parts(), shape, *cut).items():
             setattr(linear, f"weight_{name}", part.contiguous())
     else:
@@ -181,8 +188,7 @@ def _shard_param_(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> Non
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
 
-# -- recompute and FSDP2
-# ----------------------------------------------------------------------------------------
+# -- recompute and FSDP2 ----------------------------------------------------------------------------------------
 
 
 def recompute_(block: nn.Module) -> None:
@@ -218,8 +224,7 @@ def keeps_grids(model: nn.Module) -> bool:
     )
 
 
-# -- weights
-# ----------------------------------------------------------------------------------------------------
+# -- weights ----------------------------------------------------------------------------------------------------
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -229,8 +234,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int) -> None:
-    """GPT-2's initialisation: normal(0.02), residual projections scaled by 1/sqrt(2L), norms one, biases
-    zero.
+    """GPT-2's initialisation: normal(0.02), residual projections scaled by 1/sqrt(2L), norms one, biases zero.
 
     Every tensor is drawn whole from a generator keyed by (seed, name) and cut to the local box, so that the
     weights are the same on any mesh.

@@ -1,4 +1,4 @@
-"""Which sublayers a decoder leaves out, and what stands in for them.
+"""Which sublayers a decoder leaves out, and the stand-ins that replace them.
 
 A decoder of M blocks has 2M sublayers, each of which adds something to the residual stream: y = x + f(norm(x)).
 A skipped sublayer is not computed; a stand-in guesses its output from its input,
@@ -9,7 +9,7 @@ A `SkipSet` names the skipped sublayers and their stand-ins. It is applied from 
 and never changes: its id is a hash of all it holds, so whatever depends on a set (keys and values in a prefix
 cache, CUDA graphs) is keyed by that id. A skipped attention sublayer writes no keys and values.
 
-How sets are chosen: shrink/skip_set.py. Who uses which set: serve/skipping.py.
+How sets are chosen: shrink/skip_sets.py. Who uses which set: serve/engine/skip_policy.py.
 """
 
 from __future__ import annotations
@@ -93,11 +93,10 @@ class SkipSet:
         return f"SkipSet({self.name or self.id[:8]}: {len(self.attn)} attention, {len(self.mlp)} mlp)"
 
     def blocks(self, num_layers: int, device: torch.device) -> tuple[BlockSkip, ...]:
-        """Per block what stands in. The same tensors at every call: a CUDA graph may hold on to them."""
+        """Stand-ins by block. The same tensors at every call: a CUDA graph may refer to them."""
         if device not in self._moved:
             moved = {
-                s: StandIn(*(None if t is None else t.to(device) for t in stand))
-                for s, stand in self.skipped.items()
+                s: StandIn(*(None if t is None else t.to(device) for t in stand)) for s, stand in self.skipped.items()
             }
             self._moved[device] = tuple(
                 BlockSkip(moved.get(Sublayer(layer, "attn")), moved.get(Sublayer(layer, "mlp")))
@@ -144,13 +143,10 @@ class SkipSet:
 
     # -- files ----------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
-        rows = []
-        for sub, stand in self.skipped.items():
-            row: dict[str, Any] = {"layer": sub.layer, "kind": sub.kind}
-            for name, part in zip(StandIn._fields, stand, strict=True):
-                if part is not None:
-                    row[name] = part.tolist()
-            rows.append(row)
+        rows = [
+            {**sub._asdict(), **{name: part.tolist() for name, part in stand._asdict().items() if part is not None}}
+            for sub, stand in self.skipped.items()
+        ]
         return {"format": FORMAT, "name": self.name, "skipped": rows}
 
     @classmethod

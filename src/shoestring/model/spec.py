@@ -11,16 +11,7 @@ from typing import Literal
 
 from shoestring.errors import UserError
 
-SIZES = [
-    "vocab_size",
-    "d_model",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "d_ff",
-    "max_positions",
-]
+SIZES = ["vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "max_positions"]
 GATED = ("swiglu", "geglu", "geglu_tanh")  # down(act(gate(x)) * up(x)); the others are down(act(up(x)))
 MOST_SIZE, MOST_LAYERS = 1 << 26, 10_000  # more is a damaged file: its matrices could not even be described
 
@@ -76,9 +67,7 @@ class ModelSpec:
                 "grouped-query attention needs a whole number of query heads per key/value head"
             )
         if self.positions == "rope" and self.head_dim % 2:
-            raise UserError(
-                f"head_dim={self.head_dim} is odd; rotary positions rotate pairs and need it even"
-            )
+            raise UserError(f"head_dim={self.head_dim} is odd; rotary positions rotate pairs and need it even")
 
     @property
     def gated(self) -> bool:

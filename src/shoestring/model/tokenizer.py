@@ -7,8 +7,7 @@ files that `transformers` loads with the same ids and the same rendered chats.
 
 Whether a BOS is added is part of the post-processor, so that tokenizer.json alone says it.
 
-Left out: SentencePiece `.model` files, unigram GGUF vocabularies (T5), and training anything but byte-level
-BPE.
+Left out: SentencePiece `.model` files, unigram GGUF vocabularies (T5), and training anything but byte-level BPE.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Tokenizer:
         more_eos: Iterable[int] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`special` maps bos_token, eos_token, unk_token, pad_token to token texts; `config` is kept for
-        `save`.
+        """`special` maps bos_token, eos_token, unk_token, pad_token to token texts; `config` is kept for `save`.
 
         `add_bos` None leaves the backend's post-processor as it is.
         """
@@ -94,9 +92,7 @@ class Tokenizer:
         """From a Hugging Face folder, a folder with GPT-2's vocabulary and merges, or a tokenizer.json."""
         path = Path(path)
         if not path.exists():
-            raise UserError(
-                f"no tokenizer at {path}: the path does not exist; give a folder or a tokenizer.json"
-            )
+            raise UserError(f"no tokenizer at {path}: the path does not exist; give a folder or a tokenizer.json")
         folder = path if path.is_dir() else path.parent
         config = _read_json(folder / "tokenizer_config.json", default={})
         file = folder / "tokenizer.json" if path.is_dir() else path
@@ -144,10 +140,7 @@ class Tokenizer:
         backend.train_from_iterator(
             watched(),
             trainers.BpeTrainer(  # type: ignore[call-arg]
-                vocab_size=vocab_size,
-                special_tokens=[END_OF_TEXT],
-                initial_alphabet=alphabet,
-                show_progress=progress,
+                vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=progress
             ),
         )
         if not seen:
@@ -170,9 +163,7 @@ class Tokenizer:
         tokens = fields["tokenizer.ggml.tokens"]
         types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
         if len(types) != len(tokens):
-            raise UserError(
-                f"the GGUF vocabulary has {len(tokens)} tokens but {len(types)} token types; it is damaged"
-            )
+            raise UserError(f"the GGUF vocabulary has {len(tokens)} tokens but {len(types)} token types; it is damaged")
         backend.add_special_tokens(added_tokens(tokens, types, (UNKNOWN, CONTROL), special=True))
         backend.add_tokens(added_tokens(tokens, types, (USER_DEFINED,), special=False))
 
@@ -218,15 +209,10 @@ class Tokenizer:
         if self.chat_template is None:
             raise UserError("this model has no chat template; use a chat model, or give it a plain prompt")
         return render(
-            self.chat_template,
-            list(messages),
-            add_generation_prompt=add_generation_prompt,
-            special=self.special,
+            self.chat_template, list(messages), add_generation_prompt=add_generation_prompt, special=self.special
         )
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat; no BOS is added beside the one that the template writes itself."""
         return self.encode(self.render_chat(messages, add_generation_prompt), special=False)
 
@@ -255,22 +241,22 @@ class Tokenizer:
         That is so where a normalizer shortens the text, where cut-off text vanishes, and where a special token takes
         the spaces around it along. Byte-level BPE without these spells out every byte that it has a letter for.
         """
-        told = json.loads(self.backend.to_str())
-        model, cut = told["model"], told["pre_tokenizer"] or {}
+        stored = json.loads(self.backend.to_str())
+        model, cut = stored["model"], stored["pre_tokenizer"] or {}
         cuts = cut.get("pretokenizers", [cut])
         spelt = (
-            told["normalizer"] is None
-            and told["truncation"] is None
+            stored["normalizer"] is None
+            and stored["truncation"] is None
             and model["type"] == "BPE"
             and not model["continuing_subword_prefix"]
             and not model["end_of_word_suffix"]
             and "ByteLevel" in {c.get("type") for c in cuts} <= {"ByteLevel", "Digits", "Split"}
             and all(c.get("behavior") != "Removed" for c in cuts)
-            and not any(token["lstrip"] or token["rstrip"] for token in told["added_tokens"])
+            and not any(token["lstrip"] or token["rstrip"] for token in stored["added_tokens"])
         )
         if not spelt:
             return None
-        added = [len(token["content"].encode()) for token in told["added_tokens"]]
+        added = [len(token["content"].encode()) for token in stored["added_tokens"]]
         longest = max([1, *map(len, model["vocab"]), *added])  # a letter of the vocabulary is a byte
         vanishing = sorted(byte for letter, byte in letter_bytes().items() if letter not in model["vocab"])
         return Spelling(longest, bytes(vanishing))
@@ -319,9 +305,8 @@ def letter_bytes() -> dict[str, int]:
 class TokenStream:
     """Ids in, text out: never half a character, and in total exactly `decode` of all ids.
 
-    Text is held back while more ids could still change it: behind a replacement character (the bytes of a
-    character that may be unfinished) and inside a run of SentencePiece byte tokens (which are decoded as
-    one run).
+    Text is held back while more ids could still change it: behind a replacement character (the bytes of a character
+    that may be unfinished) and inside a run of SentencePiece byte tokens (which are decoded as one run).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
@@ -391,9 +376,7 @@ def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:
             continue
         pair = line.split(" ")
         if len(pair) != 2:
-            raise UserError(
-                f"{folder / merges_name}:{number} is not a merge: expected two pieces and one space"
-            )
+            raise UserError(f"{folder / merges_name}:{number} is not a merge: expected two pieces and one space")
         merges.append((pair[0], pair[1]))
     backend = build_bpe(vocab, merges, f"{vocab_name} with {merges_name} in {folder}")
     set_byte_level(backend, "qwen2" if str(config.get("tokenizer_class", "")).startswith("Qwen2") else "gpt2")
@@ -407,16 +390,13 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
     for key, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         if int(key) in known:
             continue
-        flags = {
-            k: bool(entry.get(k, False)) for k in ("lstrip", "rstrip", "single_word", "normalized", "special")
-        }
+        flags = {k: bool(entry.get(k, False)) for k in ("lstrip", "rstrip", "single_word", "normalized", "special")}
         token = AddedToken(entry["content"], **flags)
         (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
         if backend.token_to_id(entry["content"]) != int(key):
             raise UserError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {key}, "
-                f"but the vocabulary gives it {backend.token_to_id(entry['content'])}; the two "
-                f"files do not belong together"
+                f"tokenizer_config.json gives {entry['content']!r} the id {key}, but the vocabulary gives it "
+                f"{backend.token_to_id(entry['content'])}; the two files do not belong together"
             )
 
 

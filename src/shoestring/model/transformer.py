@@ -14,28 +14,32 @@ Shapes: B batch, T rows, D model width, H query heads, G key/value heads, V voca
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shoestring.formats import Dense, FormatLinear, sparse24_ffn
-from shoestring.formats.linear import local
-from shoestring.kernels.glu import glu_pair
+from shoestring.errors import UserError
+from shoestring.formats import Dense, Format, FormatLinear, sparse24_ffn
+from shoestring.formats.linear import is_sharded, local
+from shoestring.kernels.activation.glu import glu_pair
 from shoestring.model import collectives
 from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
+from shoestring.model.blocks import BlocksModel, InputSource, check_tokens
+from shoestring.model.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, MlpPlan, NormPlan, plan_decoder
 from shoestring.model.skip import COMPUTE, BlockSkip, SkipSet, Watch
 from shoestring.model.spec import ModelSpec
 
 R = TypeVar("R")
+RopeTables = tuple[Tensor, Tensor]  # cos and sin, [B, T, head_dim]
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits: a weight in its master dtype, to be cast by whoever multiplies
-    with it.
+    """What turns hidden states into logits: a weight in its master dtype, to be cast by whoever multiplies with it.
 
     Under tensor parallelism it holds this rank's equal share of the vocabulary rows, and `group` is the ranks
     that hold the others.
@@ -51,10 +55,9 @@ Readout = Callable[[Tensor, Head], R]
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dim, computed in fp32."""
 
-    def __init__(self, width: int, spec: ModelSpec, *, kind: str | None = None) -> None:
+    def __init__(self, width: int, plan: NormPlan) -> None:
         super().__init__()
-        self.kind = kind or spec.norm
-        self.eps = spec.norm_eps
+        self.kind, self.eps = plan.kind, plan.eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if self.kind == "layer" else None
         # Set by tensor parallelism where ranks norm different heads with one weight: their gradients add up.
@@ -66,9 +69,7 @@ class Norm(nn.Module):
             weight = collectives.copy_to(weight, self.weight_group)
         if self.kind == "layer":
             assert self.bias is not None
-            return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(
-                x.dtype
-            )
+            return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(x.dtype)
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return (normed * weight).to(x.dtype)
@@ -95,24 +96,28 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, plan: AttentionPlan, d_model: int, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, spec.head_dim, spec.window(layer)
-        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q = FormatLinear(spec.d_model, q_width, bias=spec.qkv_bias)
-        self.k = FormatLinear(spec.d_model, kv_width, bias=spec.qkv_bias)
-        self.v = FormatLinear(spec.d_model, kv_width, bias=spec.qkv_bias)
-        self.o = FormatLinear(q_width, spec.d_model, bias=spec.out_bias)
-        self.q_norm = Norm(spec.head_dim, spec, kind="rms") if spec.qk_norm else None
-        self.k_norm = Norm(spec.head_dim, spec, kind="rms") if spec.qk_norm else None
+        self.layer, self.head_dim, self.window = layer, plan.head_dim, plan.window
+        # Attention scales scores by 1 / sqrt(head_dim); the rest of another scale goes into the queries.
+        self.query_scale = None if plan.scale is None else plan.scale * plan.head_dim**0.5
+        q_width, kv_width = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim
+        self.q = FormatLinear(d_model, q_width, bias=plan.qkv_bias)
+        self.k = FormatLinear(d_model, kv_width, bias=plan.qkv_bias)
+        self.v = FormatLinear(d_model, kv_width, bias=plan.qkv_bias)
+        self.o = FormatLinear(q_width, d_model, bias=plan.out_bias)
+        self.q_norm = None if plan.qk_norm is None else Norm(plan.head_dim, plan.qk_norm)
+        self.k_norm = None if plan.qk_norm is None else Norm(plan.head_dim, plan.qk_norm)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Attend | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: RopeTables | None, attend: Attend | None) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
         q, k, v = self.q(x_BTD).view(heads), self.k(x_BTD).view(heads), self.v(x_BTD).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        if self.query_scale is not None:
+            q = q * self.query_scale
         if attend is None:
             out = causal_attention(q, k, v, window=self.window)
         else:
@@ -121,13 +126,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, plan: MlpPlan, d_model: int) -> None:
         super().__init__()
-        self.act, self.gated = spec.act, spec.gated
-        if spec.gated:
-            self.gate = FormatLinear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
-        self.up = FormatLinear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
-        self.down = FormatLinear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+        self.act, self.gated = plan.act, plan.gated
+        if plan.gated:
+            self.gate = FormatLinear(d_model, plan.d_ff, bias=plan.bias)
+        self.up = FormatLinear(d_model, plan.d_ff, bias=plan.bias)
+        self.down = FormatLinear(plan.d_ff, d_model, bias=plan.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
@@ -137,43 +142,70 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, plan: LayerPlan, layer: int, rope_index: int | None) -> None:
+        """`rope_index`: which of the model's `ropes` this block rotates with."""
         super().__init__()
-        self.attn_norm, self.attn = Norm(spec.d_model, spec), Attention(spec, layer)
-        self.mlp_norm, self.mlp = Norm(spec.d_model, spec), Mlp(spec)
+        # Forwards read plain attributes, not the plan: torch.compile then has one graph for all blocks.
+        self.order = plan.order
+        self.rope_index = rope_index
+        self.attn_norm = Norm(plan.d_model, plan.attn_norm)
+        self.attn = Attention(plan.attn, plan.d_model, layer)
+        self.mlp_norm = Norm(plan.d_model, plan.mlp_norm)
+        self.mlp = Mlp(plan.mlp, plan.d_model)
 
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
+        rope: RopeTables | None,
         attend: Attend | None,
         skip: BlockSkip = COMPUTE,
         watch: Watch | None = None,
     ) -> Tensor:
-        if skip.attn is None:
-            y = x + self.attn(self.attn_norm(x), rope, attend)
-        else:
-            y = skip.attn.apply(x)
-        z = y + self.mlp(self.mlp_norm(y)) if skip.mlp is None else skip.mlp.apply(y)
-        if watch is not None:
-            watch(self.attn.layer, "attn", x, y)
-            watch(self.attn.layer, "mlp", y, z)
-        return z
+        for kind in self.order:
+            before = x
+            stand_in = skip.attn if kind == "attn" else skip.mlp
+            if stand_in is not None:
+                x = stand_in.apply(x)
+            elif kind == "attn":
+                x = x + self.attn(self.attn_norm(x), rope, attend)
+            else:
+                x = x + self.mlp(self.mlp_norm(x))
+            if watch is not None:
+                watch(self.attn.layer, kind, before, x)
+        return x
 
 
-class Decoder(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+class Decoder(BlocksModel):
+    def __init__(self, spec: ModelSpec, plan: DecoderPlan | None = None) -> None:
+        """`plan`: where it is not the one that follows from the spec."""
         super().__init__()
-        self.spec = spec
+        self.spec, self.plan = spec, plan or plan_decoder(spec)
         self.compute_dtype = torch.float32
         self.embed = Embedding(spec.vocab_size, spec.d_model)
-        if spec.positions == "learned":
-            self.positions = Embedding(spec.max_positions, spec.d_model)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
-        self.norm = Norm(spec.d_model, spec)
-        # A tied head is the embedding itself, not a second module: sharding one of two modules would untie
-        # them.
+        self.positions = Embedding(spec.max_positions, spec.d_model) if self.plan.learned_positions else None
+        ropes = [layer.attn.rope for layer in self.plan.layers]
+        self.ropes = tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self.blocks = nn.ModuleList(
+            Block(p, layer, None if p.attn.rope is None else self.ropes.index(p.attn.rope))
+            for layer, p in enumerate(self.plan.layers)
+        )
+        self.norm = Norm(spec.d_model, self.plan.final_norm)
+        # A tied head is the embedding itself, not a second module: sharding one of two modules would untie them.
         self.head = None if spec.tied else FormatLinear(spec.d_model, spec.vocab_size, bias=False)
+
+    def embed_rows(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """What the first block reads, in compute dtype."""
+        x = self.embed(tokens_BT).to(self.compute_dtype)
+        return x if self.positions is None else x + self.positions(positions_BT).to(x.dtype)
+
+    def rope_tables(self, positions_BT: Tensor) -> list[RopeTables | None]:
+        """What each block rotates with. Recomputed per forward: a few microseconds, and no buffer that a meta build
+        would leave empty."""
+        head_dim, device = self.plan.layers[0].attn.head_dim, positions_BT.device
+        frequencies = [rope_frequencies(rope, head_dim, device) for rope in self.ropes]
+        tables = [rope_tables(f, positions_BT, self.compute_dtype) for f in frequencies]
+        indices = [cast(Block, block).rope_index for block in self.blocks]
+        return [None if i is None else tables[i] for i in indices]
 
     def hidden(
         self,
@@ -185,14 +217,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        x = self.embed(tokens_BT).to(self.compute_dtype)
-        rope = None
-        if self.spec.positions == "learned":
-            x = x + self.positions(positions_BT).to(x.dtype)
-        else:
-            # Recomputed per forward: a few microseconds, and no buffer that a meta build would leave empty.
-            rope = rope_tables(rope_frequencies(self.spec, x.device), positions_BT, x.dtype)
-        for layer, block in enumerate(self.blocks):
+        x = self.embed_rows(tokens_BT, positions_BT)
+        for layer, (block, rope) in enumerate(zip(self.blocks, self.rope_tables(positions_BT), strict=True)):
             if skip is None and watch is None:
                 x = block(x, rope, attend)
             else:
@@ -235,3 +261,57 @@ class Decoder(nn.Module):
             logits = F.linear(x, self.read_head(x.dtype).weight_VD.to(x.dtype))
         group = self.embed.group
         return logits if group is None else collectives.gather_last(logits, group)
+
+    # -- for shrinking, block by block (blocks.py) ---------------------------------------------------------------
+    def check_inputs(self, inputs: Tensor) -> None:
+        check_tokens(inputs, self.spec)
+
+    def embed_inputs(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(self.device)
+        return self.embed_rows(inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
+
+    def block_args(self, length: int, device: torch.device) -> list[tuple[Any, ...]]:
+        """Rotary tables; no `attend`: causal attention within the inputs."""
+        return [(rope, None) for rope in self.rope_tables(torch.arange(length, device=device)[None])]
+
+    def tail_modules(self) -> list[nn.Module]:
+        return [self.norm, self.embed if self.head is None else self.head]
+
+    def final_hidden(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def read_logits(self, hidden_RD: Tensor) -> Tensor:
+        return F.linear(hidden_RD, self.read_head(hidden_RD.dtype).weight_VD.to(hidden_RD.dtype))
+
+    def input_sources(self, block: nn.Module) -> list[InputSource]:
+        assert isinstance(block, Block)
+        attn, mlp = block.attn, block.mlp
+        found = [InputSource(block.attn_norm, ("attn.q", "attn.k", "attn.v"))]
+        if not attn.v.packed:
+            # Heads that share a value head share its channels.
+            repeat = attn.o.in_features // attn.v.out_features
+            found.append(InputSource(attn.v, ("attn.o",), repeat, attn.head_dim))
+        found.append(InputSource(block.mlp_norm, ("mlp.gate", "mlp.up") if mlp.gated else ("mlp.up",)))
+        if mlp.gated and not mlp.up.packed:
+            found.append(InputSource(mlp.up, ("mlp.down",)))
+        return found
+
+
+@torch.no_grad()
+def untie_head(model: Decoder, format: Format) -> None:
+    """Give the model a packed head in `format`, in place; the embedding stays as it is.
+
+    On a small model the head is a quarter of all weights, and a tied one cannot be packed: the embedding is read
+    row by row.
+    """
+    if model.head is None:
+        weight = model.embed.weight
+        if is_sharded(weight):
+            raise UserError("the head of a sharded model cannot be untied: untie it before sharding")
+        head = FormatLinear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        head.weight = torch.nn.Parameter(weight.detach().clone())
+        model.head, model.spec = head, dataclasses.replace(model.spec, tied=False)
+    if model.head.packed:
+        raise UserError(f"the head is packed as {model.head.format.label} already")
+    model.head.set_format(format)
+    model.head.pack(model.compute_dtype)

@@ -18,8 +18,7 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# tokenizer.ggml.pre -> how text is cut before merging. "digits" is GPT-2's pattern with every digit cut off
-# first.
+# tokenizer.ggml.pre -> how text is cut before merging. "digits" is GPT-2's pattern with every digit cut off first.
 _GGUF_SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "gpt2"), "gpt2"),
     **dict.fromkeys(("smollm", "starcoder"), "digits"),
@@ -34,9 +33,7 @@ def plain_post_processor() -> processors.PostProcessor:
 
 
 def set_byte_level(backend: Tokenizer, split: str) -> None:
-    """Pre-tokenizer, decoder and post-processor of a byte-level BPE that cuts text in the way `split`
-    names.
-    """
+    """Pre-tokenizer, decoder and post-processor of a byte-level BPE that cuts text in the way `split` names."""
     if split in ("gpt2", "digits"):
         cut: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         if split == "digits":
@@ -69,13 +66,11 @@ def gguf_byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in _GGUF_SPLITS:
         raise UserError(
-            f"the GGUF vocabulary cuts text in the way {pre!r} (tokenizer.ggml.pre), which is not "
-            f"known here; "
-            f"known: {', '.join(_GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
+            f"the GGUF vocabulary cuts text in the way {pre!r} (tokenizer.ggml.pre), which is not known here; known: "
+            f"{', '.join(_GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
         )
     split = _GGUF_SPLITS[pre]
-    # A merge may start with a space of its own, never end with one: cut at the first space behind the first
-    # character.
+    # A merge may start with a space of its own, never end with one: cut at the first space behind the first character.
     pairs = [(m[: (i := m.find(" ", 1))], m[i + 1 :]) for m in merges]
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = build_bpe(vocab, pairs, "the GGUF vocabulary", ignore_merges=split == "llama3")
@@ -84,16 +79,13 @@ def gguf_byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
 
 
 def gguf_sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece joins the neighbours whose joined piece has the best score; as BPE, merges ranked by
-    that score.
-    """
+    """SentencePiece joins the neighbours whose joined piece has the best score; as BPE, merges ranked by that score."""
     tokens = need(fields, "tokenizer.ggml.tokens")
     scores = need(fields, "tokenizer.ggml.scores")
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not len(tokens) == len(scores) == len(types):
         raise UserError(
-            f"the GGUF vocabulary has {len(tokens)} tokens, {len(scores)} scores, {len(types)} "
-            f"types; it is damaged"
+            f"the GGUF vocabulary has {len(tokens)} tokens, {len(scores)} scores, {len(types)} types; it is damaged"
         )
     vocab = {token: i for i, token in enumerate(tokens)}
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == 1}
@@ -101,11 +93,7 @@ def gguf_sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
     for token, score in zip(tokens, scores, strict=True):
         if token in normal:
             cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-            ranked += [
-                (-score, vocab[left], left, right)
-                for left, right in cuts
-                if left in normal and right in normal
-            ]
+            ranked += [(-score, vocab[left], left, right) for left, right in cuts if left in normal and right in normal]
     ranked.sort(key=lambda row: row[:2])
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
     backend = build_bpe(
@@ -125,16 +113,12 @@ def gguf_sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
     return backend
 
 
-def added_tokens(
-    tokens: list[str], types: list[int], wanted: tuple[int, ...], *, special: bool
-) -> list[AddedToken]:
+def added_tokens(tokens: list[str], types: list[int], wanted: tuple[int, ...], *, special: bool) -> list[AddedToken]:
     chosen = [token for token, kind in zip(tokens, types, strict=True) if kind in wanted]
     return [AddedToken(token, normalized=False, special=special) for token in chosen]
 
 
 def need(fields: Mapping[str, Any], key: str) -> Any:
     if fields.get(key) is None:
-        raise UserError(
-            f"the GGUF file has no {key}: it carries no usable vocabulary; use a complete GGUF file"
-        )
+        raise UserError(f"the GGUF file has no {key}: it carries no usable vocabulary; use a complete GGUF file")
     return fields[key]

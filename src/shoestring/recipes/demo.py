@@ -30,29 +30,23 @@ import torch
 from torch import Tensor
 
 from shoestring.config import option, to_json
+from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
+from shoestring.evals.model_row import evaluate_row, measure_speed_of, need_tokenizer, ready, text_tokens
 from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
-from shoestring.kernels.w4a8 import fast
-from shoestring.measure import (
-    evaluate_row,
-    measure_speed_of,
-    need_tokenizer,
-    pick_device,
-    pick_dtype,
-    ready,
-    text_tokens,
-)
-from shoestring.model import Loaded, load_model, save_model
+from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
+from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_jsonl
 from shoestring.serve import Engine, Sampling
-from shoestring.serve.drafters import Ngram
+from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
 PROMPT = "def main("
+CONTEXT = 128  # of the small model
 ABOUT = (
     "MB counts packed layers at their stored bits and everything else at 16 bits. On a CPU packed layers are decoded "
     "once when they are loaded: smaller on disk, in memory and speed like a dense model; with 8-bit activations "
@@ -83,31 +77,23 @@ class Demo:
     log: RunLog
     device: torch.device
     dtype: torch.dtype
-    models: dict[str, Loaded] = field(default_factory=dict)  # the small one, by format
+    models: dict[str, LoadedModel] = field(default_factory=dict)  # the small one, by format
     tokens: Tensor | None = None  # its validation text
     rows: list[dict[str, Any]] = field(default_factory=list)
     samples: list[tuple[str, str]] = field(default_factory=list)
 
-    def load(self, path: Path) -> Loaded:
+    def load(self, path: Path) -> LoadedModel:
         return ready(load_model(path, device=self.device, dtype=self.dtype))
 
-    @property
-    def pretrained_done(self) -> bool:
-        return (self.folder / "smollm2-int4").is_dir()
-
-    def evaluate(
-        self,
-        loaded: Loaded,
-        label: str,
-        tokens: Tensor | None,
-        text: str,
-        *,
-        context: int,
-        quick: bool = False,
-    ) -> None:
-        max_tokens = min(self.cfg.eval_tokens, 2048) if quick else self.cfg.eval_tokens
+    def evaluate(self, loaded: LoadedModel, label: str, reference: Tensor | None = None) -> None:
+        """Perplexity, size and speed: on the small model's validation text, or a quick look with `reference`."""
+        tokens, text, context = self.tokens, f"{self.cfg.data} (validation)", CONTEXT
+        max_tokens, quick = self.cfg.eval_tokens, dict[str, int]()
+        if reference is not None:
+            tokens, text, context = reference, "Python reference", 512
+            max_tokens, quick = min(max_tokens, 2048), {"prompt": 16, "new": 4, "repeats": 1}
         row = evaluate_row(loaded, label, tokens, text, context=context, max_tokens=max_tokens)
-        row |= measure_speed_of(loaded.model, **({"prompt": 16, "new": 4, "repeats": 1} if quick else {}))
+        row |= measure_speed_of(loaded.model, **quick)
         self.rows.append(row)
         self.log.evaluated(**row)
         self.log.say(
@@ -136,24 +122,12 @@ def main(cfg: Config) -> Path:
 
 def train_small(demo: Demo) -> None:
     """Train a small decoder on the Python sources of this machine."""
-    dense.main(
-        dense.Config(
-            data=demo.cfg.data,
-            max_mb=demo.cfg.max_mb,
-            d_model=demo.cfg.d_model,
-            vocab_size=2048,
-            context=128,
-            steps=demo.cfg.steps,
-            warmup=min(30, demo.cfg.steps // 4),
-            lr=2e-3,
-            eval_every=50,
-            device=demo.cfg.device,
-            run=str(demo.folder / "train"),
-        )
-    )
-    small = demo.load(demo.folder / "train")
-    demo.models["dense"] = small
-    demo.tokens, _ = text_tokens(small, str(demo.folder / "train"))
+    cfg, run = demo.cfg, demo.folder / "train"
+    corpus: dict[str, Any] = {"data": cfg.data, "max_mb": cfg.max_mb, "vocab_size": 2048, "context": CONTEXT}
+    steps: dict[str, Any] = {"steps": cfg.steps, "warmup": min(30, cfg.steps // 4), "lr": 2e-3, "eval_every": 50}
+    dense.main(dense.Config(**corpus, **steps, d_model=cfg.d_model, device=cfg.device, run=str(run)))
+    demo.models["dense"] = demo.load(run)
+    demo.tokens, _ = text_tokens(demo.models["dense"], str(run))
 
 
 def shrink_small(demo: Demo) -> None:
@@ -169,73 +143,24 @@ def shrink_small(demo: Demo) -> None:
 def evaluate_small(demo: Demo) -> None:
     """Evaluate all three: perplexity on held-out files, size, speed."""
     for loaded in demo.models.values():
-        demo.evaluate(loaded, "small", demo.tokens, f"{demo.cfg.data} (validation)", context=128)
+        demo.evaluate(loaded, "small")
 
 
 def calibrate_small(demo: Demo) -> None:
     """Two bits: rounding to nearest, GPTQ with clipping, and weights trained with their grids block by block."""
-    train = demo.folder / "train"
     for method in ("rtn", "gptq+clip", "blockwise"):
-        run = demo.folder / f"int2-{method}"
-        ptq.main(
-            ptq.Config(
-                model=str(train),
-                format="int2",
-                method=method,
-                calib_windows=32,
-                calib_context=128,
-                context=128,
-                max_tokens=demo.cfg.eval_tokens,
-                device=demo.cfg.device,
-                run=str(run),
-            )
-        )
-        loaded = demo.load(run)
-        demo.evaluate(loaded, f"small, {method}", demo.tokens, f"{demo.cfg.data} (validation)", context=128)
+        quantize(demo, "train", f"int2-{method}", "int2", method)
+        demo.evaluate(demo.load(demo.folder / f"int2-{method}"), f"small, {method}")
 
 
 def prune_small(demo: Demo) -> None:
     """Prune it to 2:4 with SparseGPT: two of every four weights become zero; then the others to 4 bits with GPTQ."""
-    pruned, coded = demo.folder / "prune24", demo.folder / "prune24-int4"
-    options: dict[str, Any] = {"calib_windows": 32, "calib_context": 128, "device": demo.cfg.device}
-    prune24.main(prune24.Config(model=str(demo.folder / "train"), train="none", run=str(pruned), **options))
-    options |= {"format": "sparse24+int4:g32", "method": "gptq", "max_tokens": demo.cfg.eval_tokens}
-    ptq.main(ptq.Config(model=str(pruned), context=128, run=str(coded), **options))
-    for folder, name in ((pruned / "packed", "sparsegpt"), (coded, "sparsegpt, gptq")):
-        text = f"{demo.cfg.data} (validation)"
-        demo.evaluate(demo.load(folder), f"small, {name}", demo.tokens, text, context=128)
-
-
-def serve_small(demo: Demo) -> None:
-    """Serve it behind the OpenAI API and ask it something."""
-    try:
-        from shoestring.serve.server import ServeOptions, Service, listen
-    except UserError as missing:
-        demo.log.say(f"  skipped: {missing}")
-        return
-    loaded = demo.models["int4"]
-    listener = listen("127.0.0.1", 0)
-    service = Service(loaded.model, need_tokenizer(loaded), ServeOptions(), listener, "small", Ngram())
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
-    body = {"model": "small", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 1}
-    request = urllib.request.Request(
-        f"{service.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(
-            request, timeout=60
-        ) as response:  # the socket listens already: this waits
-            answer = json.load(response)
-    finally:
-        service.stop()
-        thread.join(30)
-        listener.close()
-    text = PROMPT + answer["choices"][0]["text"]
-    demo.samples.append(("small, int4, over HTTP", text))
-    demo.log.say(
-        f"  {service.engine.stats.num_accepted} tokens guessed ahead; usage {answer['usage']}\n{text}"
-    )
+    pruned = demo.folder / "prune24"
+    model: dict[str, Any] = {"model": str(demo.folder / "train"), "run": str(pruned), "device": demo.cfg.device}
+    prune24.main(prune24.Config(**model, train="none", calib_windows=32, calib_context=CONTEXT))
+    quantize(demo, "prune24", "prune24-int4", "sparse24+int4:g32", "gptq")
+    demo.evaluate(demo.load(pruned / "packed"), "small, sparsegpt")
+    demo.evaluate(demo.load(demo.folder / "prune24-int4"), "small, sparsegpt, gptq")
 
 
 def generate_small(demo: Demo) -> None:
@@ -248,6 +173,34 @@ def generate_small(demo: Demo) -> None:
         demo.log.say(f"--- {name}\n{text}")
 
 
+def serve_small(demo: Demo) -> None:
+    """Serve it behind the OpenAI API and ask it something."""
+    try:
+        from shoestring.serve.http.server import ServeOptions, Service, listen
+    except UserError as missing:
+        demo.log.say(f"  skipped: {missing}")
+        return
+    loaded = demo.models["int4"]
+    listener = listen("127.0.0.1", 0)
+    service = Service(loaded.model, need_tokenizer(loaded), ServeOptions(), listener, "small", NgramDrafter())
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 1}
+    request = urllib.request.Request(
+        f"{service.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:  # the socket listens already: this waits
+            answer = json.load(response)
+    finally:
+        service.stop()
+        thread.join(30)
+        listener.close()
+    text = PROMPT + answer["choices"][0]["text"]
+    demo.samples.append(("small, int4, over HTTP", text))
+    demo.log.say(f"  {service.engine.stats.num_accepted} tokens guessed ahead; usage {answer['usage']}\n{text}")
+
+
 def chat_pretrained(demo: Demo) -> None:
     """Quantize a real chat model, SmolLM2-135M-Instruct, and talk to both."""
     path = find_smollm2() if demo.cfg.pretrained else None
@@ -257,22 +210,22 @@ def chat_pretrained(demo: Demo) -> None:
         return
     loaded = demo.load(path)
     tokens = torch.tensor(need_tokenizer(loaded).encode(python_reference()))
-    # Its weights lie on a 4-bit grid in blocks of 32 already, so rounding is honest only with larger groups.
-    for name in ("as published", "int4:g64", "8-bit activations"):
-        label = "SmolLM2-135M"
-        if name == "int4:g64":
-            convert(loaded.model, [("*", parse_format(name))])
-            pack(loaded.model, dtype=demo.dtype)
-            save_model(demo.folder / "smollm2-int4", loaded.model, loaded.tokenizer)
-        elif name == "8-bit activations":
-            if demo.device.type != "cpu" or not fast():  # elsewhere prompts would take long
-                continue
-            quantize_activations(loaded.model)
-            label += ", 8-bit activations"
-        demo.evaluate(loaded, label, tokens, "Python reference", context=512, quick=True)
+
+    def look(name: str, label: str = "SmolLM2-135M") -> None:
+        demo.evaluate(loaded, label, tokens)
         answer = ask(loaded, QUESTION)
         demo.samples.append((f"SmolLM2-135M-Instruct, {name}", f"> {QUESTION}\n{answer}"))
         demo.log.say(f"  > {QUESTION}\n  {answer}")
+
+    look("as published")
+    # Its weights are on a 4-bit grid in blocks of 32 already, so rounding is honest only with larger groups.
+    convert(loaded.model, [("*", parse_format("int4:g64"))])
+    pack(loaded.model, dtype=demo.dtype)
+    save_model(demo.folder / "smollm2-int4", loaded.model, loaded.tokenizer)
+    look("int4:g64")
+    if demo.device.type == "cpu" and has_arm_kernels():  # elsewhere prompts would take long
+        quantize_activations(loaded.model)
+        look("8-bit activations", "SmolLM2-135M, 8-bit activations")
 
 
 def write_page(demo: Demo) -> None:
@@ -283,16 +236,17 @@ def write_page(demo: Demo) -> None:
     for table in tables:
         if table.rows:
             table.print()
+    chat = [f"shoestring chat {demo.folder / 'smollm2-int4'}"] if (demo.folder / "smollm2-int4").is_dir() else []
     commands = "\n".join(
-        (
+        [
             f"shoestring inspect {demo.folder / 'nf3'}",
             f'shoestring generate {demo.folder / "int4"} "import " --temperature 0.8',
-            f"shoestring chat {demo.folder / 'smollm2-int4'}" if demo.pretrained_done else "",
+            *chat,
             "shoestring run train/dense data=python steps=2000 size=small",
             "shoestring run shrink/rtn model=DIR format=nf3 text=FILE",
             "shoestring recipes",
-        )
-    ).replace("\n\n", "\n")
+        ]
+    )
     sections: list[Section] = [
         loss_curves(read_jsonl(demo.folder / "train" / "metrics.jsonl")),
         tables[0],
@@ -302,7 +256,7 @@ def write_page(demo: Demo) -> None:
         Text("About these numbers", ABOUT),
         *(Text(title, text, code=True) for title, text in demo.samples),
         Text("Next commands", commands, code=True),
-        *(s for s in run_sections(demo.folder) if getattr(s, "title", "") not in ("Loss", "Evaluations")),
+        *(s for s in run_sections(demo.folder) if s.title not in ("Loss", "Evaluations")),
     ]
     page = write_report(demo.folder, "Shoestring demo", sections, subtitle=str(demo.folder))
     demo.log.say(f"report: {page}\nTry next:\n{commands}")
@@ -324,6 +278,13 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
 # -- what the stages use -----------------------------------------------------------------------------
 
 
+def quantize(demo: Demo, model: str, run: str, format: str, method: Any) -> None:
+    """shrink/ptq of one folder of the demo into another."""
+    settings: dict[str, Any] = {"format": format, "method": method, "device": demo.cfg.device, "context": CONTEXT}
+    settings |= {"calib_windows": 32, "calib_context": CONTEXT, "max_tokens": demo.cfg.eval_tokens}
+    ptq.main(ptq.Config(model=str(demo.folder / model), run=str(demo.folder / run), **settings))
+
+
 def python_reference(num_characters: int = 60_000) -> str:
     """English that comes with every Python: the language reference behind help()."""
     from pydoc_data.topics import topics
@@ -331,7 +292,7 @@ def python_reference(num_characters: int = 60_000) -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))[:num_characters]
 
 
-def ask(loaded: Loaded, question: str) -> str:
+def ask(loaded: LoadedModel, question: str) -> str:
     """One turn of chat, greedy."""
     tokenizer = need_tokenizer(loaded)
     prompt = tokenizer.encode_chat([{"role": "user", "content": question}])

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoestring.config import apply_overrides, from_json
+from shoestring.config import apply_overrides, from_json, to_json
 from shoestring.errors import UserError, suggest
 from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
-HELPERS = ("__init__", "find", "lowbit_run")  # files that are no recipes
+HELPERS = ("__init__", "find")  # files that are no recipes
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -49,9 +49,7 @@ def load_recipe(name: str) -> ModuleType:
         raise UserError(f"no recipe {name!r}.{hint} Or give the path of your own .py file")
     path = Path(name)
     if not path.is_file():
-        raise UserError(
-            f"no such file: {name}; give a built-in recipe ({', '.join(builtin)}) or your own .py file"
-        )
+        raise UserError(f"no such file: {name}; give a built-in recipe ({', '.join(builtin)}) or your own .py file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -80,9 +78,10 @@ def load_recipe(name: str) -> ModuleType:
 def resolve_config(recipe: ModuleType, overrides: list[str]) -> Any:
     """The Config of a command; one that resumes starts from what the run saved."""
     config = apply_overrides(recipe.Config, overrides)
-    if getattr(config, "resume", None) is None:
+    resume = to_json(config).get("resume")  # not every recipe has that key
+    if resume is None:
         return config
-    return apply_overrides(recipe.Config, overrides, start=_saved_config(recipe, Path(config.resume)))
+    return apply_overrides(recipe.Config, overrides, start=_saved_config(recipe, Path(resume)))
 
 
 def _saved_config(recipe: ModuleType, folder: Path) -> Any:
@@ -91,18 +90,11 @@ def _saved_config(recipe: ModuleType, folder: Path) -> Any:
     if name is None or not isinstance(values, dict):
         raise UserError(f"resume={folder} is no run folder: no run's config.json is there; runs are in runs/")
     if name != recipe_name(recipe):
-        raise UserError(
-            f"resume={folder}: that run was made by {name}; use shoestring run {name} resume={folder}"
-        )
+        raise UserError(f"resume={folder}: that run was made by {name}; use shoestring run {name} resume={folder}")
     return from_json(recipe.Config, values)
 
 
 def recipe_name(recipe: ModuleType) -> str:
     """train/dense for the built-in ones, the file name for the user's own."""
-    prefix = "shoestring.recipes."
-    name = recipe.__name__
-    return (
-        name.removeprefix(prefix).replace(".", "/")
-        if name.startswith(prefix)
-        else Path(recipe.__file__ or name).name
-    )
+    builtin = recipe.__name__.removeprefix("shoestring.recipes.")
+    return builtin.replace(".", "/") if builtin != recipe.__name__ else Path(recipe.__file__ or builtin).name

@@ -1,11 +1,13 @@
-from shoestring.serve.drafters import Drafter, DraftModel, Ngram, open_drafter
-from shoestring.serve.engine import Completion, Engine, Output, Request
-from shoestring.serve.request import Draft
-from shoestring.serve.sampling import Sampling, sample
-from shoestring.serve.scheduler import QueueFull
-from shoestring.serve.self_skip import SelfSkip
-from shoestring.serve.skipping import AdaSkip, ByContext, Fixed, SkipPolicy, open_policy
-from shoestring.serve.stack import Stacked
+from shoestring.serve.engine.engine import Completion, Engine, Output, Request
+from shoestring.serve.engine.request import Draft
+from shoestring.serve.engine.sampling import Sampling, sample
+from shoestring.serve.engine.scheduler import QueueFull
+from shoestring.serve.engine.skip_policy import AdaSkip, ByContext, Fixed, SkipPolicy, open_policy
+from shoestring.serve.speculative.draft_model import DraftModel
+from shoestring.serve.speculative.drafter import Drafter
+from shoestring.serve.speculative.drafter_stack import DrafterStack, open_drafter
+from shoestring.serve.speculative.layer_skip_drafter import LayerSkipDrafter
+from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
 __all__ = [
     "AdaSkip",
@@ -14,16 +16,16 @@ __all__ = [
     "Draft",
     "DraftModel",
     "Drafter",
+    "DrafterStack",
     "Engine",
     "Fixed",
-    "Ngram",
+    "LayerSkipDrafter",
+    "NgramDrafter",
     "Output",
     "QueueFull",
     "Request",
     "Sampling",
-    "SelfSkip",
     "SkipPolicy",
-    "Stacked",
     "open_drafter",
     "open_policy",
     "sample",

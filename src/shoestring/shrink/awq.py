@@ -19,6 +19,7 @@ calibration token through H; theirs is the attention module's output for q, k an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,10 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, GridFormat, Parts
-from shoestring.model.transformer import Block, Norm
+from shoestring.model.blocks import InputSource
 from shoestring.shrink.calibrate import Statistics, block_linears
+from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, state_of
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.grid import Choice, nearest, state_of
 
 
 @dataclass(frozen=True)
@@ -42,33 +43,33 @@ class Awq:
 
     def __post_init__(self) -> None:
         if self.ratios < 1 or self.rows < 1:
-            raise UserError(
-                f"AWQ with {self.ratios} ratios and {self.rows} rows is not possible: use 1 or more"
-            )
+            raise UserError(f"AWQ with {self.ratios} ratios and {self.rows} rows is not possible: use 1 or more")
 
-    def choose(
-        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
-    ) -> Choice:
+    def choose(self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts) -> ChosenGrid:
         if self.clip is None:
-            return nearest(w, format, state)
+            return round_to_nearest(w, format, state)
         return self.clip.choose(name, w, statistics, format, state)
 
-    def prepare(
-        self, block: Block, statistics: dict[str, Statistics], formats: dict[str, GridFormat]
+    def scale_inputs(
+        self,
+        block: nn.Module,
+        sources: Sequence[InputSource],
+        statistics: dict[str, Statistics],
+        formats: dict[str, GridFormat],
     ) -> dict[str, Statistics]:
         """Fold the best scales into the block, in place; returns the statistics of the scaled inputs."""
         linears, now = block_linears(block), dict(statistics)
-        for fold in folds(block):
-            chosen = [name for name in fold.readers if name in formats]
+        for source in sources:
+            chosen = [name for name in source.readers if name in formats]
             if not chosen:
                 continue
             seen = now[chosen[0]]
             weights = {name: every(linears[name].weight.detach().float(), self.rows) for name in chosen}
-            s = best_scale(weights, seen, formats, fold, self.ratios)
+            s = best_scale(weights, seen, formats, source, self.ratios)
             if s is not None:
-                apply_fold(linears, fold, s)
+                fold_scale(linears, source, s)
                 scaled = seen.scaled(1 / s)
-                now.update(dict.fromkeys(fold.readers, scaled))
+                now.update(dict.fromkeys(source.readers, scaled))
         return now
 
 
@@ -79,55 +80,16 @@ def every(w: Tensor, rows: int) -> Tensor:
     return some * (w.shape[0] / some.shape[0]) ** 0.5
 
 
-@dataclass(frozen=True)
-class Fold:
-    """`source` produces the input of `readers`; each of its channels feeds `repeat` channels of them in turns
-    of `span`: channel (g, r, d) of the readers is channel (g, d) of the source, r < repeat, d < span.
-    """
-
-    source: Norm | FormatLinear
-    readers: tuple[str, ...]
-    repeat: int = 1
-    span: int = 1
-
-    def tie(self, channel: Tensor) -> Tensor:
-        """Readers' channels -> the mean over those that share a source channel."""
-        return channel.view(-1, self.repeat, self.span).mean(1).flatten()
-
-    def spread(self, channel: Tensor) -> Tensor:
-        """Source channels -> readers' channels."""
-        return channel.view(-1, 1, self.span).expand(-1, self.repeat, -1).flatten()
-
-
-def folds(block: Block) -> list[Fold]:
-    attn, mlp = block.attn, block.mlp
-    found = [Fold(block.attn_norm, ("attn.q", "attn.k", "attn.v"))]
-    repeat = attn.o.in_features // attn.v.out_features
-    if not attn.v.packed:
-        found.append(Fold(attn.v, ("attn.o",), repeat, attn.head_dim))
-    if mlp.gated:
-        found.append(Fold(block.mlp_norm, ("mlp.gate", "mlp.up")))
-        if not mlp.up.packed:
-            found.append(Fold(mlp.up, ("mlp.down",)))
-    else:
-        found.append(Fold(block.mlp_norm, ("mlp.up",)))
-    return found
-
-
 def best_scale(
-    weights: dict[str, Tensor],
-    statistics: Statistics,
-    formats: dict[str, GridFormat],
-    fold: Fold,
-    ratios: int,
+    weights: dict[str, Tensor], statistics: Statistics, formats: dict[str, GridFormat], source: InputSource, ratios: int
 ) -> Tensor | None:
     """The scale per input channel with the least output error; None when no scaling is best."""
-    magnitude = fold.tie(statistics.magnitude.float())
+    magnitude = source.reduce(statistics.magnitude.float())
     h = statistics.hessian.float()
     scales: list[Tensor | None] = [None]
     for i in range(1, ratios):
         s = magnitude.pow(i / ratios).clamp(min=1e-4)
-        scales.append(fold.spread(s / (s.max() * s.min()).sqrt()))
+        scales.append(source.expand(s / (s.max() * s.min()).sqrt()))
     # Compared at the end, so that a GPU is waited for once.
     states = {name: state_of(formats[name], w) for name, w in weights.items()}  # type: ignore[arg-type]
     errors = torch.stack([_error(weights, h, formats, states, s) for s in scales]).tolist()
@@ -139,31 +101,29 @@ def best_scale(
 
 
 def _error(
-    weights: dict[str, Tensor],
-    h: Tensor,
-    formats: dict[str, GridFormat],
-    states: dict[str, Parts],
-    s: Tensor | None,
+    weights: dict[str, Tensor], h: Tensor, formats: dict[str, GridFormat], states: dict[str, Parts], s: Tensor | None
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=h.device)
     for name, w in weights.items():
         format, state = formats[name], states[name]
-        rounded = nearest(w, format, state).weight if s is None else nearest(w * s, format, state).weight / s
+        rounded = (
+            round_to_nearest(w, format, state).weight
+            if s is None
+            else round_to_nearest(w * s, format, state).weight / s
+        )
         d = rounded - w
         total += ((d @ h) * d).sum()
     return total
 
 
 @torch.no_grad()
-def apply_fold(linears: dict[str, FormatLinear], fold: Fold, s: Tensor) -> None:
+def fold_scale(linears: dict[str, FormatLinear], source: InputSource, s: Tensor) -> None:
     """Readers' columns times s, the source divided by it: the function of the block stays the same."""
-    for name in fold.readers:
+    for name in source.readers:
         linears[name].weight.mul_(s.to(linears[name].weight.dtype))
-    own = fold.tie(s)
-    source: nn.Module = fold.source
-    assert isinstance(source.weight, Tensor)
-    rows = own[:, None] if source.weight.ndim == 2 else own
-    source.weight.div_(rows.to(source.weight.dtype))
-    if source.bias is not None:
-        assert isinstance(source.bias, Tensor)
-        source.bias.div_(own.to(source.bias.dtype))
+    own, weight, bias = source.reduce(s), source.source.weight, source.source.bias
+    assert isinstance(weight, Tensor)
+    weight.div_((own[:, None] if weight.ndim == 2 else own).to(weight.dtype))
+    if bias is not None:
+        assert isinstance(bias, Tensor)
+        bias.div_(own.to(bias.dtype))

@@ -24,9 +24,9 @@ norms and biases by parts of their root mean square. Some windows are held out; 
 the others the block is measured on them, and the best state wins, the untrained one included: a block never
 ends worse on them than it started.
 
-Memory: the whole model in its dtype, or with Calibration(visit=device) one block of it (visit.py); one block in fp32
+Memory: the whole model in its dtype, or with Calibration(onload_device=device) one block of it; one block in fp32
 with its gradients and moments; two stores of activations (files beyond `memory_gb`); and with keep_masters, on the
-host, the fp32 weights of all blocks. A finished block is final: it is written to `files`, and a stopped run goes on
+host, the fp32 weights of all blocks. A finished block is final: it is written to `files`, and a stopped run continues
 at the next one with the same bits.
 
 Left out on purpose: several processes; training across blocks (that is end-to-end training, with any
@@ -36,10 +36,10 @@ objective, on the formats this leaves).
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,39 +47,25 @@ from torch import Tensor, nn
 from shoestring.errors import UserError, during
 from shoestring.formats import Dense, FormatLinear, GridFormat, Parts
 from shoestring.formats.convert import Rule
-from shoestring.model.transformer import Block, Decoder
+from shoestring.host.block_offload import on_device
+from shoestring.model.blocks import BlocksModel, InputSource
+from shoestring.runlog import RunLog
 from shoestring.shrink.awq import Awq
-from shoestring.shrink.calibrate import (
-    Calibration,
-    Statistics,
-    activation_store,
-    block_linears,
-    check_tokens,
-    compute_device,
-    embed,
-    rope_of,
-    run_block,
-)
+from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock
+from shoestring.shrink.calibrate import BlockStep, Calibration, Statistics, block_linears, embed_all, walk
+from shoestring.shrink.chosen_grid import LayerErrors, store_grid
 from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.grid import hold
 from shoestring.shrink.quantize import (
     HEADS,
     METHODS,
-    LayerError,
-    LayerErrors,
-    Progress,
+    Method,
     QuantizeReport,
     Rtn,
-    finish,
-    pack_guests,
-    plan,
+    quantize,
     quantize_block,
+    quantize_steps,
 )
-from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.visit import visiting
-from shoestring.train.step_graph import Replay
-
-Rope = tuple[Tensor, Tensor] | None
+from shoestring.train.cuda_graph import GraphedPasses
 
 
 @dataclass(frozen=True)
@@ -102,9 +88,7 @@ class Blockwise:
 
     def __post_init__(self) -> None:
         if self.init not in METHODS:
-            raise UserError(
-                f"init={self.init!r} is not possible for blockwise: use one of {', '.join(METHODS)}"
-            )
+            raise UserError(f"init={self.init!r} is not possible for blockwise: use one of {', '.join(METHODS)}")
         if self.epochs < 1 or self.batch < 1:
             raise UserError(
                 f"blockwise with {self.epochs} epochs in batches of {self.batch} is not possible: use 1 or more"
@@ -116,18 +100,16 @@ class Blockwise:
                 "0 and 1, for example 0.003"
             )
         if not 0 <= self.held_out <= 0.5:
-            raise UserError(
-                f"blockwise cannot hold out {self.held_out} of the windows: use a part between 0 and 0.5"
-            )
+            raise UserError(f"blockwise cannot hold out {self.held_out} of the windows: use a part between 0 and 0.5")
 
 
 @dataclass(frozen=True)
-class Task:
+class BlockTargets:
     """What one block has to learn: from `seen` to `target`, both [windows, context, width]."""
 
     seen: Tensor
     target: Tensor
-    rope: Rope
+    args: tuple[Any, ...]  # what the block takes beside the activations
     device: torch.device
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,14 +117,14 @@ class Task:
 
 
 def train_blocks(
-    model: Decoder,
+    model: BlocksModel,
     rules: Sequence[Rule],
     tokens_NT: Tensor,
     settings: Blockwise | None = None,
     calibration: Calibration | None = None,
     *,
     skip: Sequence[str] = HEADS,
-    progress: Progress | None = None,
+    progress: BlockProgress | None = None,
     files: BlockFiles | None = None,
 ) -> QuantizeReport:
     """Quantize in place, as `quantize` does; the layers end with a fixed grid, ready for `pack`.
@@ -151,99 +133,72 @@ def train_blocks(
     kept; those that are there already are taken.
     """
     settings, calibration = settings or Blockwise(), calibration or Calibration()
-    check_tokens(model, tokens_NT)
-    formats = plan(model, rules, skip)
-    grids: dict[str, Parts] = {}
-    masters: Parts = {}
-    layers: list[LayerError] = []
-    notes: list[dict[str, float]] = []
-    num_finished = files.count() if files is not None else 0
-    with closing(walk_pairs(model, tokens_NT, calibration, num_finished)) as pairs:
-        for index, block, task, statistics in pairs:
-            prefix = f"blocks.{index}."
-            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-            if files is not None and index < num_finished:
-                made, errors = files.load(index, block)
-                told = files.notes(index)
-            else:
-                with during(f"block {index}"):
-                    made, errors, told = train_block(block, task, statistics, wanted, settings, index, prefix)
-                if files is not None:
-                    files.save(index, block, made, errors, told)
-            # Masters are kept on the host, wherever they come from.
-            masters |= {name: grid.pop("master").cpu() for name, grid in made.items() if "master" in grid}
-            if calibration.visit is None:
-                grids.update(made)
-            else:
-                pack_guests(model, {prefix + n: f for n, f in wanted.items()}, made)
-            layers.extend(errors)
-            notes.append(told)
-            if progress is not None:
-                progress(index + 1, len(model.blocks), told["after"])
-    with torch.no_grad():
-        report = finish(model, rules, formats, grids, layers, settings.name, skip, calibration.visit)
-    report.blocks, report.masters = notes, masters
-    return report
+    model.check_inputs(tokens_NT)
+
+    def train(step: TrainingStep, block: nn.Module, formats: dict[str, GridFormat], prefix: str) -> FinishedBlock:
+        sources = model.input_sources(block)
+        return train_block(block, step.targets, step.statistics, formats, settings, step.index, prefix, sources=sources)
+
+    steps = walk_pairs(model, tokens_NT, calibration, files.count() if files is not None else 0)
+    options: dict[str, Any] = {"skip": skip, "progress": progress, "files": files}
+    return quantize_steps(model, rules, steps, train, settings.name, **options, onload_device=calibration.onload_device)
+
+
+@dataclass(frozen=True)
+class TrainingStep(BlockStep):
+    targets: BlockTargets
 
 
 def walk_pairs(
-    model: Decoder, tokens_NT: Tensor, calibration: Calibration, start: int
-) -> Generator[tuple[int, Block, Task, dict[str, Statistics]], None, None]:
+    model: BlocksModel, tokens_NT: Tensor, calibration: Calibration, start: int
+) -> Generator[TrainingStep, None, None]:
     """Block after block with its inputs, the full block's outputs, and its layers' statistics on these inputs.
 
     The caller changes the block between two steps. Blocks before `start` come without statistics.
     """
-    device = compute_device(model, calibration)
-    num_windows, context = tokens_NT.shape
-    shape = (num_windows, context, model.spec.d_model)
-    halved = replace(calibration, memory_gb=calibration.memory_gb / 2)
-    collecting = replace(calibration, inputs="quantized")  # collect without writing
     with ExitStack() as stack:
-        seen, full = (activation_store(shape, model.compute_dtype, device, halved, stack) for _ in range(2))
-        batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
-        with torch.no_grad():
-            for rows in batches:
-                seen[rows] = full[rows] = embed(model, tokens_NT[rows]).to(seen.device)
-        rope = rope_of(model, context, device)
+        (seen, full), passes = embed_all(model, tokens_NT, calibration, stack, num_stores=2)
         for index, block in enumerate(model.blocks):
-            assert isinstance(block, Block)
-            with visiting(block, calibration.visit, model.compute_dtype, keep=True):
+            with on_device(block, calibration.onload_device, model.compute_dtype, keep=True):
                 statistics: dict[str, Statistics] = {}
                 if index >= start:
-                    statistics = run_block(block, index, seen, batches, rope, device, collecting)
-                run_block(block, index, full, batches, rope, device, None)
-                yield index, block, Task(seen, full, rope, device), statistics
+                    statistics = passes.collect(index, seen, calibration, write=False)
+                passes.run(index, full)
+                targets = BlockTargets(seen, full, passes.args[index], passes.device)
+                yield TrainingStep(index, statistics, targets)
                 if calibration.inputs == "full":
                     seen.copy_(full)
                 elif index + 1 < len(model.blocks):
-                    run_block(block, index, seen, batches, rope, device, None)
+                    passes.run(index, seen)
 
 
 # -- one block -----------------------------------------------------------------------------------------------
 def train_block(
-    block: Block,
-    task: Task,
+    block: nn.Module,
+    targets: BlockTargets,
     statistics: dict[str, Statistics],
     formats: dict[str, GridFormat],
     settings: Blockwise,
     index: int = 0,
     prefix: str = "",
-) -> tuple[dict[str, Parts], list[LayerError], dict[str, float]]:
+    *,
+    sources: Sequence[InputSource],
+) -> FinishedBlock:
     """Train the (dense) layers that have a Format, and leave them dense with weights on their grids.
 
-    Returns grids, errors and notes: the block's output error before and after, on the held-out windows.
+    The notes are the block's output error before and after, on the held-out windows.
     """
     dtypes = {name: p.dtype for name, p in block.named_parameters()}
-    start = start_grids(block, statistics, formats, METHODS[settings.init], prefix)
+    start = start_grids(block, statistics, formats, METHODS[settings.init], prefix, sources)
     with torch.no_grad():
         block.float()  # masters; layers and norms cast on use
     linears = {n: m for n, m in block_linears(block).items() if n in formats}
     for name, layer in linears.items():
         layer.set_format(formats[name].learn_grid())  # type: ignore[arg-type]
-        hold(layer, start.grids[prefix + name])
+        store_grid(layer, start.grids[prefix + name])
     trained = parameter_groups(block, linears, start.rounding, settings)
-    before, after = fit(block, task, trained, settings, index, prefix)
-    compute = task.seen.dtype
+    before, after = fit(block, targets, trained, settings, index, prefix)
+    compute = targets.seen.dtype
     made: dict[str, Parts] = {}
     errors = LayerErrors()
     with torch.no_grad():
@@ -261,11 +216,11 @@ def train_block(
             p.grad = None  # of the last step: as large as the weights, and of no use
             p.data = p.data.to(dtypes[name])
             p.requires_grad_(True)
-    return made, errors.read(), {"before": before, "after": after}
+    return FinishedBlock(made, errors.read(), {"before": before, "after": after})
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialGrids:
     grids: dict[str, Parts]  # by whole name
     statistics: dict[str, Statistics]  # of the inputs, after AWQ's folding
     weights: dict[str, Tensor]  # before rounding, after folding
@@ -274,37 +229,36 @@ class Start:
 
 @torch.no_grad()
 def start_grids(
-    block: Block,
+    block: nn.Module,
     statistics: dict[str, Statistics],
     formats: dict[str, GridFormat],
     method: object,
     prefix: str,
-) -> Start:
+    sources: Sequence[InputSource],
+) -> InitialGrids:
     """Grids by `method`; the weights stay unrounded (GPTQ's are its own: rounding is part of them)."""
     if isinstance(method, Awq):
-        statistics = method.prepare(block, statistics, formats)
+        statistics = method.scale_inputs(block, sources, statistics, formats)
         method = method.clip or Rtn()
     linears = block_linears(block)
     before = {name: linears[name].weight.detach().clone() for name in formats}
-    grids, _ = quantize_block(block, statistics, formats, method, prefix)  # type: ignore[arg-type]
+    made = quantize_block(block, statistics, formats, method, prefix, sources=sources)  # type: ignore[arg-type]
     rounding = {name: root_mean_square(linears[name].weight - w) for name, w in before.items()}
     if not isinstance(method, Gptq):
         for name, w in before.items():
             linears[name].weight.copy_(w)
-    return Start(grids, statistics, before, rounding)
+    return InitialGrids(made.grids, statistics, before, rounding)
 
 
 def parameter_groups(
-    block: Block, linears: dict[str, FormatLinear], rounding: dict[str, Tensor], settings: Blockwise
+    block: nn.Module, linears: dict[str, FormatLinear], rounding: dict[str, Tensor], settings: Blockwise
 ) -> list[dict[str, object]]:
     """What is trained, each with its own learning rate; everything else of the block is frozen."""
     rates: list[tuple[nn.Parameter, Tensor]] = []
     for layer_name, layer in linears.items():
         for name, p in layer.trained_state().items():
             mean = p.detach().float().mean()
-            rates.append(
-                (p, torch.full_like(mean, settings.lr_zero) if name == "zero" else settings.lr_scale * mean)
-            )
+            rates.append((p, torch.full_like(mean, settings.lr_zero) if name == "zero" else settings.lr_scale * mean))
         if settings.train == "all":
             assert isinstance(layer.weight, nn.Parameter)
             rates.append((layer.weight, settings.lr_weight * rounding[layer_name]))
@@ -328,44 +282,42 @@ def root_mean_square(t: Tensor) -> Tensor:
 
 
 def fit(
-    block: Block,
-    task: Task,
+    block: nn.Module,
+    targets: BlockTargets,
     groups: list[dict[str, object]],
     settings: Blockwise,
     index: int,
     prefix: str,
 ) -> tuple[float, float]:
     """Train; returns the error before and after. Deterministic: the order of windows follows (seed, index)."""
-    num_windows = task.seen.shape[0]
+    num_windows = targets.seen.shape[0]
     num_held = round(num_windows * settings.held_out)
     order = torch.randperm(num_windows, generator=torch.Generator().manual_seed(settings.seed))
     held, rest = order[:num_held].sort().values, order[num_held:]
-    judge = (held if num_held else rest).to(task.seen.device)
-    before = best = measure(block, task, judge, settings)
+    judge = (held if num_held else rest).to(targets.seen.device)
+    before = best = measure(block, targets, judge, settings)
     if not math.isfinite(before):
-        raise UserError(
-            f"the outputs of {prefix.rstrip('.')} are not finite on the calibration text; check the model"
-        )
+        raise UserError(f"the outputs of {prefix.rstrip('.')} are not finite on the calibration text; check the model")
     if not groups:
         return before, before
-    fused = True if task.device.type == "cuda" else None
+    fused = True if targets.device.type == "cuda" else None
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
     state = snapshot(groups)
-    passes = Passes(block, task, groups, settings)
+    passes = Passes(block, targets, groups, settings)
     gen = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
     steps_per_epoch = math.ceil(len(rest) / settings.batch)
     num_steps, step = settings.epochs * steps_per_epoch, 0
     for _ in range(settings.epochs):
-        order = rest[torch.randperm(len(rest), generator=gen)].to(task.seen.device)
+        order = rest[torch.randperm(len(rest), generator=gen)].to(targets.seen.device)
         for rows in order.split(settings.batch):
             for group in optimizer.param_groups:
                 fall = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps - 1)))
                 group["lr"] = group["full_lr"] * (settings.floor + (1 - settings.floor) * fall)
             optimizer.zero_grad(set_to_none=True)
-            passes(*task.batch(rows))
+            passes(*targets.batch(rows))
             optimizer.step()
             step += 1
-        error = measure(block, task, judge, settings)
+        error = measure(block, targets, judge, settings)
         # NaN is never less: a run that diverges keeps the best state it had.
         if error < best:
             best, state = error, snapshot(groups)
@@ -379,11 +331,11 @@ class Passes:
     launches would otherwise take most of the time."""
 
     def __init__(
-        self, block: Block, task: Task, groups: list[dict[str, object]], settings: Blockwise
+        self, block: nn.Module, targets: BlockTargets, groups: list[dict[str, object]], settings: Blockwise
     ) -> None:
-        self.block, self.task, self.settings = block, task, settings
+        self.block, self.targets, self.settings = block, targets, settings
         self.params = [p for g in groups for p in g["params"]]  # type: ignore[attr-defined]
-        self.replay: Replay | None = None
+        self.replay: GraphedPasses | None = None
         self.held: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
@@ -392,14 +344,14 @@ class Passes:
             return
         if self.replay is None:
             self.held = (x.clone(), y.clone())
-            self.replay = Replay(lambda: self._run(*self.held), self.params)
+            self.replay = GraphedPasses(lambda: self._run(*self.held), self.params)
         for held, new in zip(self.held, (x, y), strict=True):
             held.copy_(new)
         self.replay()
 
     def _run(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.enable_grad():
-            loss = block_loss(self.block(x, self.task.rope, None), y, self.settings.loss)
+            loss = block_loss(self.block(x, *self.targets.args), y, self.settings.loss)
         loss.backward()
         return loss.detach()
 
@@ -414,12 +366,12 @@ def block_loss(out: Tensor, target: Tensor, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def measure(block: Block, task: Task, rows: Tensor, settings: Blockwise) -> float:
+def measure(block: nn.Module, targets: BlockTargets, rows: Tensor, settings: Blockwise) -> float:
     """The loss over the given windows."""
-    total = torch.zeros((), dtype=torch.float64, device=task.device)
+    total = torch.zeros((), dtype=torch.float64, device=targets.device)
     for part in rows.split(max(settings.batch, 4)):
-        x, y = task.batch(part)
-        total += block_loss(block(x, task.rope, None), y, settings.loss) * len(part)
+        x, y = targets.batch(part)
+        total += block_loss(block(x, *targets.args), y, settings.loss) * len(part)
     return float(total) / len(rows)
 
 
@@ -431,3 +383,31 @@ def snapshot(groups: list[dict[str, object]]) -> list[Tensor]:
 def restore(groups: list[dict[str, object]], state: list[Tensor]) -> None:
     for p, kept in zip((p for g in groups for p in g["params"]), state, strict=True):  # type: ignore[attr-defined]
         p.copy_(kept)
+
+
+# -- as a stage of a run -------------------------------------------------------------------------------------
+def quantize_blocks(
+    model: BlocksModel,
+    rules: Sequence[Rule],
+    method: Method | Blockwise,
+    calib_NT: Tensor | None,
+    calibration: Calibration,
+    files: BlockFiles,
+    log: RunLog,
+) -> QuantizeReport:
+    """Block after block by the method; finished ones are in `files`."""
+    with during(method.name), log.progress(len(model.blocks), f"{method.name} by block") as bar:
+
+        def progress(done: int, total: int, error: float) -> None:
+            log.log(done, output_error=error)
+            bar.advance(1, error=error)
+
+        if isinstance(method, Blockwise):
+            assert calib_NT is not None
+            return train_blocks(model, rules, calib_NT, method, calibration, progress=progress, files=files)
+        steps: Iterable[BlockStep] = ()
+        if calib_NT is not None:
+            steps = walk(model, calib_NT, calibration, start=files.count())
+        return quantize(
+            model, rules, steps, method, progress=progress, files=files, onload_device=calibration.onload_device
+        )

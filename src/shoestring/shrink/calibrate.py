@@ -13,21 +13,18 @@ two.
 
 Layers that see the very same tensor (query, key and value; gate and up) share one Statistics.
 
-With Calibration(visit=device) the model stays at home (visit.py): a block is on the device from its statistics until
-the next block's turn, changes included, and then goes back. Close the walk if you leave it early.
+With Calibration(onload_device=device) the model stays in the host's memory (host/block_offload.py): a block is on the
+device from its statistics until the next block's turn, and goes back with its changes. Close the walk if you leave it
+early.
 
 Left out on purpose: several processes, attention masks between documents, and anything about methods.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -35,29 +32,18 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError, during
 from shoestring.formats import FormatLinear
-from shoestring.model.attention import rope_frequencies, rope_tables
-from shoestring.model.transformer import Decoder
-from shoestring.shrink.visit import visiting
+from shoestring.host.block_offload import BlockOffload, activation_store, on_device
+from shoestring.model.blocks import BlocksModel, block_prefixes
 
 Inputs = Literal["quantized", "full"]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(BlockOffload):
     inputs: Inputs = "quantized"
     batch: int = 4  # windows that run at once
-    memory_gb: float = 4.0  # activations beyond this go to a file
-    folder: str | None = None  # for that file; None: the system's temporary folder
     num_samples: int = 0  # input tokens to keep per layer, evenly spaced
     double: bool = False  # sum the Hessian in fp64
-    # Where one block at a time computes while the model stays at home; None: where the model lies.
-    visit: torch.device | None = None
-
-
-def check_spill(folder: str | None) -> None:
-    """For recipes, before there is a run: a Calibration meets a missing folder after minutes."""
-    if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"spill={folder} is no folder; give one that is there, with room for activations")
 
 
 @dataclass(frozen=True)
@@ -89,9 +75,7 @@ class BlockStep:
 def windows(tokens: Tensor, num_windows: int, context: int) -> Tensor:
     """[num_windows, context] windows, evenly spaced over a text: the same text gives the same windows."""
     if num_windows < 1 or context < 1:
-        raise UserError(
-            f"{num_windows} calibration windows of {context} tokens is not possible: use 1 or more"
-        )
+        raise UserError(f"{num_windows} calibration windows of {context} tokens is not possible: use 1 or more")
     if len(tokens) < num_windows * context:
         raise UserError(
             f"the calibration text has {len(tokens)} tokens, {num_windows} windows of {context} need "
@@ -105,7 +89,7 @@ def windows(tokens: Tensor, num_windows: int, context: int) -> Tensor:
 class Collector:
     """Hooks on linear layers that sum up their inputs."""
 
-    def __init__(self, layers: dict[str, nn.Module], num_tokens: int, calibration: Calibration) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], num_tokens: int, calibration: Calibration) -> None:
         self.layers = layers
         self.dtype = torch.float64 if calibration.double else torch.float32
         self.keep_every = max(1, num_tokens // calibration.num_samples) if calibration.num_samples else 0
@@ -174,9 +158,7 @@ class _Sums:
             )
         width = self.hessian.shape[0]
         kept = torch.cat(self.samples)[:num_samples] if self.samples else self.hessian.new_empty(0, width)
-        return Statistics(
-            self.hessian / self.num_tokens, self.magnitude / self.num_tokens, kept, self.num_tokens
-        )
+        return Statistics(self.hessian / self.num_tokens, self.magnitude / self.num_tokens, kept, self.num_tokens)
 
 
 # -- walking -------------------------------------------------------------------------------------------------
@@ -184,126 +166,77 @@ def block_linears(block: nn.Module) -> dict[str, FormatLinear]:
     return {name: m for name, m in block.named_modules() if isinstance(m, FormatLinear)}
 
 
+@dataclass(frozen=True)
+class BlockPasses:
+    """Runs blocks of a model over a store of activations [inputs, T, D], a batch of inputs at a time."""
+
+    model: BlocksModel
+    batches: list[slice]
+    args: list[tuple[Any, ...]]  # what each block takes beside the activations
+    device: torch.device
+
+    @torch.no_grad()
+    def run(self, index: int, store: Tensor) -> None:
+        """Replace the block's inputs in the store by its outputs."""
+        block = self.model.blocks[index]
+        with during(f"block {index}"):
+            for rows in self.batches:
+                store[rows] = block(store[rows].to(self.device), *self.args[index]).to(store.device)
+
+    @torch.no_grad()
+    def collect(self, index: int, store: Tensor, calibration: Calibration, *, write: bool) -> dict[str, Statistics]:
+        """The statistics of the block's layers; with `write` its outputs replace its inputs."""
+        block, num_tokens = self.model.blocks[index], store.shape[0] * store.shape[1]
+        with during(f"block {index}"), Collector(block_linears(block), num_tokens, calibration) as collector:
+            for rows in self.batches:
+                out = block(store[rows].to(self.device), *self.args[index])
+                if write:
+                    store[rows] = out.to(store.device)
+                collector.forget_inputs()
+            return collector.statistics(block_prefixes(self.model)[index])
+
+
+def embed_all(
+    model: BlocksModel, inputs: Tensor, calibration: Calibration, stack: ExitStack, num_stores: int = 1
+) -> tuple[list[Tensor], BlockPasses]:
+    """Stores with what the first block reads of all inputs, and what runs blocks over them. The stores together stay
+    in memory up to the calibration's memory_gb."""
+    model.check_inputs(inputs)
+    device = calibration.onload_device or model.device
+    share = replace(calibration, memory_gb=calibration.memory_gb / num_stores)
+    batches = [slice(i, i + calibration.batch) for i in range(0, len(inputs), calibration.batch)]
+    stores: list[Tensor] = []
+    with torch.no_grad():
+        for rows in batches:
+            x = model.embed_inputs(inputs[rows])
+            if not stores:
+                shape, dtype = (len(inputs), *x.shape[1:]), model.compute_dtype
+                stores = [activation_store(shape, dtype, device, share, stack) for _ in range(num_stores)]
+            for store in stores:
+                store[rows] = x.to(store.device)
+    return stores, BlockPasses(model, batches, model.block_args(stores[0].shape[1], device), device)
+
+
 def walk(
-    model: Decoder, tokens_NT: Tensor, calibration: Calibration | None = None, *, start: int = 0
+    model: BlocksModel, inputs: Tensor, calibration: Calibration | None = None, *, start: int = 0
 ) -> Generator[BlockStep, None, None]:
     """Yield the statistics of one block after the other; see the module docstring.
 
-    Blocks before `start` are yielded without statistics, for a caller that has their weights already.
+    inputs: token ids [windows, context], or whatever else the model reads. Blocks before `start` are yielded without
+    statistics, for a caller that has their weights already.
     """
     calibration = calibration or Calibration()
-    check_tokens(model, tokens_NT)
-    device = compute_device(model, calibration)
-    num_windows, context = tokens_NT.shape
-    shape = (num_windows, context, model.spec.d_model)
+    full = calibration.inputs == "full"
     with ExitStack() as stack:
-        store = activation_store(shape, model.compute_dtype, device, calibration, stack)
-        batches = [slice(i, i + calibration.batch) for i in range(0, num_windows, calibration.batch)]
-        with torch.no_grad():
-            for rows in batches:
-                store[rows] = embed(model, tokens_NT[rows]).to(store.device)
-        rope = rope_of(model, context, device)
+        (store,), passes = embed_all(model, inputs, calibration, stack)
         for index, block in enumerate(model.blocks):
-            with visiting(block, calibration.visit, model.compute_dtype, keep=True):
+            with on_device(block, calibration.onload_device, model.compute_dtype, keep=True):
                 # The generator is suspended outside of no_grad: the caller's grad mode stays its own.
                 statistics: dict[str, Statistics] = {}
                 if index >= start:
-                    statistics = run_block(block, index, store, batches, rope, device, calibration)
-                elif calibration.inputs == "full":
-                    run_block(block, index, store, batches, rope, device, None)
+                    statistics = passes.collect(index, store, calibration, write=full)
+                elif full:
+                    passes.run(index, store)
                 yield BlockStep(index, statistics)
-                if calibration.inputs == "quantized" and index + 1 < len(model.blocks):
-                    run_block(block, index, store, batches, rope, device, None)
-
-
-def compute_device(model: Decoder, calibration: Calibration) -> torch.device:
-    return calibration.visit or model.embed.weight.device
-
-
-@torch.no_grad()
-def run_block(
-    block: nn.Module,
-    index: int,
-    store: Tensor,
-    batches: list[slice],
-    rope: tuple[Tensor, Tensor] | None,
-    device: torch.device,
-    calibration: Calibration | None,
-) -> dict[str, Statistics]:
-    """Run a block over the store. With a calibration: collect, and write the outputs only if nobody will run
-    it again. Without: write the outputs.
-    """
-    write = calibration is None or calibration.inputs == "full"
-    with during(f"block {index}"), ExitStack() as stack:
-        collector = None
-        if calibration is not None:
-            num_tokens = store.shape[0] * store.shape[1]
-            collector = stack.enter_context(Collector(dict(block_linears(block)), num_tokens, calibration))
-        for rows in batches:
-            out = block(store[rows].to(device), rope, None)
-            if write:
-                store[rows] = out.to(store.device)
-            if collector is not None:
-                collector.forget_inputs()
-        return collector.statistics(f"blocks.{index}.") if collector is not None else {}
-
-
-def embed(model: Decoder, tokens_BT: Tensor) -> Tensor:
-    """What the first block reads, on the device of the embedding."""
-    x = model.embed(tokens_BT.to(model.embed.weight.device)).to(model.compute_dtype)
-    if model.spec.positions == "learned":
-        x = x + model.positions(torch.arange(tokens_BT.shape[1], device=x.device)[None]).to(x.dtype)
-    return x
-
-
-def rope_of(model: Decoder, context: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    if model.spec.positions == "learned":
-        return None
-    positions = torch.arange(context, device=device)[None]
-    return rope_tables(rope_frequencies(model.spec, device), positions, model.compute_dtype)
-
-
-def activation_store(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    calibration: Calibration,
-    stack: ExitStack,
-) -> Tensor:
-    """Room for the activations: on the device when they fit the budget, else in a file that goes with us."""
-    num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    if num_bytes <= calibration.memory_gb * 1e9:
-        return torch.empty(shape, dtype=dtype, device=device)
-    try:
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="shoestring-", dir=calibration.folder)
-        )
-        path = Path(folder) / "activations"
-        with path.open("wb") as f:
-            # Reserved now: a mapped file that meets a full disk later would kill the process without a word.
-            os.posix_fallocate(f.fileno(), 0, num_bytes)
-    except OSError as error:
-        hint = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise UserError(
-            f"cannot keep {num_bytes / 1e9:.1f} GB of activations in {calibration.folder or tempfile.gettempdir()}: "
-            f"{hint}; give another folder (spill), more memory_gb, or fewer calibration windows"
-        ) from error
-    count = shape[0] * shape[1] * shape[2]
-    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)
-
-
-def check_tokens(model: Decoder, tokens_NT: Tensor) -> None:
-    if tokens_NT.ndim != 2 or tokens_NT.numel() == 0:
-        raise UserError(f"calibration tokens have shape {list(tokens_NT.shape)}; give [windows, context]")
-    spec = model.spec
-    if tokens_NT.shape[1] > spec.max_positions:
-        raise UserError(
-            f"calibration windows of {tokens_NT.shape[1]} tokens do not fit this model, which has "
-            f"{spec.max_positions} positions"
-        )
-    low, high = int(tokens_NT.min()), int(tokens_NT.max())
-    if low < 0 or high >= spec.vocab_size:
-        raise UserError(
-            f"token id {low if low < 0 else high} is outside the vocabulary of {spec.vocab_size}; encode the "
-            "calibration text with this model's own tokenizer"
-        )
+                if not full and index + 1 < len(model.blocks):
+                    passes.run(index, store)

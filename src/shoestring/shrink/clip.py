@@ -30,7 +30,7 @@ from shoestring.errors import UserError
 from shoestring.formats import GridFormat, Parts
 from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
-from shoestring.shrink.grid import Choice, nearest, on_grid
+from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid
 
 # Elements of one batch of trials: small enough for a CPU's cache, large enough to fill a GPU.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -53,13 +53,11 @@ class Clip:
                 "a smallest range between 0 and 1"
             )
 
-    def choose(
-        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
-    ) -> Choice:
+    def choose(self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts) -> ChosenGrid:
         if name.rsplit(".", 1)[-1] in self.skip:
-            return nearest(w, format, state)
+            return round_to_nearest(w, format, state)
         low, high = clip_ranges(w, statistics.hessian, format, state, self)
-        return on_grid(w, format.find_grid(low, high), format, state)
+        return snap_to_grid(w, format.find_grid(low, high), format, state)
 
 
 def shrinks(settings: Clip) -> list[float]:
@@ -80,9 +78,7 @@ def clip_ranges(
     return low, high
 
 
-def _over_rows(
-    w: Tensor, blocks: Tensor, format: GridFormat, state: Parts, settings: Clip
-) -> tuple[Tensor, Tensor]:
+def _over_rows(w: Tensor, blocks: Tensor, format: GridFormat, state: Parts, settings: Clip) -> tuple[Tensor, Tensor]:
     """Every (row, group) by itself, in chunks of rows."""
     num_trials = settings.steps**2 if settings.search == "full" else settings.steps
     rows = max(1, CHUNK.get(w.device.type, 1 << 24) // (w.shape[1] * num_trials))
@@ -95,19 +91,12 @@ def _over_rows(
 
 
 def _row_ranges(
-    w: Tensor,
-    h: Tensor,
-    blocks: Tensor,
-    low: Tensor,
-    high: Tensor,
-    format: GridFormat,
-    state: Parts,
-    settings: Clip,
+    w: Tensor, h: Tensor, blocks: Tensor, low: Tensor, high: Tensor, format: GridFormat, state: Parts, settings: Clip
 ) -> tuple[Tensor, Tensor]:
     """One sweep over the groups: each takes the range that is best given the errors of all the others."""
     w_g = split(w, format.group)
     low, high = low.clone(), high.clone()
-    d = on_grid(w, format.find_grid(low, high), format, state).weight - w.float()
+    d = snap_to_grid(w, format.find_grid(low, high), format, state).weight - w.float()
     width = w_g.shape[-1]
     for g in range(w_g.shape[1]):
         cols = slice(g * width, (g + 1) * width)
@@ -166,13 +155,7 @@ def search_ranges(
 
 
 def trial_errors(
-    w_g: Tensor,
-    lows: Tensor,
-    highs: Tensor,
-    blocks: Tensor,
-    others: Tensor | None,
-    format: GridFormat,
-    state: Parts,
+    w_g: Tensor, lows: Tensor, highs: Tensor, blocks: Tensor, others: Tensor | None, format: GridFormat, state: Parts
 ) -> Tensor:
     """d^T H d (+ 2 d . others) of each trial, [groups, trials, rows]."""
     wide = w_g.unsqueeze(1).expand(-1, lows.shape[1], -1, -1)

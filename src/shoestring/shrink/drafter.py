@@ -26,27 +26,16 @@ from shoestring.mesh import Mesh
 from shoestring.model import Decoder, Tokenizer
 from shoestring.runlog import RunLog
 from shoestring.serve import Engine, Sampling
-from shoestring.serve.verify import Check, verify
-from shoestring.shrink.drafter_objectives import (
-    DraftDistill,
-    Generate,
-    LiveScores,
-    OnPolicy,
-    Selection,
-)
+from shoestring.serve.speculative.verify import Check, verify
+from shoestring.shrink.drafter_objectives import DraftDistill, Generate, LiveScores, OnPolicy, Selection
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.shards import Corpus, TokenShards
-from shoestring.train.teacher_cache import (
-    ScalarCache,
-    TeacherCache,
-    build_cache,
-    build_scalar_cache,
-    one_epoch,
-)
-from shoestring.train.trainer import Objective, Run, train
+from shoestring.train.step import Objective, Run
+from shoestring.train.teacher_cache import ScalarCache, TeacherCache, build_cache, build_scalar_cache, one_epoch
+from shoestring.train.trainer import train
 
 # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -94,25 +83,13 @@ class Schedule:
 
 
 def score_text(
-    folder: Path,
-    target: Decoder,
-    data: TokenData,
-    *,
-    k: int,
-    steps: int | None = None,
-    progress: Any = None,
+    folder: Path, target: Decoder, data: TokenData, *, k: int, steps: int | None = None, progress: Any = None
 ) -> TeacherCache:
     """The target's top-k of every window that `steps` training steps see."""
     identity = {"data": data.shards.fingerprint, "context": data.context, "target": repr(target.spec)}
     k = min(k, target.spec.vocab_size)
     return build_cache(
-        folder,
-        target,
-        one_epoch(data, steps),
-        num_targets=len(data.shards),
-        k=k,
-        identity=identity,
-        progress=progress,
+        folder, target, one_epoch(data, steps), num_targets=len(data.shards), k=k, identity=identity, progress=progress
     )
 
 
@@ -147,9 +124,7 @@ def make_objective(
     selection = None
     if reference is not None:
         selection = Selection(lambda micro: reference.lookup(micro.index_BT), fraction)
-    cached = DraftDistill(
-        lambda micro: cache.lookup(micro.index_BT), loss, vocab_ids=vocab_ids, selection=selection
-    )
+    cached = DraftDistill(lambda micro: cache.lookup(micro.index_BT), loss, vocab_ids=vocab_ids, selection=selection)
     if not on_policy:
         return cached
     if target is None:

@@ -8,26 +8,32 @@
     tokens_per_s      of the whole run, prompts read included
 
 `measure_acceptance` uses a fixed number of guesses, so that drafters compare; `measure_rate` leaves the number to
-the goodput controller, as a server does.
+the draft-length controller, as a server does.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shoestring.model import Decoder
+from shoestring.report import Table
+from shoestring.runlog import write_atomically
 from shoestring.serve import Engine, Sampling
-from shoestring.serve.drafters import Drafter
-from shoestring.serve.request import Draft, Request
-from shoestring.serve.verify import Rule
+from shoestring.serve.engine.request import Draft, Request
+from shoestring.serve.speculative.drafter import Drafter
+from shoestring.serve.speculative.verify import RuleName
+
+COMPARED = ("drafter", "before training", "ngram")
 
 
-class Counting:
+class Counting(Drafter):
     """A drafter that keeps count of how another one's guesses fare, place by place."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -81,7 +87,7 @@ def measure_acceptance(
     """Greedy, or drawn at a temperature and judged by the token rule, whose chance is sum min(p, q). `engine`: one of
     the target's, made for such prompts, that has no requests now; its graphs are there already."""
     counting = Counting(drafter)
-    rule: Rule = "coupled" if temperature == 0 else "token"
+    rule: RuleName = "coupled" if temperature == 0 else "token"
     if engine is None:
         engine = engine_for(target, prompts, max_tokens, max_requests)
     engine.use_drafter(counting, num_drafts)
@@ -128,9 +134,7 @@ def measure_rate(
     return rates
 
 
-def engine_for(
-    target: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, max_requests: int
-) -> Engine:
+def engine_for(target: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, max_requests: int) -> Engine:
     """Without a drafter. Without the prefix cache, so that a repeat does the work of the first time."""
     context = min(target.spec.max_positions, max(map(len, prompts)) + max_tokens)
     return Engine(target, max_requests=max_requests, max_context=context, prefix_cache=False)
@@ -139,11 +143,60 @@ def engine_for(
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> float:
     """Seconds to complete all prompts. Texts go on behind their end, so that every run has the same length."""
     samplings = [
-        Sampling(temperature=temperature, seed=i, max_tokens=max_tokens, ignore_eos=True)
-        for i in range(len(prompts))
+        Sampling(temperature=temperature, seed=i, max_tokens=max_tokens, ignore_eos=True) for i in range(len(prompts))
     ]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
     engine.generate([list(p) for p in prompts], samplings)
     return time.perf_counter() - began
+
+
+# -- as a stage of a run -------------------------------------------------------------------------------------
+
+
+def compare_drafters(
+    target: Decoder,
+    make_drafter: Callable[[str], Drafter],
+    prompts: Sequence[Sequence[int]],
+    path: Path,
+    *,
+    num_drafts: int,
+    max_tokens: int,
+) -> list[dict[str, Any]]:
+    """Rows of the trained drafter, an untrained one and n-gram lookup, kept in `path`; read where that is there."""
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = []
+    for name in COMPARED:
+        row: dict[str, Any] = {"drafter": name}
+        for label, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+            found = measure_acceptance(target, make_drafter(name), prompts, num_drafts=num_drafts, **options)
+            row[label] = found.to_json()
+        rows.append(row)
+    plain = measure_rate(target, None, prompts[:4], max_tokens=max_tokens)[0]
+    for row in rows:
+        drafter = make_drafter(row["drafter"])
+        row["tokens_per_s"] = measure_rate(target, drafter, prompts[:4], max_tokens=max_tokens)[0]
+        row["speedup"] = row["tokens_per_s"] / plain
+    content = {"num_prompts": len(prompts), "num_drafts": num_drafts, "tokens_per_s_alone": plain, "rows": rows}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    return rows
+
+
+def acceptance_table(rows: list[dict[str, Any]], note: str) -> Table:
+    header = ["drafter", "acceptance", "tokens per pass", "sampled: acceptance", "tokens per pass", "tokens/s"]
+    cells = [
+        [
+            row["drafter"],
+            round(row["greedy"]["acceptance"], 3),
+            round(row["greedy"]["accepted_length"], 2),
+            round(row["sampled"]["acceptance"], 3),
+            round(row["sampled"]["accepted_length"], 2),
+            round(row["tokens_per_s"], 1),
+            round(row["speedup"], 2),
+        ]
+        for row in rows
+    ]
+    return Table("Acceptance", [*header, "times plain"], cells, note)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from shoestring.formats import FormatLinear
 from shoestring.model import Decoder, ModelSpec, Tokenizer, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import write_atomically
-from shoestring.serve.drafters import DRAFTER_FILE
+from shoestring.serve.speculative.draft_model import DRAFTER_FILE
 
 VERSION = 1
 
@@ -79,6 +79,41 @@ def fresh(
     return drafter
 
 
+@dataclass(frozen=True)
+class DrafterShape:
+    """The settings that decide a drafter before it is trained."""
+
+    layers: int
+    d_model: int | None  # None: the target's first layers
+    seed: int = 0
+
+    def check(self, target: ModelSpec) -> None:
+        """Raised before hours of text are generated for a drafter that cannot be built."""
+        if self.d_model is None and not 1 <= self.layers < target.num_layers:
+            raise UserError(
+                f"layers={self.layers}: the model has {target.num_layers}; take 1 to {target.num_layers - 1} of "
+                "them, or give d_model= for a drafter of its own width"
+            )
+        if self.d_model is not None and (self.layers < 1 or self.d_model < 1 or self.d_model % 32):
+            raise UserError(
+                f"layers={self.layers}, d_model={self.d_model}: give at least one layer and a width that is a multiple "
+                "of 32"
+            )
+
+    def build(self, target: Decoder) -> Decoder:
+        """The drafter before training, in fp32 masters, computing like the target."""
+        if self.d_model is None:
+            drafter = first_layers(target, self.layers)
+        else:
+            head_dim = 64 if self.d_model % 64 == 0 else 32
+            drafter = fresh(
+                target.spec, num_layers=self.layers, d_model=self.d_model, head_dim=head_dim, seed=self.seed
+            )
+        drafter.to(target.device)
+        drafter.compute_dtype = target.compute_dtype
+        return drafter
+
+
 def frequent_tokens(tokens: np.ndarray, num: int, vocab_size: int, always: Iterable[int] = ()) -> list[int]:
     """The `num` most frequent ids of a text, sorted; `always` (the end of a text, say) is among them."""
     always = sorted(set(always))
@@ -103,11 +138,11 @@ def save_drafter(
     tokenizer: Tokenizer | None,
     vocab_ids: list[int] | None,
     dtype: torch.dtype | None = None,
-    **told: Any,
+    **notes: Any,
 ) -> Path:
     """An ordinary model folder and drafter.json, which is written last: a folder that has one is whole."""
     save_model(folder, drafter, tokenizer, dtype=dtype)
-    content = {"version": VERSION, "vocab_ids": vocab_ids, **told}
+    content = {"version": VERSION, "vocab_ids": vocab_ids, **notes}
     write_atomically(folder / DRAFTER_FILE, json.dumps(content, indent=1) + "\n")
     return folder
 

@@ -1,6 +1,6 @@
 """Objectives that make a drafter: distil what the target says about a text into a small model.
 
-`DraftDistill`  any loss of drafter_losses.py over the target's top-k, cached or computed on the spot. With a
+`DraftDistill`  any loss below over the target's top-k, cached or computed on the spot. With a
                 `Selection` it is AdaSPEC: only the tokens count where the drafter is furthest behind a reference
                 drafter that was trained on all of them. The sum is still divided by all counted tokens.
 `OnPolicy`      DistillSpec on the drafter's own text: a share of the micro-batches is cut to a prompt, continued
@@ -13,30 +13,148 @@ A trimmed vocabulary (`vocab_ids`) trains the head's rows of those tokens only; 
 AdaSPEC runs the head twice: first without gradients, for the losses that decide, then over the chosen rows only.
 Its threshold is that of a micro-batch, as published: with a few dozen tokens it is noisy.
 
+The losses measure how far the drafter's distribution q is from the target's p, per token. Only the target's k likeliest
+tokens are known one by one, the rest as one mass. So both distributions are compared over k + 1 cells: the known tokens
+that the drafter can say, and everything else (`rest`). Over cells a divergence is never larger than over tokens, and
+equal to it when k is the vocabulary.
+
+    kl           sum p log(p / q)                                DistillSpec's and AdaSPEC's usual choice
+    reverse_kl   sum q log(q / p)
+    jsd          (KL(p || m) + KL(q || m)) / 2,  m = (p + q) / 2
+    tvd          1 - a                                           total variation
+    lk           -log a                                          "LK losses" (arXiv 2602.23881)
+    lk_hybrid    w KL(p || q) + (1 - w)(1 - a),  w = exp(-3 a), w without gradient
+
+with a = sum min(p, q), the chance that a guess drawn from q passes the token rule. Guesses in the rest count as
+rejected: a is a lower bound that misses at most the rest's mass. The gradient of 1 - a vanishes where q has no
+mass on p's tokens, which is why `tvd` alone fails from a cold start; 1/a in `lk` and the KL in `lk_hybrid` fix it.
+
 Left out: a head sharded over tensor-parallel ranks (a drafter is small).
+Shapes: N tokens, K known tokens, V vocabulary, M tokens the drafter can say.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, suggest
 from shoestring.model.transformer import Head
-from shoestring.shrink.drafter_losses import Cells, Loss, cells, kl, pick_loss, select_tokens
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.objectives import chunked_head, default_chunk
+from shoestring.train.step import IGNORED, Micro, Objective
 from shoestring.train.teacher_cache import TopK
 
 Scores = Callable[[Micro], TopK]
 # (drafter, prompts [B, P], new tokens, seed) -> [B, P + new]
 Generate = Callable[[nn.Module, Tensor, int, int], Tensor]
+
+ETA = 3.0  # of lk_hybrid, as published
+LEAST = 1e-9  # probabilities below count as this in a logarithm
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Target and drafter over K + 1 cells, the last of which is the rest. Rows sum to 1."""
+
+    p_NC: Tensor
+    q_NC: Tensor
+    logq_NC: Tensor
+
+    @property
+    def acceptance_N(self) -> Tensor:
+        """sum min(p, q) over the known tokens."""
+        return torch.minimum(self.p_NC[:, :-1], self.q_NC[:, :-1]).sum(-1)
+
+
+def cells(
+    logits_NM: Tensor, ids_NK: Tensor, logp_NK: Tensor, tail_logp_N: Tensor, place_V: Tensor | None = None
+) -> Cells:
+    """The drafter's logits beside the target's known tokens.
+
+    `place_V[id]` is a token's column in the logits, -1 where the drafter cannot say it; None: columns are ids.
+    Stored log-probabilities are rounded; they are scaled to a sum of 1 here.
+    """
+    logits = logits_NM if logits_NM.dtype == torch.float64 else logits_NM.float()
+    column_NK = ids_NK if place_V is None else place_V[ids_NK]
+    held_NK = column_NK >= 0
+    known = torch.cat([logp_NK, tail_logp_N[:, None]], dim=1).to(logits.dtype)
+    p_NC = known.softmax(-1)
+    p_NK = p_NC[:, :-1] * held_NK
+    p_rest_N = p_NC[:, -1] + (p_NC[:, :-1] * ~held_NK).sum(-1)
+    logq_NK = logits.gather(1, column_NK.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
+    q_NK = logq_NK.exp() * held_NK
+    q_rest_N = (1 - q_NK.sum(-1)).clamp(min=LEAST)
+    return Cells(
+        torch.cat([p_NK, p_rest_N[:, None]], dim=1),
+        torch.cat([q_NK, q_rest_N[:, None]], dim=1),
+        torch.cat([logq_NK.masked_fill(~held_NK, 0.0), q_rest_N.log()[:, None]], dim=1),
+    )
+
+
+def kl(c: Cells) -> Tensor:
+    return (torch.xlogy(c.p_NC, c.p_NC) - c.p_NC * c.logq_NC).sum(-1)
+
+
+def reverse_kl(c: Cells) -> Tensor:
+    return (c.q_NC * (c.logq_NC - c.p_NC.clamp(min=LEAST).log())).sum(-1)
+
+
+def jsd(c: Cells) -> Tensor:
+    logm_NC = (0.5 * (c.p_NC + c.q_NC)).clamp(min=LEAST).log()
+    from_p = (torch.xlogy(c.p_NC, c.p_NC) - c.p_NC * logm_NC).sum(-1)
+    return 0.5 * (from_p + (c.q_NC * (c.logq_NC - logm_NC)).sum(-1))
+
+
+def tvd(c: Cells) -> Tensor:
+    return 1 - c.acceptance_N
+
+
+def lk(c: Cells) -> Tensor:
+    return -c.acceptance_N.clamp(min=LEAST).log()
+
+
+def lk_hybrid(c: Cells) -> Tensor:
+    a_N = c.acceptance_N
+    w_N = torch.exp(-ETA * a_N.detach())
+    return w_N * kl(c) + (1 - w_N) * (1 - a_N)
+
+
+Loss = Callable[[Cells], Tensor]
+LOSSES: dict[str, Loss] = {"kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tvd": tvd, "lk": lk, "lk_hybrid": lk_hybrid}
+
+
+def pick_loss(name: str) -> Loss:
+    if name not in LOSSES:
+        raise UserError(f"loss={name!r}: allowed are {', '.join(LOSSES)}.{suggest(name, list(LOSSES))}")
+    return LOSSES[name]
+
+
+def select_tokens(gap_N: Tensor, fraction: float) -> Tensor:
+    """AdaSPEC: the tokens whose gap (drafter's loss - reference's loss) is at least its (1 - fraction) quantile.
+
+    Equal to `gap >= torch.quantile(gap, 1 - fraction)`, ties at the threshold kept, for any number of tokens: an
+    interpolated quantile lies above its lower neighbour, so the upper one decides.
+    """
+    if not 0 < fraction <= 1:
+        raise UserError(f"fraction={fraction} of the tokens is not allowed; give more than 0 and at most 1")
+    if gap_N.numel() == 0:
+        return torch.zeros_like(gap_N, dtype=torch.bool)
+    # 1e-9: 0.6 * 5 must not round up to 4.
+    lowest = max(0, math.ceil((gap_N.numel() - 1) * (1 - fraction) - 1e-9))
+    return gap_N >= gap_N.kthvalue(lowest + 1).values
+
+
+# -- objectives ----------------------------------------------------------------------------------------------
 
 
 class Known(NamedTuple):
@@ -55,7 +173,7 @@ class Selection:
     fraction: float = 0.4
 
 
-class DraftDistill:
+class DraftDistill(Objective):
     def __init__(
         self,
         scores: Scores,
@@ -69,9 +187,6 @@ class DraftDistill:
         self.vocab_ids = None if vocab_ids is None else torch.tensor(sorted(vocab_ids))
         if selection is not None and not 0 < selection.fraction <= 1:
             raise UserError(f"fraction={selection.fraction} must be more than 0 and at most 1")
-
-    def count(self, micro: Micro) -> int:
-        return micro.num_counted
 
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
         if micro.num_counted == 0:
@@ -106,9 +221,7 @@ class DraftDistill:
         def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
             head, place_V = self._trim(head)
             counted, known = self._known(micro)
-            found_BT[counted] = token_losses(
-                hidden_BTD[counted], head, known, pick_loss(loss), place_V, self.chunk
-            )
+            found_BT[counted] = token_losses(hidden_BTD[counted], head, known, pick_loss(loss), place_V, self.chunk)
             return found_BT
 
         return model(micro.tokens_BT, readout=readout)
@@ -129,12 +242,6 @@ class DraftDistill:
         place_V = torch.full((head.weight_VD.shape[0],), -1, device=ids_M.device)
         place_V[ids_M] = torch.arange(len(ids_M), device=ids_M.device)
         return Head(head.weight_VD[ids_M]), place_V
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def _cells(z: Tensor, known: Known, lo: int, hi: int, place_V: Tensor | None) -> Cells:
@@ -187,7 +294,7 @@ class LiveScores:
 # -- on the drafter's own text ------------------------------------------------------------------------------
 
 
-class OnPolicy:
+class OnPolicy(Objective):
     def __init__(
         self,
         generate: Generate,
@@ -229,9 +336,3 @@ class OnPolicy:
         # Rows travel to a device after they were counted; their first index is read back, one number.
         said = f"{self.seed} {int(micro.index_BT[0, 0])} {int(micro.index_BT[-1, 0])}".encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass

@@ -34,9 +34,9 @@ from shoestring.errors import UserError
 from shoestring.formats import GridFormat, Parts, Stacked
 from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
+from shoestring.shrink.chosen_grid import ChosenGrid
 from shoestring.shrink.clip import Clip, clip_ranges, search_ranges
-from shoestring.shrink.grid import Choice
-from shoestring.shrink.sweep import sweep
+from shoestring.shrink.graphed_sweep import sweep
 
 BLOCK = 128
 
@@ -54,13 +54,9 @@ class Gptq:
 
     def __post_init__(self) -> None:
         if self.damping <= 0:
-            raise UserError(
-                f"damping={self.damping} is not possible for GPTQ: use a positive number like 0.01"
-            )
+            raise UserError(f"damping={self.damping} is not possible for GPTQ: use a positive number like 0.01")
 
-    def choose(
-        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
-    ) -> Choice:
+    def choose(self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts) -> ChosenGrid:
         return gptq(w, statistics.hessian, format, state, self)
 
 
@@ -76,9 +72,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 @torch.no_grad()
-def gptq(
-    w: Tensor, hessian: Tensor, format: GridFormat, state: Parts, settings: Gptq | None = None
-) -> Choice:
+def gptq(w: Tensor, hessian: Tensor, format: GridFormat, state: Parts, settings: Gptq | None = None) -> ChosenGrid:
     """The weight on its grid; hessian [in, in] is the mean (or sum) of x x^T."""
     settings = settings or Gptq()
     w = w.float()
@@ -98,10 +92,10 @@ def gptq(
             return done, *(found[name] for name in names)
 
         done, *parts = sweep((format, settings, tuple(state)), run, w, factor, hessian, *state.values())
-        return Choice(done, dict(zip(names, parts, strict=True)))
+        return ChosenGrid(done, dict(zip(names, parts, strict=True)))
     groups = (order // width).tolist()
     done, _ = columns(w[:, order], factor, hessian, format, state, settings, grid, groups)
-    return Choice(done[:, order.argsort()], grid)
+    return ChosenGrid(done[:, order.argsort()], grid)
 
 
 def columns(
@@ -131,9 +125,7 @@ def columns(
                 ahead = rest[:, at : at + width]
                 if pruned is not None:
                     ahead = ahead.masked_fill(pruned[:, at : at + width], 0.0)
-                found.append(
-                    _find_grid(ahead, hessian[at : at + width, at : at + width], format, state, settings)
-                )
+                found.append(_find_grid(ahead, hessian[at : at + width, at : at + width], format, state, settings))
             column = part[:, j : j + 1]
             if grid is None or groups is None:
                 own = found[-1]

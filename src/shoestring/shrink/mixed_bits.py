@@ -8,8 +8,8 @@ The damage of a Format in a layer is what the whole model's predictions lose whe
 mean over tokens of KL(full || changed), or the rise of the loss on the text itself. Everything before the
 changed block is computed once, so that a trial costs the blocks from there on. Damages of different layers are
 taken to add up, which is the assumption of this method; what the chosen mix really costs is for an evaluation to
-say. With Calibration(visit=device) one block at a time is on the device (visit.py), beside the output head; all trials
-of a block then go through the others together, so that each of these travels once for all of them.
+say. With Calibration(onload_device=device) one block at a time is on the device, beside the output head; all trials of
+a block then go through the others together, so that each of these is moved once for all of them.
 
 Choosing is a knapsack: minimise the summed damage with the summed bits, scales, zero points and tables
 included, within the budget. Solved exactly: states (bits, damage) are kept only while no other is better in
@@ -34,22 +34,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.errors import UserError
-from shoestring.formats import Dense, Format, FormatLinear, GridFormat
+from shoestring.errors import UserError, during
+from shoestring.formats import Dense, Format, FormatLinear, GridFormat, parse_format
 from shoestring.formats.convert import Rule
-from shoestring.model.transformer import Decoder
-from shoestring.shrink.calibrate import (
-    Calibration,
-    activation_store,
-    check_tokens,
-    compute_device,
-    embed,
-    rope_of,
-    run_block,
-)
-from shoestring.shrink.grid import nearest, state_of
+from shoestring.host.block_offload import activation_store, on_device
+from shoestring.model.blocks import BlocksModel, block_of, block_prefixes
+from shoestring.runlog import RunLog
+from shoestring.shrink.calibrate import Calibration, embed_all
+from shoestring.shrink.chosen_grid import round_to_nearest, state_of
 from shoestring.shrink.quantize import HEADS, plan
-from shoestring.shrink.visit import visiting
 
 MAX_STATES = 200_000
 CHUNK = 1024  # tokens whose logits are held at once
@@ -58,33 +51,33 @@ Change = tuple[Sequence[str], Format | None]  # layers of a block, and what they
 
 
 @dataclass(frozen=True)
-class Option:
+class FormatOption:
     format: Format
     bits: float  # stored bits of the unit, metadata included
     damage: float
 
 
 @dataclass(frozen=True)
-class Unit:
+class LayerGroup:
     """Layers that get the same Format."""
 
     name: str
     layers: tuple[str, ...]
     num_weights: int
-    options: tuple[Option, ...]
+    options: tuple[FormatOption, ...]
 
 
 @dataclass(frozen=True)
-class Mix:
+class MixedBits:
     """What was chosen: `rules` is for `convert`, `quantize` and `train_blocks`."""
 
-    units: tuple[Unit, ...]
+    units: tuple[LayerGroup, ...]
     picks: tuple[int, ...]
     budget: float
     exact: bool
 
     @property
-    def chosen(self) -> list[Option]:
+    def chosen(self) -> list[FormatOption]:
         return [u.options[i] for u, i in zip(self.units, self.picks, strict=True)]
 
     @property
@@ -122,7 +115,7 @@ class Mix:
 # -- measuring -----------------------------------------------------------------------------------------------
 @torch.no_grad()
 def measure_damage(
-    model: Decoder,
+    model: BlocksModel,
     candidates: Sequence[Format],
     tokens_NT: Tensor,
     *,
@@ -132,19 +125,20 @@ def measure_damage(
     skip: Sequence[str] = HEADS,
     progress: Callable[[int, int, float], None] | None = None,
     file: Path | None = None,
-) -> list[Unit]:
+) -> list[LayerGroup]:
     """Every unit with the damage of every candidate; the model ends as it was.
 
     progress(trials done, trials, damage). `file` keeps finished trials, one JSON line each: a stopped run does
     not repeat them.
     """
     check_different(candidates)
-    check_tokens(model, tokens_NT)
+    model.check_inputs(tokens_NT)
     grouped = units_of(model, candidates, units, skip)
     known = _read(file, tokens_NT, measure)
     known |= {_key(name, f): 0.0 for name in grouped for f in candidates if isinstance(f, Dense)}
     calibration = calibration or Calibration()
-    turns = turns_of(grouped, candidates, together=calibration.visit is not None)
+    offloaded = calibration.onload_device is not None
+    turns = turns_of(grouped, candidates, block_prefixes(model) if offloaded else None)
     done, total = 0, len(grouped) * len(candidates)
     with _Trials(model, tokens_NT, calibration, measure, max(map(len, turns), default=1)) as trials:
         for turn in turns:
@@ -161,12 +155,12 @@ def measure_damage(
 
 
 def turns_of(
-    grouped: dict[str, list[str]], candidates: Sequence[Format], together: bool
+    grouped: dict[str, list[str]], candidates: Sequence[Format], prefixes: list[str] | None
 ) -> list[list[tuple[str, Format]]]:
-    """The trials (unit, Format) in order: those of a block together, or every one by itself."""
+    """The trials (unit, Format) in order: those of a block together where its prefix is given, else each by itself."""
     turns: dict[object, list[tuple[str, Format]]] = {}
     for trial in itertools.product(grouped, candidates):
-        turns.setdefault(_block_of(trial[0]) if together else trial, []).append(trial)
+        turns.setdefault(trial if prefixes is None else block_of(prefixes, grouped[trial[0]][0]), []).append(trial)
     return list(turns.values())
 
 
@@ -174,34 +168,32 @@ def _key(unit: str, format: Format) -> str:
     return f"{unit} {format.label}"
 
 
-def _block_of(name: str) -> int:
-    return int(name.split(".")[1])
-
-
 def _unit(
-    model: Decoder, name: str, members: list[str], candidates: Sequence[Format], known: dict[str, float]
-) -> Unit:
+    model: BlocksModel, name: str, members: list[str], candidates: Sequence[Format], known: dict[str, float]
+) -> LayerGroup:
     shapes = [_linear(model, m).shape for m in members]
     options = [
-        Option(f, sum(f.bits_per_weight(s) * s[0] * s[1] for s in shapes), known[_key(name, f)])
+        FormatOption(f, sum(f.bits_per_weight(s) * s[0] * s[1] for s in shapes), known[_key(name, f)])
         for f in candidates
     ]
-    return Unit(name, tuple(members), sum(s[0] * s[1] for s in shapes), tuple(options))
+    return LayerGroup(name, tuple(members), sum(s[0] * s[1] for s in shapes), tuple(options))
 
 
 def units_of(
-    model: Decoder, candidates: Sequence[Format], units: str = "layer", skip: Sequence[str] = HEADS
+    model: BlocksModel, candidates: Sequence[Format], units: str = "layer", skip: Sequence[str] = HEADS
 ) -> dict[str, list[str]]:
     """{unit: its layers}; every mistake of any candidate is raised here, before any work."""
     plans = [plan(model, [("*", f)], skip) for f in candidates if not isinstance(f, Dense)]
+    prefixes = block_prefixes(model)
     grouped: dict[str, list[str]] = {}
     for name in plans[0] if plans else ():
-        if name.startswith("blocks."):
-            grouped.setdefault(name if units == "layer" else ".".join(name.split(".")[:2]), []).append(name)
+        if (index := block_of(prefixes, name)) is not None:
+            unit = name if units == "layer" else prefixes[index].removesuffix(".")
+            grouped.setdefault(unit, []).append(name)
     return grouped
 
 
-def _linear(model: Decoder, name: str) -> FormatLinear:
+def _linear(model: BlocksModel, name: str) -> FormatLinear:
     layer = model.get_submodule(name)
     assert isinstance(layer, FormatLinear)
     return layer
@@ -211,7 +203,7 @@ def _linear(model: Decoder, name: str) -> FormatLinear:
 class _Trials:
     """The activations before the block in hand, and the full model's outputs to compare with."""
 
-    model: Decoder
+    model: BlocksModel
     tokens_NT: Tensor
     calibration: Calibration
     measure: str
@@ -220,26 +212,20 @@ class _Trials:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> _Trials:
-        model, visit = self.model, self.calibration.visit
-        self.device = compute_device(model, self.calibration)
-        num_windows, context = self.tokens_NT.shape
-        one = (num_windows, context, model.spec.d_model)
-        self.batches = [
-            slice(i, i + self.calibration.batch) for i in range(0, num_windows, self.calibration.batch)
-        ]
-        third = replace(self.calibration, memory_gb=self.calibration.memory_gb / 3)  # there are three stores
+        model, calibration = self.model, self.calibration
+        third = replace(calibration, memory_gb=calibration.memory_gb / 3)  # there are three stores
         with ExitStack() as stack:
-            self.store, self.final, work = (
+            (self.store,), self.passes = embed_all(model, self.tokens_NT, third, stack)
+            self.device, self.batches = self.passes.device, self.passes.batches
+            one = self.store.shape
+            self.final, work = (
                 activation_store(shape, model.compute_dtype, self.device, third, stack)
-                for shape in (one, one, (num_windows * self.together, *one[1:]))
+                for shape in (one, (one[0] * self.together, *one[1:]))
             )
-            self.work = work.split(num_windows)
-            self.rope = rope_of(model, context, self.device)
-            for rows in self.batches:
-                self.store[rows] = embed(model, self.tokens_NT[rows]).to(self.store.device)
+            self.work = work.split(one[0])
             # Only now: a tied head is the embedding.
-            for module in (model.norm, model.embed if model.head is None else model.head):
-                stack.enter_context(visiting(module, visit, model.compute_dtype))
+            for module in model.tail_modules():
+                stack.enter_context(on_device(module, calibration.onload_device, model.compute_dtype))
             self.run([((), None)])
             self.final.copy_(self.work[0])
             self.full_loss = 0.0
@@ -253,8 +239,8 @@ class _Trials:
 
     @property
     def num_scored(self) -> int:
-        num_windows, context = self.tokens_NT.shape
-        return num_windows * (context - 1 if self.measure == "loss" else context)
+        num_windows, length = self.store.shape[:2]
+        return num_windows * (length - 1 if self.measure == "loss" else length)
 
     def run(self, changes: Sequence[Change]) -> None:
         """What the output head reads after each of the changes, which are all in the next block, into `work`."""
@@ -262,18 +248,16 @@ class _Trials:
         for part in parts:
             part.copy_(self.store)
         for index in range(self.at, len(model.blocks)):
-            block = model.blocks[index]
-            with visiting(block, self.calibration.visit, model.compute_dtype):
+            with on_device(model.blocks[index], self.calibration.onload_device, model.compute_dtype):
                 for part, (layers, format) in zip(parts, changes, strict=True):
                     changed = [_linear(model, name) for name in layers] if index == self.at else []
                     with rounded(changed, format):
-                        run_block(block, index, part, self.batches, self.rope, self.device, None)
+                        self.passes.run(index, part)
         for part, rows in itertools.product(parts, self.batches):
-            part[rows] = model.norm(part[rows].to(self.device)).to(part.device)
+            part[rows] = model.final_hidden(part[rows].to(self.device)).to(part.device)
 
     def logp(self, hidden_RD: Tensor) -> Tensor:
-        head = self.model.read_head(hidden_RD.dtype).weight_VD.to(hidden_RD.dtype)
-        return F.log_softmax(F.linear(hidden_RD, head).float(), dim=-1)
+        return F.log_softmax(self.model.read_logits(hidden_RD).float(), dim=-1)
 
     def score(self, hidden: Tensor, rows: slice) -> float:
         """Summed over tokens: KL from the full model's predictions, or the loss of the next token."""
@@ -294,10 +278,12 @@ class _Trials:
         """Of each change by itself; all of them are in one block, and blocks come in order."""
         if not changes:
             return []
-        while self.at < _block_of(changes[0][0][0]):
+        changed = block_of(block_prefixes(self.model), changes[0][0][0])
+        assert changed is not None
+        while self.at < changed:
             block = self.model.blocks[self.at]
-            with visiting(block, self.calibration.visit, self.model.compute_dtype):
-                run_block(block, self.at, self.store, self.batches, self.rope, self.device, None)
+            with on_device(block, self.calibration.onload_device, self.model.compute_dtype):
+                self.passes.run(self.at, self.store)
             self.at += 1
         self.run(changes)
         sums = [sum(self.score(part[r], r) for r in self.batches) for part in self.work[: len(changes)]]
@@ -311,7 +297,7 @@ def rounded(linears: list[FormatLinear], format: Format | None) -> Iterator[None
     try:
         for m in linears:
             assert isinstance(format, GridFormat)
-            m.weight.copy_(nearest(m.weight, format, state_of(format, m.weight)).weight)
+            m.weight.copy_(round_to_nearest(m.weight, format, state_of(format, m.weight)).weight)
         yield
     finally:
         for m, w in zip(linears, kept, strict=True):
@@ -333,9 +319,7 @@ def _read(file: Path | None, tokens_NT: Tensor, measure: str) -> dict[str, float
         except ValueError:
             continue
         if data["of"] != _stamp(tokens_NT, measure):
-            raise UserError(
-                f"{file} was measured on another text or in another way: delete it and start again"
-            )
+            raise UserError(f"{file} was measured on another text or in another way: delete it and start again")
         known[data["trial"]] = data["damage"]
     return known
 
@@ -358,14 +342,14 @@ def check_different(candidates: Sequence[Format]) -> None:
         )
 
 
-def check_candidates(model: Decoder, candidates: Sequence[Format], budget: float) -> None:
+def check_candidates(model: BlocksModel, candidates: Sequence[Format], budget: float) -> None:
     """Every mistake in candidates and budget, before anything is measured."""
     nothing: dict[str, float] = defaultdict(float)
     grouped = units_of(model, candidates)
     check_budget([_unit(model, n, members, candidates, nothing) for n, members in grouped.items()], budget)
 
 
-def check_budget(units: Sequence[Unit], budget: float) -> None:
+def check_budget(units: Sequence[LayerGroup], budget: float) -> None:
     weights = sum(u.num_weights for u in units)
     least = sum(min(o.bits for o in u.options) for u in units) / max(1, weights)
     if least > budget * (1 + 1e-9):
@@ -375,7 +359,7 @@ def check_budget(units: Sequence[Unit], budget: float) -> None:
         )
 
 
-def choose_formats(units: Sequence[Unit], budget: float) -> Mix:
+def choose_formats(units: Sequence[LayerGroup], budget: float) -> MixedBits:
     """The least summed damage within `budget` bits per weight over all units, metadata included."""
     if not units or any(not u.options for u in units):
         raise UserError("mixed bits need layers and candidate formats: there are none")
@@ -384,7 +368,7 @@ def choose_formats(units: Sequence[Unit], budget: float) -> Mix:
     bits = [[o.bits for o in u.options] for u in units]
     damage = [[o.damage for o in u.options] for u in units]
     picks, exact = knapsack(bits, damage, budget * weights)
-    return Mix(tuple(units), tuple(picks), budget, exact)
+    return MixedBits(tuple(units), tuple(picks), budget, exact)
 
 
 def knapsack(
@@ -475,3 +459,46 @@ def lagrange(bits: list[list[float]], damage: list[list[float]], room: float) ->
             return high, picks
         _, u, j = max(gains)
         picks[u] = j
+
+
+# -- as a stage of a run -------------------------------------------------------------------------------------
+def read_candidates(bits_budget: float | None, candidates: str, damage_windows: int, rules: str | None) -> list[Format]:
+    """The formats that the setting bits_budget chooses from; none without a budget."""
+    if bits_budget is None:
+        return []
+    if not bits_budget > 0 or damage_windows < 1:
+        raise UserError(
+            f"bits_budget={bits_budget}, damage_windows={damage_windows}: give more than 0 bits per weight "
+            "and 1 window or more"
+        )
+    if rules:
+        raise UserError("rules and bits_budget both say which layer gets what: give one of them")
+    formats = [parse_format(part) for part in candidates.split(",") if part.strip()]
+    if not formats:
+        raise UserError("candidates= is empty: bits_budget needs formats to choose from, say int2,int3,int4")
+    check_different(formats)
+    return formats
+
+
+def choose_by_damage(
+    model: BlocksModel,
+    candidates: Sequence[Format],
+    budget: float,
+    tokens_NT: Tensor,
+    log: RunLog,
+    title: str,
+    file: Path,
+    **options: Any,
+) -> MixedBits:
+    """Measure the damage of every trial that `file` does not hold yet, with a progress bar, and choose."""
+    num_trials = len(candidates) * len(units_of(model, candidates, options.get("units", "layer")))
+    with during("measuring damage"), log.progress(num_trials, title) as bar:
+        units = measure_damage(
+            model,
+            candidates,
+            tokens_NT,
+            progress=lambda done, total, damage: bar.advance(1, damage=damage),
+            file=file,
+            **options,
+        )
+    return choose_formats(units, budget)

@@ -6,7 +6,7 @@
 
     magnitude   keep the two largest |w| of four; needs no text
     wanda       keep the two largest |w_ij| * |x_j|, |x_j| the root of the mean square of input j
-    sparsegpt   choose by |w| / U_jj and let the columns behind make up for what went (sparsegpt.py)
+    sparsegpt   choose by |w| / U_jj and let the columns behind make up for what went
 
 Block after block: the pruned weights replace the weights at once and the layers get their Format, so that the walk
 shows the next block what the pruned ones before it put out (rounded and with their branches, where the Format has
@@ -19,39 +19,34 @@ that makes up best for the outputs' change,
 
 Layers outside the blocks (an output head named in a rule) are pruned by magnitude: nothing is collected there.
 
-Left out on purpose: unstructured pruning, and training (recipes/shrink/prune24.py).
+Left out on purpose: unstructured pruning, quantizing the kept values in the same sweep, and training
+(recipes/shrink/prune24.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatLinear, Parts, Slorb, convert
 from shoestring.formats.convert import Rule
 from shoestring.formats.linear import like_weight, local
 from shoestring.formats.slorb import block_means
-from shoestring.kernels.sparse24 import is_24, mask24
-from shoestring.model.transformer import Decoder
+from shoestring.host.block_offload import on_device
+from shoestring.kernels.sparse24.masks import GROUP, is_24, mask24
+from shoestring.model.blocks import BlocksModel, block_of, block_prefixes
+from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
-from shoestring.shrink.grid import output_error
-from shoestring.shrink.quantize import (
-    HEADS,
-    LayerError,
-    Progress,
-    QuantizeReport,
-    by_owner,
-    ended,
-    plan_layers,
-)
-from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.sparsegpt import sparsegpt
-from shoestring.shrink.visit import visiting
+from shoestring.shrink.chosen_grid import LayerError, LayerErrors
+from shoestring.shrink.gptq import BLOCK, inverse_factor
+from shoestring.shrink.graphed_sweep import sweep
+from shoestring.shrink.quantize import HEADS, QuantizeReport, by_owner, plan_layers
 from shoestring.train.sparse24 import count_24, pruning_of
 
 DAMPING = 0.01  # of the mean of a Hessian's diagonal
@@ -131,75 +126,113 @@ def fit_branch(lost: Tensor, hessian: Tensor | None, block: int, damping: float 
     return torch.linalg.solve(gram, (lost.double() @ h_PT).t()).t().float().contiguous()
 
 
+# -- SparseGPT ------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def sparsegpt(w: Tensor, hessian: Tensor, damping: float = 0.01) -> Tensor:
+    """SparseGPT: prune one group of columns after the other, and let the columns to come make up for each loss.
+
+    w [out, in], hessian [in, in] the mean (or sum) of x x^T; returns an fp32 2:4 weight. For the output error of a row,
+    w -> (q - w)^T H (q - w), taking column j out (q_j = 0) costs w_j^2 / (H^-1)_jj, and the best correction of the
+    columns F behind it is that of GPTQ:
+
+        w_F  <-  w_F - (w_j - q_j) / U_jj * U_jF,      U = the upper Cholesky factor of (H + damping)^-1
+
+    At the first column of each group of four the two with the largest |w_j| / U_jj stay, on the weights as compensated
+    so far; kept columns have no error of their own and are corrected until they are reached. Equal scores keep the
+    lower index, and -0.0 is zero.
+
+    Weights of an input that was always 0 on the calibration text go first (the damping alone would not order them so
+    where inputs differ in size). Where two of four have to stay they keep their values: the published code sets all of
+    them to 0, but another text may use them. The factor is computed in fp64, the sweep in fp32, in an order that
+    depends on nothing but the shapes.
+    """
+    factor = inverse_factor(hessian, damping)
+    # Below the score of any input that is used, in the order of their size.
+    reach = torch.where(hessian.diagonal() > 0, 1.0, 1e-20).to(factor) / factor.diagonal()
+    return sweep("sparsegpt", _sparsegpt_columns, w.float(), factor, reach)[0]
+
+
+def _sparsegpt_columns(w: Tensor, factor: Tensor, reach: Tensor) -> tuple[Tensor]:
+    rest = w.clone()  # columns still to come, compensated
+    scale, width = factor.diagonal(), w.shape[1]
+    for start in range(0, width, BLOCK):
+        stop = min(start + BLOCK, width)
+        part = rest[:, start:stop]
+        errors = torch.zeros_like(part)
+        for j in range(0, stop - start, GROUP):
+            at = start + j
+            keep = mask24(part[:, j : j + GROUP] * reach[at : at + GROUP])
+            for i in range(GROUP):
+                column = part[:, j + i]
+                # Not a product: a pruned negative weight leaves 0.0, not -0.0.
+                error = torch.where(keep[:, i], torch.zeros_like(column), column) / scale[at + i]
+                column.masked_fill_(~keep[:, i], 0.0)
+                errors[:, j + i] = error
+                ahead = factor[at + i, at + i + 1 : stop]
+                part[:, j + i + 1 :].addmm_(error[:, None], ahead[None], alpha=-1)
+        rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
+    return (rest,)
+
+
 # -- whole models --------------------------------------------------------------------------------------------
 @torch.no_grad()
 def prune(
-    model: Decoder,
+    model: BlocksModel,
     rules: Sequence[Rule],
     steps: Iterable[BlockStep] = (),
     method: Pruner | None = None,
     *,
     skip: Sequence[str] = HEADS,
-    progress: Progress | None = None,
+    progress: BlockProgress | None = None,
     files: BlockFiles | None = None,
-    visit: torch.device | None = None,
+    onload_device: torch.device | None = None,
 ) -> QuantizeReport:
     """Prune in place; the layers end with their Format, ready for `pack` or for training.
 
     `steps`: walk(model, ...); magnitude needs none. progress(blocks done, blocks, mean output error of the block).
     `files`: where finished blocks are kept; those that are there already are taken, and steps = walk(...,
-    start=files.count()). `visit`: as the walk's Calibration has it; the model stays at home.
+    start=files.count()). `onload_device`: that of the walk's Calibration.
     """
     method = method or SparseGpt()
-    formats = plan_pruning(model, rules, skip)
+    formats, prefixes = plan_pruning(model, rules, skip), block_prefixes(model)
     before = {n: m.format.label for n, m in model.named_modules() if isinstance(m, FormatLinear)}
     branches: dict[str, Parts] = {}
     layers: list[LayerError] = []
-    num_finished = files.count() if files is not None else 0
-    with ended(steps):
-        for step in steps:
-            block, prefix = model.blocks[step.index], f"blocks.{step.index}."
-            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-            if files is not None and step.index < num_finished:
-                made, errors = files.load(step.index, block)
-            else:
-                made, errors = prune_layers(block_linears(block), step.statistics, wanted, method, prefix)
-                if files is not None:
-                    files.save(step.index, block, made, errors)
+
+    def choose(step: BlockStep, block: nn.Module, formats: dict[str, Format], prefix: str) -> FinishedBlock:
+        return prune_layers(block_linears(block), step.statistics, formats, method, prefix)
+
+    with closing(finish_blocks(model, formats, steps, choose, files, progress)) as blocks:
+        for own, made in blocks:
             # At once: the walk runs the block again, and the next one should see what will be delivered.
-            for name, format in wanted.items():
-                block_linears(block)[name].set_format(format)
-            hold_branches(model, made)
-            branches.update(at_home(model, made))
-            layers.extend(errors)
-            if progress is not None:
-                known = [e.output_error for e in errors if e.output_error is not None]
-                progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
+            for name, format in own.items():
+                _linear(model, name).set_format(format)
+            store_branches(model, made.grids)
+            branches.update(offload_branches(model, made.grids))
+            layers.extend(made.errors)
     left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
-    if method.needs_text and any(n.startswith("blocks.") for n in left):
+    if method.needs_text and any(block_of(prefixes, n) is not None for n in left):
         raise UserError(f"{method.name} needs the statistics of a calibration text: give steps=walk(...)")
-    for owner, wanted in by_owner(left).items():
-        with visiting(model.get_submodule(owner), visit, model.compute_dtype, keep=True):
-            linears = {n: m for n in wanted if isinstance(m := model.get_submodule(n), FormatLinear)}
-            made, errors = prune_layers(linears, {}, wanted, Magnitude(), "")
-            branches.update(at_home(model, made))
-            layers.extend(errors)
+    for owner, wanted in by_owner(model, left).items():
+        with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
+            made = prune_layers({n: _linear(model, n) for n in wanted}, {}, wanted, Magnitude(), "")
+            branches.update(offload_branches(model, made.grids))
+            layers.extend(made.errors)
     # All have their Formats already: the report tells what they had before.
     converted = convert(model, rules, skip=skip)
     converted.changed[:] = [replace(c, before=before.get(c.name, c.before)) for c in converted.changed]
-    hold_branches(model, branches)
+    store_branches(model, branches)
     counted = count_24(model, model.compute_dtype)
     assert counted["layers_24"] == counted["layers"] == len(formats), counted
     return QuantizeReport(method.name, converted, layers)
 
 
-def at_home(model: Decoder, branches: dict[str, Parts]) -> dict[str, Parts]:
-    """Where the model lies: a device that its blocks only visit does not keep their branches."""
-    home = model.embed.weight.device
-    return {name: {part: t.to(home) for part, t in parts.items()} for name, parts in branches.items()}
+def offload_branches(model: BlocksModel, branches: dict[str, Parts]) -> dict[str, Parts]:
+    """On the model's own device: the one that its blocks are moved to does not keep their branches."""
+    return {name: {part: t.to(model.device) for part, t in parts.items()} for name, parts in branches.items()}
 
 
-def plan_pruning(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, Format]:
+def plan_pruning(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, Format]:
     """{layer: Format} of what will be pruned; every mistake in rules, shapes or weights is raised here."""
     found = plan_layers(model, rules, skip, "prune")
     for name, format in found.items():
@@ -218,15 +251,13 @@ def prune_layers(
     formats: dict[str, Format],
     method: Pruner,
     prefix: str,
-) -> tuple[dict[str, Parts], list[LayerError]]:
+) -> FinishedBlock:
     """Write the pruned weights into the (dense) layers; returns branches and errors by full name."""
     together: dict[int, list[str]] = {}
     for name in formats:
-        together.setdefault(id(statistics[name]) if name in statistics else id(linears[name]), []).append(
-            name
-        )
+        together.setdefault(id(statistics[name]) if name in statistics else id(linears[name]), []).append(name)
     branches: dict[str, Parts] = {}
-    errors: dict[str, LayerError] = {}
+    errors = LayerErrors()
     for names in together.values():
         seen = statistics.get(names[0])
         whole = torch.cat([linears[n].weight.float() for n in names])
@@ -239,23 +270,23 @@ def prune_layers(
                 low = fit_branch(old - new, None if seen is None else seen.hessian, format.block_inputs)
                 branches[full_name] = {"low": low}
                 used = new + low.repeat_interleave(format.block_inputs, dim=1)
-            errors[name] = _layer_error(full_name, format, old, used, seen)
+            errors.add(full_name, format, old, used, None if seen is None else seen.hessian)
             linears[name].weight.copy_(new)
-    return branches, [errors[n] for n in formats]
+    by_name = {error.name: error for error in errors.read()}
+    return FinishedBlock(branches, [by_name[prefix + name] for name in formats])
 
 
 @torch.no_grad()
-def hold_branches(model: Decoder, branches: dict[str, Parts]) -> None:
+def store_branches(model: BlocksModel, branches: dict[str, Parts]) -> None:
     """Put fitted branches into layers that have their Format already; a sharded model takes its share."""
     for name, parts in branches.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, FormatLinear)
+        layer = _linear(model, name)
         for part, value in parts.items():
             held = getattr(layer, f"weight_{part}")
             local(held).copy_(local(like_weight(value.to(local(held).device), layer.weight)))
 
 
-def take_branches(model: Decoder) -> dict[str, Parts]:
+def take_branches(model: BlocksModel) -> dict[str, Parts]:
     """The branches by layer; the layers become dense ones whose weights hold zeros."""
     found = {
         name: {"low": layer.weight_low.detach()}  # type: ignore[operator]
@@ -268,12 +299,7 @@ def take_branches(model: Decoder) -> dict[str, Parts]:
     return found
 
 
-def _layer_error(name: str, format: Format, old: Tensor, new: Tensor, seen: Statistics | None) -> LayerError:
-    scale = float(old.square().sum())
-    return LayerError(
-        name,
-        format.label,
-        round(format.bits_per_weight((old.shape[0], old.shape[1])), 4),
-        float((new - old).square().sum()) / scale if scale > 0 else 0.0,
-        None if seen is None else output_error(old, new, seen.hessian),
-    )
+def _linear(model: BlocksModel, name: str) -> FormatLinear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, FormatLinear)
+    return layer

@@ -16,47 +16,42 @@ Left out on purpose: activations are not quantized; embeddings and the head keep
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoestring.errors import UserError, during
+from shoestring.errors import UserError
 from shoestring.formats import Dense, GridFormat, Parts, convert, init_state
 from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.groups import split
 from shoestring.formats.linear import full, like_weight, local
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_into
+from shoestring.model.blocks import BlocksModel
 from shoestring.model.folder import read_spec
 from shoestring.model.parallel import ParallelConfig, materialize, parallelize
-from shoestring.runlog import write_atomically
+from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
+from shoestring.shrink.chosen_grid import state_of
 from shoestring.shrink.clip import Clip, clip_ranges
-from shoestring.shrink.grid import state_of
-from shoestring.shrink.quantize import HEADS, plan
-from shoestring.shrink.resume import BlockFiles
-from shoestring.train.hooks import Hook
-from shoestring.train.trainer import Run
-
-T = TypeVar("T")
-
+from shoestring.shrink.quantize import plan
+from shoestring.train.step import Hook, Run
 
 # -- where training starts -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def clip_weights(
-    model: Decoder,
+    model: BlocksModel,
     rules: Sequence[Rule],
     steps: Iterable[BlockStep],
     settings: Clip | None = None,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: BlockProgress | None = None,
     files: BlockFiles | None = None,
 ) -> None:
     """Clamp every group of the layers in `rules` to the range that hurts the layer's outputs least, in place.
@@ -65,20 +60,13 @@ def clip_weights(
     where finished blocks are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
     """
     settings = settings or Clip(search="full")
-    formats = plan(model, rules)
-    num_finished = files.count() if files is not None else 0
-    for step in steps:
-        block, prefix = model.blocks[step.index], f"blocks.{step.index}."
-        if files is not None and step.index < num_finished:
-            files.load(step.index, block)
-        else:
-            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-            with during(f"block {step.index}"):
-                clip_block(block, step.statistics, wanted, settings)
-            if files is not None:
-                files.save(step.index, block, {}, [])
-        if progress is not None:
-            progress(step.index + 1, len(model.blocks))
+
+    def clip(step: BlockStep, block: nn.Module, formats: dict[str, GridFormat], prefix: str) -> FinishedBlock:
+        clip_block(block, step.statistics, formats, settings)
+        return FinishedBlock()
+
+    for _ in finish_blocks(model, plan(model, rules), steps, clip, files, progress):
+        pass
 
 
 @torch.no_grad()
@@ -135,28 +123,23 @@ def hold_grids(model: nn.Module, grids: dict[str, Parts]) -> None:
 def read_grids(model: nn.Module) -> dict[str, Parts]:
     """The grids of layers that keep theirs as state: what `hold_grids` takes."""
     return {
-        name: {
-            n: full(getattr(layer, f"weight_{n}")).detach().float() for n in ("scale", "zero") if n in names
-        }
+        name: {n: full(getattr(layer, f"weight_{n}")).detach().float() for n in ("scale", "zero") if n in names}
         for name, layer in format_linears(model)
         if (names := layer.state_names) and "scale" in names and not layer.packed
     }
 
 
-@torch.no_grad()
-def learn_grids(
-    model: nn.Module, rules: Sequence[Rule], masters: Parts | None = None, *, skip: Sequence[str] = HEADS
-) -> None:
-    """Grids that a method chose and fixed become Parameters with the same values.
+def save_grids(path: Path, grids: dict[str, Parts]) -> None:
+    flat = {f"{name}:{part}": t.contiguous().cpu() for name, grid in grids.items() for part, t in grid.items()}
+    save_file(flat, path)
 
-    `masters`: the weights before rounding (Blockwise(keep_masters=True)). Rounded ones stand in the middle of their
-    bins, from where training at small rates moves hardly any of them to the next.
-    """
-    grids = read_grids(model)
-    convert(model, learned_rules(rules), skip=skip)
-    hold_grids(model, grids)
-    for name, w in (masters or {}).items():
-        model.get_submodule(name).weight.copy_(w)  # type: ignore[operator, union-attr]
+
+def load_grids(path: Path) -> dict[str, Parts]:
+    grids: dict[str, Parts] = {}
+    for key, t in load_file(path).items():
+        name, part = key.split(":")
+        grids.setdefault(name, {})[part] = t
+    return grids
 
 
 def learned_rules(rules: Sequence[Rule]) -> list[Rule]:
@@ -201,9 +184,7 @@ def coarsest(formats: Iterable[object]) -> int:
     return min((b for f in formats if isinstance(b := getattr(f, "bits", None), int)), default=4)
 
 
-def relative_adamw(
-    model: nn.Module, rates: Rates, *, betas: tuple[float, float] = (0.9, 0.95)
-) -> torch.optim.AdamW:
+def relative_adamw(model: nn.Module, rates: Rates, *, betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
     """AdamW without decay in groups of about equal rate (`full_lr`); what has rate 0 is frozen."""
     units: dict[int, Tensor] = {}
     for _, layer in format_linears(model):
@@ -255,30 +236,3 @@ class FallingRates(Hook):
             part = (run.step + 1) / self.warmup
         for group in run.optimizer.param_groups:
             group["lr"] = group["full_lr"] * part
-
-
-# -- stages --------------------------------------------------------------------------------------------------
-
-
-def once(mesh: Mesh, folder: Path, name: str, action: Callable[[], T]) -> None:
-    """Run a long action on the first rank while the others wait for its mark, not in a collective that would
-    time out. An action that is done is not done again."""
-    done, failed = folder / f"{name}.done", folder / f"{name}.failed"
-    if mesh.is_main:
-        if done.is_file():
-            return
-        failed.unlink(missing_ok=True)
-        try:
-            action()
-        except BaseException as error:
-            if mesh.world_size > 1:
-                write_atomically(failed, str(error) or type(error).__name__)
-            raise
-        write_atomically(done, "")
-        return
-    began = time.time()
-    while not done.is_file():
-        # A mark older than this start belongs to an earlier run.
-        if failed.is_file() and failed.stat().st_mtime > began - 1:
-            raise UserError(f"the first process could not finish {name}: {failed.read_text()}")
-        time.sleep(0.2)

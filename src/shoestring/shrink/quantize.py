@@ -9,35 +9,34 @@ its Format with the chosen grid as state. What `pack` then stores decodes to exa
 
 Layers outside the blocks (an output head named in a rule) are rounded to nearest: nothing is collected there.
 
-With `visit`, for a walk whose blocks visit a device one at a time (visit.py), a finished block is packed before it
-goes home: the grids do not stay on the device, and the model in the host's memory shrinks as the work goes on.
+With `onload_device`, for a walk whose blocks are on a device one at a time (host/block_offload.py), a finished block is
+packed before it is offloaded: the grids do not stay on the device, and the model in the host's memory shrinks as the
+work goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoestring.errors import UserError, during
 from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, Stacked
-from shoestring.formats.convert import Changed, Rule, assign, candidates, tied_names
-from shoestring.kernels.sparse24 import is_24
-from shoestring.model.transformer import Block, Decoder
+from shoestring.formats.convert import Changed, Rule, assign, tied_names, weight_modules
+from shoestring.host.block_offload import on_device
+from shoestring.kernels.sparse24.masks import is_24
+from shoestring.model.blocks import BlocksModel, InputSource, block_of, block_prefixes
 from shoestring.shrink.awq import Awq
+from shoestring.shrink.block_files import BlockFiles, BlockProgress, F, FinishedBlock, Step, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
+from shoestring.shrink.chosen_grid import ChosenGrid, LayerError, LayerErrors, round_to_nearest, state_of, store_grid
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
-from shoestring.shrink.grid import Choice, hold, nearest, state_of
-from shoestring.shrink.resume import BlockFiles
-from shoestring.shrink.visit import visiting
 
-Progress = Callable[[int, int, float], None]
-F = TypeVar("F")  # a Format, of one kind or another
 HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `convert`
 
 
@@ -49,9 +48,7 @@ class Method(Protocol):
         """For reports."""
         ...
 
-    def choose(
-        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
-    ) -> Choice: ...
+    def choose(self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts) -> ChosenGrid: ...
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,8 @@ class Rtn:
 
     name = "rtn"
 
-    def choose(
-        self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts
-    ) -> Choice:
-        return nearest(w, format, state)
+    def choose(self, name: str, w: Tensor, statistics: Statistics, format: GridFormat, state: Parts) -> ChosenGrid:
+        return round_to_nearest(w, format, state)
 
 
 METHODS: dict[str, Method] = {
@@ -80,17 +75,6 @@ def usual_inputs(method: Method) -> Inputs:
     ones.
     """
     return "quantized" if isinstance(method, Gptq) else "full"
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """How far a layer's weights and its outputs on the calibration text moved, as relative mean squares."""
-
-    name: str
-    format: str
-    bits_per_weight: float
-    weight_error: float
-    output_error: float | None
 
 
 @dataclass
@@ -110,137 +94,140 @@ class QuantizeReport:
         }
 
 
-@torch.no_grad()
 def quantize(
-    model: Decoder,
+    model: BlocksModel,
     rules: Sequence[Rule],
     steps: Iterable[BlockStep],
     method: Method,
     *,
     skip: Sequence[str] = HEADS,
-    progress: Progress | None = None,
+    progress: BlockProgress | None = None,
     files: BlockFiles | None = None,
-    visit: torch.device | None = None,
+    onload_device: torch.device | None = None,
 ) -> QuantizeReport:
-    """Quantize in place; the layers end with a fixed grid, ready for `pack`, or packed where blocks `visit`.
+    """Quantize in place; the layers end with a fixed grid, ready for `pack`, or packed with `onload_device`.
 
     `steps`: walk(model, ...), or a list of its steps on the same weights (inputs="full"), which several runs
     can share. progress(blocks done, blocks, mean output error of the block). `files`: where finished blocks
-    are kept; those that are there already are taken, and steps = walk(..., start=files.count()). `visit`: as the
-    walk's Calibration has it.
+    are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
+    `onload_device`: that of the walk's Calibration.
     """
+
+    def choose(step: BlockStep, block: nn.Module, formats: dict[str, GridFormat], prefix: str) -> FinishedBlock:
+        return quantize_block(block, step.statistics, formats, method, prefix, sources=model.input_sources(block))
+
+    options: dict[str, Any] = {"skip": skip, "progress": progress, "files": files, "onload_device": onload_device}
+    return quantize_steps(model, rules, steps, choose, method.name, **options)
+
+
+def quantize_steps(
+    model: BlocksModel,
+    rules: Sequence[Rule],
+    steps: Iterable[Step],
+    work: Callable[[Step, nn.Module, dict[str, GridFormat], str], FinishedBlock],
+    name: str,
+    *,
+    skip: Sequence[str],
+    progress: BlockProgress | None,
+    files: BlockFiles | None,
+    onload_device: torch.device | None,
+) -> QuantizeReport:
+    """`quantize` with any work on a block that chooses grids for its layers."""
     formats = plan(model, rules, skip)
     grids: dict[str, Parts] = {}
+    masters: Parts = {}
     layers: list[LayerError] = []
-    num_finished = files.count() if files is not None else 0
-    with ended(steps):
-        for step in steps:
-            block = model.blocks[step.index]
-            assert isinstance(block, Block)
-            prefix = f"blocks.{step.index}."
-            wanted = {n.removeprefix(prefix): f for n, f in formats.items() if n.startswith(prefix)}
-            if files is not None and step.index < num_finished:
-                made, errors = files.load(step.index, block)
+    notes: list[dict[str, float]] = []
+    with closing(finish_blocks(model, formats, steps, work, files, progress)) as blocks:
+        for own, made in blocks:
+            # Masters are kept on the host, wherever they come from.
+            masters |= {layer: grid.pop("master").cpu() for layer, grid in made.grids.items() if "master" in grid}
+            if onload_device is None:
+                grids.update(made.grids)
             else:
-                with during(f"block {step.index}"):
-                    made, errors = quantize_block(block, step.statistics, wanted, method, prefix)
-                if files is not None:
-                    files.save(step.index, block, made, errors)
-            if visit is None:
-                grids.update(made)
-            else:
-                pack_guests(model, {prefix + n: f for n, f in wanted.items()}, made)
-            layers.extend(errors)
-            if progress is not None:
-                known = [e.output_error for e in errors if e.output_error is not None]
-                progress(step.index + 1, len(model.blocks), sum(known) / max(1, len(known)))
-    return finish(model, rules, formats, grids, layers, method.name, skip, visit)
+                pack_block(model, own, made.grids)
+            layers.extend(made.errors)
+            notes.extend([made.notes] if made.notes else [])
+    converted, rounded = set_formats(model, rules, formats, grids, layers, skip, onload_device)
+    return QuantizeReport(name, converted, [*layers, *rounded], notes, masters)
 
 
-@contextmanager
-def ended(steps: Iterable[BlockStep]) -> Iterator[None]:
-    """A walk that an error interrupts ends here and now: its block is at home when the error is seen."""
-    try:
-        yield
-    finally:
-        if isinstance(steps, Generator):
-            steps.close()
-
-
-def pack_guests(model: Decoder, formats: dict[str, GridFormat], grids: dict[str, Parts]) -> None:
-    """Pack layers of a block that is about to go home; it may run once more before, with the weights it had."""
+@torch.no_grad()
+def pack_block(model: BlocksModel, formats: dict[str, GridFormat], grids: dict[str, Parts]) -> None:
+    """Pack layers of a block before it is offloaded; it may run once more before, with the weights it had."""
     for name, format in formats.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, FormatLinear)
         layer.set_format(format.fix_grid())  # type: ignore[arg-type]
-        hold(layer, grids[name])
+        store_grid(layer, grids[name])
         with during(f"packing {name}"):
             layer.pack(model.compute_dtype)
         # Decoded, it multiplies as the dense one did; a kernel for packed weights sums in another order.
         layer.keep_decoded(model.compute_dtype)
 
 
-def finish(
-    model: Decoder,
+@torch.no_grad()
+def set_formats(
+    model: BlocksModel,
     rules: Sequence[Rule],
     formats: dict[str, GridFormat],
     grids: dict[str, Parts],
     layers: list[LayerError],
-    method: str,
     skip: Sequence[str],
-    visit: torch.device | None = None,
-) -> QuantizeReport:
+    onload_device: torch.device | None,
+) -> tuple[ConvertReport, list[LayerError]]:
     """Round the layers that no step reached, and give every layer its Format with the chosen grid."""
     left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
-    rounded, errors = round_layers(model, left, visit)
+    rounded, errors = round_layers(model, left, onload_device)
     grids = {**grids, **rounded}
     fixed = [(glob, f.fix_grid() if isinstance(f, GridFormat) else f) for glob, f in rules]
-    modules = candidates(model)
+    modules = weight_modules(model)
     chosen, left_alone = assign(modules, fixed, skip, tied_names(model))  # type: ignore[arg-type]
     report = ConvertReport(left=left_alone)
     for name, format in chosen.items():
         layer = modules[name]
         assert isinstance(layer, FormatLinear)
-        if not layer.packed:  # else it came home so
+        if not layer.packed:  # else it was offloaded so
             layer.set_format(format)
-            hold(layer, grids.get(name, {}))
+            store_grid(layer, grids.get(name, {}))
         report.changed.append(Changed(name, layer.shape, Dense().label, format))
-    return QuantizeReport(method, report, [*layers, *errors])
+    return report, errors
 
 
 def round_layers(
-    model: Decoder, formats: dict[str, GridFormat], visit: torch.device | None
+    model: BlocksModel, formats: dict[str, GridFormat], onload_device: torch.device | None
 ) -> tuple[dict[str, Parts], list[LayerError]]:
-    """Round to nearest, block by block; returns grids and errors, no grids where the blocks came home packed."""
+    """Round to nearest, block by block; returns grids and errors, no grids where blocks were offloaded packed."""
     grids: dict[str, Parts] = {}
     errors = LayerErrors()
-    for owner, wanted in by_owner(formats).items():
-        with visiting(model.get_submodule(owner), visit, model.compute_dtype, keep=True):
+    for owner, wanted in by_owner(model, formats).items():
+        with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
             made: dict[str, Parts] = {}
             for name, format in wanted.items():
                 layer = model.get_submodule(name)
                 assert isinstance(layer, FormatLinear)
-                choice = nearest(layer.weight, format, _table(format, layer.weight))
+                choice = round_to_nearest(layer.weight, format, _table(format, layer.weight))
                 errors.add(name, format, layer.weight.float(), choice.weight, None)
                 layer.weight.copy_(choice.weight)
                 made[name] = choice.grid
-            if visit is None:
+            if onload_device is None:
                 grids.update(made)
             else:
-                pack_guests(model, wanted, made)
+                pack_block(model, wanted, made)
     return grids, errors.read()
 
 
-def by_owner(formats: dict[str, F]) -> dict[str, dict[str, F]]:
-    """{what visits a device: its layers}: a block, or a layer outside of them."""
+def by_owner(model: BlocksModel, formats: dict[str, F]) -> dict[str, dict[str, F]]:
+    """{what is moved to a device: its layers}: a block, or a layer outside of them."""
+    prefixes = block_prefixes(model)
     found: dict[str, dict[str, F]] = {}
     for name, format in formats.items():
-        owner = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name
-        found.setdefault(owner, {})[name] = format
+        index = block_of(prefixes, name)
+        found.setdefault(name if index is None else prefixes[index].removesuffix("."), {})[name] = format
     return found
 
 
-def plan(model: Decoder, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
+def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
     """{layer: Format} of what will be quantized; every mistake in rules, shapes or weights is raised here,
     before any work.
     """
@@ -268,9 +255,9 @@ def check_pruned(name: str, format: Stacked, w: Tensor) -> None:
         )
 
 
-def plan_layers(model: Decoder, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:
+def plan_layers(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:
     """{layer: Format} of dense layers with finite weights that are to get another Format and can hold it."""
-    modules = candidates(model)
+    modules = weight_modules(model)
     chosen, _ = assign(modules, rules, skip, tied_names(model))
     for name, format in chosen.items():
         layer = modules[name]
@@ -292,16 +279,19 @@ def plan_layers(model: Decoder, rules: Sequence[Rule], skip: Sequence[str], verb
     return wanted
 
 
+@torch.no_grad()
 def quantize_block(
-    block: Block,
+    block: nn.Module,
     statistics: dict[str, Statistics],
     formats: dict[str, GridFormat],
     method: Method,
     prefix: str = "",
-) -> tuple[dict[str, Parts], list[LayerError]]:
+    *,
+    sources: Sequence[InputSource],
+) -> FinishedBlock:
     """Write the chosen weights into the (dense) layers of one block; returns their grids and errors."""
     if isinstance(method, Awq):
-        statistics = method.prepare(block, statistics, formats)
+        statistics = method.scale_inputs(block, sources, statistics, formats)
     linears = block_linears(block)
     grids: dict[str, Parts] = {}
     errors = LayerErrors()
@@ -316,15 +306,13 @@ def quantize_block(
             made = _split(whole, [linears[n].out_features for n in names])
         else:
             parts = w.split([linears[n].out_features for n in names])
-            made = [
-                method.choose(prefix + n, p, seen, format, state) for n, p in zip(names, parts, strict=True)
-            ]
+            made = [method.choose(prefix + n, p, seen, format, state) for n, p in zip(names, parts, strict=True)]
         for name, choice in zip(names, made, strict=True):
             old = linears[name].weight.float()
             errors.add(prefix + name, format, old, choice.weight, seen.hessian)
             linears[name].weight.copy_(choice.weight)
             grids[prefix + name] = choice.grid
-    return grids, errors.read()
+    return FinishedBlock(grids, errors.read())
 
 
 def shared(statistics: dict[str, Statistics], formats: dict[str, GridFormat]) -> list[list[str]]:
@@ -335,7 +323,7 @@ def shared(statistics: dict[str, Statistics], formats: dict[str, GridFormat]) ->
     return list(together.values())
 
 
-def _split(choice: Choice, heights: list[int]) -> list[Choice]:
+def _split(choice: ChosenGrid, heights: list[int]) -> list[ChosenGrid]:
     stops = torch.tensor(heights).cumsum(0).tolist()
     return [choice.rows(slice(stop - h, stop)) for h, stop in zip(heights, stops, strict=True)]
 
@@ -343,38 +331,3 @@ def _split(choice: Choice, heights: list[int]) -> list[Choice]:
 def _table(format: GridFormat, w: Tensor) -> Parts:
     assert isinstance(format, Format)
     return state_of(format, w)
-
-
-class LayerErrors:
-    """The errors of several layers, measured one by one and read together: a GPU is waited for once."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[str, GridFormat, tuple[int, int], bool]] = []
-        self.sums: list[Tensor] = []
-
-    def add(self, name: str, format: GridFormat, old: Tensor, new: Tensor, hessian: Tensor | None) -> None:
-        """`old` and `new` may change after this."""
-        d, old = (new - old).float(), old.float()
-        pairs = [(d, d), (old, old)]
-        if hessian is not None:
-            h = hessian.float()
-            pairs += [(d @ h, d), (old @ h, old)]
-        sums = [(a * b).sum() for a, b in pairs]
-        self.layers.append((name, format, (old.shape[0], old.shape[1]), hessian is not None))
-        self.sums.append(torch.stack([*sums, *[torch.zeros_like(sums[0])] * (4 - len(sums))]))
-
-    def read(self) -> list[LayerError]:
-        rows = torch.stack(self.sums).tolist() if self.sums else []
-        found = []
-        for (name, format, shape, has_inputs), (lost, size, lost_out, size_out) in zip(
-            self.layers, rows, strict=True
-        ):
-            assert isinstance(format, Format)
-            bits = round(format.bits_per_weight(shape), 4)
-            output = _part(lost_out, size_out) if has_inputs else None
-            found.append(LayerError(name, format.label, bits, _part(lost, size), output))
-        return found
-
-
-def _part(lost: float, size: float) -> float:
-    return lost / size if size > 0 else 0.0

@@ -19,8 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,10 +29,10 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
-from shoestring.places import expand
-from shoestring.serve.admission import eos_ids_of
-from shoestring.serve.engine import Engine, Request
-from shoestring.serve.sampling import Sampling
+from shoestring.paths import expand
+from shoestring.runlog import OpenProgressBar, RunLog
+from shoestring.serve.engine.engine import Engine, Request, eos_ids_of
+from shoestring.serve.engine.sampling import Sampling
 from shoestring.train.corpus import documents
 
 PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDistiller's settings
@@ -41,8 +40,6 @@ PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDist
 PREFIX, LONG = 128, 512
 GROUPS = 8  # places are filled again when this part of them is free
 PROMPT_KEYS = ("prompt", "instruction", "question", "text", "turns")
-
-Progress = Callable[[int, str], Any]
 
 
 def generate_text(
@@ -53,7 +50,7 @@ def generate_text(
     *,
     sampling: Sampling = PAPER,
     max_requests: int | None = None,
-    progress: Progress | None = None,
+    progress: OpenProgressBar | None = None,
 ) -> Path:
     """Complete every prompt and write `out`; `max_requests` of them at a time (None: 16 on a CPU, 256 on a GPU).
 
@@ -71,9 +68,7 @@ def generate_text(
     if out.exists():
         if _read_key(out) == key:
             return out
-        raise UserError(
-            f"{out} exists already, with other prompts or settings; give another name or delete it"
-        )
+        raise UserError(f"{out} exists already, with other prompts or settings; give another name or delete it")
     partial = out.with_name(f"{out.name}.{key}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,31 +94,24 @@ def _complete(
     file: TextIO,
     sampling: Sampling,
     max_requests: int | None,
-    progress: Progress | None,
+    progress: OpenProgressBar | None,
 ) -> None:
     """Append the completions of prompts[done:], in order."""
-    bar_of = progress or (lambda total, description: nullcontext(None))
-    with bar_of(len(prompts), "self-generated text") as bar:
-        if bar is not None:
-            bar.advance(done)
+    open_bar = progress or RunLog(None, quiet=True).progress
+    with open_bar(len(prompts), "self-generated text") as bar:
+        bar.advance(done)
         for number, prompt, text in _completions(model, tokenizer, prompts, done, sampling, max_requests):
             # The prompt as it was read: with a space cut off its end, so that the completion begins with one.
             file.write(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) + "\n")
             if number % 16 == 15:
                 file.flush()
-            if bar is not None:
-                bar.advance(1)
+            bar.advance(1)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _completions(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    prompts: list[str],
-    done: int,
-    sampling: Sampling,
-    max_requests: int | None,
+    model: Decoder, tokenizer: Tokenizer, prompts: list[str], done: int, sampling: Sampling, max_requests: int | None
 ) -> Iterator[tuple[int, str, str]]:
     """(number, prompt, completion) in order. At most a few batches wait for a slow one before them."""
     if done >= len(prompts):
@@ -202,8 +190,8 @@ def _key(prompts: list[str], sampling: Sampling, model: Decoder) -> str:
     shape is noticed."""
     weight = model.embed.weight.detach()
     drawn = weight.flatten()[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32)
-    told = json.dumps([prompts, asdict(sampling), repr(model.spec)])
-    return hashlib.blake2b(told.encode() + drawn.numpy().tobytes(), digest_size=8).hexdigest()
+    decided_by = json.dumps([prompts, asdict(sampling), repr(model.spec)])
+    return hashlib.blake2b(decided_by.encode() + drawn.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _key_path(out: Path) -> Path:

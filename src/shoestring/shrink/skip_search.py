@@ -20,38 +20,108 @@ because of them: a scale per channel, good for all other tokens, ruined them and
 (KL 0.70 instead of 0.16 for one FFN of SmolLM2-135M). x is what the sublayer sees under the set so far, so that
 stand-ins make up for those before them; after the search all are fitted once more, in order, where that helps.
 
-Left out: low-rank stand-ins, healing the kept layers by training, tensor-parallel models.
+Seconds (`measure_costs`): a decode step of one row behind `context` positions is timed whole, without any FFN and
+without any attention. The differences, per layer, are what leaving a sublayer out saves on this machine at this
+length. Attention's share grows with the context, an FFN's does not; on a GPU both contain launches. Layers with
+another window are timed apart.
+
+Left out: low-rank stand-ins, healing the kept layers by training, tensor-parallel models, prefill seconds (a set is
+judged by decoding).
 
 Shapes: N windows, T tokens, D width, R measured rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.skip import (
-    KINDS,
-    PASS,
-    BlockSkip,
-    Kind,
-    SkipSet,
-    StandIn,
-    Sublayer,
-    Watch,
-    all_sublayers,
-)
+from shoestring.model.skip import KINDS, PASS, BlockSkip, Kind, SkipSet, StandIn, Sublayer, Watch, all_sublayers
+from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
-from shoestring.shrink.calibrate import embed, rope_of
-from shoestring.shrink.skip_set import Costs
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.engine.sampling import Sampling
 
-Progress = Callable[[int, int], None]  # sublayers measured and skipped so far
+SearchProgress = Callable[[int, int], None]  # sublayers measured and skipped so far
+STEPS = 8  # decode steps launched before the host waits
 SINK = 5.0  # times the median length of the stream: beyond this a token is a sink
+
+
+# -- seconds -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a decode step behind `context` positions, and of its sublayers."""
+
+    context: int
+    step: float
+    sublayers: dict[Sublayer, float]
+
+    def saved(self, skipped: Sequence[Sublayer] | SkipSet) -> float:
+        return sum(self.sublayers[s] for s in (skipped.skipped if isinstance(skipped, SkipSet) else skipped))
+
+    def speedup(self, skipped: Sequence[Sublayer] | SkipSet) -> float:
+        return self.step / (self.step - self.saved(skipped))
+
+
+class StepTimer:
+    """Times decode steps of one row behind `context` positions, on a cache of its own. On a GPU several are launched
+    before the host waits, as when decoding: what it does in between is hidden behind them."""
+
+    def __init__(self, model: Decoder, context: int, block_size: int = 16) -> None:
+        positions = model.spec.max_positions
+        if not 2 <= context <= positions:
+            raise UserError(f"context={context} does not fit this model; give 2 to {positions}")
+        pool = BlockPool(-(-context // block_size), block_size)
+        self.runner = Runner(model, pool)
+        self.batch = Batch([RowSpan(list(range(pool.num_blocks)), context - 1, 1)], [0], [0])
+
+    def __call__(self, skip: SkipSet | None = None) -> float:
+        began = time.perf_counter()
+        pending = [self.runner.launch_decode(self.batch, [Sampling()], skip) for _ in range(STEPS)]
+        if pending[-1] is not None:
+            pending[-1].tokens()  # waits for the device
+            return (time.perf_counter() - began) / STEPS
+        self.runner.forward(self.batch, skip).argmax(-1).tolist()  # waits for the device
+        return time.perf_counter() - began
+
+    def best(self, skips: Sequence[SkipSet | None], repeats: int) -> list[float]:
+        """The smallest of `repeats` seconds for each, in turns, so that a busy moment meets all of them."""
+        for skip in skips:
+            self(skip)
+        return [min(times) for times in zip(*([self(s) for s in skips] for _ in range(repeats)), strict=True)]
+
+
+def measure_costs(model: Decoder, context: int, *, repeats: int = 15) -> StepCosts:
+    spec = model.spec
+    parts = _parts(spec)
+    sets = [SkipSet(part) for part in parts]
+    step, *without = StepTimer(model, context).best([None, *sets], repeats)
+    sublayers: dict[Sublayer, float] = {}
+    for part, seconds in zip(parts, without, strict=True):
+        # Noise may make a sublayer look free; a tenth of an even share keeps the ranking finite.
+        each = max((step - seconds) / len(part), 0.1 * step / (2 * spec.num_layers))
+        sublayers |= dict.fromkeys(part, each)
+    return StepCosts(context, step, sublayers)
+
+
+def _parts(spec: ModelSpec) -> list[list[Sublayer]]:
+    """Sublayers that cost the same: FFNs, and attention by window."""
+    parts: dict[tuple[Kind, int | None], list[Sublayer]] = {}
+    for sub in all_sublayers(spec.num_layers):
+        window = spec.window(sub.layer) if sub.kind == "attn" else None
+        parts.setdefault((sub.kind, window), []).append(sub)
+    return list(parts.values())
+
+
+# -- damage --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,8 +134,8 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The set after one more choice."""
+class SearchStep:
+    """The set after one more sublayer was chosen."""
 
     skip: SkipSet
     damage: Damage
@@ -89,21 +159,19 @@ def fit_stand_in(x_RD: Tensor, y_RD: Tensor) -> StandIn:
 class Trials:
     """A model on a calibration text, with a set that grows."""
 
-    def __init__(
-        self, model: Decoder, tokens_NT: Tensor, *, num_rows: int = 256, fitted: bool = True
-    ) -> None:
+    def __init__(self, model: Decoder, tokens_NT: Tensor, *, num_rows: int = 256, fitted: bool = True) -> None:
         """`num_rows`: predictions compared, evenly spaced over the text. Without `fitted` the stream passes
         skipped sublayers unchanged."""
         if model.embed.group is not None:
             raise UserError("skip sets are searched on one device; run the recipe without torchrun")
         self.model, self.fitted = model, fitted
         self.tokens_NT = tokens_NT.to(model.embed.weight.device)
-        self.rope = rope_of(model, tokens_NT.shape[1], self.tokens_NT.device)
+        self.args = model.block_args(tokens_NT.shape[1], self.tokens_NT.device)
         num = tokens_NT.numel()
         self.rows = torch.arange(num_rows, device=self.tokens_NT.device) * num // num_rows
         self._known: dict[tuple[str, Sublayer], tuple[StandIn, Damage]] = {}
         with torch.no_grad():
-            self._inputs = [embed(model, self.tokens_NT)]  # the stream before each block, under the set
+            self._inputs = [model.embed_inputs(self.tokens_NT)]  # the stream before each block, under the set
             self.reset()
             self._whole_RV = self._log_probs(self._inputs[-1])
             self.damage = self._compare(self._whole_RV)
@@ -183,16 +251,13 @@ class Trials:
         for layer in range(len(self._inputs) - 1, stop):
             self._inputs.append(self._block(layer, self._inputs[layer], self.skipped))
 
-    def _block(
-        self, layer: int, x: Tensor, skipped: dict[Sublayer, StandIn], watch: Watch | None = None
-    ) -> Tensor:
+    def _block(self, layer: int, x: Tensor, skipped: dict[Sublayer, StandIn], watch: Watch | None = None) -> Tensor:
         skip = BlockSkip(*(_on(skipped.get(Sublayer(layer, kind)), x.device) for kind in KINDS))
-        return self.model.blocks[layer](x, self.rope, None, skip, watch)
+        return self.model.blocks[layer](x, *self.args[layer], skip, watch)
 
     def _log_probs(self, x_NTD: Tensor) -> Tensor:
-        hidden_RD = self.model.norm(x_NTD.flatten(0, 1)[self.rows])
-        head = self.model.read_head(hidden_RD.dtype)
-        return F.linear(hidden_RD, head.weight_VD.to(hidden_RD.dtype)).float().log_softmax(-1)
+        hidden_RD = self.model.final_hidden(x_NTD.flatten(0, 1)[self.rows])
+        return self.model.read_logits(hidden_RD).float().log_softmax(-1)
 
     def _compare(self, other_RV: Tensor) -> Damage:
         p = self._whole_RV.exp()
@@ -208,13 +273,13 @@ def _on(stand: StandIn | None, device: torch.device) -> StandIn | None:
 
 def search(
     trials: Trials,
-    costs: Costs,
+    costs: StepCosts,
     *,
     speedup: float,
     lookahead: int = 6,
     name: str = "measured",
-    progress: Progress | None = None,
-) -> list[Choice]:
+    progress: SearchProgress | None = None,
+) -> list[SearchStep]:
     """Greedy choices until the measured seconds promise `speedup` (or one sublayer is left), in order.
 
     Stand-ins of the last choice are those of the search; `Trials.refit` polishes them."""
@@ -222,7 +287,7 @@ def search(
         raise UserError(f"speedup={speedup} is not allowed; give more than 1")
     price: dict[Sublayer, float] = {}
     found: dict[Sublayer, tuple[StandIn, Damage]] = {}
-    choices: list[Choice] = []
+    choices: list[SearchStep] = []
     left = [s for s in all_sublayers(len(trials.model.blocks)) if s not in trials.skipped]
     done = 0
 
@@ -245,13 +310,13 @@ def search(
         left.remove(best)
         trials.add(best, *found[best])
         skip = trials.skip_set(name)
-        choices.append(Choice(skip, trials.damage, costs.speedup(skip)))
+        choices.append(SearchStep(skip, trials.damage, costs.speedup(skip)))
         if choices[-1].speedup >= speedup:
             break
     return choices
 
 
-def draft_gain(choice: Choice, num_drafts: int) -> float:
+def draft_gain(choice: SearchStep, num_drafts: int) -> float:
     """Expected speed-up of decoding with the set as a drafter (Leviathan et al. 2023, theorem 3.8): tokens per
     pass over the cost of a pass and its drafts, each draft accepted with the chance of an equal likeliest token."""
     a, g = choice.damage.agreement, num_drafts
@@ -259,8 +324,6 @@ def draft_gain(choice: Choice, num_drafts: int) -> float:
     return tokens / (1 + g / choice.speedup)
 
 
-def best_drafter(choices: list[Choice], longest: int = 8) -> tuple[Choice, int, float]:
+def best_drafter(choices: list[SearchStep], longest: int = 8) -> tuple[SearchStep, int, float]:
     """The choice that gains most as a drafter, the number of drafts and the gain."""
-    return max(
-        ((c, g, draft_gain(c, g)) for c in choices for g in range(1, longest + 1)), key=lambda item: item[2]
-    )
+    return max(((c, g, draft_gain(c, g)) for c in choices for g in range(1, longest + 1)), key=lambda item: item[2])

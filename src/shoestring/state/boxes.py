@@ -1,9 +1,8 @@
 """Boxes: where the pieces of every tensor live, and who sends what to whom.
 
-A Box is a half-open range per dimension. A Layout says for each tensor name which owner holds which Box. From
-two Layouts `plan` computes the copies that fill the second from the first; `check_cover` says whether boxes
-tile a tensor exactly. The same few functions serve checkpoints, loading on another mesh and moving weights
-between jobs.
+A Box is a half-open range per dimension. A Layout says for each tensor name which owner holds which Box. From two
+Layouts `plan` computes the copies that fill the second from the first; `check_cover` says whether boxes tile a tensor
+exactly. The same few functions serve checkpoints, loading on another mesh and moving weights between jobs.
 
 Everything but `local_box` is pure Python on integers. Left out: transport (storage.py and others do it) and
 strided ranges: a piece that is not one box is several boxes.
@@ -28,9 +27,7 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)
-        ):
+        if len(self.start) != len(self.stop) or any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
 
     @staticmethod
@@ -39,9 +36,7 @@ class Box:
 
     @staticmethod
     def at(offset: Sequence[int], shape: Sequence[int]) -> Box:
-        return Box(
-            tuple(int(o) for o in offset), tuple(int(o) + int(n) for o, n in zip(offset, shape, strict=True))
-        )
+        return Box(tuple(int(o) for o in offset), tuple(int(o) + int(n) for o, n in zip(offset, shape, strict=True)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,7 +97,7 @@ def plan(src: Layout, dst: Layout) -> list[Copy]:
     """The copies that fill every box of `dst`, each of its elements exactly once.
 
     Where several owners hold an element, an owner that needs it itself keeps its own copy; otherwise the
-    owner that has sent the fewest elements so far sends it. An element that nobody holds is a UserError.
+    owner that has sent the fewest elements so far sends it. An element without an owner is a UserError.
     """
     copies: list[Copy] = []
     sent: dict[Owner, int] = {}
@@ -112,20 +107,14 @@ def plan(src: Layout, dst: Layout) -> list[Copy]:
             missing = [wanted] if wanted.size else []
             while missing:
                 piece = missing.pop()
-                found = [
-                    (owner, common)
-                    for owner, held in holders
-                    if (common := piece.intersect(held)) is not None
-                ]
+                found = [(owner, common) for owner, held in holders if (common := piece.intersect(held)) is not None]
                 if not found:
                     raise UserError(
                         f"tensor {name!r}: nobody holds elements {list(piece.start)} to {list(piece.stop)} "
                         f"that {dst_owner!r} needs; the source layout must cover the destination"
                     )
                 # A local copy is free; then the least loaded sender; then the larger piece.
-                owner, common = min(
-                    found, key=lambda f: (f[0] != dst_owner, sent.get(f[0], 0), -f[1].size, str(f[0]))
-                )
+                owner, common = min(found, key=lambda f: (f[0] != dst_owner, sent.get(f[0], 0), -f[1].size, str(f[0])))
                 if owner != dst_owner:
                     sent[owner] = sent.get(owner, 0) + common.size
                 copies.append(Copy(name, owner, dst_owner, common))
@@ -171,9 +160,7 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     # Boxes inside the tensor without overlap cover it exactly when their sizes add up.
     if sum(b.size for b in boxes) != whole.size:
         gap = uncovered(shape, boxes)[0]
-        raise UserError(
-            f"tensor {name!r} of shape {list(shape)}: nothing covers {list(gap.start)}-{list(gap.stop)}"
-        )
+        raise UserError(f"tensor {name!r} of shape {list(shape)}: nothing covers {list(gap.start)}-{list(gap.stop)}")
 
 
 def local_box(t: Tensor) -> Box:
@@ -200,6 +187,4 @@ def _refuse_interleaved(t: Tensor) -> None:
             if getattr(placements[j], "dim", None) == getattr(p, "dim", -1)
         ]
         if factor > 1 and math.prod(inner) != factor:
-            raise UserError(
-                f"a tensor with placements {placements} holds interleaved rows; redistribute it first"
-            )
+            raise UserError(f"a tensor with placements {placements} holds interleaved rows; redistribute it first")

@@ -179,16 +179,12 @@ def _check_fits(path: Path, saved: Manifest, tensors: dict[str, Tensor], values:
     missing = sorted(n for n in mine - theirs if not _PRIVATE_NAME.search(n))
     unexpected = sorted(n for n in theirs - mine if not _PRIVATE_NAME.search(n))
     wrong = [
-        f"{n} (a tensor on one side only)"
-        for n in sorted(mine & theirs)
-        if (n in tensors) != (n in saved.tensors)
+        f"{n} (a tensor on one side only)" for n in sorted(mine & theirs) if (n in tensors) != (n in saved.tensors)
     ]
     for name in sorted(tensors.keys() & saved.tensors.keys()):
         there, here = saved.tensors[name], tensors[name]
         if there.shape != tuple(here.shape) or there.dtype != here.dtype:
-            wrong.append(
-                f"{name} (saved {there.dtype} {list(there.shape)}, here {here.dtype} {list(here.shape)})"
-            )
+            wrong.append(f"{name} (saved {there.dtype} {list(there.shape)}, here {here.dtype} {list(here.shape)})")
     problems = [
         f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
         for what, names in (
@@ -206,7 +202,7 @@ def _check_fits(path: Path, saved: Manifest, tensors: dict[str, Tensor], values:
 
 
 def agree(mesh: Mesh | None, action: Callable[[], Any]) -> Any:
-    """Run the action on every rank; when it fails on one, raise on all, so that nobody waits."""
+    """Run the action on every rank; when it fails on one, raise on all, so that none waits for it."""
     if _alone(mesh):
         return action()
     error: Exception | None = None
@@ -266,14 +262,21 @@ def _complete(folder: Path | str) -> list[tuple[int, Path]]:
 
 def latest(folder: Path | str) -> Path | None:
     """The newest complete checkpoint, or None."""
-    complete = _complete(folder)
-    return complete[-1][1] if complete else None
+    return next((path for _, path in reversed(_complete(folder))), None)
 
 
 def latest_step(folder: Path | str) -> int | None:
     """That of the newest complete checkpoint, or None."""
-    complete = _complete(folder)
-    return complete[-1][0] if complete else None
+    return next((step for step, _ in reversed(_complete(folder))), None)
+
+
+def check_steps(steps: int, folder: Path) -> None:
+    """Refuse to resume the run in `folder` to fewer steps than it has done."""
+    done = latest_step(folder / "checkpoints")
+    if done is not None and steps < done:
+        raise UserError(
+            f"steps={steps} is less than the {done} that {folder} has done: give {done} or more, or start a new run"
+        )
 
 
 def prune(folder: Path | str, keep: int) -> list[Path]:
@@ -332,6 +335,10 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether after_step will save when `step` steps are finished."""
         return bool(self.every and step % self.every == 0) or step == self.last
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return latest(self.folder)
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Called by the trainer after every optimizer step; run.step counts the finished steps."""

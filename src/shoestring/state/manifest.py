@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,33 +22,15 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.state.boxes import Box, check_cover
+from shoestring.state.files import DTYPE_NAMES, DTYPES
 
 MANIFEST = "manifest.json"
 FORMAT = "shoestring-checkpoint"
 VERSION = 1
 
-# safetensors names of the dtypes that both it and torch know.
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PART = re.compile(r"part-[0-9]{5,}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{64}")
+Bad = Callable[[str], UserError]  # the error about one file, from what is wrong with it
 
 
 def part_name(rank: int) -> str:
@@ -89,9 +72,8 @@ class Manifest:
 def encode_value(name: str, value: Any) -> Any:
     """The value as plain JSON that decode_value turns back into exactly the same value.
 
-    None, bool, int, float, str, lists and dicts with string keys are themselves. A tuple, a float that JSON
-    does not know, and a dict with other keys become an object with the single key `__tuple__`, `__float__` or
-    `__dict__`.
+    None, bool, int, float, str, lists and dicts with string keys are themselves. A tuple, a float that JSON does not
+    know, and a dict with other keys become an object with the single key `__tuple__`, `__float__` or `__dict__`.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -143,7 +125,7 @@ def dump_manifest(m: Manifest) -> bytes:
         "parts": {n: {"bytes": p.bytes, "sha256": p.sha256} for n, p in sorted(m.parts.items())},
         "tensors": {
             name: {
-                "dtype": _NAMES[t.dtype],
+                "dtype": DTYPE_NAMES[t.dtype],
                 "shape": list(t.shape),
                 "boxes": [
                     {"start": list(b.box.start), "stop": list(b.box.stop), "part": b.part, "key": b.key}
@@ -180,7 +162,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, file: Path) -> Manifest:
-    bad = _Bad(file)
+    def bad(what: str) -> UserError:
+        return UserError(f"{file} {what}; do not use this checkpoint, take an earlier one")
+
     try:
         root = json.loads(data, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as e:
@@ -216,16 +200,6 @@ def parse_manifest(data: bytes, file: Path) -> Manifest:
     return Manifest(root["world_size"], root["step"], parts, tensors, root["values"])
 
 
-class _Bad:
-    """Builds the UserErrors about one file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, what: str) -> UserError:
-        return UserError(f"{self.file} {what}; do not use this checkpoint, take an earlier one")
-
-
 def _is_int(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**62
 
@@ -237,11 +211,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _part(bad: _Bad, name: str, entry: Any) -> PartInfo:
+def _part(bad: Bad, name: str, entry: Any) -> PartInfo:
     if not _PART.fullmatch(name):
-        raise bad(
-            f"lists the part {name!r}; parts are named part-00000.safetensors and lie in the folder itself"
-        )
+        raise bad(f"lists the part {name!r}; parts are named part-00000.safetensors and lie in the folder itself")
     if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"} or not _is_int(entry["bytes"]):
         raise bad(f"has a bad entry for {name}")
     if not isinstance(entry["sha256"], str) or not _HEX.fullmatch(entry["sha256"]):
@@ -253,7 +225,7 @@ def _ints(value: Any) -> bool:
     return isinstance(value, list) and all(_is_int(v) for v in value)
 
 
-def _tensor(bad: _Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredTensor:
+def _tensor(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "boxes"} or not _ints(entry["shape"]):
         raise bad(f"has a bad entry for tensor {name!r}")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
@@ -269,7 +241,7 @@ def _tensor(bad: _Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> Sto
     return StoredTensor(DTYPES[entry["dtype"]], shape, boxes)
 
 
-def _box(bad: _Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredBox:
+def _box(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredBox:
     if not isinstance(entry, dict) or set(entry) != {"start", "stop", "part", "key"}:
         raise bad(f"has a bad box for tensor {name!r}")
     if not isinstance(entry["part"], str) or entry["part"] not in parts:

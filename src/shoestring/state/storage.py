@@ -5,9 +5,8 @@ lies in which part, with a checksum per part, and holds everything that is not a
 into a hidden folder beside the target; the manifest comes last, every file and folder is flushed to disk,
 then one rename makes it visible. So a folder with its final name is complete, whatever was killed when.
 
-DCP's own storage keeps its metadata and every non-tensor as pickles, which run code when they are read. Here
-nothing is unpickled: a non-tensor must be JSON (tuples and non-finite floats are tagged), everything else is
-refused.
+DCP's own storage keeps its metadata and every non-tensor as pickles, which run code when they are read. Here nothing is
+unpickled: a non-tensor must be JSON (tuples and non-finite floats are tagged), everything else is refused.
 
 Left out: compression, object stores, and parts that several ranks share. docs/checkpoint.md has the exact
 layout; manifest.py parses and checks it.
@@ -18,16 +17,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -50,8 +48,8 @@ from torch.futures import Future
 
 from shoestring.errors import UserError
 from shoestring.state.boxes import Box, check_cover
+from shoestring.state.files import CHUNK, DTYPE_NAMES, DTYPES, TensorInfo, TensorWriter, replace_folder, sync
 from shoestring.state.manifest import (
-    DTYPES,
     MANIFEST,
     Manifest,
     PartInfo,
@@ -64,25 +62,12 @@ from shoestring.state.manifest import (
     read_manifest,
 )
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Bytes hashed and written at a time: large enough to be fast, small enough to stay out of the way.
-CHUNK = 1 << 24
-
 # Hidden siblings of a checkpoint: being written, replaced by a newer one of the same name, being deleted.
 NEW, OLD, GONE = ".shoestring-new-", ".shoestring-old-", ".shoestring-gone-"
 
 
 def hidden(path: Path, prefix: str) -> Path:
     return path.parent / f"{prefix}{path.name}"
-
-
-def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable; a file's own fsync does not do that."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def io_error(path: Path, error: OSError, needed: int = 0) -> UserError:
@@ -103,57 +88,18 @@ class GoneError(UserError):
     """The folder being written is not there; usually the consequence of an error on another rank."""
 
 
-class _HashingFile:
-    """Writes all bytes and hashes them on the way, so that a part is not read back for its checksum."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.hash = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        for i in range(0, len(view), CHUNK):
-            rest = view[i : i + CHUNK]
-            self.hash.update(rest)
-            self.size += len(rest)
-            while len(rest):  # a raw write may be short
-                rest = rest[self.file.write(rest) :]
-
-
-def tensor_bytes(t: Tensor) -> memoryview:
-    """The elements of a tensor as bytes, row-major, little-endian (as every machine that torch runs on)."""
-    flat = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-def write_part(path: Path, items: Sequence[tuple[str, torch.dtype, tuple[int, ...], Any]]) -> PartInfo:
-    """A safetensors file from (key, dtype, shape, callable for the tensor), one tensor at a time."""
+def write_part(path: Path, items: Sequence[tuple[TensorInfo, Callable[[], Any]]]) -> PartInfo:
+    """A safetensors file of tensors that are made one at a time."""
     # Larger elements first: then every tensor is aligned to its element size without padding.
-    items = sorted(items, key=lambda item: (-item[1].itemsize, item[0]))
-    header: dict[str, Any] = {}
-    offset = 0
-    for key, dtype, shape, _ in items:
-        size = Box.full(shape).size * dtype.itemsize
-        header[key] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as raw:
-        out = _HashingFile(raw)
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for key, dtype, shape, resolve in items:
-            t = resolve()
-            # DCP planned this box from the layout; a tensor that disagrees would end up in the wrong rows.
-            assert t.dtype == dtype and tuple(t.shape) == shape, (key, t.dtype, dtype, tuple(t.shape), shape)
-            out.write(tensor_bytes(t))
-        os.fsync(raw.fileno())
-    return PartInfo(bytes=out.size, sha256=out.hash.hexdigest())
+    items = sorted(items, key=lambda item: (-item[0].dtype.itemsize, item[0].name))
+    writer = TensorWriter(path, [info for info, _ in items], checksum=True)
+    try:
+        for _, resolve in items:
+            writer.add(resolve())
+        writer.close()
+    finally:
+        writer.abandon()
+    return PartInfo(bytes=writer.num_bytes, sha256=writer.sha256)
 
 
 def _item_box(item: WriteItem) -> Box:
@@ -176,9 +122,7 @@ class SafeWriter(StorageWriter):
     `path` must not exist unless `overwrite`, and must be on a file system that all ranks see.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, step: int | None = None, overwrite: bool = False
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, overwrite: bool = False) -> None:
         super().__init__()
         self.step = step
         self.overwrite = overwrite
@@ -196,15 +140,11 @@ class SafeWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives") is False:
-            raise UserError(
-                "SafeWriter needs use_collectives=True: one manifest describes the parts of all ranks"
-            )
+            raise UserError("SafeWriter needs use_collectives=True: one manifest describes the parts of all ranks")
         if not is_coordinator:
             return
         if self.path.exists() and not self.overwrite:
-            raise UserError(
-                f"{self.path} exists already; choose another folder, delete it, or pass overwrite=True"
-            )
+            raise UserError(f"{self.path} exists already; choose another folder, delete it, or pass overwrite=True")
         try:
             shutil.rmtree(self.temp, ignore_errors=True)
             self.temp.mkdir(parents=True)
@@ -236,14 +176,13 @@ class SafeWriter(StorageWriter):
                 key = f"{item.index.fqn}@{','.join(map(str, box.start))}"
                 dtype = item.tensor_data.properties.dtype
                 needed += box.size * dtype.itemsize
-                items.append((key, dtype, box.shape, _resolver(planner, item)))
+                items.append((TensorInfo(key, box.shape, dtype), partial(planner.resolve_data, item)))
                 stored = StoredBox(box=box, part=plan.storage_data, key=key)
-                results.append(_result(item.index, _Written(box=stored)))
+                results.append(WriteResult(item.index, 0, _Written(box=stored)))
             if items:
                 info = write_part(self.temp / plan.storage_data, items)
-                results.append(
-                    _result(MetadataIndex(plan.storage_data), _Written(part=(plan.storage_data, info)))
-                )
+                part = _Written(part=(plan.storage_data, info))
+                results.append(WriteResult(MetadataIndex(plan.storage_data), 0, part))
         except BaseException as e:
             self._give_up(e, needed)
             raise
@@ -274,15 +213,11 @@ class SafeWriter(StorageWriter):
                         f"{file} is not where the coordinator can see it; all ranks must write to one shared "
                         f"file system: choose a folder that is mounted on every machine"
                     )
-            manifest = Manifest(
-                world_size=self.num_ranks, step=self.step, parts=parts, tensors=tensors, values=values
-            )
-            with (self.temp / MANIFEST).open("wb") as f:
-                f.write(dump_manifest(manifest))
-                f.flush()
-                os.fsync(f.fileno())
-            fsync_folder(self.temp)
-            self._publish()
+            manifest = Manifest(world_size=self.num_ranks, step=self.step, parts=parts, tensors=tensors, values=values)
+            (self.temp / MANIFEST).write_bytes(dump_manifest(manifest))
+            sync(self.temp / MANIFEST)
+            # A crash between its two renames leaves the old folder, which `sweep` puts back.
+            replace_folder(self.temp, self.path, hidden(self.path, OLD))
         except BaseException as e:
             self._give_up(e)
             raise
@@ -299,24 +234,6 @@ class SafeWriter(StorageWriter):
         if explained is not None:
             raise explained from error
 
-    def _publish(self) -> None:
-        old = hidden(self.path, OLD)
-        if self.path.exists():
-            # Two renames: a crash between them leaves `old`, which `sweep` puts back.
-            shutil.rmtree(old, ignore_errors=True)
-            self.path.rename(old)
-        self.temp.rename(self.path)
-        fsync_folder(self.path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _resolver(planner: SavePlanner, item: WriteItem) -> Any:
-    return lambda: planner.resolve_data(item)
-
-
-def _result(index: MetadataIndex, written: _Written) -> WriteResult:
-    return WriteResult(index=index, size_in_bytes=0, storage_data=written)
-
 
 def _value_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
     """A non-tensor as JSON. The planner would hand over a pickle, so the object itself is looked up."""
@@ -325,7 +242,8 @@ def _value_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
         raise UserError(
             f"{name!r} is not a tensor and {type(planner).__name__} can only pickle it; use the default one"
         )
-    return _result(item.index, _Written(value=encode_value(name, planner.lookup_object(item.index))))
+    value = encode_value(name, planner.lookup_object(item.index))
+    return WriteResult(item.index, 0, _Written(value=value))
 
 
 def sweep(folder: Path) -> None:
@@ -369,14 +287,10 @@ class SafeReader(StorageReader):
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.manifest.values}
         for name, t in self.manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(b.box.start), torch.Size(b.box.shape)) for b in t.boxes]
-            entries[name] = TensorStorageMetadata(
-                TensorProperties(dtype=t.dtype), torch.Size(t.shape), chunks
-            )
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=t.dtype), torch.Size(t.shape), chunks)
         return Metadata(entries)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -387,9 +301,7 @@ class SafeReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Share out the parts that are needed at all, so that each is hashed by one rank."""
-        needed = {
-            self._box(i.storage_index).part for p in plans for i in p.items if i.type == LoadItemType.TENSOR
-        }
+        needed = {self._box(i.storage_index).part for p in plans for i in p.items if i.type == LoadItemType.TENSOR}
         shares = split_parts({n: self.manifest.parts[n].bytes for n in needed}, len(plans))
         return [dataclasses.replace(p, storage_data=share) for p, share in zip(plans, shares, strict=True)]
 
@@ -412,9 +324,7 @@ class SafeReader(StorageReader):
                     wanted = Box.at(item.storage_offsets, item.lengths)
                     piece = f.get_slice(self._box(item.storage_index).key)[wanted.slices()]
                     if tuple(piece.shape) != tuple(target.shape):
-                        raise UserError(
-                            f"{self.path / part} does not hold what {MANIFEST} says; it was changed"
-                        )
+                        raise UserError(f"{self.path / part} does not hold what {MANIFEST} says; it was changed")
                     target.copy_(piece)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -444,17 +354,12 @@ class SafeReader(StorageReader):
 
     def _verify_header(self, part: str) -> None:
         expected = {
-            b.key: (t.dtype, b.box.shape)
-            for t in self.manifest.tensors.values()
-            for b in t.boxes
-            if b.part == part
+            b.key: (t.dtype, b.box.shape) for t in self.manifest.tensors.values() for b in t.boxes if b.part == part
         }
         with self._open(part) as f:
             if set(f.keys()) != set(expected):
                 odd = sorted(set(f.keys()) ^ set(expected))[:3]
-                raise UserError(
-                    f"{self.path / part} does not hold the tensors of {MANIFEST}: {odd}; {_ADVICE}"
-                )
+                raise UserError(f"{self.path / part} does not hold the tensors of {MANIFEST}: {odd}; {_ADVICE}")
             for key, (dtype, shape) in expected.items():
                 held = f.get_slice(key)
                 if DTYPES.get(held.get_dtype()) != dtype or tuple(held.get_shape()) != shape:

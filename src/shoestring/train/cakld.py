@@ -12,7 +12,7 @@ authors' code differs from their paper (the largest probability instead of the t
 `Cakld` runs the teacher beside the student. `CachedCakld` reads its k likeliest tokens and its tail mass from a
 `TeacherCache` and compares k + 1 outcomes: each of those tokens, and "any other". Both divergences of the coarse
 distributions are at most those of the full ones (data processing) and equal them at k = V; what is lost is how the
-student spreads its own tail, about which the teacher then says nothing.
+student spreads its own tail, about which the cache holds nothing.
 
 The logits exist a chunk of rows at a time (objectives.chunked_head); gradients are written down by hand:
 
@@ -34,67 +34,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.kernels.distill import distill_
+from shoestring.kernels.loss.distill import distill_
 from shoestring.mesh import Mesh
 from shoestring.model.collectives import all_sum
 from shoestring.model.transformer import Head
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.objectives import (
+    TeacherObjective,
     check_vocabulary,
     chunked_head,
     read_teacher,
+    vocab_columns,
     vocab_log_softmax,
     vocab_logsumexp,
     vocab_remove_,
-    vocab_start,
     vocab_take,
 )
+from shoestring.train.step import IGNORED, Micro, Objective
 from shoestring.train.teacher_cache import CHUNK_LOGITS, TeacherCache, TopK
 
 CHUNK_BYTES = 1 << 28  # of one fp32 array of logits
 
 
-class Cakld:
-    """CAKLD against a teacher that runs beside the student."""
-
-    def __init__(self, teacher: nn.Module, gamma: float, *, chunk: int = 0) -> None:
-        self.teacher = teacher.eval().requires_grad_(False)
-        self.gamma, self.chunk = check_gamma(gamma), chunk
-
-    def count(self, micro: Micro) -> int:
-        return micro.num_counted
-
-    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
-        teacher_hidden, teacher_head = read_teacher(self.teacher, micro.tokens_BT)
-        return model(
-            micro.tokens_BT,
-            readout=lambda hidden, head: self.readout(
-                hidden, head, teacher_hidden, teacher_head, micro.targets_BT
-            ),
-        )
-
-    def readout(
-        self, hidden_BTD: Tensor, head: Head, teacher_BTD: Tensor, teacher_head: Head, targets_BT: Tensor
-    ) -> Tensor:
-        check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
-        teacher_ND, target_N = teacher_BTD.flatten(0, 1), targets_BT.flatten()
-        counted_N = target_N != IGNORED
-        teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
-
-        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight)
-            if head.group is None and teacher_head.group is None:
-                target, gamma = target_N[lo:hi].contiguous(), self.gamma
-                loss_N, grad = distill_(logits, z_teacher, target, forward=1 - gamma, reverse=gamma)
-                return loss_N.sum(), grad
-            logp = vocab_log_softmax(z_teacher.float(), teacher_head)
-            logq = vocab_log_softmax(logits.float(), head)
-            loss_N1, grad = cakld_full(logp, logq, self.gamma, head)
-            counted = counted_N[lo:hi, None]
-            return (loss_N1 * counted).sum(), (grad * counted).to(logits.dtype)
-
-        fused = hidden_BTD.is_cuda and head.group is None  # nothing but the logits of a chunk: the usual size
-        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or (0 if fused else pick_chunk(head)))
+class _Gamma(Objective):
+    gamma: float
 
     def state_dict(self) -> dict[str, Any]:
         return {"gamma": self.gamma}
@@ -103,21 +65,40 @@ class Cakld:
         self.gamma = check_gamma(state["gamma"])
 
 
-class CachedCakld:
+class Cakld(_Gamma, TeacherObjective):
+    """CAKLD against a teacher that runs beside the student."""
+
+    def __init__(self, teacher: nn.Module, gamma: float, *, chunk: int = 0) -> None:
+        super().__init__(teacher, chunk)
+        self.gamma = check_gamma(gamma)
+
+    def pick_chunk(self, hidden_BTD: Tensor, head: Head) -> int:
+        fused = hidden_BTD.is_cuda and head.group is None  # nothing but the logits of a chunk: the usual size
+        return 0 if fused else pick_chunk(head)
+
+    def compare(self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        return distill_(z_NV, z_teacher_NV, target_N, forward=1 - self.gamma, reverse=self.gamma)
+
+    def compare_shards(
+        self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor, head: Head, teacher_head: Head
+    ) -> tuple[Tensor, Tensor]:
+        logp = vocab_log_softmax(z_teacher_NV.float(), teacher_head)
+        logq = vocab_log_softmax(z_NV.float(), head)
+        loss_N1, grad = cakld_full(logp, logq, self.gamma, head)
+        counted = (target_N != IGNORED)[:, None]
+        return (loss_N1 * counted).sum(), grad * counted
+
+
+class CachedCakld(_Gamma):
     """CAKLD against a cache; gamma is the cache's own confidence unless given."""
 
     def __init__(self, cache: TeacherCache, gamma: float | None = None, *, chunk: int = 0) -> None:
         self.cache = cache
         self.gamma, self.chunk = check_gamma(cache.confidence if gamma is None else gamma), chunk
 
-    def count(self, micro: Micro) -> int:
-        return micro.num_counted
-
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
         top = self.cache.lookup(micro.index_BT, micro.targets_BT != IGNORED)
-        return model(
-            micro.tokens_BT, readout=lambda hidden, head: self.readout(hidden, head, top, micro.targets_BT)
-        )
+        return model(micro.tokens_BT, readout=lambda hidden, head: self.readout(hidden, head, top, micro.targets_BT))
 
     def readout(self, hidden_BTD: Tensor, head: Head, top: TopK, targets_BT: Tensor) -> Tensor:
         ranks = 1 if head.group is None else head.group.size()
@@ -132,16 +113,9 @@ class CachedCakld:
 
         return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or pick_chunk(head))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"gamma": self.gamma}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.gamma = check_gamma(state["gamma"])
-
 
 def pick_chunk(head: Head) -> int:
-    """Rows at a time. Several fp32 arrays of a chunk live at once, so it is smaller than that of a cross
-    entropy."""
+    """Rows at a time. Several fp32 arrays of a chunk live at once, so it is smaller than that of a cross entropy."""
     return max(128, CHUNK_BYTES // (4 * head.weight_VD.shape[0]) // 128 * 128)
 
 
@@ -159,16 +133,9 @@ def cakld_full(logp_NV: Tensor, logq_NV: Tensor, gamma: float, head: Head) -> tu
 
 
 def cakld_top_(
-    z_NV: Tensor,
-    ids_Nk: Tensor,
-    logp_Nk: Tensor,
-    tail_N1: Tensor,
-    counted_N1: Tensor,
-    gamma: float,
-    head: Head,
+    z_NV: Tensor, ids_Nk: Tensor, logp_Nk: Tensor, tail_N1: Tensor, counted_N1: Tensor, gamma: float, head: Head
 ) -> tuple[Tensor, Tensor]:
-    """Loss per row [N, 1] over k + 1 outcomes and its gradient with respect to the logits z, which it
-    overwrites."""
+    """Loss per row [N, 1] over k + 1 outcomes and its gradient with respect to the logits z, which it overwrites."""
     whole_N1 = vocab_logsumexp(z_NV, head)
     logq_Nk = vocab_take(z_NV, ids_Nk, head) - whole_N1
     vocab_remove_(z_NV, ids_Nk, head)
@@ -182,15 +149,9 @@ def cakld_top_(
     grad = (pull - q * pull.sum(-1, keepdim=True)) * counted_N1
     # A token of the tail gets its share q_v / Q_tail of what the tail gets.
     z_NV.sub_(rest_N1).exp_().mul_(grad[:, -1:])
-    _put_(z_NV, ids_Nk, grad[:, :-1], head)
+    column, held = vocab_columns(ids_Nk, z_NV, head)
+    z_NV.scatter_add_(1, column, grad[:, :-1].masked_fill(~held, 0.0))  # where z is 0 now
     return loss_N1 * counted_N1, z_NV
-
-
-def _put_(z_NV: Tensor, ids_Nk: Tensor, values_Nk: Tensor, head: Head) -> None:
-    """Write values at the given tokens, where z is 0."""
-    mine = ids_Nk - vocab_start(head)
-    held = (mine >= 0) & (mine < z_NV.shape[1])
-    z_NV.scatter_add_(1, mine.clamp(0, z_NV.shape[1] - 1), values_Nk.masked_fill(~held, 0.0))
 
 
 # -- gamma ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A source is a string: "python", a file, a folder (read recursively) or a glob. `list_files` says which files
 it means, in a fixed order; `documents` reads them one document at a time, so that a corpus may be larger
-than memory. What cannot be read as promised is an error that names the file and the place; only "python",
-whose files nobody chose by hand, leaves unreadable files out and counts them.
+than memory. A file that cannot be read is an error that names the file and the place; only "python", whose files
+were not chosen by hand, skips unreadable files and counts them.
 
 Left out: the web, compressed files, cleaning and near-duplicate removal.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoestring.errors import UserError, suggest
-from shoestring.places import expand
+from shoestring.paths import expand
 
 PYTHON = "python"
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -63,7 +63,7 @@ class Reading:
 
 class SourceFile(NamedTuple):
     path: Path
-    name: str  # relative to where the source begins; decides the order, independent of where that lies
+    name: str  # relative to the root of the source; decides the order, wherever that root is
     size: int
     mtime_ns: int
 
@@ -77,11 +77,7 @@ def documents(
 
 
 def read_files(
-    files: list[SourceFile],
-    *,
-    skip_bad: bool = False,
-    max_bytes: int | None = None,
-    reading: Reading | None = None,
+    files: list[SourceFile], *, skip_bad: bool = False, max_bytes: int | None = None, reading: Reading | None = None
 ) -> Iterator[Document]:
     reading = reading if reading is not None else Reading()
     seen: set[bytes] = set()
@@ -150,7 +146,7 @@ def _python_files() -> list[SourceFile]:
     paths = sysconfig.get_paths()
     installed = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
     installed |= {p for p in sys.path if p.endswith(("site-packages", "dist-packages"))}
-    # lib64 is often lib by another name; files that are there twice all the same are dropped by content.
+    # lib64 is often a link to lib; remaining duplicates are dropped by content.
     roots = dict.fromkeys(Path(p).resolve() for p in (paths["stdlib"], *sorted(installed)))
     found: list[SourceFile] = []
     for root in roots:
@@ -242,7 +238,7 @@ def _read_text(path: Path) -> Iterator[str]:
 def _find_cut(text: str, start: int) -> int | None:
     """Where the piece that begins at `start` ends; None where more text is needed to say."""
     blank = _BLANK_LINE.search(text, start + _MIN_CHUNK, start + _MAX_CHUNK)
-    # A match at the very end of what was read so far could go on in the next block.
+    # A match at the very end of what was read so far may continue in the next block.
     if blank and blank.end() < len(text):
         return blank.end()
     if len(text) - start < _MAX_CHUNK:

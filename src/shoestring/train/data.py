@@ -5,8 +5,7 @@ target once. All windows are visited in an order drawn per epoch from (seed, epo
 Row r of step s is number s * batch + r in that endless list, so nothing needs to be remembered: resuming at
 a step, on any number of ranks, gives the rows that an uninterrupted run would have seen.
 
-A step's rows are cut over the data-parallel ranks, then into micro-batches; the set of rows does not depend
-on either.
+A step's rows are cut over the data-parallel ranks, then into micro-batches; the set of rows does not depend on either.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import numpy as np
 import torch
 
 from shoestring.errors import UserError
-from shoestring.train.micro import IGNORED, Micro
 from shoestring.train.shards import TokenShards
+from shoestring.train.step import IGNORED, Micro
 
 __all__ = ["Micro", "TokenData", "rows_per_pass"]
 
@@ -124,6 +123,4 @@ class TokenData:
         targets, index = rows[:, 1:].copy(), at[:, 1:]
         if self.shards.mask is not None:
             targets[self.shards.mask[index] == 0] = IGNORED
-        return Micro(
-            torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(targets), torch.from_numpy(index.copy())
-        )
+        return Micro(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(targets), torch.from_numpy(index.copy()))

@@ -1,13 +1,11 @@
 """Objectives: what a training step minimises, as sums over counted tokens.
 
-`objective(model, micro)` returns a SUM and `objective.count(micro)` how many tokens it counted; the trainer
-divides by the count of the whole step over all micro-batches and ranks, which is exact for masked prompts and
-ragged batches.
+`objective(model, micro)` returns a SUM and `objective.count(micro)` how many tokens it counted; the trainer divides by
+the count of the whole step over all micro-batches and ranks, which is exact for masked prompts and ragged batches.
 
-The logits of a large vocabulary never exist at once: the head runs in chunks of rows inside one autograd
-function that computes each chunk's loss and gradient together and keeps only the gradient of the hidden
-states and of the head. That is the same three matrix products as the plain loss, without its [tokens,
-vocabulary] tensors.
+The logits of a large vocabulary never exist at once: the head runs in chunks of rows inside one autograd function that
+computes each chunk's loss and gradient together and keeps only the gradient of the hidden states and of the head. That
+is the same three matrix products as the plain loss, without its [tokens, vocabulary] tensors.
 
 Under tensor parallelism the head holds a range of the vocabulary; maxima, sums and hidden gradients are
 summed over its group.
@@ -15,6 +13,7 @@ summed over its group.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.kernels.cross_entropy import cross_entropy_
-from shoestring.kernels.distill import distill_
+from shoestring.kernels.loss.cross_entropy import cross_entropy_
+from shoestring.kernels.loss.distill import distill_
 from shoestring.model.collectives import all_sum, max_over
 from shoestring.model.transformer import Head
-from shoestring.train.micro import IGNORED, Micro
+from shoestring.train.step import IGNORED, Micro, Objective
 
 # (logits of rows lo..hi, lo, hi) -> (summed loss, gradient of that sum; may overwrite the logits)
 ChunkLoss = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
@@ -38,15 +37,11 @@ ChunkLoss = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 CHUNK_BYTES = 2**30
 
 
-class CrossEntropy:
-    """Next-token cross entropy. `chunk` rows of logits at a time; 0 picks a size, None computes all logits at
-    once."""
+class CrossEntropy(Objective):
+    """Next-token cross entropy. `chunk` rows of logits at a time; 0 picks a size, None computes all logits at once."""
 
     def __init__(self, chunk: int | None = 0) -> None:
         self.chunk = chunk
-
-    def count(self, micro: Micro) -> int:
-        return micro.num_counted
 
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
         targets = micro.targets_BT
@@ -68,87 +63,79 @@ class CrossEntropy:
 
         return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+class TeacherObjective(Objective):
+    """Compares the student with a teacher that runs beside it, without gradients, a chunk of logits at a time. Both
+    must share the vocabulary."""
+
+    def __init__(self, teacher: nn.Module, chunk: int = 0) -> None:
+        self.teacher, self.chunk = teacher.eval().requires_grad_(False), chunk
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        teacher_BTD, teacher_head = read_teacher(self.teacher, micro.tokens_BT)
+        teacher_ND, target_N = teacher_BTD.flatten(0, 1), micro.targets_BT.flatten()
+        teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
+
+        def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
+            check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
+            whole = head.group is None and teacher_head.group is None
+
+            def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+                z_teacher, target = F.linear(teacher_ND[lo:hi], teacher_weight), target_N[lo:hi]
+                if whole:
+                    loss_N, grad = self.compare(logits, z_teacher, target.contiguous())
+                    return loss_N.sum(), grad
+                loss, grad = self.compare_shards(logits, z_teacher, target, head, teacher_head)
+                return loss, grad.to(logits.dtype)
+
+            return chunked_head(hidden_BTD, head, chunk_loss, self.chunk or self.pick_chunk(hidden_BTD, head))
+
+        return model(micro.tokens_BT, readout=readout)
+
+    def pick_chunk(self, hidden_BTD: Tensor, head: Head) -> int:
+        """Rows at a time; 0 is the usual size."""
+        return 0
+
+    @abstractmethod
+    def compare(self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss per row [N] and its gradient with respect to the student's logits z, which it may overwrite."""
+
+    @abstractmethod
+    def compare_shards(
+        self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor, head: Head, teacher_head: Head
+    ) -> tuple[Tensor, Tensor]:
+        """The same where each rank holds a range of the vocabulary: the summed loss, and the gradient."""
 
 
-class Distill:
-    """Knowledge distillation: `kl` * T^2 * KL(teacher || student) at temperature T, plus `ce` * cross
-    entropy.
-
-    Teacher and student must share the vocabulary. The teacher runs without gradients and, like the student,
-    never has more than a chunk of logits.
-    """
+class Distill(TeacherObjective):
+    """Knowledge distillation: `kl` * T^2 * KL(teacher || student) at temperature T, plus `ce` * cross entropy."""
 
     def __init__(
-        self,
-        teacher: nn.Module,
-        *,
-        temperature: float = 1.0,
-        kl: float = 1.0,
-        ce: float = 0.0,
-        chunk: int = 0,
+        self, teacher: nn.Module, *, temperature: float = 1.0, kl: float = 1.0, ce: float = 0.0, chunk: int = 0
     ) -> None:
         if temperature <= 0:
             raise UserError(f"temperature={temperature} must be positive")
-        self.teacher = teacher.eval().requires_grad_(False)
-        self.temperature, self.kl, self.ce, self.chunk = temperature, kl, ce, chunk
+        super().__init__(teacher, chunk)
+        self.temperature, self.kl, self.ce = temperature, kl, ce
 
-    def count(self, micro: Micro) -> int:
-        return micro.num_counted
+    def compare(self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        forward, temperature = self.kl * self.temperature**2, self.temperature
+        return distill_(z_NV, z_teacher_NV, target_N, forward=forward, ce=self.ce, temperature=temperature)
 
-    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
-        teacher_hidden, teacher_head = read_teacher(self.teacher, micro.tokens_BT)
-        return model(
-            micro.tokens_BT,
-            readout=lambda hidden, head: self.readout(
-                hidden, head, teacher_hidden, teacher_head, micro.targets_BT
-            ),
-        )
-
-    def readout(
-        self, hidden_BTD: Tensor, head: Head, teacher_BTD: Tensor, teacher_head: Head, targets_BT: Tensor
-    ) -> Tensor:
-        check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
-        teacher_ND, target_N = teacher_BTD.flatten(0, 1), targets_BT.flatten()
-        teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
-        temperature = self.temperature
-
-        def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            z_teacher = F.linear(teacher_ND[lo:hi], teacher_weight)
-            if head.group is None and teacher_head.group is None:
-                kl = self.kl * temperature**2
-                loss_N, grad = distill_(
-                    logits,
-                    z_teacher,
-                    target_N[lo:hi].contiguous(),
-                    forward=kl,
-                    ce=self.ce,
-                    temperature=temperature,
-                )
-                return loss_N.sum(), grad
-            counted = (target_N[lo:hi] != IGNORED)[:, None]
-            logp = vocab_log_softmax(z_teacher.float() / temperature, teacher_head)
-            logq = vocab_log_softmax(logits.float() / temperature, head)
-            p, q = logp.exp(), logq.exp()
-            loss = self.kl * temperature**2 * (p * (logp - logq) * counted).sum()
-            loss = loss if head.group is None else all_sum(loss, head.group)
-            grad = self.kl * temperature * (q - p) * counted
-            if self.ce:
-                ce_loss, ce_grad = vocab_parallel_cross_entropy(logits, target_N[lo:hi], head)
-                loss, grad = loss + self.ce * ce_loss, grad + self.ce * ce_grad.float()
-            return loss, grad.to(logits.dtype)
-
-        return chunked_head(hidden_BTD, head, chunk_loss, self.chunk)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+    def compare_shards(
+        self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor, head: Head, teacher_head: Head
+    ) -> tuple[Tensor, Tensor]:
+        counted, temperature = (target_N != IGNORED)[:, None], self.temperature
+        logp = vocab_log_softmax(z_teacher_NV.float() / temperature, teacher_head)
+        logq = vocab_log_softmax(z_NV.float() / temperature, head)
+        p, q = logp.exp(), logq.exp()
+        loss = self.kl * temperature**2 * (p * (logp - logq) * counted).sum()
+        loss = loss if head.group is None else all_sum(loss, head.group)
+        grad = self.kl * temperature * (q - p) * counted
+        if self.ce:
+            ce_loss, ce_grad = vocab_parallel_cross_entropy(z_NV, target_N, head)
+            loss, grad = loss + self.ce * ce_loss, grad + self.ce * ce_grad.float()
+        return loss, grad
 
 
 def read_teacher(teacher: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Head]:
@@ -197,42 +184,42 @@ def vocab_start(head: Head) -> int:
     return 0 if head.group is None else head.group.rank() * head.weight_VD.shape[0]
 
 
+def vocab_columns(ids: Tensor, z_NV: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Columns of z for tokens of the whole vocabulary, and which of them this rank holds; the others are clamped onto
+    its range."""
+    mine = ids - vocab_start(head)
+    return mine.clamp(0, z_NV.shape[1] - 1), (mine >= 0) & (mine < z_NV.shape[1])
+
+
 def vocab_take(z_NV: Tensor, ids_Nk: Tensor, head: Head) -> Tensor:
     """z at the given tokens of the whole vocabulary, on every rank."""
     if head.group is None:
         return z_NV.gather(1, ids_Nk)
-    mine = ids_Nk - vocab_start(head)
-    held = (mine >= 0) & (mine < z_NV.shape[1])
-    taken = z_NV.gather(1, mine.clamp(0, z_NV.shape[1] - 1))
-    return all_sum(taken.masked_fill(~held, 0.0), head.group)
+    column, held = vocab_columns(ids_Nk, z_NV, head)
+    return all_sum(z_NV.gather(1, column).masked_fill(~held, 0.0), head.group)
 
 
 def vocab_remove_(z_NV: Tensor, ids_Nk: Tensor, head: Head) -> Tensor:
     """Put the given tokens of the whole vocabulary at -inf, in place."""
     if head.group is None:
         return z_NV.scatter_(1, ids_Nk, -torch.inf)
-    mine = ids_Nk - vocab_start(head)
-    held = (mine >= 0) & (mine < z_NV.shape[1])
-    # Tokens of other ranks are clamped onto ours; the minimum with +inf leaves those as they are.
-    lowest = torch.full_like(mine, torch.inf, dtype=z_NV.dtype).masked_fill(held, -torch.inf)
-    return z_NV.scatter_reduce_(1, mine.clamp(0, z_NV.shape[1] - 1), lowest, "amin")
+    column, held = vocab_columns(ids_Nk, z_NV, head)
+    # The minimum with +inf leaves columns as they are onto which tokens of other ranks were clamped.
+    lowest = torch.full_like(column, torch.inf, dtype=z_NV.dtype).masked_fill(held, -torch.inf)
+    return z_NV.scatter_reduce_(1, column, lowest, "amin")
 
 
 def vocab_parallel_cross_entropy(logits_NV: Tensor, target_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    logp = vocab_log_softmax(logits_NV.float(), head)
-    width = logits_NV.shape[1]
-    start = 0 if head.group is None else head.group.rank() * width
-    mine = target_N - start
-    held = (mine >= 0) & (mine < width) & (target_N != IGNORED)
-    column = mine.clamp(0, width - 1)[:, None]
-    loss = -(logp.gather(1, column)[:, 0] * held).sum()
-    grad = logp.exp() * (target_N != IGNORED)[:, None]
-    grad.scatter_add_(1, column, -held[:, None].to(grad.dtype))
+    logp, counted_N = vocab_log_softmax(logits_NV.float(), head), target_N != IGNORED
+    column, held = vocab_columns(target_N, logits_NV, head)
+    held = held & counted_N
+    loss = -(logp.gather(1, column[:, None])[:, 0] * held).sum()
+    grad = logp.exp() * counted_N[:, None]
+    grad.scatter_add_(1, column[:, None], -held[:, None].to(grad.dtype))
     return (loss if head.group is None else all_sum(loss, head.group)), grad.to(logits_NV.dtype)
 
 
-# -- the chunked head
-# ---------------------------------------------------------------------------------------------
+# -- the chunked head ----------------------------------------------------------------------------------------
 
 
 def chunked_head(hidden_BTD: Tensor, head: Head, chunk_loss: ChunkLoss, chunk: int = 0) -> Tensor:
@@ -260,8 +247,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32) if wants_weight else None
         total = hidden_ND.new_zeros((), dtype=torch.float32)
-        # Rows start 16-byte aligned whatever the vocabulary: tensor cores run at a fraction of their rate
-        # otherwise.
+        # Rows start 16-byte aligned whatever the vocabulary: tensor cores run at a fraction of their rate otherwise.
         pitch = -(-vocab // 16) * 16
         buffer = hidden_ND.new_empty(min(chunk, num_rows), pitch)
         for lo in range(0, num_rows, chunk):

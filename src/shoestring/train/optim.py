@@ -1,19 +1,19 @@
-"""AdamW, learning-rate schedules and gradient clipping over any mix of plain and sharded parameters."""
+"""AdamW and learning-rate schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoestring.errors import UserError
 from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
 
 Schedule = Callable[[int], float]
-Look = Callable[[Tensor, list[nn.Parameter], Tensor], None]
 
 
 def adamw(
@@ -31,24 +31,24 @@ def adamw(
     if not lr >= 0:
         raise UserError(f"lr={lr} is not possible; give 0 or more")
     grids = {id(t) for _, m in format_linears(model) for t in m.trained_state().values()}
+    groups = decay_groups(model, weight_decay, without=grids)
+    if not groups:
+        raise UserError("the model has no trainable parameters; nothing to optimise")
+    on_cuda = any(local(p).is_cuda for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True if on_cuda else None)
+
+
+def decay_groups(model: nn.Module, weight_decay: float, without: Container[int] = ()) -> list[dict[str, Any]]:
+    """Trainable matrices with decay, then everything else without it; `without`: ids of matrices that get none."""
     groups: dict[bool, list[nn.Parameter]] = {}
     for param in model.parameters():
         if param.requires_grad:
-            groups.setdefault(param.dim() >= 2 and id(param) not in grids, []).append(param)
-    if not groups:
-        raise UserError("the model has no trainable parameters; nothing to optimise")
-    on_cuda = any(local(p).is_cuda for ps in groups.values() for p in ps)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[d], "weight_decay": weight_decay if d else 0.0}
-            for d in (True, False)
-            if d in groups
-        ],
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        fused=True if on_cuda else None,
-    )
+            groups.setdefault(param.dim() >= 2 and id(param) not in without, []).append(param)
+    return [
+        {"params": groups[decays], "weight_decay": weight_decay if decays else 0.0}
+        for decays in (True, False)
+        if decays in groups
+    ]
 
 
 def warmup_cosine(lr: float, *, warmup: int, steps: int, floor: float = 0.1) -> Schedule:
@@ -85,45 +85,3 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"cosine": warmup_cosine, "wsd":
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-@torch.no_grad()
-def clip_gradients(params: Iterable[nn.Parameter], max_norm: float, see: Look | None = None) -> Tensor:
-    """Scale gradients so that their global norm is at most max_norm (0 = measure only); returns the norm.
-
-    The norm of a sharded tensor is summed over exactly the mesh axes that cut it. Nothing waits for the GPU.
-    `see(norm, parameters, norm of this rank's part of each)` is told what was measured.
-    """
-    by_axes: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
-    owners: dict[tuple[object, tuple[int, ...]], list[nn.Parameter]] = {}
-    for param in params:
-        if param.grad is not None:
-            by_axes.setdefault(_cut_axes(param.grad), []).append(local(param.grad))
-            owners.setdefault(_cut_axes(param.grad), []).append(param)
-    if not by_axes:
-        return torch.zeros(())
-    square = None
-    norms = []
-    for (mesh, axes), grads in by_axes.items():
-        norms.append(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
-        part = norms[-1].square().sum()
-        for axis in axes:
-            torch.distributed.all_reduce(part, group=mesh.get_group(axis))  # type: ignore[attr-defined]
-        square = part if square is None else square + part
-    assert square is not None
-    norm = square.sqrt()
-    if see is not None:
-        see(norm, [p for group in owners.values() for p in group], torch.cat(norms))
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grads in by_axes.values():
-            torch._foreach_mul_(grads, scale)
-    return norm
-
-
-def _cut_axes(grad: Tensor) -> tuple[object, tuple[int, ...]]:
-    mesh = getattr(grad, "device_mesh", None)
-    if mesh is None:
-        return None, ()
-    cut = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate())  # type: ignore[attr-defined]
-    return mesh, cut

@@ -1,22 +1,24 @@
-"""Reducers: how gradients become equal over the mesh axis `replica`.
+"""Reducers: how gradients become equal over the mesh axis `replica` (the protocol is `Reducer` in step.py).
 
-FSDP2 already sums over `dp`; a reducer only sees the outer axis, which fully_shard never gets. The default
-sums in full precision. Compressed reducers keep their error feedback in state_dict.
+FSDP2 already sums over `dp`; a reducer works on the outer axis only, which fully_shard never gets. The default
+sums in full precision. A compressed reducer keeps its error feedback in state_dict, by parameter name, and clips
+before it adds to that feedback (`clips = True`).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
+from shoestring.train.step import Stateful
 
 
-class SumReducer:
-    """Plain all-reduce; nothing at all where there is one replica."""
+class SumReducer(Stateful):
+    """Plain all-reduce; nothing where there is one replica."""
+
+    clips = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.group = mesh.group("replica")
@@ -31,8 +33,3 @@ class SumReducer:
         ]
         for work in pending:
             work.wait()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,13 +1,13 @@
 """A corpus as token ids on disk, made once and memory-mapped ever after.
 
-`prepare` reads the documents of a source, sends each to the training or the validation split by a hash of
+`tokenize_corpus` reads the documents of a source, sends each to the training or the validation split by a hash of
 its own text (so the split does not depend on order or on the other documents), encodes them in batches and
 writes one array of ids per split: document, EOS, document, EOS, ... Where documents have prompts, a second
 array says which tokens are counted.
 
 The folder of a corpus is named after everything that decides its content (files with size and time,
-tokenizer, options), is written beside its place and renamed when complete: what is there is whole, and
-whoever comes second reads it. Processes that start together wait for the one that builds.
+tokenizer, options), is written beside its place and renamed when complete: a folder that exists is complete
+and is read. Processes that start at the same time wait for the one that builds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoestring.config import option
 from shoestring.errors import UserError
+from shoestring.model.folder import read_spec
 from shoestring.model.tokenizer import Tokenizer
-from shoestring.places import cache_folder
+from shoestring.paths import cache_folder
+from shoestring.runlog import OpenProgressBar, RunLog
 from shoestring.train.corpus import PYTHON, Document, Reading, SourceFile, list_files, read_files
 
 VERSION = 1  # of the files below; part of the key, so that older ones are not misread
 SPLITS = ("train", "val")
 TOKENIZER_TEXT = 10_000_000  # bytes of training documents that a new tokenizer is trained on
 _BATCH_DOCUMENTS, _BATCH_BYTES = 512, 2_000_000  # encoded at a time
-
-Progress = Callable[[int, str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,30 @@ class Corpus:
     num_unreadable: int = 0
 
 
-def prepare(
+@dataclass(frozen=True)
+class CorpusConfig:
+    data: str = option("python", "file, folder or glob of .txt .md .py .jsonl .parquet; python: the sources here")
+    max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001)
+    tokenizer: str | None = option(None, "folder or tokenizer.json to use; none trains a BPE on the corpus")
+    vocab_size: int = option(4096, "vocabulary of the tokenizer that is trained")
+
+
+def load_corpus(cfg: CorpusConfig, init_from: str | None = None, progress: OpenProgressBar | None = None) -> Corpus:
+    """The corpus of a training run, in the tokens of tokenizer=, else of the model that it goes on from, else in new
+    ones. Tokenised once by one process; the others read what it wrote."""
+    tokenizer = None
+    if cfg.tokenizer is not None:
+        tokenizer = Tokenizer.from_file(cfg.tokenizer)
+    elif init_from is not None:
+        tokenizer = read_spec(init_from)[1]
+        if tokenizer is None:
+            raise UserError(f"init_from={init_from} has no tokenizer; give its own with tokenizer=")
+    max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": cfg.vocab_size, "max_bytes": max_bytes}
+    return tokenize_corpus(cfg.data, **options, progress=progress)
+
+
+def tokenize_corpus(
     source: str,
     cache_dir: str | Path | None = None,
     *,
@@ -77,13 +100,12 @@ def prepare(
     vocab_size: int = 4096,
     max_bytes: int | None = None,
     val_fraction: float = 0.02,
-    progress: Progress | None = None,
+    progress: OpenProgressBar | None = None,
     key: str = "data",
 ) -> Corpus:
     """The tokenised corpus of `source`, from the cache where it is there; `key` is the setting that gave it.
 
-    Without a tokenizer, one of `vocab_size` tokens is trained on the training split. `progress(total,
-    description)` is a context manager whose value has advance(n), as RunLog.progress.
+    Without a tokenizer, one of `vocab_size` tokens is trained on the training split.
     """
     if not 0 <= val_fraction < 1:
         raise UserError(f"val_fraction={val_fraction} must be at least 0 and less than 1")
@@ -98,7 +120,7 @@ def prepare(
         "max_bytes": max_bytes,
         "val_fraction": val_fraction,
     }
-    read = _Read(source, files, max_bytes, val_fraction, progress or _silent, key)
+    read = _Read(source, files, max_bytes, val_fraction, progress or RunLog(None, quiet=True).progress, key)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if tokenizer is None:
@@ -107,27 +129,15 @@ def prepare(
                 _build(folder, "tokenizer.json", lambda temp: _train_tokenizer(temp, read, vocab_size))
             tokenizer = Tokenizer.from_file(folder)
         folder = cache / f"corpus-{_key({**origin, 'tokenizer': tokenizer.fingerprint})}"
-        if not _is_whole(folder):
+        if not is_whole(folder):
             _build(folder, "index.json", lambda temp: _tokenize(temp, read, tokenizer))
-        return _open(folder, tokenizer)
+        return open_corpus(folder, tokenizer)
     except OSError as error:
         hint = " The disk is full." if error.errno == errno.ENOSPC else ""
         raise UserError(
             f"cannot write the tokenised corpus to {cache}: {error.strerror or error}.{hint} "
             "Set SHOESTRING_CACHE to a folder with room"
         ) from error
-
-
-def open_prepared(folder: str | Path) -> Corpus:
-    """A corpus folder that was carried here from another machine, with its tokenizer.json in it."""
-    folder = Path(folder)
-    if not _is_whole(folder) or not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} is not a whole prepared corpus with its tokenizer.json; prepare it again")
-    tokenizer = Tokenizer.from_file(folder)
-    stated = json.loads((folder / "index.json").read_text(encoding="utf-8"))["tokenizer"]
-    if stated != tokenizer.fingerprint:
-        raise UserError(f"{folder}/tokenizer.json is not the tokenizer that its tokens were made with")
-    return _open(folder, tokenizer)
 
 
 def in_validation(document: Document, fraction: float) -> bool:
@@ -147,7 +157,7 @@ class _Read:
     files: list[SourceFile]
     max_bytes: int | None
     val_fraction: float
-    progress: Progress
+    progress: OpenProgressBar
     key: str
 
     @property
@@ -160,9 +170,7 @@ class _Read:
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def documents(self, reading: Reading | None = None) -> Iterator[Document]:
-        return read_files(
-            self.files, skip_bad=self.source == PYTHON, max_bytes=self.max_bytes, reading=reading
-        )
+        return read_files(self.files, skip_bad=self.source == PYTHON, max_bytes=self.max_bytes, reading=reading)
 
 
 def _train_tokenizer(folder: Path, read: _Read, vocab_size: int) -> None:
@@ -194,8 +202,7 @@ def _not_empty(texts: Iterator[str], given: str) -> Iterator[str]:
 def _tokenize(folder: Path, read: _Read, tokenizer: Tokenizer) -> None:
     if tokenizer.eos_id is None:
         raise UserError(
-            "the tokenizer has no EOS token to put between documents; set eos_token in its "
-            "tokenizer_config.json"
+            "the tokenizer has no EOS token to put between documents; set eos_token in its tokenizer_config.json"
         )
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 65536 else np.dtype("<u4")
     reading = Reading()
@@ -203,7 +210,8 @@ def _tokenize(folder: Path, read: _Read, tokenizer: Tokenizer) -> None:
         writers = {split: stack.enter_context(_SplitWriter(folder, split, dtype)) for split in SPLITS}
         bar = stack.enter_context(read.progress(read.num_bytes, "tokenise"))
         for batch in _batches(read.documents(reading)):
-            prompts = tokenizer.encode_batch([d.prompt or "" for d in batch]) if _any_prompt(batch) else None
+            has_prompts = any(d.prompt is not None for d in batch)
+            prompts = tokenizer.encode_batch([d.prompt or "" for d in batch]) if has_prompts else None
             # Behind a prompt the text begins in the middle: nothing (no BOS) is added in front of it.
             texts = tokenizer.encode_batch([d.text for d in batch], special=prompts is None)
             for i, document in enumerate(batch):
@@ -233,10 +241,6 @@ def _tokenize(folder: Path, read: _Read, tokenizer: Tokenizer) -> None:
         "splits": {split: writer.summary() for split, writer in writers.items()},
     }
     (folder / "index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _any_prompt(batch: list[Document]) -> bool:
-    return any(d.prompt is not None for d in batch)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -304,9 +308,9 @@ class _SplitWriter:
 def _build(folder: Path, last_file: str, write: Callable[[Path], None]) -> None:
     """Write `folder` by `write(temporary folder)`, once even if many processes ask at the same time."""
     with _locked(folder.with_suffix(".lock")):
-        if _is_whole(folder) if last_file == "index.json" else (folder / last_file).is_file():
+        if is_whole(folder) if last_file == "index.json" else (folder / last_file).is_file():
             return  # another process built it while this one waited
-        # Leftovers of runs that were killed: holding the lock means that nobody writes them any more.
+        # Leftovers of runs that were killed: under the lock no process writes them any more.
         for leftover in (folder, *folder.parent.glob(f"{folder.name}.tmp-*")):
             shutil.rmtree(leftover, ignore_errors=True)
         temp = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
@@ -331,7 +335,7 @@ def _key(origin: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(origin, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Whether the index is there and every array has the length it states."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -347,7 +351,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
+def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus:
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     dtype = np.dtype(index["dtype"])
     splits = {}
@@ -355,9 +359,7 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
         stated = index["splits"][split]
         splits[split] = TokenShards(
             tokens=_map(folder / f"{split}.bin", dtype, stated["num_tokens"]),
-            mask=_map(folder / f"{split}.mask", np.dtype(np.uint8), stated["num_tokens"])
-            if stated["masked"]
-            else None,
+            mask=_map(folder / f"{split}.mask", np.dtype(np.uint8), stated["num_tokens"]) if stated["masked"] else None,
             fingerprint=stated["fingerprint"],
             name=split,
             num_documents=stated["num_documents"],
@@ -369,13 +371,3 @@ def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     if length == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
-
-
-class _NoBar:
-    def advance(self, n: int = 1, **fields: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _silent(total: int, description: str) -> Iterator[_NoBar]:
-    yield _NoBar()

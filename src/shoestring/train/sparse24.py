@@ -6,13 +6,13 @@ A method is a Format (formats/sparse24.py: what the products see) and a few of t
     FST      Sparse24("tile", held, mvue)           NoiseClock, MaskRefresh, MaskedDecay, DenseFinish
     S-STE    Sparse24("soft", mvue)                 NoiseClock
     all      FlipMeter: flip rate and magnitudes of kept and masked weights
-    FST      FlipController: finds the strength of the decay, so that nobody has to
+    FST      FlipController: finds the strength of the decay
 
 The flip rate is ||M_t xor M_{t-1}||_1 / number of weights, M_t the mask that the weights after step t call for
 (whether or not the method uses a new mask at every step, so that methods and a dense run compare).
 
 Masks live in the Format's state and shard with the weight; every rank writes its own rows. Hooks act on the
-layers whose Format is awake, so after DenseFinish they have nothing left to do.
+layers in their pruned phase, so after DenseFinish they have nothing left to do.
 
 Left out on purpose: optimizers that keep the decay out of the momentum (sparse24_optim.py), and pruning.
 """
@@ -22,26 +22,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Format, FormatLinear, Slorb, Sparse24, Stacked
+from shoestring.formats import Format, FormatLinear, Slorb, Sparse24, Stacked, convert, pack
 from shoestring.formats.linear import full, like_weight, local
 from shoestring.formats.rounding import cast_weight
-from shoestring.kernels.masked_decay import pull_masked_
-from shoestring.kernels.sparse24 import is_24, mask24_now
+from shoestring.kernels.sparse24.masked_decay import masked_decay_
+from shoestring.kernels.sparse24.masks import is_24, mask24_eager
 from shoestring.mesh import Mesh
-from shoestring.train.hooks import Hook
+from shoestring.model import load_model, save_model
+from shoestring.report import Section, metric_curves
+from shoestring.runlog import RunLog, read_jsonl
+from shoestring.train.gradients import cut_axes
+from shoestring.train.step import Hook, PassCounter, Run
 
-if TYPE_CHECKING:
-    from shoestring.train.trainer import Run
-
-
-# Tokens between the positions of two ranks when nobody says how many a step has; 2**32 / 4 groups are there to share.
+# Tokens between the positions of two ranks where the tokens of a step are not given; 2**32 / 4 groups to share.
 FAR = 1 << 24
 LEAST = 0.01  # of its first strength: what FlipController leaves of a decay
 TORCH_FOR_RANKS = (2, 12)  # the first with which masks and row numbers can be cut over processes
@@ -56,29 +57,29 @@ class SparseLayer:
     pruning: Sparse24
 
     @property
-    def awake(self) -> bool:
-        return self.linear.resting is None
+    def is_pruned(self) -> bool:
+        return self.linear.suspended is None
 
     @torch.no_grad()
     def choose(self) -> Tensor:
         """The mask that this rank's part of the weight calls for now."""
         if self.pruning.select == "tile":
-            # A cut need not lie between tiles (FSDP2 cuts where it likes): choose on the whole weight.
+            # A cut need not lie between tiles (FSDP2 cuts anywhere): choose on the whole weight.
             whole = self.pruning.choose(full(self.linear.weight))
             return local(like_weight(whole, self.linear.weight))
-        return mask24_now(local(self.linear.weight).detach())
+        return mask24_eager(local(self.linear.weight).detach())
 
     def mask(self) -> Tensor:
         """The mask in use, of this rank's part."""
         return local(self.linear.weight_mask) if self.pruning.hold_mask else self.choose()  # type: ignore[arg-type]
 
 
-def sparse_layers(model: nn.Module, *, resting: bool = False) -> list[SparseLayer]:
-    """Layers that train with a 2:4 Format; with `resting` also those that were put to rest."""
+def sparse_layers(model: nn.Module, *, dense_phase: bool = False) -> list[SparseLayer]:
+    """Layers that train with a 2:4 Format; with `dense_phase` also those in a dense phase."""
     found = []
     for name, linear in model.named_modules():
         if isinstance(linear, FormatLinear) and not linear.packed:
-            pruning = pruning_of(linear.format if linear.resting is None or not resting else linear.resting)
+            pruning = pruning_of(linear.format if linear.suspended is None or not dense_phase else linear.suspended)
             if pruning is not None:
                 found.append(SparseLayer(name, linear, pruning))
     return found
@@ -118,23 +119,21 @@ def pruned_weight(linear: FormatLinear, dtype: torch.dtype = torch.float32) -> T
 
 def count_24(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
     """How many layers train with a 2:4 Format, and how many of them multiply with a 2:4 weight."""
-    layers = sparse_layers(model, resting=True)
+    layers = sparse_layers(model, dense_phase=True)
     held = sum(is_24(pruned_weight(layer.linear, dtype)) for layer in layers)
     return {"layers": len(layers), "layers_24": held}
 
 
 # -- clocks --------------------------------------------------------------------------------------------------
-class NoiseClock(Hook):
+class NoiseClock(Hook, PassCounter):
     """Keys the random numbers of MVUE by seed, layer, step and position of the token in the step.
 
     With `tokens_per_step` (over all ranks) a rank draws for its tokens what a single process would have drawn,
     however the batch is split; without it ranks still differ, but the split shows.
     """
 
-    def __init__(
-        self, model: nn.Module, *, seed: int = 0, tokens_per_step: int = 0, mesh: Mesh | None = None
-    ) -> None:
-        layers = sparse_layers(model, resting=True)
+    def __init__(self, model: nn.Module, *, seed: int = 0, tokens_per_step: int = 0, mesh: Mesh | None = None) -> None:
+        layers = sparse_layers(model, dense_phase=True)
         self.linears = [x.linear for x in layers if x.pruning.weight_grad == "mvue"]
         rank, size = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp_size)
         self.first = rank * (tokens_per_step // size or FAR)
@@ -168,14 +167,14 @@ def _set_clocks(linear: FormatLinear, **values: int) -> None:
 class MaskRefresh(Hook):
     """Choose held masks anew every `every` steps; logs mask_change, the share of the masks that changed.
 
-    `resting`: also of layers that compute densely, for methods that only look at the mask (CAST). `until`: no longer
-    from that step on, so that a model which is delivered with its masks was trained with them.
+    `dense_phase`: also of layers that compute densely, for methods that only use the mask (CAST). `until`: not from
+    that step on, so that a model which is delivered with its masks was trained with them.
     """
 
-    def __init__(self, every: int = 40, *, resting: bool = False, until: int | None = None) -> None:
+    def __init__(self, every: int = 40, *, dense_phase: bool = False, until: int | None = None) -> None:
         if every < 1:
             raise UserError(f"masks cannot be refreshed every {every} steps: use 1 or more")
-        self.every, self.resting, self.until = every, resting, until
+        self.every, self.dense_phase, self.until = every, dense_phase, until
 
     def after_step(self, run: Run) -> None:
         if run.step % self.every == 0 and (self.until is None or run.step < self.until):
@@ -183,7 +182,7 @@ class MaskRefresh(Hook):
 
     @torch.no_grad()
     def refresh(self, run: Run) -> None:
-        layers = [x for x in sparse_layers(run.model, resting=self.resting) if x.pruning.hold_mask]
+        layers = [x for x in sparse_layers(run.model, dense_phase=self.dense_phase) if x.pruning.hold_mask]
         if not layers:
             return
         changes = []
@@ -220,7 +219,7 @@ class MaskedDecay(Hook):
         for layer in sparse_layers(run.model):
             weight = layer.linear.weight
             if weight.grad is not None:
-                pull_masked_(local(weight.grad), local(weight), layer.mask(), strength)
+                masked_decay_(local(weight.grad), local(weight), layer.mask(), strength)
 
 
 class DenseFinish(Hook):
@@ -231,27 +230,27 @@ class DenseFinish(Hook):
 
     def after_step(self, run: Run) -> None:
         if run.step >= self.at and not self.done:
-            self._rest()
+            self._start_dense_phase()
             run.log.say(f"step {run.step}: dense from here on")
 
-    def _rest(self) -> None:
+    def _start_dense_phase(self) -> None:
         self.done = True
         for layer in sparse_layers(self.model):
-            layer.linear.rest()
+            layer.linear.start_dense_phase()
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["done"]:
-            self._rest()
+            self._start_dense_phase()
 
 
 # -- flip rate -----------------------------------------------------------------------------------------------
 class FlipMeter(Hook):
     """Every `every` steps: flip_rate of that one step, and mean |w| of kept and of masked weights.
 
-    Costs two mask searches per measured step. Layers at rest are measured as if they were pruned.
+    Costs two mask searches per measured step. Layers in a dense phase are measured as if they were pruned.
     """
 
     def __init__(self, every: int = 10) -> None:
@@ -265,24 +264,20 @@ class FlipMeter(Hook):
 
     def before_step(self, run: Run) -> None:
         if self.measures(run.step + 1):
-            self._before = [layer.choose() for layer in sparse_layers(run.model, resting=True)]
+            self._before = [layer.choose() for layer in sparse_layers(run.model, dense_phase=True)]
 
     @torch.no_grad()
     def after_step(self, run: Run) -> None:
         self.rate = None
-        layers = sparse_layers(run.model, resting=True)
+        layers = sparse_layers(run.model, dense_phase=True)
         if not self.measures(run.step) or not layers:
             return
         counts = []
         for layer, before in zip(layers, self._before, strict=True):
             after, size = layer.choose(), local(layer.linear.weight).abs()
             kept = size.masked_fill(~after, 0.0).sum(dtype=torch.float64)
-            counts.append(
-                (
-                    layer.linear.weight,
-                    torch.stack([(before != after).sum().double(), kept, size.sum(dtype=torch.float64)]),
-                )
-            )
+            counted = torch.stack([(before != after).sum().double(), kept, size.sum(dtype=torch.float64)])
+            counts.append((layer.linear.weight, counted))
         self._before = []
         flips, kept_sum, whole_sum = sum_over_cuts(counts).sum(0).tolist()
         num = _num_weights(layers)
@@ -304,11 +299,11 @@ def check_probe(probe: int, every: int) -> None:
 
 
 class FlipController(Hook):
-    """Finds the strength of a MaskedDecay by the flip rate, so that nobody has to.
+    """Finds the strength of a MaskedDecay from the flip rate.
 
     The first `probe` steps train densely and measure the flip rate r that the masks *would* have had; r * |w| / lr
-    of the second half of them, |w| the mean magnitude of the weights, is the reference. Then the layers wake up, and
-    at every measurement
+    of the second half of them, |w| the mean magnitude of the weights, is the reference. Then the pruned phase begins,
+    and at every measurement
 
         mu = r' * |w'| / (reference * lr)      smoothed over about `memory` measurements
 
@@ -344,7 +339,7 @@ class FlipController(Hook):
         self.mu: float | None = None
         decay.strength = 0.0
         for layer in sparse_layers(model):
-            layer.linear.rest()
+            layer.linear.start_dense_phase()
 
     @property
     def reference(self) -> float:
@@ -362,17 +357,15 @@ class FlipController(Hook):
         if rate is not None and self.probe // 2 <= run.step <= self.probe:
             self.rates, self.lrs = self.rates + rate, self.lrs + lr
         elif rate is not None and run.step > self.probe and sparse_layers(self.model):
-            self._servo(rate / max(self.reference * lr, 1e-12))
+            self._adjust(rate / max(self.reference * lr, 1e-12))
             assert self.mu is not None and isinstance(self.decay.strength, float)
             run.log.log(run.step, mu=self.mu, masked_decay=self.decay.strength)
         if run.step == self.probe:
-            self._wake()
+            self._end_dense_phase()
             MaskRefresh(1).refresh(run)
-            run.log.say(
-                f"step {run.step}: sparse; a dense run flips {self.reference:.3g} x lr / |w| per step"
-            )
+            run.log.say(f"step {run.step}: sparse; a dense run flips {self.reference:.3g} x lr / |w| per step")
 
-    def _servo(self, mu: float) -> None:
+    def _adjust(self, mu: float) -> None:
         share = 1 / self.memory
         self.mu = mu if self.mu is None else (1 - share) * self.mu + share * mu
         assert isinstance(self.decay.strength, float)
@@ -381,12 +374,12 @@ class FlipController(Hook):
         elif self.mu < self.band[0]:
             self.decay.strength = max(self.decay.strength / self.gain, LEAST * self.first)
 
-    def _wake(self) -> None:
-        for layer in sparse_layers(self.model, resting=True):
-            layer.linear.wake()
+    def _end_dense_phase(self) -> None:
+        for layer in sparse_layers(self.model, dense_phase=True):
+            layer.linear.end_dense_phase()
 
     def state_dict(self) -> dict[str, Any]:
-        awake = any(layer.awake for layer in sparse_layers(self.model, resting=True))
+        awake = any(layer.is_pruned for layer in sparse_layers(self.model, dense_phase=True))
         return {
             "rates_by_weight": self.rates, "lrs": self.lrs, "mu": self.mu, "strength": self.decay.strength,
             "first": self.first, "awake": awake,
@@ -401,7 +394,7 @@ class FlipController(Hook):
         self.rates, self.lrs, self.mu = state["rates_by_weight"], state["lrs"], state["mu"]
         self.decay.strength, self.first = state["strength"], state["first"]
         if state["awake"]:
-            self._wake()
+            self._end_dense_phase()
 
 
 # -- sums over a sharded model -------------------------------------------------------------------------------
@@ -420,14 +413,12 @@ def gradient_rms(layers: Iterable[SparseLayer]) -> float:
 @torch.no_grad()
 def _squares_of_gradients_and_weights(layers: Iterable[SparseLayer]) -> tuple[float, float]:
     """Summed over the layers that have a gradient."""
+    weights = [x.linear.weight for x in layers]
     squares = [
-        (
-            x.linear.weight,
-            torch.stack([local(t).square().sum(dtype=torch.float64) for t in (x.linear.weight.grad, x.linear.weight)]),  # type: ignore[arg-type]
-        )
-        for x in layers
-        if x.linear.weight.grad is not None
-    ]  # fmt: skip
+        (w, torch.stack([local(t).square().sum(dtype=torch.float64) for t in (w.grad, w)]))
+        for w in weights
+        if w.grad is not None
+    ]
     if not squares:
         return 0.0, 0.0
     grad, weight = sum_over_cuts(squares).sum(0).tolist()
@@ -439,10 +430,7 @@ def sum_over_cuts(values: list[tuple[Tensor, Tensor]]) -> Tensor:
     total = torch.stack([value.double() for _, value in values])
     cuts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for i, (weight, _) in enumerate(values):
-        mesh = getattr(weight, "device_mesh", None)
-        if mesh is not None:
-            axes = tuple(k for k, p in enumerate(weight.placements) if p.is_shard())  # type: ignore[attr-defined]
-            cuts.setdefault((mesh, axes), []).append(i)
+        cuts.setdefault(cut_axes(weight), []).append(i)
     for (mesh, axes), rows in cuts.items():
         part = total[rows]
         for axis in axes:
@@ -453,3 +441,29 @@ def sum_over_cuts(values: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _num_weights(layers: Iterable[SparseLayer]) -> int:
     return sum(x.linear.in_features * x.linear.out_features for x in layers)
+
+
+# -- delivery ------------------------------------------------------------------------------------------------
+def save_packed(folder: Path, layers: str, dtype: torch.dtype) -> None:
+    """packed/ beside model/: the same weights without their zeros, in `dtype` (16 bits have a decoding kernel on a
+    GPU)."""
+    loaded = load_model(folder / "model", dtype=torch.float32)
+    report = convert(loaded.model, [(layers, Sparse24())])
+    for changed in report.changed:
+        weight = loaded.model.get_parameter(f"{changed.name}.weight")
+        if not is_24(weight):
+            raise UserError(f"{changed.name} is not 2:4 after training; packing it would change the model")
+    loaded.model.compute_dtype = dtype
+    pack(loaded.model, dtype=dtype)
+    save_model(folder / "packed", loaded.model, loaded.tokenizer)
+    RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")
+
+
+def flip_plots(folder: Path) -> list[Section]:
+    """Flip rate, magnitudes and the controller's mu against the step."""
+    rows = read_jsonl(folder / "metrics.jsonl")
+    return [
+        metric_curves(rows, "Flip rate", "share of the mask that one step changes", "flip_rate"),
+        metric_curves(rows, "Kept and masked weights", "mean |w|", "kept_magnitude", "masked_magnitude"),
+        metric_curves(rows, "Flip rate over that of a dense run", "mu", "mu"),
+    ]

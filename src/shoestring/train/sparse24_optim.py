@@ -1,6 +1,6 @@
 """Adam for 2:4 layers with the pull on masked weights kept out of the momentum: AST's rule and CAST's AdamS.
 
-Added to the gradient (train.sparse24.MaskedDecay) the pull is smoothed with it and goes on for a while after a
+Added to the gradient (train.sparse24.MaskedDecay) the pull is smoothed with it and continues for a while after a
 mask has changed. Here m is the momentum of the loss gradient alone, and for the masked weights of a step
 
     AST     u = m + lambda_t W             lambda_t = strength * min(1, t / anneal)
@@ -10,7 +10,7 @@ for all others u = m, and v = b2 v + (1 - b2) u^2, W -= lr * u / (1 - b1^t) / (s
 the usual decoupled weight decay. Parameters without a mask get plain AdamW (v from the gradient).
 
 Masks are those of the Format's state (refresh them with MaskRefresh: AST and CAST use every 10 steps). AST's
-forward is sparse; CAST's is dense: put the layers to rest, and wake them at the end. Published optimizer code for
+forward is sparse; CAST's is dense: the layers are in a dense phase until training ends. Published optimizer code for
 AST inverts an integer mask with `~`, which turns the pull into a push; ours is tested by its equation.
 """
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
+from shoestring.train.optim import decay_groups
 from shoestring.train.sparse24 import sparse_layers
 
 
@@ -42,20 +43,12 @@ class SparseAdam(torch.optim.Optimizer):
     ) -> None:
         if rule not in ("ast", "cast") or anneal < 1:
             raise UserError(f"rule={rule!r}, anneal={anneal}: rule is ast or cast, anneal at least one step")
-        layers = sparse_layers(model, resting=True)
+        layers = sparse_layers(model, dense_phase=True)
         self.layers = {id(layer.linear.weight): layer for layer in layers}
         if not layers:
             raise UserError("no layer has a 2:4 format; convert the model before making the optimizer")
-        groups: dict[bool, list[nn.Parameter]] = {}
-        for param in model.parameters():
-            if param.requires_grad:
-                groups.setdefault(param.dim() >= 2, []).append(param)
         super().__init__(
-            [
-                {"params": groups[d], "weight_decay": weight_decay if d else 0.0}
-                for d in (True, False)
-                if d in groups
-            ],
+            decay_groups(model, weight_decay),
             {"lr": lr, "betas": betas, "eps": eps, "rule": rule, "strength": strength, "anneal": anneal},
         )
 

@@ -1,11 +1,11 @@
 """Measure, before training starts, which products of the 2:4 layers the sparse tensor cores make faster.
 
-A compiled model decides once, when it is traced, which kernels it calls; so the shapes are measured before that,
-once for each GPU (kernels/cslt.py keeps the table), and what was found is printed. Without a GPU, or without
-cuSPARSELt, nothing happens, and all products are dense.
+A compiled model fixes its kernels when it is traced, so the shapes are measured before that, once for each GPU
+(kernels/sparse24/cusparselt_table.py), and the result is printed. Without a GPU or without cuSPARSELt nothing is
+measured, and all products are dense.
 
 Algorithms round differently. So all ranks take the choices of the first, and a run keeps its own in its folder
-(KeepProducts): resumed on another machine with the same kind of GPU it goes on with them, bit for bit.
+(ProductChoices): a run resumed on another machine with the same kind of GPU uses them and stays equal bit for bit.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring.formats import Sparse24, sparse24_ffn
-from shoestring.kernels import cslt
-from shoestring.kernels.cslt import Measured
+from shoestring.kernels.sparse24 import cusparselt_table
+from shoestring.kernels.sparse24.cusparselt_table import Measured
 from shoestring.mesh import Mesh
-from shoestring.model.transformer import Mlp
-from shoestring.runlog import write_atomically
-from shoestring.train.hooks import Hook
-from shoestring.train.sparse24 import sparse_layers
-from shoestring.train.trainer import Run
+from shoestring.model.transformer import Decoder, Mlp
+from shoestring.runlog import RunLog, write_atomically
+from shoestring.train.data import TokenData
+from shoestring.train.sparse24 import NoiseClock, sparse_layers
+from shoestring.train.step import Hook, Run
 
 Shape = tuple[int, int, int]  # m, k, n of a product
+# Names of the files with a run's choices, and whose they are where they are not this process's.
+RUN_FILES = {"cusparselt-*.json": "another GPU or torch", "cslt-*.json": "an earlier version of Shoestring"}
 
 
 def tune_products(
@@ -52,7 +54,7 @@ def tune_products(
         found = list({m.key: m for m in measured}.values())
     if mesh is not None:
         found = mesh.broadcast_object(found)
-        cslt.adopt(found)
+        cusparselt_table.adopt(found)
     for line in (*map(product_line, found), *advice(found, drawn_shapes(layers, num_tokens))):
         say(line)
     return found
@@ -60,6 +62,16 @@ def tune_products(
 
 def has_sparse_products() -> bool:
     return torch.cuda.is_available() and torch.backends.cusparselt.is_available()
+
+
+def tuned_noise_clock(model: Decoder, data: TokenData, mesh: Mesh, *, seed: int, resume: str | None) -> ProductChoices:
+    """The NoiseClock of a run whose sparse products are measured now, or taken over from the run it resumes."""
+    say = RunLog(None, main=mesh.is_main).say
+    folder = None if resume is None else Path(resume)
+    tokens = data.micro * data.context
+    found = tune_products(model, tokens, model.compute_dtype, say, mesh=mesh, folder=folder)
+    clock = NoiseClock(model, seed=seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
+    return ProductChoices(found, clock)
 
 
 # -- what is said --------------------------------------------------------------------------------------------
@@ -85,11 +97,11 @@ def advice(found: list[Measured], drawn: list[Shape | None]) -> list[str]:
 
 
 # -- what a run keeps ----------------------------------------------------------------------------------------
-class KeepProducts(Hook):
+class ProductChoices(Hook):
     """Leaves the choices of a run in its folder. The name of the file has the GPU and the version of torch.
 
-    Acts for `hook` too, and so takes no place of its own: a checkpoint fits a run with as many hooks, and those of
-    runs that kept no choices shall go on.
+    It wraps `hook` instead of standing beside it: a checkpoint fits a run with the same number of hooks, and runs that
+    were started without it can still be resumed.
     """
 
     def __init__(self, found: list[Measured], hook: Hook) -> None:
@@ -97,7 +109,9 @@ class KeepProducts(Hook):
 
     def before_step(self, run: Run) -> None:
         if self.found and run.log.main and run.log.folder is not None:
-            write_atomically(run.log.folder / cslt.table_file().name, cslt.table_text(self.found))
+            write_atomically(
+                run.log.folder / cusparselt_table.table_file().name, cusparselt_table.table_text(self.found)
+            )
         self.found = []
         self.hook.before_step(run)
 
@@ -112,14 +126,18 @@ class KeepProducts(Hook):
 
 
 def adopt_choices(folder: Path, say: Callable[[str], None]) -> None:
-    own = folder / cslt.table_file().name
-    cslt.adopt(cslt.read_table(own))
-    others = sorted(path.name for path in folder.glob("cslt-*.json"))
-    if others and own.name not in others:
-        say(
-            f"{folder} has the algorithms of another GPU or torch ({others[0]}): measured anew, so the run goes on "
-            "with other roundings"
-        )
+    own = folder / cusparselt_table.table_file().name
+    cusparselt_table.adopt(cusparselt_table.read_table(own))
+    if own.is_file():
+        return
+    for pattern, whose in RUN_FILES.items():
+        others = sorted(path.name for path in folder.glob(pattern))
+        if others:
+            say(
+                f"{folder} has the algorithms of {whose} ({others[0]}): measured anew, so the run goes on with other "
+                "roundings"
+            )
+            return
 
 
 # -- which products there are --------------------------------------------------------------------------------
@@ -129,10 +147,10 @@ def multiplied(model: nn.Module) -> list[tuple[Sparse24, tuple[int, int]]]:
     for mlp in model.modules():
         if not isinstance(mlp, Mlp) or not mlp.gated:
             continue
-        if sparse24_ffn.fusable(mlp.gate, mlp.up, mlp.down, resting=True):
+        if sparse24_ffn.fusable(mlp.gate, mlp.up, mlp.down, dense_phase=True):
             wide, narrow = sparse24_ffn.ffn_shapes(multiplied_shape(mlp.gate.weight))
             fused |= {id(mlp.gate): wide, id(mlp.up): wide, id(mlp.down): narrow}
-    layers = sparse_layers(model, resting=True)
+    layers = sparse_layers(model, dense_phase=True)
     return [(x.pruning, fused.get(id(x.linear)) or multiplied_shape(x.linear.weight)) for x in layers]
 
 

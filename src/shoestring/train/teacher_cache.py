@@ -1,4 +1,5 @@
-"""What a teacher says about each token of a corpus, computed once and kept on disk, so that it leaves memory.
+"""TeacherCache: a teacher's probabilities for each token of a corpus, computed once and kept on disk, so that the
+teacher need not stay in memory.
 
     cache = build_cache(folder, teacher, one_epoch(data), num_targets=len(data.shards), k=64)
     cache.lookup(micro.index_BT)     # top-k log-probabilities and the mass of all other tokens, per target
@@ -11,9 +12,9 @@ number per target (a reference model's losses, say).
 A row depends on the window that its target stood in: windows must be cut the same way when it is read
 (`TokenData` with the same context; order and batch do not matter).
 
-A folder holds plain arrays and manifest.json, which is written last: what has one is whole. Rows are marked when
-they are on disk, so a killed build goes on where it was, on any number of ranks; ranks write their own rows into
-the same files. No pickle anywhere.
+A folder holds plain arrays and manifest.json, which is written last: a folder with a manifest is complete. Rows are
+marked when they are on disk, so a killed build continues where it stopped, on any number of ranks; ranks write their
+own rows into the same files. No pickle.
 
 16-bit log-probabilities round a probability by at most 0.1% at p > 0.02 and 0.4% at p > 1e-6; `lookup`
 renormalises each row, so that it is a distribution again.
@@ -28,10 +29,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -42,30 +42,23 @@ from shoestring.errors import UserError
 from shoestring.mesh import Mesh
 from shoestring.model.collectives import gather_last
 from shoestring.model.transformer import Head
-from shoestring.runlog import write_atomically
+from shoestring.runlog import OpenProgressBar, RunLog, write_atomically
 from shoestring.state.checkpoint import agree
 from shoestring.train.data import TokenData
-from shoestring.train.micro import IGNORED, Micro
-from shoestring.train.objectives import (
-    vocab_log_softmax,
-    vocab_logsumexp,
-    vocab_remove_,
-    vocab_start,
-    vocab_take,
-)
-from shoestring.train.shards import Progress
+from shoestring.train.objectives import vocab_log_softmax, vocab_logsumexp, vocab_remove_, vocab_start, vocab_take
+from shoestring.train.step import IGNORED, Micro
 
 VERSION = 1
 LOWEST = -65504.0  # of fp16; stands for log 0
 FLUSH_EVERY = 16  # micro-batches between two times that rows are marked as written
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # fp32 logits held at once
 
-# A field of a row: (numpy dtype, numbers per row; 0 for a plain number).
-Fields = dict[str, tuple[str, int]]
+# Name of an array: (numpy dtype, numbers per row; 0 for a plain number).
+Columns = dict[str, tuple[str, int]]
 
 
 class TopK(NamedTuple):
-    """What the teacher says about each target; exp of `logp` and `tail_logp` together sums to 1."""
+    """The teacher's distribution at each target; exp of `logp` and `tail_logp` together sums to 1."""
 
     ids_BTk: Tensor  # int64, likeliest first
     logp_BTk: Tensor  # fp32
@@ -93,9 +86,9 @@ def build_cache(
     k: int = 64,
     identity: dict[str, Any] | None = None,
     mesh: Mesh | None = None,
-    progress: Progress | None = None,
+    progress: OpenProgressBar | None = None,
 ) -> TeacherCache:
-    """Run the teacher over `batches` and keep what it says about their counted targets.
+    """Run the teacher over `batches` and keep its probabilities for their counted targets.
 
     Rows that are there already are not computed again. `identity` says what the rows belong to (a fingerprint of
     the corpus, of the teacher): a folder made with another one is refused. Under a mesh every rank gives its own
@@ -105,7 +98,7 @@ def build_cache(
     if not 1 <= k <= vocab:
         raise UserError(f"k={k} is not possible: the teacher has {vocab} tokens, give 1 to {vocab}")
     device = next(teacher.parameters()).device
-    fields: Fields = {
+    columns: Columns = {
         "ids": ("<u2" if vocab <= 65536 else "<u4", k),
         "logp": ("<f2", k),
         "tail": ("<f2", 0),
@@ -116,7 +109,7 @@ def build_cache(
         return teacher_rows(teacher, micro.to(device), k)
 
     settings = {"kind": "top-k", "k": k, "vocab": vocab, "identity": identity or {}}
-    _build(Path(folder), fields, settings, batches, compute, num_targets, mesh, progress)
+    _build(Path(folder), columns, settings, batches, compute, num_targets, mesh, progress)
     return TeacherCache.open(folder)
 
 
@@ -128,7 +121,7 @@ def build_scalar_cache(
     num_targets: int,
     identity: dict[str, Any] | None = None,
     mesh: Mesh | None = None,
-    progress: Progress | None = None,
+    progress: OpenProgressBar | None = None,
 ) -> ScalarCache:
     """The same with one number per target: score(micro) gives [B, T], of which the counted ones are kept."""
 
@@ -179,22 +172,22 @@ def _top_rows(logp_NV: Tensor, target_N: Tensor, k: int, head: Head) -> tuple[Te
 
 def _build(
     folder: Path,
-    fields: Fields,
+    columns: Columns,
     settings: dict[str, Any],
     batches: Iterable[Micro],
     compute: Callable[[Micro], dict[str, Tensor]],
     num_targets: int,
     mesh: Mesh | None,
-    progress: Progress | None,
+    progress: OpenProgressBar | None,
 ) -> None:
     """Fill the rows of `batches`; compute(micro) gives each field for the micro's counted targets."""
     if num_targets < 1:
         raise UserError("the corpus has no targets to keep a teacher's words for; give more text")
-    settings = {"version": VERSION, **settings, "num_targets": num_targets, "fields": fields}
+    settings = {"version": VERSION, **settings, "num_targets": num_targets, "fields": columns}
     settings = json.loads(json.dumps(settings))  # tuples become lists, as they will when read back
     main = mesh is None or mesh.is_main
-    agree(mesh, lambda: _reserve(folder, fields, settings, num_targets) if main else None)
-    arrays = _map(folder, fields, num_targets, "r+")
+    agree(mesh, lambda: _reserve(folder, columns, settings, num_targets) if main else None)
+    arrays = _map(folder, columns, num_targets, "r+")
     filled = _map(folder, {"filled": ("u1", 0)}, num_targets, "r+")["filled"]
     written: list[np.ndarray] = []
 
@@ -206,8 +199,8 @@ def _build(
         filled.flush()
         written.clear()
 
-    bar_of = progress or (lambda total, description: nullcontext(None))
-    with bar_of(num_targets, "teacher") as bar:
+    open_bar = progress or RunLog(None, quiet=True).progress
+    with open_bar(num_targets, "teacher") as bar:
         for micro in batches:
             rows = _rows(micro, num_targets)
             missing = len(rows) > 0 and not filled[rows].all()
@@ -218,8 +211,7 @@ def _build(
                 written.append(rows)
                 if len(written) >= FLUSH_EVERY:
                     mark()
-            if bar is not None:
-                bar.advance(micro.index_BT.numel() * (1 if mesh is None else mesh.dp_size))
+            bar.advance(micro.index_BT.numel() * (1 if mesh is None else mesh.dp_size))
         mark()
     agree(mesh, lambda: None)  # every rank's rows are on disk
     agree(mesh, lambda: _finish(folder, settings, filled, arrays) if main else None)
@@ -230,26 +222,24 @@ def _rows(micro: Micro, num_targets: int) -> np.ndarray:
     rows = micro.index_BT.cpu()[counted].numpy()
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_targets:
         raise UserError(
-            f"target {int(rows.max())} lies outside a cache of num_targets={num_targets}; use the length of the "
-            "corpus"
+            f"target {int(rows.max())} lies outside a cache of num_targets={num_targets}; use the length of the corpus"
         )
     return rows
 
 
-def _reserve(folder: Path, fields: Fields, settings: dict[str, Any], num_targets: int) -> None:
+def _reserve(folder: Path, columns: Columns, settings: dict[str, Any], num_targets: int) -> None:
     """Make the files, in full: a mapped file that meets a full disk later would kill the process."""
     known = _read_json(folder / "manifest.json") or _read_json(folder / "building.json")
     if known is not None:
         for key, value in settings.items():
             if known.get(key) != value:
                 raise UserError(
-                    f"{folder} holds a cache with {key}={known.get(key)}, not {value}: give another folder or "
-                    "delete it"
+                    f"{folder} holds a cache with {key}={known.get(key)}, not {value}: give another folder or delete it"
                 )
         return
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no cache; give another folder or delete it")
-    sizes = {name: np.dtype(kind).itemsize * max(1, width) for name, (kind, width) in fields.items()}
+    sizes = {name: np.dtype(kind).itemsize * max(1, width) for name, (kind, width) in columns.items()}
     sizes["filled"] = 1
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,19 +258,17 @@ def _reserve(folder: Path, fields: Fields, settings: dict[str, Any], num_targets
         ) from error
 
 
-def _finish(
-    folder: Path, settings: dict[str, Any], filled: np.ndarray, arrays: dict[str, np.ndarray]
-) -> None:
+def _finish(folder: Path, settings: dict[str, Any], filled: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
     num_filled = int(filled.sum())
     if num_filled == 0:
         raise UserError(
             "the batches hold no counted target: all of them are prompts or padding; give a longer context, or "
             "shorter prompts"
         )
-    told = {**settings, "num_filled": num_filled}
+    manifest = {**settings, "num_filled": num_filled}
     if "target" in arrays:
-        told["confidence"] = _confidence(arrays["target"], filled)
-    write_atomically(folder / "manifest.json", json.dumps(told, indent=1) + "\n")
+        manifest["confidence"] = _confidence(arrays["target"], filled)
+    write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     (folder / "building.json").unlink(missing_ok=True)
 
 
@@ -297,13 +285,36 @@ def _confidence(target: np.ndarray, filled: np.ndarray, block: int = 1 << 20) ->
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Arrays by target index: memory-mapped, or resident on a device."""
+class _Cache:
+    """Rows by target index: memory-mapped, or resident on a device."""
 
+    kind: ClassVar[str]
     folder: Path
     num_targets: int
+    num_filled: int
+    identity: dict[str, Any]
     arrays: dict[str, np.ndarray] = field(repr=False)
-    resident: dict[str, Tensor] | None = field(default=None, repr=False)
+    resident: dict[str, Tensor] | None = field(repr=False)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Self:
+        manifest = _read_manifest(Path(folder), cls.kind)
+        columns = {name: (str(kind), int(width)) for name, (kind, width) in manifest["fields"].items()}
+        columns["filled"] = ("u1", 0)
+        held: dict[str, Any] = {
+            "folder": Path(folder),
+            "arrays": _map(Path(folder), columns, manifest["num_targets"], "r"),
+            "resident": None,
+        }
+        return cls(**held, **{f.name: manifest[f.name] for f in fields(cls) if f.name not in held})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays.values())
+
+    def to(self, device: torch.device | str) -> Self:
+        """Held on the device: lookups then neither read files nor wait."""
+        return replace(self, resident={n: torch.from_numpy(_plain(a[:])).to(device) for n, a in self.arrays.items()})
 
     def take(self, index_BT: Tensor) -> dict[str, Tensor]:
         """Each field at the given targets, on their device; floats as fp32, the others as int64."""
@@ -325,12 +336,6 @@ class _Rows:
             for name, t in found.items()
         }
 
-    def to(self, device: torch.device | str) -> _Rows:
-        """Held on the device: lookups then neither read files nor wait."""
-        return replace(
-            self, resident={n: torch.from_numpy(_plain(a[:])).to(device) for n, a in self.arrays.items()}
-        )
-
 
 def _plain(a: np.ndarray) -> np.ndarray:
     """In a dtype that torch indexes everywhere."""
@@ -339,37 +344,19 @@ def _plain(a: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class TeacherCache:
-    folder: Path
+class TeacherCache(_Cache):
+    kind = "top-k"
     k: int
     vocab: int
-    num_targets: int
-    num_filled: int
     confidence: float  # mean probability that the teacher gives the targets
-    identity: dict[str, Any]
-    rows: _Rows = field(repr=False)
-
-    @staticmethod
-    def open(folder: Path | str) -> TeacherCache:
-        folder = Path(folder)
-        told = _read_manifest(folder, "top-k")
-        keys = ("k", "vocab", "num_targets", "num_filled", "confidence", "identity")
-        return TeacherCache(folder, **{key: told[key] for key in keys}, rows=_open_rows(folder, told))
-
-    def to(self, device: torch.device | str) -> TeacherCache:
-        return replace(self, rows=self.rows.to(device))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(a.nbytes for a in self.rows.arrays.values())
 
     def lookup(self, index_BT: Tensor, counted_BT: Tensor | None = None) -> TopK:
         """The rows of these targets, on their device.
 
-        A target that was never computed (a prompt, padding) gets all its mass in the tail; `counted_BT` says which
-        must not be such.
+        A target that was never computed (a prompt, padding) gets all its mass in the tail; where
+        `counted_BT` is true that is an error.
         """
-        found = self.rows.take(index_BT)
+        found = self.take(index_BT)
         there = found["filled"] != 0
         if counted_BT is not None:
             self._check(there | ~counted_BT)
@@ -383,70 +370,43 @@ class TeacherCache:
     def _check(self, fine_BT: Tensor) -> None:
         message = f"the cache in {self.folder} lacks targets that are trained on: build it with the same data"
         if fine_BT.is_cuda:
-            torch._assert_async(fine_BT.all(), message)  # nobody waits for the GPU
+            torch._assert_async(fine_BT.all(), message)  # without waiting for the GPU
         elif not fine_BT.all():
             raise UserError(message)
 
 
 @dataclass(frozen=True)
-class ScalarCache:
-    folder: Path
-    num_targets: int
-    num_filled: int
-    identity: dict[str, Any]
-    rows: _Rows = field(repr=False)
-
-    @staticmethod
-    def open(folder: Path | str) -> ScalarCache:
-        folder = Path(folder)
-        told = _read_manifest(folder, "scalar")
-        keys = ("num_targets", "num_filled", "identity")
-        return ScalarCache(folder, **{key: told[key] for key in keys}, rows=_open_rows(folder, told))
-
-    def to(self, device: torch.device | str) -> ScalarCache:
-        return replace(self, rows=self.rows.to(device))
+class ScalarCache(_Cache):
+    kind = "scalar"
 
     def lookup(self, index_BT: Tensor) -> Tensor:
         """[B, T] fp32; NaN for a target that was never computed."""
-        found = self.rows.take(index_BT)
+        found = self.take(index_BT)
         return found["value"].masked_fill(found["filled"] == 0, math.nan)
 
 
 def _read_manifest(folder: Path, kind: str) -> dict[str, Any]:
-    told = _read_json(folder / "manifest.json")
-    if told is None:
+    manifest = _read_json(folder / "manifest.json")
+    if manifest is None:
         unfinished = (folder / "building.json").is_file()
         reason = "its build was not finished; build it again to go on" if unfinished else "there is none"
         raise UserError(f"{folder} holds no teacher cache: {reason}")
-    if told.get("version") != VERSION or told.get("kind") != kind:
+    if manifest.get("version") != VERSION or manifest.get("kind") != kind:
         raise UserError(
-            f"{folder} holds a cache of kind {told.get('kind')!r}, version {told.get('version')}; this is for kind "
-            f"{kind!r}, version {VERSION}"
+            f"{folder} holds a cache of kind {manifest.get('kind')!r}, version {manifest.get('version')}; this is for "
+            f"kind {kind!r}, version {VERSION}"
         )
-    return told
+    return manifest
 
 
-def _open_rows(folder: Path, told: dict[str, Any]) -> _Rows:
-    fields = {name: (str(kind), int(width)) for name, (kind, width) in told["fields"].items()}
-    fields["filled"] = ("u1", 0)
-    return _Rows(folder, told["num_targets"], _map(folder, fields, told["num_targets"], "r"))
-
-
-def _map(folder: Path, fields: Fields, num_targets: int, mode: Any) -> dict[str, Any]:
+def _map(folder: Path, columns: Columns, num_targets: int, mode: Any) -> dict[str, Any]:
     try:
         return {
-            name: np.memmap(
-                folder / f"{name}.bin",
-                dtype=np.dtype(kind),
-                mode=mode,
-                shape=(num_targets, width) if width else (num_targets,),
-            )
-            for name, (kind, width) in fields.items()
+            name: np.memmap(folder / f"{name}.bin", kind, mode, shape=(num_targets, width) if width else num_targets)
+            for name, (kind, width) in columns.items()
         }
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"the cache in {folder} cannot be read: {error}; delete it and build it again"
-        ) from None
+        raise UserError(f"the cache in {folder} cannot be read: {error}; delete it and build it again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -28,37 +28,21 @@ from shoestring.config import option
 from shoestring.errors import during, in_run
 from shoestring.formats.convert import Rule
 from shoestring.model import load_model, save_model
-from shoestring.recipes.shrink.lowbit_run import (
-    LowbitRun,
-    Settings,
-    check,
-    check_rules,
-    clip_start,
-    finish,
-    load_corpus,
-    make_objective,
-    open_run,
-    parallel_of,
-    range_rules,
-    some_rows,
-    token_data,
-    training_options,
-    write_text,
-)
 from shoestring.runlog import resumable
+from shoestring.shrink import lowbit_stages as stages
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import build_student, once
+from shoestring.shrink.qat import build_student
+from shoestring.shrink.shrink_run import ShrinkRun, run_once
+from shoestring.train.batched_formats import BatchedFormats
 from shoestring.train.optim import adamw, constant
-from shoestring.train.together import Together
-from shoestring.train.trainer import Run, train
+from shoestring.train.step import Run
+from shoestring.train.trainer import train
 
 
 @dataclass(frozen=True)
-class Config(Settings):
+class Config(stages.LowbitSettings):
     batch: int = option(128, "rows per step over all ranks", least=1)
-    calib_windows: int = option(
-        128, "windows of the training text for the clip search; 0 does not clip", least=0
-    )
+    calib_windows: int = option(128, "windows of the training text for the clip search; 0 does not clip", least=0)
     search: Literal["full", "alternate"] = option("full", "clip: 100 pairs as published, or 19 trials")
     teacher: Literal["live", "cached"] = option("live", "beside the student, or its top-k on disk")
     range_gradient: bool = option(True, "as published: the ends of a group also get the scale's gradient")
@@ -66,40 +50,40 @@ class Config(Settings):
 
 
 def main(cfg: Config) -> Path:
-    rules = check(cfg)
-    trained_rules = range_rules(rules) if cfg.range_gradient else rules
-    run = open_run(cfg, "shrink/bitdistiller", lambda model: check_rules(model, rules), cfg.calib_windows)
+    rules = stages.check(cfg)
+    trained_rules = stages.range_rules(rules) if cfg.range_gradient else rules
+    run = stages.open_run(cfg, "shrink/bitdistiller", lambda model: stages.check_rules(model, rules), cfg.calib_windows)
     with in_run(run.folder), resumable(run.recipe, run.folder):
         shrink(cfg, rules, trained_rules, run)
     return run.folder
 
 
-def shrink(cfg: Config, rules: list[Rule], trained_rules: list[Rule], run: LowbitRun) -> None:
-    once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
-    corpus = load_corpus(cfg, run.folder, run.log)
-    data = token_data(cfg, corpus, run.mesh)
-    objective = make_objective(cfg, run, data, cfg.teacher)
+def shrink(cfg: Config, rules: list[Rule], trained_rules: list[Rule], run: ShrinkRun) -> None:
+    run_once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
+    corpus = stages.load_corpus(cfg, run.folder, run.log)
+    data = stages.token_data(cfg, corpus, run.mesh)
+    objective = stages.make_objective(cfg, run, data, cfg.teacher)
     start = run.folder / "clipped" if cfg.calib_windows else cfg.model
-    model = build_student(start, trained_rules, run.mesh, parallel_of(cfg, run))
+    model = build_student(start, trained_rules, run.mesh, stages.parallel_of(cfg, run))
     run.log.say(f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens, gamma {objective.gamma:.3f}")
     with during("training"):
         train(
             Run(model, adamw(model, lr=cfg.lr, weight_decay=0.0), run.mesh, run.log),
             data,
-            Together(objective),
+            BatchedFormats(objective),
             schedule=constant(cfg.lr),
-            **training_options(cfg, run),
+            **stages.training_options(cfg, run),
         )
-    finish(cfg, run, model, corpus, {"gamma": objective.gamma})
+    stages.finish(cfg, run, model, corpus, {"gamma": objective.gamma})
 
 
-def make_start(cfg: Config, rules: list[Rule], run: LowbitRun) -> None:
+def make_start(cfg: Config, rules: list[Rule], run: ShrinkRun) -> None:
     """On the first rank: the evaluation before, the text, the clipped weights."""
     loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
-    write_text(cfg, loaded, run)
+    stages.write_text(cfg, loaded, run)
     if cfg.calib_windows and not (run.folder / "clipped").exists():
-        corpus = load_corpus(cfg, run.folder, run.log)
-        token_data(cfg, corpus, run.mesh)  # too short for a step: said before the search
-        seen_NT = some_rows(cfg, corpus, cfg.calib_windows, run.log)
-        clip_start(loaded, rules, seen_NT, Clip(search=cfg.search), 8.0, run)
+        corpus = stages.load_corpus(cfg, run.folder, run.log)
+        stages.token_data(cfg, corpus, run.mesh)  # too short for a step: said before the search
+        seen_NT = stages.some_rows(cfg, corpus, cfg.calib_windows, run.log)
+        stages.clip_start(loaded, rules, seen_NT, Clip(search=cfg.search), 8.0, run)
         save_model(run.folder / "clipped", loaded.model, loaded.tokenizer)

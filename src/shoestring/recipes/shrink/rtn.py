@@ -12,36 +12,31 @@ Leaves:  a run folder with the packed model/ (or out=), the table before and aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shoestring.config import option, to_json
+from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
-from shoestring.formats import Dense, Format, convert, pack, parse_format, unpack
-from shoestring.formats.convert import assign, candidates, tied_names
-from shoestring.measure import evaluate_row, pick_device, pick_dtype, text_tokens
+from shoestring.evals.model_row import evaluate_row, text_tokens
+from shoestring.formats import Dense, Format, convert, pack, unpack
+from shoestring.formats.convert import assign, format_linears, tied_names, weight_modules
 from shoestring.model import Decoder, load_model, save_model
-from shoestring.model.save import linears
-from shoestring.report import Scatter, Section, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quantize import HEADS
+from shoestring.shrink.shrink_run import read_rules, report_before_after
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
     format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g128 :s1")
-    rules: str | None = option(
-        None, "instead of format: glob=format;glob=format, the first that matches wins"
-    )
+    rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
     text: str | None = option(None, "a text file: perplexity before and after")
-    data: str | None = option(
-        None, "or a corpus: its validation split. A run is evaluated on its own by default"
-    )
+    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
     context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     speed: bool = option(False, "measure tokens per second before and after")
@@ -51,7 +46,7 @@ class Config:
 
 
 def main(cfg: Config) -> Path:
-    rules = parse_rules(cfg.rules) if cfg.rules else [("*", parse_format(cfg.format))]
+    rules = read_rules(cfg.rules, cfg.format)
     settings = to_json(cfg)
     check_outputs(settings, "out", "dense_out")
     check_run_folder(settings)
@@ -74,14 +69,14 @@ def main(cfg: Config) -> Path:
     if cfg.dense_out is not None:
         unpack(loaded.model)
         save_model(cfg.dense_out, loaded.model, loaded.tokenizer)
-    finish("shrink/rtn", log, folder, out)
+    report_before_after("shrink/rtn", log, folder, out)
     return folder
 
 
 def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> None:
     """What cannot be rounded is said before there is a run folder."""
-    chosen, _ = assign(candidates(model), rules, HEADS, tied_names(model))
-    for name, layer in linears(model):
+    chosen, _ = assign(weight_modules(model), rules, HEADS, tied_names(model))
+    for name, layer in format_linears(model):
         if layer.packed:
             raise UserError(
                 f"{path} is packed already ({name} is {layer.format.label}): quantize the model it was made from"
@@ -92,44 +87,3 @@ def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> 
             chosen.get(name, Dense()).check(layer.shape)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-
-
-def parse_rules(text: str) -> list[tuple[str, Format]]:
-    """'*.mlp.*=nf3;*.attn.*=int4' -> [(glob, Format), ...]"""
-    rules = []
-    for item in text.split(";"):
-        glob, equals, name = item.strip().rpartition("=")
-        if not equals:
-            raise UserError(
-                f"rules={text!r}: {item.strip()!r} is not glob=format; write for example *.mlp.*=nf3;*=int4"
-            )
-        rules.append((glob.strip(), parse_format(name)))
-    return rules
-
-
-def finish(
-    recipe: str,
-    log: RunLog,
-    folder: Path,
-    out: Path,
-    *,
-    plots: Sequence[Section] = (),
-    tables: Sequence[Section] = (),
-) -> None:
-    """The rows before and after on the console and in report.html; what to try next."""
-    rows = log.evaluations()
-    eval_table(rows, "Before and after").print()
-    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
-    commands = (
-        f'shoestring inspect {out}\nshoestring generate {out} "Once upon a time"\nshoestring export {out} DIR'
-    )
-    sections: list[Section] = [
-        Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
-        *plots,
-        *run_sections(folder),
-        *tables,
-        Text("Next", commands, code=True),
-    ]
-    page = write_report(folder, recipe, sections, subtitle=str(folder))
-    log.say(f"packed model in {out}, report in {page}. Next:\n{commands}")
-    log.close()

@@ -20,23 +20,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoestring.config import option, to_json
+from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
-from shoestring.measure import (
+from shoestring.evals.model_row import (
     check_apart,
     corpus_of_run,
     evaluate_row,
     fitting_context,
     need_tokenizer,
-    pick_device,
-    pick_dtype,
     ready,
     text_tokens,
 )
 from shoestring.model import load_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, check_run_folder, open_run_folder, write_atomically
-from shoestring.shrink.skip_find import Found, Wanted, calibration, find_set
-from shoestring.shrink.skip_set import left_out
+from shoestring.shrink.skip_sets import FoundSet, SkipGoal, calibration, find_set, left_out
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,7 @@ class Config:
     lookahead: int = option(6, "candidates measured again before each choice", least=1)
     out: str | None = option(None, "file for the set; none puts skip.json into the run folder")
     text: str | None = option(None, "a text file: perplexity before and after")
-    data: str | None = option(
-        None, "or a corpus: its validation split. A run is evaluated on its own by default"
-    )
+    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
@@ -66,24 +62,20 @@ class Config:
 
 
 def main(cfg: Config) -> Path:
-    wanted = Wanted(cfg.method, cfg.context, cfg.speedup, cfg.rows, cfg.lookahead)
+    wanted = SkipGoal(cfg.method, cfg.context, cfg.speedup, cfg.rows, cfg.lookahead)
     if cfg.out is not None and Path(cfg.out).exists():
         raise UserError(f"out={cfg.out} exists already; give another name or remove it")
     if cfg.out is not None and cfg.out == cfg.run:
         raise UserError(f"out and run are both {cfg.out}: out is a file, run a folder; give two names")
     if cfg.out is not None and not Path(cfg.out).parent.is_dir():
-        raise UserError(
-            f"out={cfg.out}: there is no folder {Path(cfg.out).parent}; make it or give another name"
-        )
+        raise UserError(f"out={cfg.out}: there is no folder {Path(cfg.out).parent}; make it or give another name")
     settings = to_json(cfg)
     check_run_folder(settings)
     check_apart(settings, "calib")
     device = pick_device(cfg.device)
     loaded = ready(load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device)))
     if cfg.context > loaded.spec.max_positions:
-        raise UserError(
-            f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}"
-        )
+        raise UserError(f"context={cfg.context} is more than the {loaded.spec.max_positions} positions of {cfg.model}")
     source = cfg.calib or corpus_of_run(Path(cfg.model))[0] or "python"
     context = fitting_context("calib_context", cfg.calib_context, loaded)
     progress = RunLog(None).progress
@@ -114,7 +106,7 @@ def main(cfg: Config) -> Path:
     return folder
 
 
-def finish(log: RunLog, folder: Path, out: Path, cfg: Config, found: Found) -> None:
+def finish(log: RunLog, folder: Path, out: Path, cfg: Config, found: FoundSet) -> None:
     rows = log.evaluations()
     if rows:
         eval_table(rows, "Before and after").print()
@@ -130,7 +122,7 @@ def finish(log: RunLog, folder: Path, out: Path, cfg: Config, found: Found) -> N
         Text("Next", commands, code=True),
     ]
     page = write_report(folder, "shrink/skip_set", sections, subtitle=str(folder))
-    told = f"{len(found.skip.attn)} attention and {len(found.skip.mlp)} FFN sublayers skipped"
+    skipped = f"{len(found.skip.attn)} attention and {len(found.skip.mlp)} FFN sublayers skipped"
     speed = f"{found.notes['speedup']:.2f}x by the seconds measured at {cfg.context} positions"
-    log.say(f"{told}: {speed}; set in {out}, report in {page}. Next:\n{commands}")
+    log.say(f"{skipped}: {speed}; set in {out}, report in {page}. Next:\n{commands}")
     log.close()

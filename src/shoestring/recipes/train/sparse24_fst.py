@@ -7,15 +7,15 @@ Run:     shoestring run train/sparse24_fst data=python steps=2000
          shoestring run train/sparse24_fst finish=0               sparse to the end: the delivered model is 2:4
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
-         GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
+         GPU for the others, where products that were measured to gain run sparse (benchmarks/train_sparse24)
 Time:    as train/dense at size=tiny on a CPU; twice that in sparse steps with weight_grad=mvue, plain torch there
 Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. GPT-2's small shape, 100M different
-         tokens of Python (bench/sparse24_quality), validation loss: 1.6604, with weight_grad=mvue 1.6720, and
+         tokens of Python (experiments/sparse24_quality), validation loss: 1.6604, with weight_grad=mvue 1.6720, and
          train/dense schedule=wsd 1.6411, half the width 1.6752; with weight_grad=mvue schedule=cosine 1.7356, and
          train/dense 1.6970, half the width 1.7324 (all of seed 0; seeds 1 and 2: 1.6573 and 1.6582, dense 1.6325 and
          1.6402)
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, kept_magnitude, masked_magnitude and mu,
-         which the report plots, mask_change and masked_decay; on a GPU cslt-*.json, the algorithms that
+         which the report plots, mask_change and masked_decay; on a GPU cusparselt-*.json, the algorithms that
          a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
          which is checked before packing: zeros in model/, and packed/ with 9/16 of those layers' bytes
 """
@@ -27,36 +27,24 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import torch
-
 from shoestring.config import option
+from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
-from shoestring.formats import Sparse24, convert, pack
-from shoestring.kernels.sparse24 import is_24
-from shoestring.measure import pick_device, pick_dtype
+from shoestring.formats import Sparse24
 from shoestring.mesh import Mesh
-from shoestring.model import Decoder, load_model, save_model
+from shoestring.model import Decoder
 from shoestring.model.folder import read_spec
 from shoestring.recipes.train import dense
-from shoestring.report import Curves, Section, Series
-from shoestring.runlog import RunLog, read_config, read_jsonl
+from shoestring.runlog import read_config
 from shoestring.state.checkpoint import latest_step
+from shoestring.train import sparse24
 from shoestring.train.data import TokenData
-from shoestring.train.hooks import Hook
-from shoestring.train.sparse24 import (
-    DenseFinish,
-    FlipController,
-    FlipMeter,
-    MaskedDecay,
-    MaskRefresh,
-    NoiseClock,
-    check_probe,
-    check_torch,
-)
-from shoestring.train.sparse24_tune import KeepProducts, tune_products
+from shoestring.train.pretraining import new_spec
+from shoestring.train.sparse24_tune import tuned_noise_clock
+from shoestring.train.step import Hook
 
-# Products of narrower layers did not gain from pruned gradients (bench/train_sparse24: 768 and 1280, with 16k tokens a
-# step), which cost up to 0.8% of the loss (bench/sparse24_quality).
+# Products of narrower layers did not gain from pruned gradients (benchmarks/train_sparse24: 768 and 1280, with 16k
+# tokens a step), which cost up to 0.8% of the loss (experiments/sparse24_quality).
 PRUNED_GRADIENTS_FROM = 2048
 
 
@@ -78,9 +66,7 @@ class Config(SparseConfig):
     refresh: int = option(40, "steps between new masks", least=1)
     decay: float | None = option(None, "masked decay; none: found by the flip-rate controller", least=0)
     probe: int | None = option(None, "dense steps before the controller starts; none: the warm-up", least=0)
-    finish: float = option(
-        1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4"
-    )
+    finish: float = option(1 / 6, "share of the steps at the end that are dense; 0: none, the delivered model is 2:4")
 
 
 def main(cfg: Config) -> Path:
@@ -91,11 +77,9 @@ def main(cfg: Config) -> Path:
         "train/sparse24_fst",
         rules=[(cfg.layers, pruning(cfg))],
         make_hooks=partial(make_hooks, cfg),
-        plots=flip_plots,
+        plots=sparse24.flip_plots,
         deciding=("layers", "weight_grad", "decay", "finish"),
-        deliver=(lambda folder: save_packed(folder, cfg, cfg.layers))
-        if cfg.finish == 0
-        else lambda folder: (),
+        deliver=partial(deliver_packed, cfg) if cfg.finish == 0 else lambda folder: [],
     )
 
 
@@ -103,11 +87,9 @@ def check(cfg: Config) -> None:
     if not 0 <= cfg.finish < 1:
         raise UserError(f"finish={cfg.finish} is not a share of the steps; use 0 to 0.99, 1/6 is the paper's")
     if cfg.decay is not None and cfg.probe is not None and cfg.resume is None:
-        raise UserError(
-            f"probe={cfg.probe} is for finding the decay, which decay={cfg.decay} gives: leave one out"
-        )
+        raise UserError(f"probe={cfg.probe} is for finding the decay, which decay={cfg.decay} gives: leave one out")
     if cfg.decay is None and cfg.probe is not None:
-        check_probe(cfg.probe, cfg.flip_every)
+        sparse24.check_probe(cfg.probe, cfg.flip_every)
     if cfg.decay is None and probe_steps(cfg) >= cfg.steps - dense_steps(cfg):
         raise UserError(
             f"no step would be sparse: of steps={cfg.steps} the controller probes {probe_steps(cfg)}, and the last "
@@ -115,7 +97,7 @@ def check(cfg: Config) -> None:
         )
     if cfg.resume is not None:
         check_new_end(cfg, Path(cfg.resume))
-    check_torch(pruning(cfg), cfg.mesh.num_processes)
+    sparse24.check_torch(pruning(cfg), cfg.mesh.num_processes)
 
 
 def check_new_end(cfg: Config, folder: Path) -> None:
@@ -137,13 +119,13 @@ def pruning(cfg: Config) -> Sparse24:
 
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
-    meter, decay = FlipMeter(cfg.flip_every), MaskedDecay(cfg.decay or 0.0)
-    refresh = MaskRefresh(cfg.refresh, until=cfg.steps)
-    hooks: list[Hook] = [clock_and_products(cfg, model, mesh, data), meter, refresh, decay]
+    meter, decay = sparse24.FlipMeter(cfg.flip_every), sparse24.MaskedDecay(cfg.decay or 0.0)
+    refresh = sparse24.MaskRefresh(cfg.refresh, until=cfg.steps)
+    hooks: list[Hook] = [tuned_noise_clock(model, data, mesh, seed=cfg.seed, resume=cfg.resume), meter, refresh, decay]
     if cfg.decay is None:
-        hooks.append(FlipController(model, meter, decay, probe=probe_steps(cfg)))
+        hooks.append(sparse24.FlipController(model, meter, decay, probe=probe_steps(cfg)))
     if cfg.finish > 0:
-        hooks.append(DenseFinish(model, at=cfg.steps - dense_steps(cfg)))
+        hooks.append(sparse24.DenseFinish(model, at=cfg.steps - dense_steps(cfg)))
     return hooks
 
 
@@ -161,49 +143,14 @@ def with_weight_grad(cfg: AnyConfig) -> AnyConfig:
     """`auto` decided: a run's folder keeps what it began with, and a resumed run goes on with that."""
     if cfg.weight_grad != "auto":
         return cfg
-    spec = dense.make_spec(cfg, None) if cfg.init_from is None else read_spec(cfg.init_from)[0]
+    if cfg.init_from is None:
+        spec = new_spec(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
+    else:
+        spec = read_spec(cfg.init_from)[0]
     return replace(cfg, weight_grad="mvue" if spec.d_model >= PRUNED_GRADIENTS_FROM else "exact")
 
 
-def clock_and_products(cfg: dense.Config, model: Decoder, mesh: Mesh, data: TokenData) -> Hook:
-    """What is drawn, and which products are sparse: measured now, or taken over from the run that goes on."""
-    say = RunLog(None, main=mesh.is_main).say
-    folder = None if cfg.resume is None else Path(cfg.resume)
-    tokens = data.micro * data.context
-    found = tune_products(model, tokens, model.compute_dtype, say, mesh=mesh, folder=folder)
-    clock = NoiseClock(model, seed=cfg.seed, tokens_per_step=data.tokens_per_step, mesh=mesh)
-    return KeepProducts(found, clock)
-
-
-def save_packed(folder: Path, cfg: dense.Config, layers: str) -> list[str]:
-    """packed/ beside model/: the same weights without their zeros, in the dtype that training multiplied with (16 bits
-    have a decoding kernel on a GPU). Returns a command to try.
-    """
-    loaded = load_model(folder / "model", dtype=torch.float32)
-    report = convert(loaded.model, [(layers, Sparse24())])
-    for changed in report.changed:
-        weight = loaded.model.get_parameter(f"{changed.name}.weight")
-        if not is_24(weight):
-            raise UserError(f"{changed.name} is not 2:4 after training; packing it would change the model")
-    dtype = pick_dtype(cfg.dtype, pick_device(cfg.device))
-    loaded.model.compute_dtype = dtype
-    pack(loaded.model, dtype=dtype)
-    save_model(folder / "packed", loaded.model, loaded.tokenizer)
-    RunLog(None).say(f"{len(report.changed)} layers are 2:4; packed model in {folder}/packed")
+def deliver_packed(cfg: SparseConfig, folder: Path) -> list[str]:
+    """packed/ in the dtype that training multiplied with; returns a command to try."""
+    sparse24.save_packed(folder, cfg.layers, pick_dtype(cfg.dtype, pick_device(cfg.device)))
     return [f'shoestring generate {folder}/packed "def main("']
-
-
-def flip_plots(folder: Path) -> list[Section]:
-    """Flip rate, magnitudes and the controller's mu against the step."""
-    rows = read_jsonl(folder / "metrics.jsonl")
-
-    def curves(title: str, label: str, *names: str) -> Curves:
-        picked = {n: [r for r in rows if r.get(n) is not None] for n in names}
-        series = [Series(n, [r["step"] for r in p], [r[n] for r in p]) for n, p in picked.items()]
-        return Curves(title, series, "step", label)
-
-    return [
-        curves("Flip rate", "share of the mask that one step changes", "flip_rate"),
-        curves("Kept and masked weights", "mean |w|", "kept_magnitude", "masked_magnitude"),
-        curves("Flip rate over that of a dense run", "mu", "mu"),
-    ]

@@ -7,16 +7,16 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste schedule=cosine              instead of a rate that stays, then falls
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
-         GPU for the others, where products that were measured to gain run sparse (bench/train_sparse24)
+         GPU for the others, where products that were measured to gain run sparse (benchmarks/train_sparse24)
 Time:    as train/dense at size=tiny on a CPU; twice that with weight_grad=mvue, which is plain torch there
 Expect:  every feed-forward weight is 2:4, which is checked before packing. GPT-2's small shape, 100M different tokens
-         of Python (bench/sparse24_quality), validation loss: 1.6699, and method=srste 1.6626, train/dense schedule=wsd
-         1.6411; with weight_grad=mvue 1.6840, and method=srste 1.6760; with weight_grad=mvue schedule=cosine 1.7462,
-         and method=srste 1.7486, train/dense 1.6970 (all of seed 0; seeds 1 and 2: 1.6631 and 1.6625, dense 1.6325
-         and 1.6402)
+         of Python (experiments/sparse24_quality), validation loss: 1.6699, and method=srste 1.6626, train/dense
+         schedule=wsd 1.6411; with weight_grad=mvue 1.6840, and method=srste 1.6760; with weight_grad=mvue
+         schedule=cosine 1.7462, and method=srste 1.7486, train/dense 1.6970 (all of seed 0; seeds 1 and 2: 1.6631 and
+         1.6625, dense 1.6325 and 1.6402)
 Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
          metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them; on a GPU
-         cslt-*.json, the algorithms that a resumed run goes on with
+         cusparselt-*.json, the algorithms that a resumed run goes on with
 """
 
 from __future__ import annotations
@@ -32,24 +32,17 @@ from shoestring.formats import Sparse24
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder
 from shoestring.recipes.train import dense
-from shoestring.recipes.train.sparse24_fst import (
-    SparseConfig,
-    clock_and_products,
-    flip_plots,
-    save_packed,
-    with_weight_grad,
-)
+from shoestring.recipes.train.sparse24_fst import SparseConfig, deliver_packed, with_weight_grad
 from shoestring.train.data import TokenData
-from shoestring.train.hooks import Hook
-from shoestring.train.sparse24 import FlipMeter, MaskedDecay, check_torch
+from shoestring.train.sparse24 import FlipMeter, MaskedDecay, check_torch, flip_plots
+from shoestring.train.sparse24_tune import tuned_noise_clock
+from shoestring.train.step import Hook
 
 
 @dataclass(frozen=True)
 class Config(SparseConfig):
     method: Literal["sste", "srste"] = option("sste", "soft threshold, or hard masks with decay (SR-STE)")
-    precision: Literal["full", "fp8"] = option(
-        "full", "operands of the 2:4 layers' products: as they are, or FP8"
-    )
+    precision: Literal["full", "fp8"] = option("full", "operands of the 2:4 layers' products: as they are, or FP8")
     decay: float | None = option(None, "masked decay of method=srste; none: 2e-4", least=0)
 
 
@@ -65,7 +58,7 @@ def main(cfg: Config) -> Path:
         make_hooks=partial(make_hooks, cfg),
         plots=flip_plots,
         deciding=("layers", "weight_grad", "method", "precision"),
-        deliver=lambda folder: save_packed(folder, cfg, cfg.layers),
+        deliver=lambda folder: deliver_packed(cfg, folder),
     )
 
 
@@ -77,4 +70,5 @@ def pruning(cfg: Config) -> Sparse24:
 
 def make_hooks(cfg: Config, model: Decoder, mesh: Mesh, data: TokenData) -> list[Hook]:
     decay = [MaskedDecay(2e-4 if cfg.decay is None else cfg.decay)] if cfg.method == "srste" else []
-    return [clock_and_products(cfg, model, mesh, data), FlipMeter(cfg.flip_every), *decay]
+    clock = tuned_noise_clock(model, data, mesh, seed=cfg.seed, resume=cfg.resume)
+    return [clock, FlipMeter(cfg.flip_every), *decay]

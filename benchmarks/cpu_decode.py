@@ -1,0 +1,383 @@
+"""Tokens per second of one request on a CPU, beside perplexity, for SmolLM2-135M-Instruct; llama.cpp in the same run.
+
+    python -m benchmarks.cpu_decode quality --assets FOLDER         about 4 minutes on one core
+    python -m benchmarks.cpu_decode speed --llama-python PYTHON     2 minutes, on an idle machine
+
+Rows: fp32; 4-bit weights decoded to fp32 once (what every packed model does on a CPU); the same codes multiplied
+with activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding),
+the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1,
+its head Q8_0), through llama-cpp-python in an interpreter that has it. 4-bit weights are rounded to nearest: the
+table is about speed and about what 8-bit activations cost, and better weights (benchmarks/ptq.py) have the same speed.
+
+Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row
+has a process of its own, and the rows take turns, `--rounds` times, so that a busy moment hits all of them; a
+row that does not have its turn sleeps. Both clocks are recorded: of the wall, and of the processor (one thread only;
+it stays meaningful on a machine that is busy with other work). Perplexity: first 6 windows of 512 tokens of the
+test text (the tokenised edition); of the rows whose single tokens are computed by another function than prompts
+(serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row
+has no further loss, ours are quantized a second time, on groups of 64. (Groups of 32 do not help: 33.0 against 34.2,
+since zero points are whole numbers here and minima are any numbers there.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.processes import child_environment
+from benchmarks.results import markdown, newest, provenance, record
+from benchmarks.smollm2 import need_smollm2
+from shoestring.errors import as_command
+from shoestring.formats import IntAsym, convert, keep_decoded, pack, parse_format
+from shoestring.formats.int8_activations import quantize_activations
+from shoestring.model import Decoder, load_model
+from shoestring.model.transformer import untie_head
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.runner import Batch, Runner
+
+MODEL = "SmolLM2-135M-Instruct"
+FORMATS = ("int4:g64", "int4:sym:g64")
+LLAMA = "llama.cpp Q4_1"
+WHOLE, BARE = ", 8-bit activations and head", ", no compiler"
+STEPPED = tuple(f + WHOLE for f in FORMATS)
+KINDS = (", decoded", ", 8-bit activations", WHOLE, WHOLE + BARE)
+CASES = ("fp32", *(f + kind for f in FORMATS for kind in KINDS), LLAMA)
+TIMED = ("fp32", *(f + kind for f in FORMATS for kind in KINDS[2:]), LLAMA)
+CONTEXT, WINDOWS = 512, 6
+
+
+def table() -> str:
+    lines = newest("cpu_decode")
+    quality, by_token = (
+        {n["case"]: n["value"] for n in lines if n["metric"] == metric}
+        for metric in ("perplexity", "perplexity_by_token")
+    )
+    speed = {
+        (n["case"], n["config"]["threads"], n["config"]["clock"]): n for n in lines if n["metric"] == "tokens_per_s"
+    }
+    if not speed:
+        return "Not measured yet."
+    clocks = sorted({(t, c) for _, t, c in speed})
+    rows = []
+    for case in CASES:
+        if not any((case, *c) in speed for c in clocks):
+            continue
+        prompts = case.removesuffix(BARE)  # which have no step of their own
+        cells = [case, f"{quality[prompts]:.2f}" if prompts in quality else ""]
+        cells.append(f"{by_token[case]:.2f}" if case in by_token else "")
+        for clock in clocks:
+            n = speed.get((case, *clock))
+            cells += [f"{n['value']:.1f} ({n['p20']:.1f}-{n['p80']:.1f})", f"{n['ratio']:.2f}x"] if n else ["", ""]
+        rows.append(cells)
+    header = ["SmolLM2-135M, one request", "perplexity", "token by token"]
+    for threads, clock in clocks:
+        header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "of llama.cpp"]
+    some = next(iter(speed.values()))
+    config, notes = some["config"], {n["note"] for n in speed.values() if n["note"]}
+    said = (
+        f"\n\nGreedy, {config['prompt']} tokens in, {config['new']} out; median of all steps (p20-p80). Perplexity on "
+        f"the first {CONTEXT * WINDOWS:,} tokens of the WikiText-2 test text (tokenised), context {CONTEXT}. 4-bit "
+        f"weights rounded to nearest, from weights that llama.cpp's row uses as they are. {' '.join(sorted(notes))}"
+    ).rstrip() + against_llama(speed)
+    return markdown(header, rows) + said + provenance(lines)
+
+
+def against_llama(speed: dict[tuple[str, int, str], dict[str, Any]]) -> str:
+    """Our time per token in units of llama.cpp's, as a sentence."""
+    said = [
+        f"{1 / n['ratio']:.2f} ({case.removesuffix(WHOLE)}, {threads} thread{'s' * (threads > 1)})"
+        for (case, threads, clock), n in sorted(speed.items(), key=lambda item: item[0][1])
+        if case in STEPPED and clock == "wall" and n["ratio"]
+    ]
+    return f" Time of a token in units of llama.cpp's: {', '.join(said)}." if said else ""
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def build(case: str, model: Decoder | None = None) -> Decoder:
+    """`model`: one that was loaded already."""
+    model = model or load_model(need_smollm2()).model
+    if case == "fp32":
+        return model
+    label, _, kind = case.removesuffix(BARE).partition(", ")
+    convert(model, [("*", parse_format(label))])
+    pack(model)
+    if kind == "decoded":
+        keep_decoded(model)
+        return model
+    if kind.endswith("head"):
+        untie_head(model, IntAsym(8, 0, symmetric=True))
+    quantize_activations(model)
+    return model
+
+
+# -- quality -------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def perplexity(model: Decoder, tokens: Tensor) -> float:
+    """Of the logits themselves: evals.perplexity multiplies with the head's weight, not with the head."""
+    total = 0.0
+    for window in tokens.split(CONTEXT):
+        logits = model(window[None, :-1])[0]
+        total += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+    return math.exp(total / (len(tokens) - len(tokens) // CONTEXT))
+
+
+@torch.inference_mode()
+def perplexity_by_token(model: Decoder, tokens: Tensor) -> float:
+    """The same, every row computed as the engine computes the row of a new token."""
+    runner = Runner(model, BlockPool(CONTEXT // 16, 16))
+    runner.refresh()
+    table = list(range(CONTEXT // 16))
+    runner.cache.pool.num_touched = len(table)  # type: ignore[misc]
+    total = 0.0
+    for window in tokens.split(CONTEXT):
+        rows = [
+            runner.forward(Batch([RowSpan(table, position, 1)], [token], [0]))
+            for position, token in enumerate(window[:-1].tolist())
+        ]
+        total += float(F.cross_entropy(torch.cat(rows), window[1:], reduction="sum"))
+    return math.exp(total / (len(tokens) - len(tokens) // CONTEXT))
+
+
+def measure_quality(args: argparse.Namespace) -> None:
+    loaded = load_model(need_smollm2())
+    assert loaded.tokenizer is not None
+    text = (args.assets / "text/wikitext-2/test.txt").read_text()[: 10 * WINDOWS * CONTEXT]
+    tokens = torch.tensor(loaded.tokenizer.encode(text))[: WINDOWS * CONTEXT]
+    assert len(tokens) == WINDOWS * CONTEXT
+    model: Decoder | None = loaded.model
+    lines = newest("cpu_decode")
+    known = {(n["case"], n["metric"]): n["value"] for n in lines if n["metric"].startswith("perplexity")}
+    wanted = [(case, "perplexity") for case in args.cases if not case.endswith(BARE)]
+    wanted += [(case, "perplexity_by_token") for case in args.cases if case in STEPPED]
+    for case, metric in wanted:
+        if (case, metric) in known and args.missing:
+            continue
+        if case == LLAMA:
+            row = Row(llama(args.llama_python))
+            value = row.ask({"perplexity": tokens.tolist(), "threads": 1})["perplexity"]
+            row.close()
+        else:
+            built, model = build(case, model), None
+            value = (perplexity if metric == "perplexity" else perplexity_by_token)(built, tokens)
+        known[case, metric] = value
+        base = known.get(("fp32", "perplexity"))
+        record(
+            bench="cpu_decode",
+            case=case,
+            metric=metric,
+            unit="perplexity",
+            samples=[value],
+            baseline="fp32",
+            baseline_value=base,
+            ratio=base / value if base else None,
+            quality={"perplexity": round(value, 3)},
+            config={"model": MODEL, "context": CONTEXT, "tokens": WINDOWS * CONTEXT},
+            note="WikiText-2 test, tokenised edition",
+        )
+        print(f"{case:44} {metric} {value:.2f}", flush=True)
+
+
+# -- speed ---------------------------------------------------------------------------------------------------
+
+
+def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
+    """Seconds of each step that writes a token, but the first, by both clocks."""
+    torch.set_num_threads(threads)
+    seconds: dict[str, list[float]] = {"wall": [], "processor": []}
+    for counted in (False, True):
+        engine = Engine(model, max_requests=1, max_context=len(prompt) + new, chunk=len(prompt))
+        engine.add(prompt, Sampling(max_tokens=new if counted else 4, ignore_eos=True))
+        engine.step()
+        while engine.busy:
+            wall, processor = time.perf_counter(), time.process_time()
+            engine.step()
+            if counted:
+                seconds["wall"].append(time.perf_counter() - wall)
+                seconds["processor"].append(time.process_time() - processor)
+    return seconds
+
+
+def answer(case: str) -> None:
+    """What `speed` starts for each row of ours: a question a line, an answer a line."""
+    if case.endswith(BARE):
+        os.environ["CXX"] = "none"
+    model = build(case)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(time_steps(model, **json.loads(line))), flush=True)
+
+
+class Row:
+    """A process of one row, which measures when it gets a question and sleeps otherwise."""
+
+    def __init__(self, command: list[str]) -> None:
+        environment = child_environment()
+        environment.pop("OMP_NUM_THREADS", None)  # each question says how many threads
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._read()  # it is ready; the next one starts only now
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a row's process ended early; what it said stands above")
+        return json.loads(line)
+
+
+def measure_speed(args: argparse.Namespace) -> None:
+    cases = [c for c in args.cases if c != LLAMA or args.llama_python]
+    prompt = torch.randint(1000, 40000, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows: dict[str, Row] = {}
+    try:
+        for case in cases:
+            rows[case] = Row(llama(args.llama_python) if case == LLAMA else ours(case))
+        for threads in args.threads:
+            found: dict[str, dict[str, list[float]]] = {c: {"wall": [], "processor": []} for c in cases}
+            for _ in range(args.rounds):
+                for case, row in rows.items():
+                    made = row.ask({"prompt": prompt, "new": args.new, "threads": threads})
+                    for clock, seconds in found[case].items():
+                        seconds += made[clock]
+            # With several threads the processor's clock adds them up, which is no speed.
+            for clock in [c for c in args.clocks if c == "wall" or threads == 1]:
+                save_speed({c: f[clock] for c, f in found.items()}, clock, threads, args)
+    finally:
+        for row in rows.values():
+            row.close()
+
+
+def save_speed(seconds: dict[str, list[float]], clock: str, threads: int, args: argparse.Namespace) -> None:
+    rates = {case: [1 / s for s in steps] for case, steps in seconds.items()}
+    base = statistics.median(rates[LLAMA]) if LLAMA in rates else None
+    for case, samples in rates.items():
+        value = statistics.median(samples)
+        config = {"model": MODEL, "threads": threads, "clock": clock, "batch": 1}
+        record(
+            bench="cpu_decode",
+            case=case,
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=samples,
+            baseline=LLAMA if base else "",
+            baseline_value=base,
+            ratio=value / base if base else None,
+            config={**config, "prompt": args.prompt, "new": args.new, "rounds": args.rounds},
+            note=args.note,
+        )
+        best = 1e3 * min(seconds[case])
+        print(f"{threads} threads, {clock:9} {case:44} {value:7.1f} tokens/s  best step {best:6.2f} ms", flush=True)
+
+
+def ours(case: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.cpu_decode", "one", "--cases", case]
+
+
+# -- llama.cpp -----------------------------------------------------------------------------------------------
+
+LLAMA_SCRIPT = r"""
+import json, math, sys, time
+import numpy as np
+from llama_cpp import Llama
+
+window = 512
+
+def score(model, tokens):
+    total, count = 0.0, 0
+    for start in range(0, len(tokens), window):
+        part = tokens[start:start + window]
+        model.reset()
+        model.eval(part)
+        logits = np.array(model.scores[:len(part) - 1], dtype=np.float64)
+        top = logits.max(-1)
+        norm = top + np.log(np.exp(logits - top[:, None]).sum(-1))
+        total += float((norm - logits[np.arange(len(part) - 1), part[1:]]).sum())
+        count += len(part) - 1
+    return {"perplexity": math.exp(total / count)}
+
+def steps(model, prompt, new):
+    wall, processor = [], []
+    model.eval(prompt)
+    token = int(np.argmax(model.scores[model.n_tokens - 1]))
+    for _ in range(new - 1):
+        began = time.perf_counter(), time.process_time()
+        model.eval([token])
+        token = int(np.argmax(model.scores[model.n_tokens - 1]))
+        wall.append(time.perf_counter() - began[0])
+        processor.append(time.process_time() - began[1])
+    return {"wall": wall, "processor": processor}
+
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    ask = json.loads(line)
+    scores = "perplexity" in ask
+    model = Llama(sys.argv[1], n_ctx=window, n_batch=window, n_threads=ask["threads"],
+                  n_threads_batch=ask["threads"], verbose=False, logits_all=scores)
+    made = score(model, ask["perplexity"]) if scores else steps(model, ask["prompt"], ask["new"])
+    model.close()
+    print(json.dumps(made), flush=True)
+"""
+
+
+def llama(python: str) -> list[str]:
+    """llama.cpp in the interpreter that has llama-cpp-python."""
+    if not python:
+        raise SystemExit("llama.cpp needs --llama-python, an interpreter with llama-cpp-python installed")
+    return [python, "-c", LLAMA_SCRIPT, str(need_smollm2())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["quality", "speed", "one"], help="one: what speed starts for each row")
+    parser.add_argument("--assets", type=Path, help="holds text/wikitext-2/{valid,test}.txt; for quality")
+    parser.add_argument("--llama-python", default="", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--cases", nargs="*", choices=CASES, help="left out: those of the table")
+    parser.add_argument("--missing", action="store_true", help="leave out what results has")
+    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
+    clocks = ("wall", "processor")
+    parser.add_argument("--clocks", nargs="*", default=clocks, choices=clocks, help="processor: a busy machine")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--note", default="")
+    args = parser.parse_args()
+    args.cases = args.cases or list(TIMED if args.part == "speed" else CASES)
+    if args.part == "one":
+        answer(args.cases[0])
+    elif args.part == "quality":
+        if args.assets is None:
+            parser.error("quality needs --assets")
+        measure_quality(args)
+    else:
+        measure_speed(args)
+
+
+if __name__ == "__main__":
+    as_command(main)

@@ -1,0 +1,92 @@
+"""A server under load on a CPU: the rows of docs/server.md, about 3 minutes each.
+
+    python -m benchmarks.serve --rate 0.4
+    python -m benchmarks.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150
+
+SmolLM2-135M-Instruct is packed in the fastest form for a CPU (benchmarks/cpu_decode.py), served by `shoestring serve`
+in a process of its own, and loaded as `shoestring bench serve` does (shoestring/evals/server_load.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import tempfile
+from pathlib import Path
+
+from benchmarks.cpu_decode import FORMATS, MODEL
+from benchmarks.results import RESULTS, markdown, newest, provenance
+from benchmarks.smollm2 import need_smollm2
+from shoestring.errors import as_command
+from shoestring.evals.server_load import Slo, from_trace, own_server, poisson, run_load
+from shoestring.formats import IntAsym, convert, pack, parse_format
+from shoestring.model import load_model, save_model
+from shoestring.model.transformer import untie_head
+
+BENCH = "serve"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="arrivals and lengths; without it arrivals are Poisson")
+    parser.add_argument("--rate", type=float, default=0.15)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="without a trace")
+    parser.add_argument("--new-tokens", type=int, default=32, help="without a trace")
+    parser.add_argument("--max-context", type=int, default=256, help="what is longer is shortened to it")
+    parser.add_argument("--slo-ttft", type=float, default=2.0)
+    parser.add_argument("--slo-tpot", type=float, default=0.2)
+    parser.add_argument("--note", default="", help="what else a reader of the line should know")
+    args = parser.parse_args()
+    load, lengths = "Poisson", {"num_prompt": args.prompt_tokens, "num_new": args.new_tokens}
+    plan = poisson(args.rate, args.seconds, **lengths)
+    if args.trace:
+        load, plan = args.trace.stem, from_trace(args.trace, args.seconds, rate=args.rate)
+    slo = Slo(args.slo_ttft, args.slo_tpot)
+    note = "; ".join(filter(None, (args.note, f"load average before it {os.getloadavg()[0]:.1f}")))
+    options = ["--int8-activations", "--max-context", str(args.max_context)]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = pack_smollm2(Path(folder) / MODEL)
+        about = {"load": load, "weights": weights, "server": shlex.join(options)}
+        with own_server(str(Path(folder) / MODEL), options) as url:
+            save = RESULTS / f"{BENCH}.jsonl"
+            run_load(url, plan, slo, f"{load}, {MODEL}", save=save, about=about, note=note)
+
+
+def pack_smollm2(folder: Path) -> str:
+    """Write the model in the fastest form for a CPU; returns what it is."""
+    loaded = load_model(need_smollm2())
+    model = loaded.model
+    convert(model, [("*", parse_format(FORMATS[0]))])
+    pack(model)
+    untie_head(model, IntAsym(8, 0, symmetric=True))
+    save_model(folder, model, loaded.tokenizer)
+    return f"{FORMATS[0]}, head int8"
+
+
+def table() -> str:
+    lines = newest(BENCH)
+    if not lines:
+        return "Not measured yet."
+    header = ["load", "tokens in, out (mean)", "requests/s asked", "answered whole", "tokens/s"]
+    header += [f"{name} p50 / p90 / p99, ms" for name in ("TTFT", "TPOT", "ITL")]
+    rows = [
+        [
+            n["case"],
+            f"{n['config']['prompt_tokens']:.0f}, {n['config']['new_tokens']:.0f}",
+            f"{n['config']['rate']:g}",
+            f"{n['quality']['num_whole']} of {n['quality']['num_sent']}",
+            f"{n['quality']['tokens_per_s']:.1f}",
+            *(" / ".join(f"{1000 * v:,.0f}" for v in n["quality"][name]) for name in ("ttft", "tpot", "itl")),
+            f"{n['value']:.2f} ({n['config']['slo_ttft_s']:g} s, {1000 * n['config']['slo_tpot_s']:g} ms)",
+        ]
+        for n in lines
+    ]
+    notes = "".join(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"])
+    header.append("goodput, requests/s (TTFT, TPOT promised)")
+    return markdown(header, rows) + (f"\n{notes}" if notes else "") + provenance(lines)
+
+
+if __name__ == "__main__":
+    as_command(main)

@@ -1,0 +1,422 @@
+"""Drafters for one model: DistillSpec, AdaSPEC, LK losses, n-gram lookup, at equal steps and at equal compute.
+
+    python -m experiments.drafter                  on a GPU: trains its target first; about 5 minutes on an H200
+    python -m experiments.drafter --size cpu       a small one; about 10 minutes of a CPU core
+    python -m experiments.drafter --size given --model DIR --data FOLDER     a model of yours and texts for it
+
+In pieces, where a machine is shared for the long part and free for the clock only (all with the same --keep):
+
+    python -m experiments.drafter --keep DIR --prepare                  target, its text, its scores
+    python -m experiments.drafter --keep DIR --wait 200 --no-speed --cases LK AdaSPEC     several of these at once
+    python -m benchmarks.drafter_speed --keep DIR                      tokens per second of what is there
+
+Every drafter starts as the target's first layers, sees the same rows of the corpus in the same order (or of texts that
+the target wrote itself: `own_text` of a size) and is measured on prompts from documents that neither it nor the target
+was trained on, with 4 guesses a pass: greedy, and drawn at temperature 1 under the token rule, whose acceptance is
+sum min(p, q).
+
+Compute is counted in floating-point operations of the drafter's training: 3 forwards a token; AdaSPEC's reference
+(its training and its pass over the text) counts, and so do the drafter's own writing and the target's reading of it
+in on-policy training. The target's writing and its one pass over the text, which all share, do not. "Equal compute"
+gives a method as many steps as cost what DistillSpec costs at the full number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.drafter_tables import BENCH, BUDGETS, LONGER, batches, table
+from benchmarks.results import record, significant
+from experiments.drafter_target import SIZES, Size, clock, inference, open_own_text, train_target, write_own_text
+from shoestring.device import pick_device, pick_dtype
+from shoestring.errors import Interrupted, as_command
+from shoestring.evals.model_row import need_tokenizer
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, load_model, save_model
+from shoestring.runlog import RunLog, write_atomically
+from shoestring.serve import Engine
+from shoestring.serve.speculative.draft_model import DraftModel, trim_head
+from shoestring.serve.speculative.drafter import Drafter
+from shoestring.serve.speculative.drafter_stack import DrafterStack
+from shoestring.serve.speculative.ngram_drafter import NgramDrafter
+from shoestring.shrink.drafter import Schedule, distil, make_objective, piece_prompts, reference_losses, score_text
+from shoestring.shrink.drafter_acceptance import engine_for, measure_acceptance
+from shoestring.shrink.drafter_model import coverage, first_layers, frequent_tokens, save_drafter
+from shoestring.shrink.drafter_objectives import DraftDistill
+from shoestring.train.data import TokenData
+from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.teacher_cache import ScalarCache, TeacherCache
+
+__all__ = ["Bench", "batches", "main", "table"]
+
+K = 64
+NUM_DRAFTS = 4
+SHARE = 0.25  # of the micro-batches that an on-policy drafter writes itself
+KINDS = (("", 0.0), ("sampled_", 1.0))  # how tokens are chosen: what its numbers are called, temperature
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    loss: str = "kl"
+    reference: bool = False
+    on_policy: bool = False
+
+
+CASES = (
+    Case("DistillSpec"),
+    Case("LK hybrid", "lk_hybrid"),
+    Case("LK", "lk"),
+    Case("AdaSPEC", reference=True),
+    Case("DistillSpec, on-policy", on_policy=True),
+    Case("LK hybrid + AdaSPEC", "lk_hybrid", reference=True),
+)
+
+
+@dataclass
+class Row:
+    """A drafter, and the file that tells drafter_speed.py about it."""
+
+    path: Path
+    drafter: Drafter
+    told: dict[str, Any]
+
+    def write(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        write_atomically(self.path, json.dumps(self.told))
+
+
+class Bench:
+    """What all cases share: target, text, its scores and prompts."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        text: Corpus,
+        prompts: list[list[int]],
+        size: Size,
+        name: str,
+        folder: Path,
+        seed: int = 1,
+        longer: int = 0,
+    ) -> None:
+        """`longer`: steps of the one that is trained for longest."""
+        self.target, self.size, self.layers, self.name = target, size, size.layers, name
+        self.text, self.prompts, self.folder, self.seed = text, prompts, folder, seed
+        self.device = target.embed.weight.device
+        self.mesh = Mesh(0, 1, self.device)
+        self.data = TokenData(text.train, context=size.draft_context, batch=size.draft_batch, seed=seed)
+        self.log = RunLog(None, quiet=True)
+        steps = max(size.draft_steps, longer)
+        with clock(f"the target's top {K} on {min(steps, self.data.steps_per_epoch):.0f} steps of text"):
+            self.cache: TeacherCache = score_text(folder / f"targets-{seed}", target, self.data, k=K, steps=steps).to(
+                self.device
+            )
+        self.vocab_ids: list[int] | None = None
+        if size.vocab:
+            always = [text.tokenizer.eos_id or 0]
+            ids = frequent_tokens(text.train.tokens, size.vocab, target.spec.vocab_size, always)
+            print(f"the drafter's {size.vocab} tokens are {coverage(text.train.tokens, ids):.1%} of the text")
+            self.vocab_ids = ids
+        self.references: dict[int, ScalarCache] = {}
+        self.plain: dict[int, Decoder] = {}  # by steps, trained with KL on all tokens
+        self.engine: Engine | None = None
+
+    # -- compute --------------------------------------------------------------------------------------------
+    def step_flops(self, case: Case) -> float:
+        """Of one step of a case, the reference's share included."""
+        size, vocab = self.size, self.size.vocab or self.target.spec.vocab_size
+        drafter = replace(self.target.spec, num_layers=self.layers, vocab_size=vocab)
+        forward = drafter.flops_per_token(size.draft_context) / 3
+        tokens = self.data.tokens_per_step
+        total = 3 * forward * tokens
+        if case.reference:
+            total += 3 * forward * tokens + forward * tokens
+        if case.on_policy:
+            judge = self.target.spec.flops_per_token(size.draft_context) / 3
+            total += SHARE * (forward + judge) * tokens
+        return total
+
+    def equal_steps(self, case: Case) -> int:
+        """Steps that cost what DistillSpec costs at the full number."""
+        budget = self.size.draft_steps * self.step_flops(CASES[0])
+        return max(1, round(budget / self.step_flops(case)))
+
+    # -- training -------------------------------------------------------------------------------------------
+    def fresh_drafter(self) -> Decoder:
+        drafter = first_layers(self.target, self.layers).to(self.device)
+        drafter.compute_dtype = self.target.compute_dtype
+        return drafter
+
+    def schedule(self, steps: int) -> Schedule:
+        return Schedule(steps, self.size.draft_lr, max(1, steps // 20))
+
+    def reference(self, steps: int) -> ScalarCache:
+        """A drafter of the same start, trained as long as the one it is for. DistillSpec's is such a one."""
+        if steps not in self.references:
+            objective = make_objective(self.cache, vocab_ids=self.vocab_ids)
+            assert isinstance(objective, DraftDistill)
+            model = self.plain.pop(steps, None) or distil(
+                self.fresh_drafter(), self.data, objective, self.schedule(steps), self.mesh, self.log
+            )
+            held = reference_losses(self.folder / f"reference-{steps}", objective, model, self.data, steps=steps)
+            self.references[steps] = held.to(self.device)
+        return self.references[steps]
+
+    def train(self, case: Case, steps: int) -> tuple[Decoder, int]:
+        """The drafter, and its steps: fewer where the process was asked to end."""
+        drafter = self.fresh_drafter()
+        objective = make_objective(
+            self.cache,
+            loss=case.loss,
+            vocab_ids=self.vocab_ids,
+            reference=self.reference(steps) if case.reference else None,
+            on_policy=SHARE if case.on_policy else 0.0,
+            target=self.target,
+            num_new=self.size.num_new,
+        )
+        self.log.history.clear()
+        try:
+            distil(drafter, self.data, objective, self.schedule(steps), self.mesh, self.log)
+        except Interrupted:
+            return drafter, int(self.log.history[-1]["step"]) if self.log.history else 0
+        if case == CASES[0]:
+            self.plain[steps] = copy.deepcopy(drafter)
+        return drafter, steps
+
+    # -- measuring ------------------------------------------------------------------------------------------
+    def drafter(self, model: Decoder) -> DraftModel:
+        """With the head that was trained."""
+        if self.vocab_ids is not None:
+            trim_head(model, self.vocab_ids)
+        return DraftModel(model, vocab_ids=self.vocab_ids)
+
+    def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
+        """Write a drafter, with the head of the full vocabulary, and what is known of it; None: n-gram lookup."""
+        size = self.size
+        name = f"{case}-{budget}-{self.seed}".replace(" ", "-").replace(",", "")
+        drafter: Drafter = NgramDrafter()
+        if model is not None:
+            model = inference(model, self.target.compute_dtype)
+            save_drafter(self.folder / "drafters" / name, model, None, self.vocab_ids)
+            drafter = self.drafter(model)
+        config = {
+            "target": self.name,
+            "budget": budget,
+            "layers": self.layers,
+            "drafts": NUM_DRAFTS,
+            **({"text": "own"} if size.own_text else {}),
+            **({"vocab": size.vocab} if size.vocab else {}),
+            **({"seed": self.seed} if self.seed != 1 else {}),
+            **config,
+        }
+        note = f"acceptance: {len(self.prompts)} prompts of {size.prompt_tokens} tokens, {size.new_tokens} new"
+        told = {"case": case, "config": config, "note": note, "drafter": name if model else "ngram"}
+        row = Row(self.folder / "rows" / f"{name}.json", drafter, {**told, "quality": {}})
+        row.write()
+        return row
+
+    def keep_stacked(self, other: Row) -> Row:
+        """N-gram lookup, and where it has nothing to say this drafter."""
+        told = {**other.told, "case": f"n-gram, then {other.told['case']}", "quality": {}}
+        told["drafter"] = f"ngram+{told['drafter']}"
+        path = other.path.with_name(f"ngram-{other.path.name}")
+        row = Row(path, DrafterStack([NgramDrafter(), other.drafter]), told)
+        row.write()
+        return row
+
+    def compile(self) -> None:
+        """Every kernel that drafter_speed.py will ask for, so that they are in the cache of compiled ones."""
+        engine = engine_for(self.target, self.prompts, self.size.new_tokens, max_requests=64)
+        model = inference(self.fresh_drafter(), self.target.compute_dtype)
+        with clock("kernels compiled"):
+            engine.use_drafter(DraftModel(model))
+            engine.warm_up()
+
+    def measure(self, row: Row) -> None:
+        """Acceptance, recorded and kept; all drafters are measured with one engine."""
+        size, told = self.size, row.told
+        if self.engine is None:
+            self.engine = engine_for(self.target, self.prompts, size.new_tokens, size.at_once)
+        found: dict[str, float] = {}
+        for kind, temperature in KINDS:
+            a = measure_acceptance(
+                self.target,
+                row.drafter,
+                self.prompts,
+                num_drafts=NUM_DRAFTS,
+                max_tokens=size.new_tokens,
+                temperature=temperature,
+                engine=self.engine,
+            )
+            found |= {
+                f"{kind}acceptance": round(a.acceptance, 4),
+                f"{kind}accepted_length": round(a.accepted_length, 3),
+                "tokens": a.num_tokens,
+            }
+        record(
+            bench=BENCH,
+            case=told["case"],
+            metric="accepted_length",
+            unit="tokens/pass",
+            samples=[found["accepted_length"]],
+            quality=found,
+            config=told["config"],
+            note=told["note"],
+        )
+        told["quality"] = found
+        row.write()
+        print(
+            f"{told['case']:24} {told['config']['budget']:13} acceptance {found['acceptance']:.3f} length "
+            f"{found['accepted_length']:.2f}  sampled {found['sampled_acceptance']:.3f} "
+            f"{found['sampled_accepted_length']:.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default=os.environ.get("SMOLLM2"), help="a target instead of a trained one")
+    parser.add_argument("--data", default="python", help="with --model: texts to distil and to measure on")
+    parser.add_argument("--name", help="with --model: what to call it in the results")
+    parser.add_argument("--no-speed", action="store_true", help="acceptance only, for a shared machine")
+    names = [c.name for c in CASES]
+    parser.add_argument("--cases", nargs="*", default=names, choices=names)
+    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS[:3]), choices=BUDGETS[:3])
+    parser.add_argument("--seconds", type=float, help="of the target's training")
+    parser.add_argument("--text-seconds", type=float, help="of the target's writing")
+    parser.add_argument("--target-steps", type=int, help="of its training, instead of --seconds")
+    parser.add_argument("--corpus", type=Path, help="a tokenised corpus for the target, brought from elsewhere")
+    parser.add_argument("--steps", type=int, help="of a drafter's training")
+    parser.add_argument("--longer", default="DistillSpec", choices=names, help="trained for longer, as one more row")
+    parser.add_argument("--longer-steps", type=int, default=0, help="for how many steps; 0: not at all")
+    parser.add_argument("--longer-at", type=int, default=3, help="after so many of the others")
+    parser.add_argument("--layers", type=int, help="of the drafter")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the text; the table shows means")
+    parser.add_argument("--keep", type=Path, help="folder of target, scores and drafters, for further calls")
+    parser.add_argument("--prepare", action="store_true", help="target, text and scores only")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds until another call has prepared")
+    parser.add_argument("--deadline", type=float, default=1e9, help="start nothing more after so many seconds")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    size = SIZES[args.size]
+    size = replace(
+        size,
+        seconds=args.seconds or size.seconds,
+        text_seconds=args.text_seconds or size.text_seconds,
+        draft_steps=args.steps or size.draft_steps,
+        layers=args.layers or size.layers,
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        ready = folder / "ready.json"
+        while not ready.is_file() and time.perf_counter() - began < args.wait:
+            time.sleep(0.2)
+        if args.wait and not ready.is_file():
+            raise SystemExit(f"{folder} was not prepared within {args.wait:.0f} s")
+        bench = (open_trained if ready.is_file() else prepare_all)(args, size, folder)
+        if args.prepare:
+            bench.compile()
+            return
+        run(bench, args, began)
+        if not args.no_speed:
+            from benchmarks import drafter_speed
+
+            target = bench.target
+            del bench
+            drafter_speed.measure_all(folder, target, size.repeats)
+
+
+def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
+    """Target, prompts, text and scores; ready.json is written last."""
+    device = pick_device("auto")
+    dtype = pick_dtype("auto", device)
+    if args.model:
+        loaded = load_model(args.model, device=device, dtype=dtype)
+        target, name = loaded.model, args.name or Path(args.model).stem
+        corpus = tokenize_corpus(args.data, tokenizer=need_tokenizer(loaded), max_bytes=int(size.max_mb * 1e6))
+    else:
+        target, corpus, name = train_target(size, device, dtype, args.target_steps, args.corpus)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    texts = piece_prompts(corpus.val, corpus.tokenizer, size.num_prompts, size.prompt_tokens)
+    prompts = [corpus.tokenizer.encode(t) for t in texts]
+    with ThreadPoolExecutor(1) as beside:
+        saved = beside.submit(save_model, folder / "target", target, corpus.tokenizer)
+        text = write_own_text(target, corpus, size, folder) if size.own_text else corpus
+        bench = Bench(target, text, prompts, size, name, folder, args.seed, args.longer_steps)
+        saved.result()
+    told = {"name": name, "prompts": prompts, "new_tokens": size.new_tokens, "data": args.data}
+    write_atomically(folder / "ready.json", json.dumps(told))
+    return bench
+
+
+def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
+    """What another call prepared, with the same --size, --steps and --seed."""
+    device = pick_device("auto")
+    told = json.loads((folder / "ready.json").read_text())
+    with clock("target read"):
+        loaded = load_model(folder / "target", device=device, dtype=pick_dtype("auto", device))
+    target, tokenizer = inference(loaded.model, loaded.model.compute_dtype), need_tokenizer(loaded)
+    if size.own_text:
+        text = open_own_text(tokenizer, folder)
+    else:
+        text = tokenize_corpus(told["data"], tokenizer=tokenizer, max_bytes=int(size.max_mb * 1e6))
+    return Bench(target, text, told["prompts"], size, told["name"], folder, args.seed, args.longer_steps)
+
+
+def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
+    """In the order of --cases: what comes first matters most where time runs out. All are trained and kept before
+    the first is measured."""
+    plan = [(c, "equal steps", bench.size.draft_steps) for c in CASES]
+    plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]
+    plan = [p for p in plan if p[0].name in args.cases and p[1] in args.budgets]
+    plan.sort(key=lambda p: args.cases.index(p[0].name))
+    if args.longer_steps:
+        case = next(c for c in CASES if c.name == args.longer)
+        plan.insert(args.longer_at, (case, LONGER, args.longer_steps))
+
+    def late() -> bool:
+        return time.perf_counter() - began > args.deadline
+
+    rows = []
+    for case, budget, steps in plan:
+        if late():
+            print(f"no time for {case.name}, {budget}", flush=True)
+            continue
+        started = time.perf_counter()
+        model, done = bench.train(case, steps)
+        if done < steps:
+            budget, steps = f"{budget}, cut", done
+        flops = steps * bench.step_flops(case)
+        rows.append(bench.keep(case.name, budget, model, steps=steps, teraflops=significant(flops / 1e12, 3)))
+        seconds = time.perf_counter() - started
+        print(f"{case.name}, {budget}: {steps} steps, {flops / 1e12:.3g} TFLOP, {seconds:.1f} s", flush=True)
+        if budget.endswith("cut"):
+            return
+    if rows:
+        rows.append(bench.keep_stacked(max(rows, key=lambda row: row.told["config"]["steps"])))
+    if "no training" in args.budgets:
+        rows.append(bench.keep("first layers, untrained", "no training", bench.fresh_drafter()))
+        rows.append(bench.keep("n-gram lookup", "no training", None))
+    for row in rows:
+        bench.measure(row)
+
+
+if __name__ == "__main__":
+    as_command(main)

@@ -1,0 +1,201 @@
+"""What drafter.py measures on: how large everything is, a target trained on the spot, and the text it writes.
+
+A drafter pays where a pass of the target is dear and the drafter's is cheap, and where texts are those the drafter
+knows. A model that a machine can train within a minute and that is large enough for the first is not a good
+model: its validation loss stands beside the results.
+
+The target is trained for so many seconds, whatever a step takes: the learning rate follows the clock. A deep one
+begins as one of fewer layers, whose steps are cheaper; after two thirds of the time blocks that add nothing yet
+(output weights of 0) are put between its own, and all are trained (block expansion, Wu et al. 2024).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.drafter_speed import clock, inference
+from experiments.python_corpus import open_prepared
+from shoestring.evals.perplexity import perplexity
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, ModelSpec, Tokenizer
+from shoestring.model.parallel import init_weights, materialize
+from shoestring.runlog import RunLog, write_atomically
+from shoestring.serve import Engine, Sampling
+from shoestring.shrink.drafter import piece_prompts
+from shoestring.train.data import TokenData
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, constant, warmup_cosine
+from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.step import Run
+from shoestring.train.trainer import train
+
+
+@dataclass(frozen=True)
+class Size:
+    shape: dict[str, Any]  # of the target
+    vocab_size: int
+    max_mb: float  # of text
+    context: int
+    batch: int  # rows of a step of its training
+    seconds: float  # of the target's training
+    begins: int  # with so many layers; 0: with all
+    lr: float
+    layers: int  # of the drafter
+    vocab: int  # tokens in the drafter's head; 0: all
+    own_text: int  # texts that the target writes for drafters to learn from; 0: they learn from the corpus
+    draft_context: int
+    draft_batch: int
+    draft_steps: int
+    draft_lr: float
+    num_new: int  # tokens that an on-policy drafter writes per row
+    num_prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    at_once: int  # requests at once where acceptance is measured
+    repeats: int
+    text_seconds: float = 1e9  # of that writing
+
+
+# Wide layers: a pass over 5 rows then costs about what a pass over one does, which is what speculation lives on.
+GPU = {
+    "d_model": 3072, "num_layers": 24, "num_heads": 48, "num_kv_heads": 12, "head_dim": 64, "d_ff": 8192,
+}  # fmt: skip
+CPU = {"d_model": 192, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
+SIZES = {
+    "gpu": Size(
+        GPU, 4096, 9.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 4096, 256, 32, 250, 3e-4, 48, 64, 64, 96, 64, 8, 22.0,
+    ),
+    # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
+    "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
+    "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
+    "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
+}  # fmt: skip
+
+
+def train_target(
+    size: Size, device: torch.device, dtype: torch.dtype, steps: int | None = None, prepared: Path | None = None
+) -> tuple[Decoder, Corpus, str]:
+    """A model, its corpus and what to call it in the results. `steps` None: as many as the seconds allow. `prepared`:
+    a tokenised corpus of Python that was brought here."""
+    with clock("corpus"):
+        if prepared is not None:
+            corpus = open_prepared(prepared)
+        else:
+            corpus = tokenize_corpus("python", vocab_size=size.vocab_size, max_bytes=int(size.max_mb * 1e6))
+    spec = ModelSpec(
+        vocab_size=corpus.tokenizer.vocab_size, max_positions=size.context, eos_id=corpus.tokenizer.eos_id, **size.shape
+    )
+    data = TokenData(corpus.train, context=size.context, batch=size.batch)
+    log = RunLog(None, quiet=True)
+    done = 0
+    if steps is None and size.begins:
+        small = _fresh(replace(spec, num_layers=size.begins), device, dtype)
+        done = train_for(_run(small, size.lr, log), data, size.lr, 2 / 3 * size.seconds)
+        target = expand(small, _fresh(spec, device, dtype))
+        del small
+        gc.collect()
+        run, lr, seconds = _run(target, size.lr, log, done), size.lr / 2, size.seconds / 3
+    else:
+        target = _fresh(spec, device, dtype)
+        run, lr, seconds = _run(target, size.lr, log), size.lr, size.seconds
+    if steps is None:
+        steps = train_for(run, data, lr, seconds)
+    else:
+        schedule = warmup_cosine(size.lr, warmup=max(1, steps // 10), steps=steps)
+        train(run, data, CrossEntropy(), steps=steps, schedule=schedule)
+    del run
+    losses = [row["loss"] for row in log.history if "loss" in row]
+    num_tokens = steps * data.tokens_per_step
+    target = inference(target, dtype)
+    found = perplexity(target, corpus.val.head(16 * size.context), context=size.context).value
+    print(
+        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} on {num_tokens / 1e6:.1f}M tokens, perplexity {found:.1f}",
+        flush=True,
+    )
+    name = f"Llama shape {spec.num_layers}x{spec.d_model}, {spec.num_params() / 1e6:,.0f}M parameters, trained on "
+    name += f"{num_tokens / 1e6:.1f}M tokens of Python (validation perplexity {found:.0f}, {spec.vocab_size} tokens)"
+    return target, corpus, name
+
+
+def _fresh(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model.compute_dtype = dtype
+    materialize(model, device)
+    init_weights(model, 0)
+    return model
+
+
+def _run(model: Decoder, lr: float, log: RunLog, step: int = 0) -> Run:
+    return Run(model, adamw(model, lr=lr), Mesh(0, 1, model.embed.weight.device), log, step)
+
+
+@torch.no_grad()
+def expand(small: Decoder, large: Decoder) -> Decoder:
+    """The same function with more blocks: those of `small`, evenly spread, and others that add nothing yet."""
+    every, rest = divmod(len(large.blocks), len(small.blocks))
+    assert not rest, "the number of layers must be a multiple of those it begins with"
+    for block in large.blocks:
+        for part in (block.attn.o, block.mlp.down):  # type: ignore[union-attr]
+            part.weight.zero_()  # type: ignore[union-attr, operator]
+    for name, param in small.named_parameters():
+        if name.startswith("blocks."):
+            _, index, rest_of_name = name.split(".", 2)
+            name = f"blocks.{int(index) * every}.{rest_of_name}"
+        large.get_parameter(name).copy_(param)
+    return large
+
+
+def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:
+    """As many steps as fit: the rate rises over a tenth of the time and falls to a tenth over the rest."""
+    began, first = time.perf_counter(), run.step
+    while (share := (time.perf_counter() - began) / seconds) < 1:
+        rate = lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * max(0.0, share - 0.1) / 0.9)))
+        rate *= min(1.0, (share + 0.01) / 0.1)
+        steps = run.step + (2 if share < 0.5 else max(1, min(10, (run.step - first) // 10)))
+        train(run, data, CrossEntropy(), steps=steps, schedule=constant(rate), log_every=10)
+    layers = run.model.spec.num_layers  # type: ignore[union-attr]
+    print(f"[{time.perf_counter() - began:.1f} s: to step {run.step}, {layers} layers]", flush=True)
+    return run.step
+
+
+def write_own_text(target: Decoder, corpus: Corpus, size: Size, folder: Path) -> Corpus:
+    """What the target writes after pieces of its corpus, half of it greedy and half drawn at temperature 1, as it will
+    be measured; as a corpus in which the pieces do not count. Batch by batch, until the time is over."""
+    tokenizer, length, began = corpus.tokenizer, size.draft_context, time.perf_counter()
+    pieces = piece_prompts(corpus.train, tokenizer, size.own_text, size.prompt_tokens)
+    prompts = [tokenizer.encode(piece)[: length - 1] for piece in pieces]
+    at_once = min(len(prompts), 256 if target.embed.weight.is_cuda else 16)
+    engine = Engine(target, max_requests=at_once, max_context=length, chunk=max(512, 8 * at_once), prefix_cache=False)
+    # Every batch is spread over the corpus: a text that is cut short is still a sample of all of it.
+    batches = [prompts[i :: -(-len(prompts) // at_once)] for i in range(-(-len(prompts) // at_once))]
+    lines: list[str] = []
+    num_new = 0
+    for i, batch in enumerate(batches):
+        if i > 1 and time.perf_counter() - began > size.text_seconds:
+            break
+        samplings = [
+            Sampling(temperature=float(i % 2), seed=i * at_once + j, max_tokens=length - len(p), ignore_eos=True)
+            for j, p in enumerate(batch)
+        ]
+        for prompt, done in zip(batch, engine.generate(batch, samplings), strict=True):
+            num_new += len(done.token_ids)
+            told = {"prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(done.token_ids)}
+            if told["completion"].strip():
+                lines.append(json.dumps(told) + "\n")
+    (folder / "text").mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "text" / "own.jsonl", "".join(lines))
+    print(f"[{time.perf_counter() - began:.1f} s: {len(lines)} texts, {num_new / 1e3:,.0f}k new tokens]", flush=True)
+    return open_own_text(tokenizer, folder)
+
+
+def open_own_text(tokenizer: Tokenizer, folder: Path) -> Corpus:
+    return tokenize_corpus(str(folder / "text"), folder / "corpus", tokenizer=tokenizer, val_fraction=0.0)

@@ -1,0 +1,367 @@
+"""The methods that experiments/lowbit_quality compares, on one model in memory.
+
+A `Subject` is a full model with what it is measured on and what it may learn from. Every method starts from its full
+weights and leaves the model in its Format; `unformat` packs and decodes it, so that what is evaluated is what a packed
+file would hold. BitDistiller and ours get the same text and the same number of training tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.time_budget import OutOfTime, TimeBudget
+from shoestring.evals.perplexity import perplexity
+from shoestring.evals.tasks import run_task
+from shoestring.formats import Dense, Format, Parts, convert, formats_of, pack, parse_format, unpack
+from shoestring.formats.convert import Rule, format_linears
+from shoestring.formats.range_gradient import with_range_gradient
+from shoestring.mesh import open_mesh
+from shoestring.model import Decoder
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.runlog import RunLog
+from shoestring.shrink.blockwise import Blockwise, train_blocks
+from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
+from shoestring.shrink.qat import (
+    FallingRates,
+    Rates,
+    clip_weights,
+    hold_grids,
+    learned_rules,
+    part_for,
+    read_grids,
+    relative_adamw,
+)
+from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
+from shoestring.train.batched_formats import BatchedFormats
+from shoestring.train.cakld import CachedCakld, Cakld
+from shoestring.train.cuda_graph import GraphedForwardBackward
+from shoestring.train.data import TokenData
+from shoestring.train.optim import adamw, constant
+from shoestring.train.shards import TokenShards
+from shoestring.train.step import Hook, Run
+from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
+from shoestring.train.trainer import train
+
+# BitDistiller's, by bits; bitdistiller@2e-4 has another one, bitdistiller@2e-4,batch=16 other batches as well.
+LEARNING_RATES = {2: 5e-4, 3: 2e-4, 4: 1e-4}
+
+
+MIX_WINDOWS = 4  # of the training text, that the damage of a Format in a layer is measured on
+
+# What decides the block-wise stage of ours: Format, seed, part of the training tokens, start, other formats.
+Blocks = tuple[str, int, float, str, str]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A setting of ours: `ours@live,0.5,rest=0` has the full model beside the student, half of the rates for these
+    bits, and frozen embeddings."""
+
+    part: float | None = None  # of the rates end to end; None: by bits
+    live: bool = False  # the full model beside the student; else its cached top-k
+    derived: bool = False  # BitDistiller's start and grids: clipped weights, whose extremes the scales follow
+    gamma: float | None = None  # of CAKLD; None: the full model's confidence
+    blocks: float | None = None  # part of the training tokens for the block-wise stage; None: the subject's
+    batch: int = 0  # rows a step end to end; 0: the subject's
+    init: str = ""  # the method whose grids it starts from; empty: the subject's
+    mix: str = ""  # formats, joined by "+", that layers may have instead, at equal bits per weight altogether
+    rates: tuple[tuple[str, float], ...] = ()  # instead of the subject's
+
+    def part_at(self, label: str) -> float:
+        return part_for([parse_format(label)]) if self.part is None else self.part
+
+    @classmethod
+    def parse(cls, given: str) -> Ours:
+        found: dict[str, Any] = {}
+        rates: list[tuple[str, float]] = []
+        for item in filter(None, given.split(",")):
+            key, _, value = item.partition("=")
+            if key in ("live", "derived"):
+                found[key] = True
+            elif not value:
+                found["part"] = float(key)
+            elif key in ("gamma", "blocks", "batch", "init", "mix"):
+                found[key] = {"batch": int, "init": str, "mix": str}.get(key, float)(value)
+            else:
+                rates.append((key, float(value)))
+        return cls(**found, rates=tuple(rates))
+
+
+@dataclass
+class Subject:
+    """A full model, what it is measured on and what it may learn from."""
+
+    name: str
+    model: Decoder  # fp32 weights; computes in its compute_dtype
+    tokenizer: Tokenizer | None
+    test: Tensor
+    context: int  # of the evaluation
+    calibration: Tensor  # [windows, context]
+    text: TokenShards  # to train on
+    steps: int
+    batch: int
+    train_context: int
+    micro: int = 0  # rows of a pass; 0: all of the batch
+    tasks: list[Path] = field(default_factory=list)
+    items: int = 0
+    kept_dense: tuple[str, ...] = ()  # globs of layers whose width no group divides
+    top: int = 64  # tokens that the cache keeps of each distribution
+    lr: float | None = None  # BitDistiller's; None: by bits
+    blockwise_part: float = 0.25  # of ours' training tokens
+    blockwise: Blockwise = field(default_factory=Blockwise)
+    rates: Rates = field(default_factory=Rates)
+    cache_folder: Path = Path()
+    original: dict[str, Tensor] = field(default_factory=dict)
+    shared: list[BlockStep] = field(default_factory=list)
+    valid: Tensor | None = None  # to choose between settings on
+    told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
+    blocks: dict[Blocks, dict[str, Tensor]] = field(default_factory=dict)  # ours, after the block-wise stage
+    mixes: dict[tuple[str, str], MixedBits] = field(default_factory=dict)  # by Format and other candidates
+    ends: float | None = None  # of time.perf_counter: ours is trained until then at most
+    known: dict[str, list[int]] = field(default_factory=dict)  # texts of the tasks in tokens
+
+    def __post_init__(self) -> None:
+        self.original = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
+
+    @property
+    def training_tokens(self) -> int:
+        return self.steps * self.batch * self.train_context
+
+    def rules(self, format: Format) -> list[Rule]:
+        return [*((glob, Dense()) for glob in self.kept_dense), ("*", format)]
+
+    def fresh(self) -> Decoder:
+        assert not formats_of(self.model), "a method left its formats behind: call unformat"
+        self.model.load_state_dict(self.original)
+        return self.model.requires_grad_(True)
+
+    def data(self, seed: int, batch: int = 0) -> TokenData:
+        rows = batch or self.batch
+        return TokenData(self.text, context=self.train_context, batch=rows, seed=seed, micro=rows)
+
+    def encode(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        if text not in self.known:
+            self.known[text] = self.tokenizer.encode(text)
+        return self.known[text]
+
+    def cache(self) -> TeacherCache:
+        """Of every window, so that it serves every seed. The model is the full one afterwards."""
+        data = self.data(0)
+        cache = build_cache(self.cache_folder, self.fresh(), one_epoch(data), num_targets=len(data.shards), k=self.top)
+        return cache.to(self.model.embed.weight.device)
+
+
+# -- methods -------------------------------------------------------------------------------------------------
+
+
+def after_training(subject: Subject, label: str, name: str) -> Decoder:
+    """A method without training: the model then holds, packed and decoded again, what its file would."""
+    model, method = subject.fresh(), METHODS[name]
+    rules = subject.rules(parse_format(label))
+    if usual_inputs(method) == "quantized":
+        steps: Iterator[BlockStep] = walk(model, subject.calibration, Calibration(inputs="quantized"))
+    else:
+        if not subject.shared and name != "rtn":
+            subject.shared = list(walk(model, subject.calibration, Calibration(inputs="full")))
+        steps = iter(subject.shared) if name != "rtn" else iter(())
+    quantize(model, rules, steps, method)
+    return model
+
+
+def bitdistiller(subject: Subject, label: str, *, lr: float, seed: int = 0, batch: int = 0) -> tuple[Decoder, float]:
+    """Clip, then QAT with CAKLD against the live model; returns it with the mean loss of the last tenth."""
+    gamma = subject.cache().confidence
+    teacher = copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype)
+    data, model = subject.data(seed, batch), subject.fresh()
+    start_clipped(subject, label)
+    optimizer = adamw(model, lr=lr, weight_decay=0.0)
+    run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
+    steps = subject.training_tokens // data.tokens_per_step
+    objective = BatchedFormats(Cakld(teacher, gamma), rows=subject.micro)
+    often = max(1, steps // 10)  # looking at the loss waits for the GPU
+    train(
+        run,
+        data,
+        objective,
+        steps=steps,
+        schedule=constant(lr),
+        log_every=often,
+        forward_backward=GraphedForwardBackward(),
+    )
+    tell(run)
+    return model, run.log.history[-1]["loss"]
+
+
+def start_clipped(subject: Subject, label: str) -> None:
+    """BitDistiller's start: groups clamped to searched ranges, scales that follow their extremes."""
+    model, format = subject.model, parse_format(label)
+    most = (len(subject.text) - 1) // subject.train_context
+    seen = windows(subject.text.head(), min(32, most), subject.train_context)
+    clip_weights(model, subject.rules(format), walk(model, seen, Calibration(inputs="full")), Clip())
+    convert(model, subject.rules(with_range_gradient(format)))
+
+
+def ours(subject: Subject, label: str, setting: Ours, *, seed: int = 0) -> tuple[Decoder, int]:
+    """Block-wise, then end to end, together as many training tokens as BitDistiller, or what the subject's time
+    allows; returns the model and its training tokens."""
+    loss = teacher_loss(subject, setting)
+    model = subject.fresh()
+    if setting.derived:
+        start_clipped(subject, label)
+        used = 0
+    else:
+        used = start_blocks(subject, label, setting, seed)
+    data = subject.data(seed, setting.batch)
+    steps = max(1, (subject.training_tokens - used) // data.tokens_per_step)
+    rates = replace(subject.rates, **dict(setting.rates)).softer(setting.part_at(label))
+    mesh = open_mesh(device=str(data_device(model)))
+    run = Run(model, relative_adamw(model, rates), mesh, RunLog(None, quiet=True))
+    falling = FallingRates(steps, warmup=max(1, steps // 20))
+    hooks: list[Hook] = [falling]
+    if subject.ends is not None:
+        seconds = subject.ends - time.perf_counter()
+        hooks.append(TimeBudget(steps, seconds, falling.at, now=True))
+    objective, often = BatchedFormats(loss, rows=subject.micro), max(1, steps // 10)
+    try:
+        train(
+            run, data, objective, steps=steps, hooks=hooks, log_every=often, forward_backward=GraphedForwardBackward()
+        )
+    except OutOfTime:
+        print(f"  out of time after step {run.step} of {steps}", flush=True)
+    tell(run)
+    return model, used + run.step * data.tokens_per_step
+
+
+def teacher_loss(subject: Subject, setting: Ours) -> Cakld | CachedCakld:
+    if not setting.live:
+        return CachedCakld(subject.cache(), setting.gamma)
+    gamma = subject.cache().confidence if setting.gamma is None else setting.gamma
+    return Cakld(copy.deepcopy(subject.fresh()).to(subject.model.compute_dtype), gamma)
+
+
+def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
+    """The subject's full model becomes what end-to-end training starts from; returns the training tokens that took.
+
+    Without block-wise training these are the grids of the method it starts from, chosen on as many windows as
+    BitDistiller's clip search sees."""
+    model, rules = subject.model, rules_of(subject, label, setting)
+    init = setting.init or subject.blockwise.init
+    settings = replace(subject.blockwise, init=init, seed=seed, keep_masters=True)
+    part = subject.blockwise_part if setting.blocks is None else setting.blocks
+    most = (len(subject.text) - 1) // subject.train_context
+    num = min(most, max(4, int(part * subject.training_tokens / settings.epochs / subject.train_context)))
+    used = num * settings.epochs * subject.train_context
+    if not part:
+        num, used = min(most, 32), 0
+        settings = replace(settings, lr_weight=0.0, lr_scale=0.0, lr_zero=0.0, lr_norm=0.0)
+    key = (label, seed, part, init, setting.mix)
+    if key in subject.blocks:  # the same for every setting of the other stage
+        convert(model, learned_rules(rules), skip=HEADS)
+        model.load_state_dict(subject.blocks[key])
+    else:
+        report = train_blocks(model, rules, windows(subject.text.head(), num, subject.train_context), settings)
+        learn_grids(model, rules, report.masters)
+        subject.blocks = {key: {name: t.detach().clone() for name, t in model.state_dict().items()}}
+    return used
+
+
+@torch.no_grad()
+def learn_grids(
+    model: nn.Module, rules: Sequence[Rule], masters: Parts | None = None, *, skip: Sequence[str] = HEADS
+) -> None:
+    """Grids that a method chose and fixed become Parameters with the same values.
+
+    `masters`: the weights before rounding (Blockwise(keep_masters=True)). Rounded ones stand in the middle of their
+    bins, from where training at small rates moves hardly any of them to the next.
+    """
+    grids = read_grids(model)
+    convert(model, learned_rules(rules), skip=skip)
+    hold_grids(model, grids)
+    for name, w in (masters or {}).items():
+        model.get_submodule(name).weight.copy_(w)  # type: ignore[operator, union-attr]
+
+
+def rules_of(subject: Subject, label: str, setting: Ours) -> list[Rule]:
+    """The Format everywhere or, with other ones to choose from, the mix of the same bits per weight whose layers
+    together do the least damage to the full model, which the subject's model is when this is called."""
+    if not setting.mix:
+        return subject.rules(parse_format(label))
+    key = label, setting.mix
+    if key not in subject.mixes:
+        began = time.perf_counter()
+        formats = [parse_format(x) for x in (label, *setting.mix.split("+"))]
+        seen = windows(subject.text.head(), MIX_WINDOWS, subject.train_context)
+        units = measure_damage(subject.model, formats, seen, skip=(*HEADS, *subject.kept_dense))
+        budget = sum(u.options[0].bits for u in units) / sum(u.num_weights for u in units)
+        mix = subject.mixes[key] = choose_formats(units, budget)
+        counts = Counter(option.format.label for option in mix.chosen)
+        print(f"  {dict(counts)}, {mix.bits_per_weight:.3f} bits, {time.perf_counter() - began:.0f} s", flush=True)
+    return [*subject.rules(Dense())[:-1], *subject.mixes[key].rules]
+
+
+def tell(run: Run) -> None:
+    if not run.log.history:
+        return
+    first, last = (run.log.history[i] for i in (0, -1))
+    print(f"  loss {first['loss']:.3f} -> {last['loss']:.3f}, {last['tokens_per_s']:,.0f} tokens/s", flush=True)
+
+
+def data_device(model: Decoder) -> torch.device:
+    return model.embed.weight.device
+
+
+def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:
+    """Run a method: rtn, awq, gptq, ..., bitdistiller, bitdistiller@LR[,batch=ROWS], ours or ours@SETTING."""
+    name, _, given = method.partition("@")
+    if name == "bitdistiller":
+        rate, _, rows = given.partition(",batch=")
+        lr = float(rate) if rate else subject.lr or LEARNING_RATES[parse_format(label).bits]  # type: ignore[attr-defined]
+        model, _ = bitdistiller(subject, label, lr=lr, seed=seed, batch=int(rows or 0))
+        told = {"training_tokens": subject.training_tokens, "lr": lr}
+        return model, {**told, "batch": int(rows)} if rows else told
+    if name == "ours":
+        setting = Ours.parse(given)
+        model, tokens = ours(subject, label, setting, seed=seed)
+        # Rounded down to whole steps; a run that was cut short says what it had.
+        whole = tokens > subject.training_tokens - subject.batch * subject.train_context
+        told = {"rates": setting.part_at(label), "live": setting.live, "batch": setting.batch or subject.batch}
+        return model, {"training_tokens": subject.training_tokens if whole else tokens, **told}
+    return after_training(subject, label, method), {"training_tokens": 0}
+
+
+def unformat(model: Decoder) -> float:
+    """Pack and decode: dense weights that are what the packed file holds. Returns the bits per packed weight."""
+    pack(model, dtype=model.compute_dtype)
+    layers = [m for _, m in format_linears(model) if m.packed]
+    weights = [m.shape[0] * m.shape[1] for m in layers]
+    bits = sum(m.format.bits_per_weight(m.shape) * n for m, n in zip(layers, weights, strict=True))
+    unpack(model)
+    return bits / sum(weights)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(subject: Subject) -> dict[str, float]:
+    model = subject.model.eval()
+    batch = max(1, (16384 if data_device(model).type == "cuda" else 4096) // subject.context)
+    found = {"perplexity": perplexity(model, subject.test, context=subject.context, batch=batch).value}
+    if subject.valid is not None:
+        found["valid"] = perplexity(model, subject.valid, context=subject.context, batch=batch).value
+    for path in subject.tasks:
+        result = run_task(model, subject, path, limit=subject.items, batch_rows=batch * subject.context)
+        found[f"accuracy_{path.stem}"] = round(result.accuracy, 4)
+    return found

@@ -1,0 +1,344 @@
+"""What lowbit_quality found: the settings that stand for each method, the tables of docs/, and what should hold.
+
+Where several settings of a trained method were measured, the one with the lowest perplexity on the validation text
+(where some have none, on the measured one) stands for it; trained methods are compared at equal training tokens only.
+
+"By a wide margin" is said of what a method loses against full precision, in nats per token: at most half of the other's
+
+    (log p - log full) / (log other - log full) <= 1/2          p, other, full: perplexities
+
+A part of the other's perplexity would be out of reach on a model that loses little, and cheap on one that others ruin.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.results import counting as newest_of
+from benchmarks.results import markdown, provenance, recorded
+from experiments.lowbit_subjects import KEPT, SMOLLM2, STORIES
+
+BENCH = "lowbit_quality"
+MIXED = "ours, mixed"  # formats by layer, at the bits per weight of the one in the row
+PLAIN = ("rtn", "clip", "awq", "gptq")
+UNTRAINED = (*PLAIN, "gptq+clip")
+WIDE = 0.5  # of the other's loss over full precision, at most
+TEXTS = {
+    SMOLLM2: "the WikiText-2 test text (tokenised edition)",
+    KEPT: "held-out text of its own corpus",
+    STORIES: "held-out TinyStories",
+}
+COLUMNS = {**{m: m for m in UNTRAINED}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
+MODELS = (SMOLLM2, KEPT, STORIES)
+GROUPS = (64, 192)
+ASKED = {SMOLLM2: GROUPS}  # whose every grid the table should have one day
+
+
+def grids(group: int) -> list[str]:
+    """3, 2 and 4 bits; evenly spaced, and NF with one and with two scales."""
+    return [f"{kind.format(b)}:g{group}" for b in (3, 2, 4) for kind in ("int{}", "nf{}:s1", "nf{}:s2")]
+
+
+def float_grids(group: int) -> list[str]:
+    """The values of a tiny float, at 3 and 4 bits, with one and with two scales."""
+    return [f"fp{bits}:s{scales}:g{group}" for bits in (3, 4) for scales in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The lines (one a seed) that stand for a method: those of its best setting."""
+
+    method: str  # with its setting
+    lines: list[dict[str, Any]]
+    tried: int = 1  # settings that it is the best of
+    by: str = ""  # the text that said so
+
+    @property
+    def perplexities(self) -> list[float]:
+        return sorted(n["quality"]["perplexity"] for n in self.lines)
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.perplexities)
+
+    @property
+    def trained(self) -> bool:
+        return any(n["config"].get("training_tokens") for n in self.lines)
+
+    @property
+    def chosen(self) -> str:
+        """`bitdistiller@4e-5, best of 3 by validation`"""
+        return f"{self.method}, best of {self.tried} by {self.by}" if self.tried > 1 else self.method
+
+    @property
+    def validated(self) -> bool:
+        return all("valid" in n["quality"] for n in self.lines)
+
+    def judged(self, text: str) -> float:
+        return statistics.mean(n["quality"][text] for n in self.lines)
+
+    @property
+    def num_seeds(self) -> int:
+        """One may have been measured twice, on two machines."""
+        return len({n["config"]["seed"] for n in self.lines})
+
+    def accuracy(self, task: str) -> str:
+        got = [n["quality"][task] for n in self.lines if task in n["quality"]]
+        return f"{100 * statistics.mean(got):.1f}" if got else ""
+
+
+def counting() -> list[dict[str, Any]]:
+    """The lines that tables are made of: of models that were kept only the one's that was measured last, since every
+    training makes another. They are told apart by what is known of each: its text, its weights where a line has their
+    fingerprint, and its own perplexity, which every line has as its baseline."""
+
+    def which(line: dict[str, Any]) -> tuple[Any, ...]:
+        known = (line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus", "weights"))
+        return *known, line.get("baseline_value")
+
+    lines = recorded(BENCH)
+    last = next((which(n) for n in reversed(lines) if n["config"]["model"] == KEPT), None)
+    return newest_of([n for n in lines if n["config"]["model"] != KEPT or which(n) == last])
+
+
+def best_settings() -> dict[tuple[str, str, str], Found]:
+    """(model, method without @, format) -> the best setting among those with the most seeds.
+
+    Trained methods are compared at equal training tokens: the most that both have."""
+    runs: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
+    for n in counting():
+        c = n["config"]
+        runs.setdefault((c["model"], c["method"], c["format"], c.get("training_tokens", 0)), []).append(n)
+    settings: dict[tuple[str, str, str], list[Found]] = {}
+    for (model, method, label, tokens), lines in runs.items():
+        if tokens and tokens != equal_tokens(runs, model, label):
+            continue
+        kind = MIXED if "mix=" in method else method.partition("@")[0]
+        settings.setdefault((model, kind, label), []).append(Found(method, lines))
+    return {key: best_of(found) for key, found in settings.items()}
+
+
+def best_of(settings: list[Found]) -> Found:
+    """By the validation text, or the measured one where some were not measured on it: two texts do not compare."""
+    text = "valid" if all(found.validated for found in settings) else "perplexity"
+    best = min(settings, key=lambda found: (-found.num_seeds, found.judged(text)))
+    return replace(best, tried=len(settings), by="validation" if text == "valid" else "test")
+
+
+def equal_tokens(runs: Iterable[tuple[str, str, str, int]], model: str, label: str) -> int:
+    had: dict[str, set[int]] = {}
+    for name, method, of, tokens in runs:
+        if (name, of) == (model, label) and tokens:
+            had.setdefault(method.partition("@")[0], set()).add(tokens)
+    common = set.intersection(*had.values()) or set.union(*had.values())
+    return max(common)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One perplexity that should be below another, below a part of it or, with `full`, lose at most that part of what
+    the other loses against full precision; on one model."""
+
+    what: str
+    model: str
+    label: str
+    small: Found
+    large: Found
+    part: float = 1.0
+    full: Found | None = None
+
+    @property
+    def left(self) -> float | None:
+        """The part of the other's loss over full precision, in nats per token, that is left."""
+        if self.full is None:
+            return None
+        return math.log(self.small.mean / self.full.mean) / math.log(self.large.mean / self.full.mean)
+
+    @property
+    def word(self) -> str:
+        """'ties' where the seeds' ranges overlap; one seed has none."""
+        if self.left is not None:
+            return "holds" if self.left <= self.part else "FAILS"
+        small, large = self.small.perplexities, self.large.perplexities
+        if self.part == 1 and small[-1] > large[0] and large[-1] > small[0]:
+            return "ties"
+        return "holds" if self.small.mean < self.part * self.large.mean else "FAILS"
+
+    @property
+    def one_seed(self) -> bool:
+        """Of a trained method: what another would have given is not known."""
+        return any(f.trained and f.num_seeds == 1 for f in (self.small, self.large))
+
+    @property
+    def chosen(self) -> str:
+        return "; ".join(f.chosen for f in (self.small, self.large) if f.trained)
+
+    @property
+    def difference(self) -> str:
+        if self.left is not None:
+            return f"{100 * self.left:.0f}% of its loss left"
+        return f"{100 * (self.small.mean / self.large.mean - 1):+.2f}%"
+
+    def __str__(self) -> str:
+        pair = f"{_number(self.small.mean)} against {_number(self.large.mean)} ({self.difference})"
+        return f"{self.word}: {self.what}, {self.label}, {self.model}: {pair}"
+
+
+def verdicts() -> list[Verdict]:
+    """What should hold, as far as it was measured."""
+    best = best_settings()
+    said = []
+
+    def compare(
+        what: str,
+        model: str,
+        label: str,
+        small: str,
+        large: str,
+        part: float = 1.0,
+        other: str = "",
+        full: Found | None = None,
+    ) -> None:
+        a, b = best.get((model, small, label)), best.get((model, large, other or label))
+        if a and b:
+            said.append(Verdict(what, model, label, a, b, part, full))
+
+    groups = (64, 128, 192)
+    for model, group, kind in itertools.product(MODELS, groups, ("int3", "nf3:s1")):
+        what = f"two scales below {kind} under rounding"
+        compare(what, model, f"nf3:s2:g{group}", "rtn", "rtn", other=f"{kind}:g{group}")
+    for model, group, plain in itertools.product(MODELS, groups, ("gptq", "gptq+clip", "awq")):
+        what = f"BitDistiller leaves at most half of what {plain} loses"
+        full = best.get((model, "dense", "dense"))
+        compare(what, model, f"int2:g{group}", "bitdistiller", plain, WIDE, full=full)
+    ways = itertools.product(MODELS, ("nf3:s2", "int2"), groups, ("ours", MIXED))
+    for model, kind, group, ours in ways:
+        compare(f"{ours} below BitDistiller", model, f"{kind}:g{group}", ours, "bitdistiller")
+    for model, group in itertools.product(MODELS, groups):
+        what = "ours within 5% of full precision"
+        compare(what, model, f"int4:g{group}", "ours", "dense", 1.05, other="dense")
+    for model, kind, group in itertools.product(MODELS, ("int4", "nf3:s2", "int2"), groups):
+        label = f"{kind}:g{group}"
+        others = [m for m in UNTRAINED if (model, m, label) in best]
+        if set(PLAIN) <= set(others):  # the best of some says nothing of all
+            plain = min(others, key=lambda m: best[model, m, label].mean)
+            compare(f"ours below all without training (best: {plain})", model, label, "ours", plain)
+    return said
+
+
+def must_hold() -> str:
+    """The verdicts as a table."""
+    rows = [
+        [
+            v.what,
+            v.model,
+            v.label,
+            f"{_shown(v.small)} against {_shown(v.large)} ({v.difference})",
+            v.chosen,
+            v.word + (", one seed" if v.one_seed else ""),
+        ]
+        for v in verdicts()
+    ]
+    return markdown(["should hold", "model", "format", "perplexity", "settings", "verdict"], rows)
+
+
+def table() -> str:
+    """One table a model: perplexity by format and method, the best setting of each."""
+    best = best_settings()
+    return "\n\n".join(_table(best, model) for model in MODELS if (model, "dense", "dense") in best)
+
+
+def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
+    here = {(method, label): f for (name, method, label), f in best.items() if name == model}
+    columns = [m for m in COLUMNS if any(method == m for method, _ in here)]
+    rows = []
+    for label in sorted({label for _, label in here if label != "dense"}, key=_order):
+        cells = [here.get((m, label)) for m in columns]
+        bits = next(f.lines[0]["config"]["bits"] for f in cells if f)
+        rows.append([label, f"{bits:.2f}", *(_shown(f) if f else "" for f in cells)])
+    lines = [n for f in here.values() for n in f.lines]
+    dense, config = here["dense", "dense"].perplexities[0], lines[0]["config"]
+    trained = sorted({n["config"]["training_tokens"] for n in lines} - {0})
+    said = (
+        f"\n\nPerplexity on {config['tokens']:,} tokens of {TEXTS[model]}, context {config['context']:,}; full "
+        f"precision {_number(dense)}."
+    )
+    if "model_tokens" in config:
+        said += (
+            f" The model (seed {config['model_seed']}, {config['parameters'] / 1e6:.0f}M parameters, a vocabulary of "
+            f"{config['vocabulary']:,}) had seen {config['model_tokens']:,} tokens of Python sources (corpus "
+            f"{config['corpus']})."
+        )
+    if trained:
+        said += f" Training tokens of both trained methods: {' or '.join(f'{t:,}' for t in trained)}."
+    if any(len(f.lines) > 1 for f in here.values()):
+        said += " Several seeds: lowest to highest."
+    asked = [label for group in ASKED.get(model, ()) for label in (*grids(group), *float_grids(group))]
+    if absent := [label for label in asked if all(of != label for _, of in here)]:
+        said += f" Not measured at all: {', '.join(sorted(absent, key=_order))}."
+    header = [model, "bits/weight", *(COLUMNS[m] for m in columns)]
+    return markdown(header, rows) + said + provenance(lines)
+
+
+def _shown(found: Found) -> str:
+    return _range(found.perplexities)
+
+
+def _range(values: list[float]) -> str:
+    return " to ".join(_number(v) for v in ([values[0], values[-1]] if len(values) > 1 else values))
+
+
+def _number(value: float) -> str:
+    digits = next(d for limit, d in ((1000, 0), (100, 1), (10, 2), (0, 3)) if value >= limit)
+    return f"{value:,.{digits}f}"
+
+
+def accuracies() -> str:
+    """Of the formats that were trained for."""
+    best = {key: f for key, f in best_settings().items() if key[0] == SMOLLM2}
+    tasks = sorted({k for f in best.values() for n in f.lines for k in n["quality"] if k.startswith("accuracy_")})
+    labels = {"dense"} | {label for _, method, label in best if method in ("bitdistiller", "ours")}
+    rows = [
+        [
+            label,
+            COLUMNS.get(m, m),
+            _shown(best[SMOLLM2, m, label]),
+            *(best[SMOLLM2, m, label].accuracy(t) for t in tasks),
+        ]
+        for label in sorted(labels, key=_order)
+        for m in ("dense", *COLUMNS)
+        if (SMOLLM2, m, label) in best
+    ]
+    if not tasks:
+        return "Not measured yet."
+    header = ["format", "method", "perplexity", *(t[9:].replace("_openai", "") + ", %" for t in tasks)]
+    items = max(n["config"]["items"] for f in best.values() for n in f.lines)
+    return markdown(header, rows) + f"\n\n{SMOLLM2}; the first {items} questions of each set."
+
+
+def settings() -> str:
+    """Every trained run: what the choice between settings was made from."""
+    rows = []
+    for n in sorted(counting(), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))):
+        c, q = n["config"], n["quality"]
+        if c.get("training_tokens"):
+            judged = _number(q["valid"]) if "valid" in q else ""
+            told = [c["model"], c["format"], c["method"], str(c["seed"]), f"{c['training_tokens']:,}"]
+            rows.append([*told, judged, _number(q["perplexity"])])
+    header = ["model", "format", "method", "seed", "training tokens", "validation", "test"]
+    return markdown(header, rows) + (
+        "\n\n@: BitDistiller's learning rate; of ours the part of its rates (else by the bits), and what differs from "
+        "the setting it had first."
+    )
+
+
+def _order(label: str) -> tuple[int, int, str]:
+    if label == "dense":
+        return -99, 0, ""
+    kind, *options = label.split(":")
+    return -int(kind[-1]), int(options[-1][1:]), label

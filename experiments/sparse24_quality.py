@@ -1,0 +1,481 @@
+"""Quality of 2:4 pre-training at equal steps: dense, half-width dense, SR-STE, FST, S-STE.
+
+    python -m experiments.sparse24_quality                     about 5 minutes of one CPU core
+    python -m experiments.sparse24_quality --size gpt2-124m --missing --folder F --seconds 520
+                                                                    100M tokens a row, for a GPU; call it until done
+    ... --rows dense:1 --keep K                                     leaves the model for lowbit_quality --kept
+    python -m experiments.sparse24_quality --size gpt2-124m --rows dense:1 FST:2 --seconds 290 --patience 20
+    python -m experiments.sparse24_quality --size gpt2-124m --pace 30      tokens/s of each row, records nothing
+
+Same data, seed, schedule and number of steps for every row; the feed-forward layers are 2:4, everything else is
+dense. Each row is evaluated as it is delivered: FST dense after its last sixth, SR-STE and S-STE with 2:4 weights.
+FST and S-STE have the MVUE weight gradient, and in rows that say so the exact one, which is without MVUE's noise.
+SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
+published 2e-4, FST's is found by its controller, after a probe; --decay sets both, without a probe, and rows name it.
+
+A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
+next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
+says that it will not be finished in time, so that it does not take the GPU from rows that will. With --turn rows of two
+calls beside each other train one by one, and compile and evaluate meanwhile. Finished rows are recorded one by one;
+--missing leaves them out. One seed for every row, three for dense and FST.
+
+gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
+parameters. At that width sparse products gain nothing; all of them are dense here. FST chooses its masks anew every 40
+steps, as published. With --schedule wsd the learning rate stays, and falls to zero over the last sixth, in which FST is
+dense: with the cosine little of it is left there for weights that come back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import math
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from benchmarks.processes import take_turn
+from benchmarks.results import device_name, newest, record
+from experiments.python_corpus import open_prepared
+from experiments.sparse24_tables import BENCH, CASES, COSINE, WSD
+from experiments.trained_model import save_trained
+from shoestring.errors import Interrupted, UserError, as_command
+from shoestring.formats import Sparse24, convert, init_state
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.data import TokenData
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import Schedule, adamw, warmup_cosine, warmup_stable_decay
+from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.sparse24 import (
+    DenseFinish,
+    FlipController,
+    FlipMeter,
+    MaskedDecay,
+    MaskRefresh,
+    NoiseClock,
+    sparse_layers,
+)
+from shoestring.train.step import Hook, Run
+from shoestring.train.trainer import train
+
+SCHEDULES = (COSINE, WSD)
+THRICE = ("dense", "FST")  # rows with three seeds
+FINISH = 1 / 6  # of the steps that FST is dense
+DECAY = 2e-4  # of SR-STE, as published
+EVAL_BATCHES = 16
+PART = 8  # windows of the validation text in a part
+WARM = 3  # steps before a pace is timed
+
+
+@dataclass(frozen=True)
+class Size:
+    shape: dict[str, Any]
+    vocab_size: int
+    context: int
+    batch: int
+    micro: int
+    steps: int
+    warmup: int
+    lr: float
+    refresh: int
+    max_bytes: int | None = None
+    compile: CompileMode = "off"
+    measurements: int = 10  # of the flip rate during the probe
+    schedule: str = COSINE
+    decay: float | None = None  # of masked weights; None: FST's is found, SR-STE's as published
+
+    def rate(self) -> Schedule:
+        """The learning rate by step."""
+        if self.schedule == COSINE:
+            return warmup_cosine(self.lr, warmup=self.warmup, steps=self.steps)
+        return warmup_stable_decay(self.lr, warmup=self.warmup, steps=self.steps, decay=FINISH)
+
+    @property
+    def flip_every(self) -> int:
+        return max(1, self.warmup // self.measurements)
+
+
+LLAMA_TINY = {
+    "d_model": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "d_ff": 384,
+}  # fmt: skip
+GPT2 = {
+    "d_model": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "d_ff": 3072,
+    "model_type": "gpt2", "norm": "layer", "act": "gelu_tanh", "positions": "learned",
+    "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+GPT2_TINY = {
+    **GPT2, "d_model": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "d_ff": 512,
+}  # fmt: skip
+GPT2_64 = {**GPT2_TINY, "d_model": 64, "num_heads": 2, "num_kv_heads": 2, "d_ff": 256}
+SIZES = {
+    "cpu": Size(LLAMA_TINY, 1024, 128, 8, 8, 150, 25, 2e-3, refresh=10, max_bytes=4_000_000),
+    # For questions that a CPU can answer in some minutes a row; no table shows them.
+    "cpu-gpt2": Size(GPT2_TINY, 1024, 128, 8, 8, 1200, 80, 2e-3, refresh=10, max_bytes=8_000_000),
+    # Small and long enough that half the width shows.
+    "cpu-gpt2-64": Size(GPT2_64, 1024, 128, 16, 16, 3000, 200, 2e-3, refresh=40, max_bytes=48_000_000),
+    "gpt2-124m": Size(GPT2, 8192, 1024, 32, 32, 3052, 200, 6e-4, refresh=40, max_bytes=64_000_000, compile="blocks"),
+}
+FORMATS = {
+    "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
+    "FST exact": Sparse24("tile", hold_mask=True),
+    "S-STE": Sparse24("soft", weight_grad="mvue"),
+    "S-STE exact": Sparse24("soft"),
+    "SR-STE": Sparse24(weight_grad="mvue"),
+    "SR-STE exact": Sparse24(),
+}
+
+
+class Deadline(Hook):
+    """Asks the trainer to stop, as Ctrl-C would (it saves and raises Interrupted), when the time is over, or when, from
+    `patience` seconds of training on, the pace says that `steps` will not be done by then.
+
+    The pace is the median over the last windows, so that a compilation in one of them does not count.
+    """
+
+    WINDOW, WINDOWS, SLACK = 5.0, 5, 1.1
+
+    def __init__(
+        self, at: float, steps: int, patience: float = float("inf"), clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.at, self.steps, self.patience, self.clock = at, steps, patience, clock
+        self.began: float | None = None
+        self.mark: tuple[float, int] = (0.0, 0)
+        self.paces: list[float] = []  # steps a second of the last windows
+        self.reason = ""
+
+    @property
+    def pace(self) -> float:
+        return statistics.median(self.paces) if self.paces else 0.0
+
+    def after_step(self, run: Run) -> None:
+        now = self.clock()
+        if self.began is None:  # the first step compiles
+            self.began, self.mark = now, (now, run.step)
+        elif now - self.mark[0] >= self.WINDOW:
+            self.paces = [*self.paces, (run.step - self.mark[1]) / (now - self.mark[0])][-self.WINDOWS :]
+            self.mark = (now, run.step)
+            if now - self.began >= self.patience and run.step < self.steps:
+                needed = (self.steps - run.step) / self.pace
+                if needed > self.SLACK * (self.at - now):
+                    self._stop(f"{needed:.0f} s more at this pace, {self.at - now:.0f} s left")
+        if now > self.at and run.step < self.steps:
+            self._stop("the time is over")
+
+    def _stop(self, reason: str) -> None:
+        if not self.reason:
+            self.reason = reason
+            signal.raise_signal(signal.SIGINT)
+
+
+class Turn(Hook):
+    """One row trains at a time, and the next one compiles meanwhile: after its first steps a row waits for the lock on
+    a file, and gives it back before it evaluates."""
+
+    def __init__(self, path: Path | None, after: int = WARM) -> None:
+        self.path, self.after, self.seen = path, after, 0
+        self.file: IO[str] | None = None
+
+    def after_step(self, run: Run) -> None:
+        self.seen += 1
+        if self.path is not None and self.seen == self.after:
+            self.file = self.path.open("w")
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def done(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def build(case: str, size: Size, corpus: Corpus, seed: int, folder: Path | None) -> tuple[Run, TokenData]:
+    mesh = open_mesh(MeshConfig())
+    shape = {**size.shape, "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1)}
+    spec = ModelSpec(vocab_size=corpus.tokenizer.vocab_size, max_positions=size.context, **shape)
+    with torch.device("meta"):
+        model = Decoder(spec)
+        convert(model, [("*.mlp.*", FORMATS.get(case, Sparse24()))])
+    compute = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    parallelize(model, mesh, ParallelConfig(compile=size.compile, compute_dtype=compute))
+    materialize(model, mesh.device)
+    init_weights(model, seed)
+    init_state(model)
+    data = TokenData(corpus.train, context=size.context, batch=size.batch, micro=size.micro, seed=seed)
+    return Run(model, adamw(model, lr=size.lr), mesh, RunLog(folder, quiet=True)), data
+
+
+def measure(
+    case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline, turn: Turn,
+    keep: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train from where the folder has it; Interrupted when the time is over."""
+    run, data = build(case, size, corpus, seed, folder)
+    checkpointer = Checkpointer(folder / "checkpoints", every=0, keep=1)
+    spent = sum(row["slice_seconds"] for row in run.log.history if "slice_seconds" in row)
+    began = time.perf_counter()
+    try:
+        train(run, data, CrossEntropy(), steps=size.steps, checkpointer=checkpointer,
+              hooks=[*make_hooks(case, size, run.model, seed), turn, deadline], log_every=min(20, size.steps),
+              schedule=size.rate())  # fmt: skip
+    finally:
+        turn.done()
+        run.log.log(run.step, slice_seconds=time.perf_counter() - began)
+    seconds = round(spent + time.perf_counter() - began, 1)
+    rows = run.log.history
+
+    def last(name: str, until: int = size.steps) -> float | None:
+        values = [row[name] for row in rows if name in row and row["step"] <= until]
+        return round(values[-1], 7) if values else None
+
+    if keep is not None:
+        assert isinstance(run.model, Decoder)
+        tokens = size.steps * data.tokens_per_step
+        save_trained(keep / folder.name, run.model, corpus, mesh=run.mesh, seed=seed, tokens=tokens)
+    rates = [(row["step"], row["flip_rate"]) for row in rows if "flip_rate" in row]
+    by_part = validation_losses(run, corpus, size)
+    return {
+        "loss": statistics.fmean(by_part),
+        "loss_by_part": [round(loss, 4) for loss in by_part],
+        "flip_rate_peak": round(max(rate for _, rate in rates), 6),
+        "flip_rate_at_5/6": last("flip_rate", size.steps - round(size.steps / 6)),
+        "flip_curve": thinned(rates),
+        "train_loss_curve": thinned([(row["step"], row["loss"]) for row in rows if "loss" in row]),
+        "mu": last("mu"),
+        "masked_decay": last("masked_decay"),
+        "masks_every": size.refresh if case.startswith("FST") else 1,
+        "seconds": seconds,
+    }
+
+
+def thinned(curve: list[tuple[int, float]], points: int = 24) -> list[list[float]]:
+    """About that many points of a curve, the last one among them."""
+    every = max(1, len(curve) // points)
+    return [[step, float(f"{value:.3g}")] for step, value in curve[::-1][::every][::-1]]
+
+
+def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -> None:
+    """Print tokens a second over the last half of some steps with everything on: masks, decay, measuring. All rows
+    compile in their first half, before one is timed."""
+    size, half = replace(size, steps=steps, warmup=max(4, steps // 3), measurements=2), steps // 2
+    runs = []
+    for case, seed in rows:
+        run, data = build(case, size, corpus, seed, None)
+        hooks = make_hooks(case, size, run.model, seed)
+        train(run, data, CrossEntropy(), steps=half, hooks=hooks, log_every=half)
+        runs.append((case, run, data, hooks))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # other processes may be compiling beside this one
+    take_turn()
+    for case, run, data, hooks in runs:
+        # The first steps take back the memory that was given away above.
+        train(run, data, CrossEntropy(), steps=half + WARM, hooks=hooks, log_every=WARM)
+        began = time.perf_counter()
+        train(run, data, CrossEntropy(), steps=steps, hooks=hooks, log_every=steps)
+        rate = (steps - half - WARM) * data.tokens_per_step / (time.perf_counter() - began)
+        whole = SIZES["gpt2-124m"]
+        seconds = whole.steps * whole.batch * whole.context / rate
+        print(f"pace: {case:14} {rate:,.0f} tokens/s, {seconds:.0f} s for 100M tokens", flush=True)
+
+
+def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]:
+    meter = FlipMeter(size.flip_every)
+    clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
+    if case.startswith("FST"):
+        decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(FINISH * size.steps)
+        servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
+        return [clock, meter, MaskRefresh(size.refresh), decay, *servo, DenseFinish(model, at=finish)]
+    if case.startswith("S-STE"):
+        return [clock, meter]
+    if case.startswith("SR-STE"):
+        return [clock, meter, MaskedDecay(DECAY if size.decay is None else size.decay)]
+    # In a dense phase the layers are dense, and the meter shows the masks that they would have had.
+    for layer in sparse_layers(model):
+        layer.linear.start_dense_phase()
+    return [meter]
+
+
+@torch.no_grad()
+def validation_losses(run: Run, corpus: Corpus, size: Size) -> list[float]:
+    """Mean losses of equal parts of the validation text, the same parts for every row: rows are compared part by part,
+    because texts differ more than methods do.
+    """
+    micro = math.gcd(size.micro, PART)
+    held_out = TokenData(corpus.val, context=size.context, batch=size.batch, micro=micro)
+    objective = CrossEntropy()
+    run.model.eval()
+    losses = []
+    # Compiled blocks would be compiled again without gradients, for a second of work.
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(eval_batches(corpus, size)):
+            for part in held_out.step(step):
+                losses.append(objective(run.model, part.to(run.mesh.device)) / objective.count(part))
+    return torch.stack(losses).tolist()
+
+
+def eval_batches(corpus: Corpus, size: Size) -> int:
+    """No window of the validation split twice."""
+    return max(1, min(EVAL_BATCHES, (len(corpus.val) - 1) // size.context // size.batch))
+
+
+def dense_loss(config: dict[str, Any]) -> float | None:
+    """Of the newest dense line with the same settings; rows may be measured in several calls."""
+
+    def shared(config: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in config.items() if k not in ("d_ff", "decay")}
+
+    def same(line: dict[str, Any]) -> bool:
+        return shared(line["config"]) == shared(config)
+
+    found = [line["value"] for line in newest(BENCH) if line["case"] == "dense" and same(line)]
+    return found[-1] if found else None
+
+
+def rows_of(asked: list[str] | None, cases: list[str] | None, seeds: list[int]) -> list[tuple[str, int]]:
+    """(case, seed) of every row to measure, in order; `asked` are rows as CASE:SEED."""
+    if asked is None:
+        return [(c, seed) for seed in seeds for c in cases or CASES if seed == 0 or c in THRICE or cases]
+    rows = []
+    for text in asked:
+        case, _, seed = text.partition(":")
+        if case not in CASES or not (seed or "0").isdigit():
+            raise UserError(f"--rows {text!r} is not possible: use CASE:SEED with a case of {', '.join(CASES)}")
+        rows.append((case, int(seed or 0)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=tuple(SIZES), default="cpu")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES)
+    parser.add_argument("--rows", nargs="*", metavar="CASE:SEED", help="instead of --seeds and --cases")
+    parser.add_argument("--folder", type=Path, help="keeps rows that are not finished, for the next call")
+    parser.add_argument("--keep", type=Path, help="models of finished rows, as Hugging Face folders")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop (and save) before this time is over")
+    parser.add_argument(
+        "--patience", type=float, default=float("inf"),
+        help="seconds of training after which a row that will not be finished in time stops",
+    )  # fmt: skip
+    parser.add_argument("--turn", type=Path, help="rows of several calls train one by one, by a lock on this file")
+    parser.add_argument("--missing", action="store_true", help="leave out what the results have")
+    parser.add_argument("--pace", type=int, metavar="STEPS", help="only tokens/s of each row")
+    parser.add_argument("--max-bytes", type=int, help="of the corpus")
+    parser.add_argument("--corpus", type=Path, help="a prepared corpus folder with its tokenizer.json")
+    parser.add_argument("--steps", type=int, help="other than the size's own")
+    parser.add_argument("--schedule", choices=SCHEDULES, default=COSINE, help="of the learning rate")
+    parser.add_argument("--refresh", type=int, help="steps between new masks of FST, other than the size's own")
+    parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
+    args = parser.parse_args()
+    ends = time.perf_counter() + args.seconds
+    torch._dynamo.config.recompile_limit = 256  # rows of one call compile the same code with other formats
+    if args.pace is not None and args.pace <= 2 * WARM + 1:
+        raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
+    rows = rows_of(args.rows, args.cases, args.seeds)
+    size = replace(SIZES[args.size], schedule=args.schedule)
+    if args.steps:
+        size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
+    if args.refresh is not None:
+        size = replace(size, refresh=args.refresh)
+    if args.decay is not None:
+        if not 0 <= args.decay < math.inf:
+            raise UserError(f"--decay {args.decay} is not possible: use 0 or more, {DECAY} is SR-STE's own")
+        size = replace(size, decay=args.decay)
+    if args.corpus:
+        corpus = open_prepared(args.corpus)
+    else:
+        limit = args.max_bytes or size.max_bytes
+        corpus = tokenize_corpus("python", tokenizer=None, vocab_size=size.vocab_size, max_bytes=limit)
+    print(f"{len(corpus.train):,} training tokens", flush=True)
+    if args.pace is not None:
+        paces(rows, size, corpus, args.pace)
+        return
+    with tempfile.TemporaryDirectory() as temp:
+        for case, seed in rows:
+            config = config_of(case, args.size, size, corpus, seed)
+            label = label_of(case, size, args.refresh)
+            if args.missing and is_known(label, config):
+                continue
+            if time.perf_counter() > ends:
+                print(f"left for the next call: {case}, seed {seed}", flush=True)
+                continue
+            place = (args.folder or Path(temp)) / folder_of(args.size, size.schedule, label, seed)
+            deadline = Deadline(ends, size.steps, args.patience)
+            try:
+                found = measure(case, size, corpus, seed, place, deadline, Turn(args.turn), args.keep)
+            except Interrupted as told:
+                rate = deadline.pace * size.batch * size.context
+                row = f"{config['tokens'] / rate:.0f} s a row" if rate else "no pace yet"
+                print(f"{case}, seed {seed}: {deadline.reason or 'asked to stop'}; {rate:,.0f} tokens/s, {row}; {told}",
+                      flush=True)  # fmt: skip
+                continue
+            save(label, config, found, eval_batches(corpus, size) * size.batch * size.context)
+
+
+def label_of(case: str, size: Size, refresh: int | None) -> str:
+    """The row's name: its case, and what it does not have from its size or paper."""
+    if refresh and case.startswith("FST"):
+        case = f"{case}, masks every {refresh}"
+    return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case
+
+
+def has_other_decay(case: str, size: Size) -> bool:
+    usual = (None, DECAY) if case.startswith("SR-STE") else (None,)
+    return case.startswith(("SR-STE", "FST")) and size.decay not in usual
+
+
+def folder_of(name: str, schedule: str, label: str, seed: int) -> str:
+    words = [name, *([] if schedule == COSINE else [schedule]), *label.replace(",", "").split(), str(seed)]
+    return "-".join(words)
+
+
+def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
+    return {
+        "model": name, "d_model": size.shape["d_model"], "layers": size.shape["num_layers"],
+        "d_ff": size.shape["d_ff"] // (2 if case == "half-width" else 1), "batch": size.batch,
+        "context": size.context, "steps": size.steps, "seed": seed,
+        "tokens": size.steps * size.batch * size.context, "lr": size.lr,
+        "vocab_size": corpus.tokenizer.vocab_size, "corpus": corpus.train.fingerprint[:8],
+        "different_tokens": len(corpus.train),
+        **({} if size.schedule == COSINE else {"schedule": size.schedule}),  # which the oldest lines do not name
+        **({"decay": size.decay} if has_other_decay(case, size) else {}),  # nor what was published
+    }  # fmt: skip
+
+
+def is_known(case: str, config: dict[str, Any]) -> bool:
+    lines = (n for n in newest(BENCH) if n["device"] == device_name())
+    return any(n["case"] == case and n["config"] == config for n in lines)
+
+
+def save(case: str, config: dict[str, Any], found: dict[str, Any], tokens: int) -> None:
+    loss = found.pop("loss")
+    baseline = loss if case == "dense" else dense_loss(config)
+    record(
+        bench=BENCH,
+        case=case,
+        metric="validation loss",
+        unit="nats per token",
+        samples=[loss],
+        baseline="dense" if baseline else "",
+        baseline_value=baseline,
+        ratio=baseline / loss if baseline else None,
+        quality={k: v for k, v in found.items() if k != "seconds"},
+        config=config,
+        note=f"Python sources, {tokens} validation tokens; small shapes gain no speed from sparse kernels, and rows "
+        "may have run beside each other: no measure of speed",
+    )
+    told = {k: v for k, v in found.items() if k != "loss_by_part"}
+    print(f"{case:14} seed {config['seed']} validation loss {loss:.4f}  {told}", flush=True)
+
+
+if __name__ == "__main__":
+    as_command(main)

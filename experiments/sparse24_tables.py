@@ -1,0 +1,134 @@
+"""What experiments/sparse24_quality found: the tables of docs/methods/sparse24.md.
+
+Rows are compared with dense ones of the same seed, part by part of the validation text. Flip-rate curves, which papers
+plot, are a table too: how much of the mask one step changes, one row a method, one column a step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from benchmarks.results import markdown, newest, provenance
+
+BENCH = "sparse24_quality"
+GPT2 = "gpt2-124m"
+CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "FST exact", "S-STE", "S-STE exact")
+COSINE, WSD = "cosine", "wsd"  # schedules of the learning rate
+COLUMNS = 8  # steps of the curves that are shown
+NOTHING = "No row has been finished yet."
+SPARSE = ("SR-STE", "SR-STE exact", "S-STE", "S-STE exact")  # delivered as 2:4; the others are dense
+
+
+def table() -> str:
+    """Rows of GPT-2's shape that saw every token once."""
+    return table_of(lines_of(GPT2, repeats=False))
+
+
+def stable_table() -> str:
+    """The same with a learning rate that stays until the last sixth."""
+    return table_of(lines_of(GPT2, repeats=False, schedule=WSD))
+
+
+def repeated_table() -> str:
+    """Rows of GPT-2's shape on a text so short that it was read several times."""
+    return table_of(lines_of(GPT2, repeats=True))
+
+
+def smoke_table() -> str:
+    return table_of(lines_of("cpu"))
+
+
+def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE) -> list[dict[str, Any]]:
+    """Lines of a schedule with the settings and the corpus of the newest one; `repeats`: only those whose text was, or
+    was not, read more than once."""
+
+    def settings(line: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay")}
+
+    def read_again(config: dict[str, Any]) -> bool:
+        # The oldest lines do not say how long their text was: short.
+        return config.get("different_tokens", 0) < config["tokens"]
+
+    lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
+    lines = [n for n in lines if n["config"].get("schedule", COSINE) == schedule]
+    lines = [n for n in lines if repeats is None or read_again(n["config"]) == repeats]
+    return [n for n in lines if settings(n) == settings(lines[-1])]
+
+
+def table_of(lines: list[dict[str, Any]]) -> str:
+    """The mean over seeds, and how far it is from dense."""
+    if not lines:
+        return NOTHING
+    cases = dict.fromkeys((*CASES, *(n["case"] for n in lines)))  # of some, older code made the rows
+    found = {case: [n for n in lines if n["case"] == case] for case in cases}
+    dense = {n["config"]["seed"]: n for n in found["dense"]}
+    rows = []
+    for case, runs in found.items():
+        if not runs:
+            continue
+        losses = [n["value"] for n in runs]
+        pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
+        spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
+        against = gap_of(pairs) if pairs and case != "dense" else ""
+        peak = statistics.mean(n["quality"]["flip_rate_peak"] for n in runs)
+        late = statistics.mean(n["quality"]["flip_rate_at_5/6"] for n in runs)
+        ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
+        fitted = f"{statistics.mean(ends):.2f}" if ends else ""
+        delivered = "2:4" if case.split(",")[0] in SPARSE else "dense"
+        mean = f"{statistics.mean(losses):.4f}{spread}"
+        seeds = {n["config"]["seed"] for n in runs}  # one may have been measured on two machines
+        rows.append([case, delivered, str(len(seeds)), mean, against, fitted, f"{peak:.4f}", f"{late:.5f}"])
+    header = ["", "delivered as", "seeds", "validation loss", "against dense", "training loss at the end",
+              "flip rate, highest", "at 5/6 of the steps"]  # fmt: skip
+    return markdown(header, rows) + provenance(lines)
+
+
+def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """How far rows are from dense ones of the same seed, in percent; with the standard error of that over the parts of
+    the validation text, where the lines have them."""
+    gap = statistics.mean(a["value"] / b["value"] - 1 for a, b in pairs)
+    errors = []
+    for a, b in pairs:
+        parts = [x["quality"].get("loss_by_part", []) for x in (a, b)]
+        if len(parts[0]) == len(parts[1]) > 1:
+            apart = [x - y for x, y in zip(*parts, strict=True)]
+            errors.append(statistics.stdev(apart) / math.sqrt(len(apart)) / b["value"])
+    sure = f" ± {100 * statistics.fmean(errors):.2f}" if errors else ""
+    return f"{100 * gap:+.2f}%{sure}"
+
+
+def curves() -> str:
+    """Of the rows of table(), in changes per thousand weights; seed 0."""
+    return curves_of(lines_of(GPT2, repeats=False))
+
+
+def repeated_curves() -> str:
+    """Of the rows of repeated_table()."""
+    return curves_of(lines_of(GPT2, repeats=True))
+
+
+def curves_of(lines: list[dict[str, Any]]) -> str:
+    lines = [n for n in lines if n["config"]["seed"] == 0]
+    if not lines:
+        return NOTHING
+    steps = columns(max((n["quality"]["flip_curve"] for n in lines), key=len))
+    found = {n["case"]: n for n in lines}
+    cases = [case for case in dict.fromkeys((*CASES, *found)) if case in found]
+    rows = [[case, *(cell(found[case], step) for step in steps)] for case in cases]
+    return markdown(["flips per thousand weights, at step", *map(str, steps)], rows)
+
+
+def columns(curve: list[list[float]], count: int = COLUMNS) -> list[int]:
+    """About that many steps of a curve, evenly, the first and the last among them."""
+    steps = [int(step) for step, _ in curve]
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def cell(line: dict[str, Any], step: int) -> str:
+    """The measurement nearest to a step."""
+    _, rate = min(line["quality"]["flip_curve"], key=lambda point: abs(point[0] - step))
+    return f"{1000 * rate:.2f}"

@@ -1,0 +1,490 @@
+"""The command line: `shoestring VERB ...`, also `python -m shoestring` under torchrun.
+
+Verbs are thin: they parse, import what they need when they need it (so that --help is quick), call one
+function and print. What goes wrong ends in one of four ways:
+    UserError           one line `error: ...` on stderr, exit code 2
+    Interrupted         one line that says where the run was saved and how to continue, exit code 2
+    out of memory, disk full, no permission, ...   one line, exit code 2
+    anything else       the traceback and one line asking to report it, exit code 1
+Under torchrun the other ranks print nothing but errors of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from shoestring import __version__
+from shoestring.cli.terminal import (
+    chat_prompt,
+    find_skips,
+    help_of_recipe,
+    lead,
+    open_engine,
+    read_prompt,
+    stoppable,
+    stream_text,
+    user_lines,
+)
+from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error, room
+
+if TYPE_CHECKING:
+    from shoestring.model.folder import LoadedModel
+    from shoestring.serve.engine.tensor_parallel import Ranks
+
+app = typer.Typer(
+    name="shoestring",
+    help="Train, shrink and serve language models on a shoestring.",
+    epilog="MODEL is a Hugging Face folder, a run folder or a .gguf file. First steps: shoestring demo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+bench_app = typer.Typer(help="Measure what runs here.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+# -- options that several verbs share ------------------------------------------------------------------
+
+ModelArgument = Annotated[str, typer.Argument(help="A Hugging Face folder, a run folder or a .gguf file.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")]
+Int8Option = Annotated[
+    bool,
+    typer.Option(
+        "--int8-activations", help="On a CPU: int layers round their inputs to 8 bits; faster, not quite the same."
+    ),
+]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopKOption = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
+TopPOption = Annotated[float, typer.Option(help="Choose among the likeliest tokens of this total; 1 is off.")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest; 0 is off.")]
+SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")]
+DrafterOption = Annotated[
+    str | None, typer.Option(help="Guess ahead with ngram, a draft model's path, or both: ngram+PATH.")
+]
+SkipOption = Annotated[
+    str,
+    typer.Option(
+        help="Leave sublayers out: none, adaskip, measured, a file of shrink/skip_set; lossless only guesses ahead."
+    ),
+]
+StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
+
+
+# -- verbs -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None) -> None:
+    """The whole path on this machine in minutes: train, shrink, evaluate, chat, report."""
+    _run_recipe("demo", overrides or [])
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Show one recipe and all its settings.")] = None) -> None:
+    """List the built-in recipes, or show one."""
+    from shoestring.config import describe
+    from shoestring.recipes.find import builtin_recipes, first_line, load_recipe
+    from shoestring.report import Table
+
+    if name is None:
+        rows = [[key, first_line(path)] for key, path in builtin_recipes().items()]
+        Table("Recipes", ["name", "what it does"], rows).print()
+        print("shoestring recipes NAME lists the settings; shoestring run NAME key=value ... runs it")
+        return
+    recipe = load_recipe(name)
+    print((recipe.__doc__ or "").strip() + "\n")
+    Table("Settings", ["key", "type", "default", "what it does"], describe(recipe.Config)).print()
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A name (train/dense) or your .py file; --help: its settings.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+) -> None:
+    """Run a recipe; torchrun --nproc-per-node N -m shoestring run ... does it on N processes."""
+    _run_recipe(recipe, overrides or [])
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    drafter: DrafterOption = None,
+    skip: SkipOption = "none",
+    stats: StatsOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
+) -> None:
+    """Continue a text, streaming it to the terminal; torchrun -m shoestring generate ... shares the model out."""
+    from shoestring.evals.model_row import need_tokenizer
+    from shoestring.serve import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
+    text = read_prompt(prompt)
+
+    def write(loaded: LoadedModel, ranks: Ranks | None) -> None:
+        tokens = need_tokenizer(loaded).encode(text)
+        limit = loaded.spec.max_positions
+        context = limit if len(tokens) >= limit else min(limit, len(tokens) + max_tokens)
+        engine = open_engine(loaded, context, drafter, skip, ranks)
+        stream_text(engine, tokens, sampling, stats, echo=text)
+
+    lead(write, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: MaxTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    context: Annotated[int, typer.Option(help="Tokens of chat to remember; the oldest messages go first.")] = 4096,
+    skip: SkipOption = "none",
+    stats: StatsOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
+) -> None:
+    """Talk to a chat model, with its own chat template. Also reads one message per line from a pipe."""
+    from shoestring.evals.model_row import need_tokenizer
+    from shoestring.model.chat import fault
+    from shoestring.serve import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed, max_tokens)
+
+    def talk(loaded: LoadedModel, ranks: Ranks | None) -> None:
+        tokenizer = need_tokenizer(loaded)
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{model} has no chat template, so it was not made for chat; use shoestring generate instead"
+            )
+        if (broken := fault(tokenizer.chat_template)) is not None:
+            raise UserError(f"the chat template of {model} is broken, {broken}")
+        room = min(context, loaded.spec.max_positions)
+        engine = open_engine(loaded, room, None, skip, ranks)
+        messages = [{"role": "system", "content": system}] if system else []
+        for line in user_lines():
+            messages.append({"role": "user", "content": line})
+            if tokens := chat_prompt(messages, tokenizer.encode_chat, room, max_tokens):
+                text = stream_text(engine, tokens, sampling, stats)
+                messages.append({"role": "assistant", "content": text})
+
+    lead(talk, lambda ranks: _load(model, device, dtype, int8_activations, ranks), device)
+
+
+@app.command()
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="SHOESTRING_API_KEY", help="A key clients must send; may be repeated.")
+    ] = None,
+    drafter: DrafterOption = None,
+    skip: SkipOption = "none",
+    max_requests: Annotated[int, typer.Option(help="Texts computed at the same time.")] = 8,
+    max_queue: Annotated[int, typer.Option(help="Texts that may wait; one more is refused.")] = 64,
+    max_context: Annotated[int | None, typer.Option(help="Prompt and new tokens of one text.")] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds to finish in after SIGTERM.")] = 30.0,
+    max_body_mb: Annotated[float, typer.Option(help="The largest request body.")] = 4.0,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web site whose pages may call; may be repeated.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file instead of the model's.")] = None,
+    metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
+) -> None:
+    """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
+    from shoestring.device import pick_device, pick_dtype
+    from shoestring.serve.http.server import ServeOptions, main
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        model_name=model_name,
+        api_keys=tuple(api_key or ()),
+        drafter=drafter,
+        max_requests=max_requests,
+        max_queue=max_queue,
+        max_context=max_context,
+        deadline_s=deadline,
+        drain_s=drain,
+        max_body_mb=max_body_mb,
+        allow_origins=tuple(allow_origin or ()),
+        chat_template=chat_template,
+        metrics_prefix=metrics_prefix,
+        int8_activations=int8_activations,
+    )
+    place = pick_device(device)
+    length = max_context or 2048
+    main(
+        model,
+        options,
+        device=place,
+        dtype=pick_dtype(dtype, place),
+        skips=None if skip == "none" else lambda loaded: find_skips(loaded, skip, length),
+    )
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelArgument,
+    text: Annotated[str | None, typer.Option(help="A text file: perplexity over all of it.")] = None,
+    data: Annotated[str | None, typer.Option(help="A corpus (python, a file, a folder): its validation split.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens the model sees at once; default: 1024, or all it can.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")] = None,
+    tasks: Annotated[list[Path] | None, typer.Option(help="A .jsonl task (choice or cloze); may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task at most.")] = None,
+    speed: Annotated[bool, typer.Option("--speed", help="Measure prefill and decode tokens per second.")] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    int8_activations: Int8Option = False,
+) -> None:
+    """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
+    from shoestring.evals.model_row import evaluate_row, is_run, measure_task, text_tokens
+    from shoestring.evals.perplexity import usual_context
+    from shoestring.evals.tasks import read_task
+    from shoestring.report import eval_table
+    from shoestring.runlog import RunLog
+
+    if limit is not None and not tasks:
+        raise UserError(f"--limit {limit} is of --tasks: give a task, or --max-tokens to read less text")
+    for task in tasks or []:
+        read_task(task, limit=limit)  # what is wrong with a file is said before the long work
+    loaded = _load(model, device, dtype, int8_activations)
+    context = usual_context(loaded.spec, context)
+    tokens, name = text_tokens(loaded, model, text=text, data=data)
+    if tokens is None and not tasks and not speed:
+        raise UserError(f"{model} has no corpus of its own; say what to evaluate on: --text FILE, --data, --tasks")
+    lengths = {"context": context, "stride": stride, "max_tokens": max_tokens}
+    rows = [evaluate_row(loaded, model, tokens, name, speed=speed, **lengths)]  # type: ignore[arg-type]
+    rows += [measure_task(loaded, model, task, limit) for task in tasks or []]
+    log = RunLog(Path(model) if is_run(Path(model)) else None)
+    for row in rows:
+        log.evaluated(**row)
+    eval_table(rows).print()
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A run, a model folder, a checkpoint or a .gguf file.")],
+    against: Annotated[
+        str | None, typer.Option(help="The model it was made from: how far each layer's weight has moved.")
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="One row per weight, not per kind.")] = False,
+) -> None:
+    """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
+    from shoestring.cli.inspect import errors_table, summarize
+
+    tables = summarize(Path(path), each_layer=layers)
+    if against is not None:
+        tables.append(errors_table(path, against))
+    for table in tables:
+        table.print()
+
+
+@app.command()
+def export(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
+    layout: Annotated[
+        str, typer.Option("--as", help="dense, packed (ours) or compressed-tensors (int4 and int8, for vLLM).")
+    ] = "dense",
+    dtype: Annotated[
+        str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")
+    ] = "auto",
+) -> None:
+    """Write a model folder that others load: dense weights, or integers that vLLM and transformers read."""
+    from shoestring.device import pick_dtype
+    from shoestring.evals.model_row import megabytes_on_disk
+    from shoestring.model.folder import export_model
+    from shoestring.runlog import check_free
+
+    check_free(out)
+    wanted = None if dtype == "auto" else pick_dtype(dtype, "cpu")
+    reader = export_model(model, out, layout, wanted)
+    print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {reader}")
+
+
+@bench_app.command("serve")
+def bench_serve(
+    target: Annotated[str, typer.Argument(help="A running server (http://...), or a MODEL to serve for this.")],
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second; default: 1, or as fast as the trace.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For how long requests are sent.")] = 30.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals and lengths from a CSV: TIMESTAMP, ContextTokens, GeneratedTokens.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt (without a trace).")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer (without a trace).")] = 64,
+    slo_ttft: Annotated[float, typer.Option(help="Promise: seconds to the first token.")] = 1.0,
+    slo_tpot: Annotated[float, typer.Option(help="Promise: seconds per token after it.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Decides arrivals and prompts.")] = 0,
+    api_key: Annotated[str | None, typer.Option(envvar="SHOESTRING_API_KEY", help="The server's key.")] = None,
+    serve_options: Annotated[
+        str, typer.Option(help="Options of the server started for a MODEL, e.g. '--max-requests 32'.")
+    ] = "",
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Append the result to FILE as a line of JSON.")
+    ] = None,
+) -> None:
+    """Send requests at a rate or as in a trace: latency percentiles, throughput, goodput under an SLO."""
+    from shoestring.evals.server_load import Slo, at_url, check_save, from_trace, poisson, run_load
+
+    if trace is not None:
+        plan = from_trace(trace, seconds, rate=rate)
+    else:
+        asked = 1.0 if rate is None else rate
+        plan = poisson(asked, seconds, num_prompt=prompt_tokens, num_new=new_tokens, seed=seed)
+    slo = Slo(slo_ttft, slo_tpot)
+    if not plan:  # said before a server starts
+        raise UserError("no request falls into this time; give a longer time or a higher rate")
+    check_save(save)
+    with at_url(target, serve_options) as url:
+        case = f"{'trace' if trace else 'Poisson'}, {Path(target).name}"
+        about = {"load": "trace" if trace else "Poisson", "server": serve_options or ""}
+        run_load(url, plan, slo, case, seed=seed, api_key=api_key, save=save, about=about)
+
+
+# -- what the verbs share ----------------------------------------------------------------------------
+
+
+def _run_recipe(name: str, overrides: list[str]) -> None:
+    from shoestring.recipes.find import load_recipe, resolve_config
+
+    try:
+        recipe = load_recipe(name)
+        config = resolve_config(recipe, overrides)
+    except UserError:
+        if _rank() > 0:  # every rank reads the same command; one of them answers
+            raise typer.Exit(2) from None
+        raise
+    with memory_as_user_error(config), stoppable():
+        recipe.main(config)
+
+
+def _load(
+    path: str, device: str, dtype: str, int8_activations: bool = False, ranks: Ranks | None = None
+) -> LoadedModel:
+    from shoestring.device import pick_device, pick_dtype
+    from shoestring.evals.model_row import ready
+    from shoestring.model import load_model
+
+    place = pick_device(device)
+    # A model that is shared out is cut first and sent to its device then.
+    loaded = load_model(path, device=place if ranks is None else "cpu", dtype=pick_dtype(dtype, place))
+    if ranks is not None:
+        ranks.share(loaded.model)
+    if int8_activations:
+        from shoestring.formats.int8_activations import quantize_activations
+
+        quantize_activations(loaded.model, compute_dtype=loaded.model.compute_dtype)
+    return ready(loaded)
+
+
+# -- errors and exit codes ---------------------------------------------------------------------------
+
+
+def run_cli(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    # click's UsageError, wherever this version of typer keeps it
+    usage_error = cast(type[Exception], typer.BadParameter.__base__)
+    try:
+        with memory_as_user_error():
+            args = help_of_recipe(sys.argv[1:] if argv is None else argv)
+            result = app(args=args, prog_name="shoestring", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except Interrupted as stop:
+        return _complain(str(stop), 2)
+    except UserError as error:
+        return _complain(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        return 130
+    except usage_error as error:
+        text = error.format_message()  # type: ignore[attr-defined]
+        return _complain(f"error: {text} (see shoestring --help)", 2) if text else 2  # none: help was shown
+    except BrokenPipeError:
+        # The reader of our output went away (| head); Python must not complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if is_users(error):
+            where = f" ({error.filename})" if error.filename else ""
+            return _complain(f"error: {error.strerror}{where}; {room(error)}choose another place", 2)
+        return _bug(error)
+    except Exception as error:
+        return _bug(error)
+
+
+def main() -> None:
+    code = run_cli()
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _complain(text: str, code: int) -> int:
+    sys.stdout.flush()
+    rank = f"[rank {_rank()}] " if _rank() > 0 else ""
+    print(rank + " ".join(text.split()), file=sys.stderr, flush=True)
+    return code
+
+
+def _bug(error: BaseException) -> int:
+    import traceback
+
+    sys.stdout.flush()
+    traceback.print_exception(error)
+    note = "this is a bug in shoestring, please report it with the lines above"
+    return _complain(f"{note} and the output of: shoestring --version", 1)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from shoestring.runlog import versions
+
+        others = (f"{k} {v}" for k, v in versions().items() if k != "shoestring")
+        print("  ".join([f"shoestring {__version__}", *others]))
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Versions.")
+    ] = False,
+) -> None: ...

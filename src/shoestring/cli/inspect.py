@@ -1,0 +1,289 @@
+"""What is in a path: tables for `shoestring inspect`.
+
+`summarize` reads headers and JSON only, never the weights, so it is quick for a model of any size. Layer numbers
+are folded: one row stands for all layers whose tensors have the same shape and format ('layers.*' x30), and a layer
+that differs gets its own row; each_layer=True folds nothing. The errors of the layers are those that quantization
+measured and wrote beside the weights (quantization.json).
+
+`errors_table` (--against) does read the weights, and compares them with those of the model they were made from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from shoestring.errors import UserError
+from shoestring.formats.convert import format_linears
+from shoestring.formats.registry import from_json
+from shoestring.model import load_model
+from shoestring.model.compressed_tensors import METHOD, CompressedFiles
+from shoestring.model.hf import spec_from_hf
+from shoestring.model.hf_names import hf_module, our_module
+from shoestring.model.spec import ModelSpec
+from shoestring.report import Table, eval_table, flatten, in_words
+from shoestring.runlog import read_config, read_jsonl
+from shoestring.state.files import DTYPES, TensorFiles, read_json
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One weight as it lies in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # dtype or format
+    bits: float  # stored bits in all
+    output_error: float | None = None  # relative mean square on the calibration text, where it was written down
+    weight_error: float | None = None  # relative mean square
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
+
+
+def summarize(path: Path, *, each_layer: bool = False) -> list[Table]:
+    """The tables of whatever lies at `path`; each_layer: one row per weight instead of one per kind."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a run, a model folder, a checkpoint folder or a .gguf file")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{path} is a file but no .gguf; give a run, a model or a checkpoint folder")
+        return _gguf(path, each_layer)
+    if (path / "manifest.json").is_file():
+        return _checkpoint(path, each_layer)
+    if (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir():
+        return _run(path, each_layer)
+    if (path / "config.json").is_file():
+        return _model_folder(path, each_layer)
+    raise UserError(f"{path} holds no config.json, manifest.json or metrics.jsonl: not a run, model or checkpoint")
+
+
+# -- kinds of paths ----------------------------------------------------------------------------------
+
+
+def _run(folder: Path, each_layer: bool) -> list[Table]:
+    config = read_config(folder)
+    head = {k: config[k] for k in ("recipe", "command", "started") if k in config}
+    rows = [["folder", str(folder)], *([k, v] for k, v in head.items())]
+    checkpoints = sorted(p.name for p in folder.glob("checkpoints/step-*"))
+    rows.append(["checkpoints", ", ".join(checkpoints) or "none"])
+    settings = [[k, str(v)] for k, v in flatten(config.get("config", {})).items()]
+    tables = [Table(f"Run {folder.name}", ["", ""], rows), Table("Config", ["key", "value"], settings)]
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    if metrics:
+        last = {k: v for row in metrics for k, v in row.items() if k != "time"}
+        tables.append(Table("Last metrics", list(last), [list(last.values())]))
+    evals = read_jsonl(folder / "evals.jsonl")
+    if evals:
+        tables.append(eval_table(evals))
+    models = [p.parent for p in sorted(folder.glob("*/config.json"))]
+    return [*tables, *(table for model in models for table in _model_folder(model, each_layer))]
+
+
+def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
+    spec = spec_from_hf(read_json(folder / "config.json"))
+    shape = {k: getattr(spec, k) for k in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff")}
+    facts = {"type": spec.model_type, **shape, "vocab_size": spec.vocab_size, "max_positions": spec.max_positions}
+    stored, note = with_errors(folder_weights(folder), folder, spec)
+    weights = replace(weights_table(stored, each_layer), note=note)
+    tables = [_facts(f"Model {folder}", facts, stored), weights]
+    if (folder / "pruning.json").is_file():  # what a pruning recipe counted on the weights it wrote
+        counted = read_json(folder / "pruning.json")
+        tables.append(Table("Pruned to 2:4", ["", ""], [[in_words(k), v] for k, v in counted.items()]))
+    return tables
+
+
+def _gguf(path: Path, each_layer: bool) -> list[Table]:
+    from shoestring.model.gguf import read_metadata
+
+    fields = read_metadata(path)  # first: it explains what is wrong with a bad file
+    from gguf import GGUFReader
+
+    stored = [
+        Stored(t.name, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name, 8.0 * int(t.n_bytes))
+        for t in GGUFReader(path).tensors
+    ]
+    skipped = ("tokenizer.ggml.", "tokenizer.chat_template", "GGUF.")
+    facts = {k: v for k, v in fields.items() if not k.startswith(skipped) and not isinstance(v, list)}
+    return [_facts(f"GGUF {path.name}", facts, stored), weights_table(stored, each_layer)]
+
+
+def _checkpoint(folder: Path, each_layer: bool) -> list[Table]:
+    from shoestring.state.manifest import read_manifest
+
+    manifest = read_manifest(folder)
+    stored = [
+        Stored(name, t.shape, str(t.dtype).removeprefix("torch."), 8.0 * t.dtype.itemsize * math.prod(t.shape))
+        for name, t in manifest.tensors.items()
+    ]
+    facts: dict[str, Any] = {
+        "step": manifest.step,
+        "written by ranks": manifest.world_size,
+        "parts": len(manifest.parts),
+    }
+    facts |= {name: value for name, value in manifest.values.items() if isinstance(value, int | float | str)}
+    return [_facts(f"Checkpoint {folder}", facts, stored), weights_table(stored, each_layer)]
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+def folder_weights(folder: Path) -> list[Stored]:
+    """Every weight of a Hugging Face folder; the parts of a packed module are one weight."""
+    shapes, labels = _packed_modules(folder)
+    files = TensorFiles(folder, "packed" if (folder / "shoestring.json").is_file() else "model")
+    stored: dict[str, Stored] = {}
+    for name in files.names:
+        module, _, leaf = name.rpartition(".")
+        bits = math.prod(files.shape(name)) * 8.0 * DTYPES.get(files.dtype(name), torch.float16).itemsize
+        if module in labels and leaf.startswith("weight_"):
+            known = stored.get(f"{module}.weight")
+            total = bits + (known.bits if known else 0.0)
+            stored[f"{module}.weight"] = Stored(f"{module}.weight", shapes[module], labels[module], total)
+        else:
+            stored[name] = Stored(name, files.shape(name), files.dtype(name).lower(), bits)
+    return list(stored.values())
+
+
+def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shape and Format of each packed module, by Hugging Face's names."""
+    if (folder / "shoestring.json").is_file():
+        modules: dict[str, Any] = read_json(folder / "shoestring.json").get("modules", {})
+        labels = {name: from_json(m["format"]).label for name, m in modules.items()}
+        return {name: tuple(m["shape"]) for name, m in modules.items()}, labels
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+        files = CompressedFiles(folder, quantization)
+        return dict(files.shapes), {name: f.label for name, f in files.formats.items()}
+    return {}, {}
+
+
+def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[list[Stored], str]:
+    """The weights with what quantization wrote about them, and a sentence on what that is; or as they are."""
+    path = folder / "quantization.json"
+    written = read_json(path) if path.is_file() else {}
+    known = {layer["name"]: layer for layer in written.get("layers", [])}
+    if not known:
+        return stored, ""
+    found = []
+    for s in stored:
+        error = known.get(our_module(spec, s.name.removesuffix(".weight")), {})
+        found.append(replace(s, output_error=error.get("output_error"), weight_error=error.get("weight_error")))
+    # A recipe that trains the whole model wrote down the errors of the grids it started from.
+    method = written["method"]
+    when = "before training end to end" if method.startswith("shrink/") else f"by {method}"
+    return found, f"Errors are relative mean squares, of outputs on the calibration text; measured {when}."
+
+
+def weights_table(stored: list[Stored], each_layer: bool = False) -> Table:
+    """One row per kind of weight, layer numbers folded, or one per weight."""
+    return Table("Weights", *(_each_weight(stored) if each_layer else _kinds(stored)))
+
+
+def _kinds(stored: list[Stored]) -> tuple[list[str], list[list[Any]]]:
+    groups: dict[tuple[str, tuple[int, ...], str], list[Stored]] = {}
+    for s in stored:
+        groups.setdefault((fold(s.name), s.shape, s.kind), []).append(s)
+    headers = ["weight", "count", "shape", "stored as", "bits per weight", "MB"]
+    has_errors = any(s.output_error is not None for s in stored)
+    rows = []
+    for (name, shape, kind), members in groups.items():
+        bits, weights = sum(m.bits for m in members), sum(m.weights for m in members)
+        which = _layers(members) if len(members) < max(map(len, groups.values())) else name
+        errors = _typical_and_worst(members) if has_errors else []
+        rows.append([which, len(members), _sizes(shape), kind, bits / max(weights, 1), bits / 8e6, *errors])
+    return [*headers, *(["output error, median", "worst"] if has_errors else [])], rows
+
+
+def _each_weight(stored: list[Stored]) -> tuple[list[str], list[list[Any]]]:
+    columns: dict[str, list[Any]] = {
+        "weight": [s.name for s in stored],
+        "shape": [_sizes(s.shape) for s in stored],
+        "stored as": [s.kind for s in stored],
+        "bits per weight": [s.bits / max(s.weights, 1) for s in stored],
+        "MB": [s.bits / 8e6 for s in stored],
+    }
+    errors = {"weight error": [s.weight_error for s in stored], "output error": [s.output_error for s in stored]}
+    columns |= {k: v for k, v in errors.items() if any(e is not None for e in v)}
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _typical_and_worst(members: list[Stored]) -> list[Any]:
+    known = [(s.output_error, s.name) for s in members if s.output_error is not None]
+    if not known:
+        return [None, ""]
+    error, name = max(known)
+    where = re.search(r"[^.]+\.\d+(?=\.)", name)  # the rest of its name is the row's
+    return [median(e for e, _ in known), f"{error:.4g} in {where[0] if where else name}"]
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def fold(name: str) -> str:
+    """model.layers.12.mlp.up -> model.layers.*.mlp.up"""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _layers(members: list[Stored]) -> str:
+    """'layers.0,3-5.mlp.up': which layers a group has, when it does not have all of them."""
+    numbers = sorted(int(m[0]) for s in members if (m := re.search(r"(?<=\.)\d+(?=\.)", s.name)))
+    if not numbers:
+        return members[0].name
+    ranges: list[list[int]] = []
+    for n in numbers:
+        if ranges and n == ranges[-1][1] + 1:
+            ranges[-1][1] = n
+        else:
+            ranges.append([n, n])
+    spans = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return fold(members[0].name).replace("*", spans, 1)
+
+
+def _facts(title: str, facts: dict[str, Any], stored: list[Stored]) -> Table:
+    weights, bits = sum(s.weights for s in stored), sum(s.bits for s in stored)
+    total = {"parameters": weights, "MB": bits / 8e6, "bits per parameter": bits / max(weights, 1)}
+    return Table(title, ["", ""], [[k, v] for k, v in {**facts, **total}.items()])
+
+
+# -- against the model it was made from --------------------------------------------------------------
+
+
+def errors_table(path: str | Path, reference: str | Path) -> Table:
+    """The relative error ||W' - W|| / ||W|| (Frobenius) of every linear layer: W' is what the layer multiplies with, W
+    the reference's weight.
+
+    A method that folds scales into norms (AWQ) or trains on moves weights without harm, so this is a check of
+    rounding, not of quality; quality is `shoestring eval`.
+    """
+    source, model = load_model(reference).model, load_model(path).model
+    theirs = dict(format_linears(source))
+    rows: list[list[Any]] = []
+    for name, layer in format_linears(model):
+        other = theirs.get(name)
+        if other is None and name == "head":  # a tied head was given a copy of its own
+            want = source.embed.weight.detach()
+        elif other is None:
+            raise UserError(f"{reference} has no layer {name}: it is not the model that {path} was made from")
+        else:
+            want = other.effective_weight(torch.float32).detach()
+        got = layer.effective_weight(torch.float32).detach()
+        if got.shape != want.shape:
+            raise UserError(
+                f"{name} is {list(got.shape)} in {path} and {list(want.shape)} in {reference}: another model"
+            )
+        dtype = torch.bfloat16 if layer.weight is None else layer.weight.dtype
+        bits = layer.format.bits_per_weight(layer.shape, dtype)
+        size, error = float(want.norm()), float((got - want).norm())
+        relative = error / size if size else error
+        rows.append([hf_module(model.spec, name), layer.format.label, round(bits, 4), relative])
+    headers = ["layer", "format", "bits per weight", "relative error"]
+    return Table(f"{path} against {reference}", headers, rows)

@@ -1,0 +1,207 @@
+"""A model at the terminal: what `generate`, `chat` and `serve` share.
+
+Imports what it needs when it needs it, as the command line does, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoestring.errors import UserError
+
+if TYPE_CHECKING:
+    from shoestring.model.folder import LoadedModel
+    from shoestring.model.skip import SkipSet
+    from shoestring.model.transformer import Decoder
+    from shoestring.serve import Engine, Sampling, SkipPolicy
+    from shoestring.serve.engine.tensor_parallel import Ranks
+
+
+def lead(
+    use: Callable[[LoadedModel, Ranks | None], None], load: Callable[[Ranks | None], LoadedModel], device: str
+) -> None:
+    """use(model, ranks); under torchrun the first process does, and the others compute their shares."""
+    from shoestring.serve.engine.tensor_parallel import open_ranks
+
+    ranks = open_ranks(device)
+    loaded = load(ranks)
+    if ranks is not None and not ranks.first:
+        ranks.follow(loaded.model)
+        return ranks.close()
+    try:
+        use(loaded, ranks)
+    finally:
+        if ranks is not None:
+            ranks.end()
+
+
+def hint_at_speed(model: Decoder) -> None:
+    from shoestring.formats.int8_activations import would_gain
+
+    if would_gain(model, model.compute_dtype):
+        print(
+            "hint: --int8-activations may be several times as fast for integer weights on this processor; it rounds "
+            "inputs to 8 bits",
+            file=sys.stderr,
+        )
+
+
+def open_engine(
+    loaded: LoadedModel, context: int, drafter: str | None = None, skip: str = "none", ranks: Ranks | None = None
+) -> Engine:
+    from shoestring.serve import Engine, open_drafter
+
+    if ranks is not None and skip != "none" and not _is_files(skip):
+        raise UserError(
+            f"--skip {skip} looks for a set with the whole model, which is shared out over processes here; "
+            "find one first (shoestring run shrink/skip_set) and give its file"
+        )
+    guess = None
+    if drafter is not None:
+        device, dtype = loaded.model.embed.weight.device, loaded.model.compute_dtype
+        guess = open_drafter(drafter, loaded.model, device=str(device), dtype=dtype)
+    policy, draft_skip = (None, None) if skip == "none" else find_skips(loaded, skip, context)
+    if ranks is None and sys.stderr.isatty():
+        hint_at_speed(loaded.model)
+    return Engine(
+        loaded.model,
+        loaded.tokenizer,
+        max_requests=1,
+        max_context=context,
+        drafter=guess,
+        skip=policy,
+        draft_skip=draft_skip,
+        ranks=ranks,
+    )
+
+
+def _is_files(skip: str) -> bool:
+    return all(Path(p).is_file() for p in skip.removeprefix("lossless:").split("+"))
+
+
+def find_skips(loaded: LoadedModel, skip: str, context: int) -> tuple[SkipPolicy | None, SkipSet | None]:
+    """What --skip names: a policy for requests, or a set for drafts."""
+    from shoestring.evals.model_row import corpus_of_run
+    from shoestring.shrink.skip_sets import open_skip
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    corpus, _ = corpus_of_run(loaded.path)
+    found = open_skip(skip, loaded, context=context, corpus=corpus, say=say)
+    return found.policy, found.draft
+
+
+def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool, *, echo: str = "") -> str:
+    """Print a completion as it comes, behind `echo` once the engine has taken the prompt; returns it."""
+    import time
+
+    pieces: list[str] = []
+    began, first = time.perf_counter(), 0.0
+    before = engine.stats.num_new_tokens
+    for piece in engine.stream(tokens, sampling):
+        first = first or time.perf_counter() - began
+        print("" if pieces else echo, piece, sep="", end="", flush=True)
+        pieces.append(piece)
+    print("" if pieces else echo, flush=True)
+    if stats:
+        num, rest = engine.stats.num_new_tokens - before, time.perf_counter() - began - first
+        rate = f"first after {first:.2f}s, then {(num - 1) / rest if num > 1 else 0:.1f} tokens/s"
+        print(f"[{len(tokens)} prompt tokens, {num} new tokens, {rate}]")
+        for skip in engine.skip_sets.sets.values():
+            what = f"{len(skip.attn)} attention and {len(skip.mlp)} FFN sublayers skipped"
+            name = "a set for guessing ahead, used in its place" if skip.name == "lossless" else skip.name
+            print(f"[{what}: {name or skip.id}; the text is not the whole model's]")
+        s = engine.stats
+        if s.num_drafted:
+            share = f"{s.num_accepted} of {s.num_drafted} drafted tokens accepted ({s.acceptance:.0%})"
+            print(f"[{share}, {s.num_steps} steps, {s.num_new_tokens / s.num_steps:.2f} tokens per step]")
+        elif engine.drafter is not None:
+            print("[nothing was drafted: there was no guess, or guessing ahead did not pay]")
+    return "".join(pieces)
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself; for -, all of standard input."""
+    try:
+        return check_text(sys.stdin.read() if prompt == "-" else prompt)
+    except UnicodeError:
+        raise UserError("the prompt is not text in UTF-8; convert it first (iconv, say)") from None
+
+
+def check_text(text: str) -> str:
+    """The text itself. Bytes that are none come from the command line as lone surrogates: a UnicodeError."""
+    text.encode()
+    return text
+
+
+def user_lines() -> Any:
+    """Lines typed by the user (with a prompt) or piped in, until the end of input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("Type a message; an empty line or Ctrl-D ends the chat.")
+    while True:
+        try:
+            line = check_text(input("> " if interactive else "").strip())
+        except (EOFError, KeyboardInterrupt):
+            return
+        except UnicodeError:
+            raise UserError("a message is not text in UTF-8; convert it first (iconv, say)") from None
+        if not line and interactive:
+            return
+        if line:
+            if not interactive:
+                print(f"> {line}")
+            yield line
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM inside acts as Ctrl-C, so that a run saves and says how to continue."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def help_of_recipe(argv: list[str]) -> list[str]:
+    """`run NAME ... --help` asks for that recipe's settings, which typer knows nothing of."""
+    names = [arg for arg in argv[1:2] if not arg.startswith("-")]
+    if argv[:1] == ["run"] and names and {"-h", "--help"} & set(argv):
+        return ["recipes", *names]
+    return argv
+
+
+def chat_prompt(
+    messages: list[dict[str, str]], encode: Callable[[list[dict[str, str]]], list[int]], room: int, answer: int
+) -> list[int] | None:
+    """Tokens of the chat; the oldest messages are forgotten (in place, the system's not) where it leaves no room for an
+    answer. None, and the last message is taken back, where not even that one fits.
+    """
+    first = 1 if messages[0]["role"] == "system" else 0
+    answer = min(answer, room // 4)  # one may ask for longer answers than the chat has room for
+    while len(tokens := encode(messages)) > room - answer and len(messages) > first + 1:
+        del messages[first : first + 2]  # a question and its answer
+    if len(tokens) < room:
+        return tokens
+    messages.pop()
+    print(
+        f"this message makes {len(tokens)} tokens, and the chat has room for {room}: shorten it, or give more "
+        "--context where the model reads more",
+        file=sys.stderr,
+    )
+    return None

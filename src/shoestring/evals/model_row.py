@@ -1,0 +1,246 @@
+"""Measuring a model: its size, perplexity, task accuracy and speed, each as one flat row.
+
+A row has the keys of `report.EVAL_COLUMNS`, so that evals.jsonl, the console and report.html show the same
+table. Sizes count what the weights need when stored: packed layers at their bits per weight, everything else
+at 16 bits. A dense model is therefore compared at 2 bytes per weight, whatever it is computed in here.
+
+Left out on purpose: benchmarks with warm-up and spread (bench/); `--speed` is a quick look.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.formats import FormatLinear, keep_decoded
+from shoestring.paths import expand
+from shoestring.runlog import RunLog, read_config
+
+if TYPE_CHECKING:
+    from shoestring.host.block_offload import BlockOffload
+    from shoestring.model.folder import LoadedModel
+    from shoestring.model.tokenizer import Tokenizer
+    from shoestring.model.transformer import Decoder
+
+DENSE_BITS = 16.0
+ROWS = 4096  # per forward pass of an evaluation: enough to fill a processor, little beside the weights
+
+
+def ready(loaded: LoadedModel) -> LoadedModel:
+    """Set for inference. On a CPU, which has no kernels for packed weights, they are decoded once, here."""
+    loaded.model.eval()
+    if loaded.model.embed.weight.device.type == "cpu":
+        keep_decoded(loaded.model, dtype=loaded.model.compute_dtype)
+    return loaded
+
+
+# -- size --------------------------------------------------------------------------------------------
+
+
+def size_of(model: nn.Module) -> dict[str, float]:
+    """megabytes of all stored weights, and bits per weight of the linear layers inside the blocks."""
+    total_bits = linear_bits = linear_weights = 0.0
+    counted: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FormatLinear):
+            weights = module.in_features * module.out_features
+            bits = module.format.bits_per_weight((module.out_features, module.in_features)) * weights
+            linear_bits, linear_weights, total_bits = (linear_bits + bits, linear_weights + weights, total_bits + bits)
+            counted |= {id(t) for t in (*module.parts().values(), *module.parameters(recurse=False))}
+            total_bits += 0 if module.bias is None else module.bias.numel() * DENSE_BITS
+    rest = sum(p.numel() for p in model.parameters() if id(p) not in counted)
+    row = {"megabytes": round((total_bits + rest * DENSE_BITS) / 8e6, 3)}
+    if linear_weights:
+        row["bits_per_weight"] = round(linear_bits / linear_weights, 3)
+    return row
+
+
+def formats_name(model: nn.Module) -> str:
+    """The formats of a model's linear layers: 'dense', 'int4:g64', or several joined by +."""
+    names: dict[str, None] = {}
+    for module in model.modules():
+        if isinstance(module, FormatLinear):
+            names[module.format.label] = None
+    return " + ".join(names) or "dense"
+
+
+def megabytes_on_disk(folder: Path) -> float:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / 1e6
+
+
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+def evaluate_row(
+    loaded: LoadedModel,
+    label: str,
+    tokens: Tensor | None = None,
+    text: str = "",
+    *,
+    context: int = 1024,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    speed: bool = False,
+    offload: BlockOffload | None = None,
+) -> dict[str, Any]:
+    """One model as one row: its format and size, perplexity where tokens are given, speed where asked.
+
+    offload: the model stays in the host's memory, and one block at a time is on the device that is named there.
+    """
+    if offload is None:
+        ready(loaded)
+    row: dict[str, Any] = {"model": label, "format": formats_name(loaded.model), **size_of(loaded.model)}
+    if tokens is not None:
+        context = min(context, loaded.spec.max_positions)
+        row |= {"text": text, **measure_perplexity(loaded.model, tokens, context, stride, max_tokens, offload)}
+    if speed:
+        row |= measure_speed_of(loaded.model)
+    return row
+
+
+def fitting_context(key: str, context: int, loaded: LoadedModel) -> int:
+    """As many tokens as are asked for, or as many as the model reads, which is said then."""
+    room = loaded.spec.max_positions
+    if context > room:
+        RunLog(None).say(f"{key}={context} is more than the model's {room} positions: windows of {room} are used")
+    return min(context, room)
+
+
+def measure_perplexity(
+    model: Decoder,
+    tokens: Tensor,
+    context: int,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    offload: BlockOffload | None = None,
+) -> dict[str, Any]:
+    from shoestring.evals.perplexity import perplexity, streamed_perplexity
+
+    batch = max(1, ROWS // max(1, context))  # a context that is not possible is refused below
+    with RunLog(None).progress(min(len(tokens), max_tokens or len(tokens)), "perplexity") as bar:
+        options: dict[str, Any] = {"context": context, "stride": stride, "max_tokens": max_tokens, "batch": batch}
+        options["progress"] = lambda done, total: bar.advance(done - bar.done)
+        if offload is None:
+            result = perplexity(model, tokens, **options)
+        else:
+            result = streamed_perplexity(model, tokens, offload, **options)
+    return {
+        "perplexity": round(result.value, 4),
+        "num_tokens": result.num_tokens,
+        "context": result.context,
+        "stride": result.stride,
+    }
+
+
+def measure_speed_of(model: Decoder, *, prompt: int = 128, new: int = 32, repeats: int = 3) -> dict[str, float]:
+    from shoestring.evals.speed import measure_speed
+
+    prompt = min(prompt, model.spec.max_positions // 2)
+    new = min(new, model.spec.max_positions - prompt)
+    result = measure_speed(model, prompt=prompt, new=new, repeats=repeats)
+    return {
+        "prefill_tokens_per_s": round(result.prefill_tokens_per_s, 1),
+        "decode_tokens_per_s": round(result.decode_tokens_per_s, 1),
+    }
+
+
+def measure_task(loaded: LoadedModel, label: str, path: Path, limit: int | None = None) -> dict[str, Any]:
+    from shoestring.evals.tasks import run_task
+
+    result = run_task(loaded.model, need_tokenizer(loaded), path, limit=limit)
+    row = {"model": label, "format": formats_name(loaded.model), "task": result.name}
+    return {**row, "accuracy": round(result.accuracy, 4), "num": result.num}
+
+
+# -- texts -------------------------------------------------------------------------------------------
+
+
+def text_tokens(
+    loaded: LoadedModel, given: str, *, text: str | None = None, data: str | None = None
+) -> tuple[Tensor | None, str]:
+    """What to measure perplexity on, and its name; (None, "") when there is nothing.
+
+    A file, the validation split of a corpus, or, when `given` is a run, that of its own corpus.
+    """
+    if text is not None and data is not None:
+        raise UserError("both a text and a corpus (data) are given; give one of them")
+    if text is not None:
+        return read_tokens(Path(text), need_tokenizer(loaded)), Path(text).name
+    if data is not None:
+        return validation_tokens(data, need_tokenizer(loaded)), f"{data} (validation)"
+    data, max_mb = corpus_of_run(Path(given))
+    if data is None:
+        return None, ""
+    val = validation_split(data, need_tokenizer(loaded), max_mb)
+    # A run of a text so short that none of it was left for validation. No text was requested, so this is no error.
+    return (None, "") if len(val) < 2 else (val, f"{data} (validation)")
+
+
+def need_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    if loaded.tokenizer is None:
+        raise UserError(f"{loaded.path} has no tokenizer; put its tokenizer.json into the folder")
+    return loaded.tokenizer
+
+
+def check_apart(settings: dict[str, Any], *keys: str) -> None:
+    """The evaluated text is none of those that the settings `keys` give to learn from."""
+    for key in keys:
+        text, other = settings["text"], settings[key]
+        if text is None or other is None:
+            continue
+        mine, theirs = Path(text), expand(other)
+        if mine.exists() and theirs.exists() and mine.samefile(theirs):
+            raise UserError(
+                f"text={text} and {key}={other} are the same file: a perplexity measured there flatters the result; "
+                "give two texts"
+            )
+
+
+def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
+    """A whole text file as token ids: two or more, of which one can be predicted."""
+    if not path.is_file():
+        raise UserError(f"{path} is no file; give a text file, or a corpus with data")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv") from None
+    ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        raise UserError(f"{path} has less than two tokens; give a longer text")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def validation_tokens(data: str, tokenizer: Tokenizer, max_mb: float | None = None) -> Tensor:
+    """The validation split of a corpus that was asked for."""
+    val = validation_split(data, tokenizer, max_mb)
+    if len(val) < 2:
+        raise UserError(
+            f"data={data} has no document in its validation split; give more text, or a text file (text=FILE for a "
+            "recipe, --text FILE for a command)"
+        )
+    return val
+
+
+def validation_split(data: str, tokenizer: Tokenizer, max_mb: float | None = None) -> Tensor:
+    """The validation split of a corpus, tokenised once and cached; it may be empty."""
+    from shoestring.train.shards import tokenize_corpus
+
+    max_bytes = None if max_mb is None else int(max_mb * 1e6)
+    corpus = tokenize_corpus(data, tokenizer=tokenizer, max_bytes=max_bytes, progress=RunLog(None).progress)
+    return corpus.val.head()
+
+
+def is_run(path: Path) -> bool:
+    return "recipe" in read_config(path)
+
+
+def corpus_of_run(path: Path) -> tuple[str | None, float | None]:
+    """The corpus of a run and how much of it was read; that of the source for a run that shrank another."""
+    config = read_config(path).get("config", {})
+    if config.get("data"):
+        return str(config["data"]), config.get("max_mb")
+    return corpus_of_run(Path(config["model"])) if config.get("model") else (None, None)

@@ -1,0 +1,129 @@
+"""Run a model block by block on a device that does not hold it: blocks move there in turns, activations may spill.
+
+    with on_device(block, torch.device("cuda"), torch.bfloat16):
+        block(x)                  # on the GPU, in bf16
+    ...                           # back in the host's memory, as it was
+
+The model stays in the host's memory in the dtype of its checkpoint, so the device holds one block (and a CPU the fp32
+numbers of one block) however large the model is. Activations of all inputs are in one store, which is a file beyond
+`memory_gb`.
+
+This module takes modules and tensors and knows no model. Left out on purpose: prefetching the next block while this one
+computes, and several devices.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+
+
+@dataclass(frozen=True)
+class BlockOffload:
+    onload_device: torch.device | None = None  # where one block at a time computes; None: where the model is
+    memory_gb: float = 4.0  # activations beyond this go to a file
+    folder: str | None = None  # for that file; None: the system's temporary folder
+
+
+@contextmanager
+def on_device(
+    module: nn.Module, device: torch.device | None, dtype: torch.dtype, *, keep: bool = False
+) -> Iterator[None]:
+    """Inside, the module computes on `device` in `dtype`; None: where it is, and nothing moves.
+
+    With `keep`, changes made inside (weights, Formats, packed parts) stay, in `dtype`: rounding them to the dtype of
+    the checkpoint would lose what was chosen. Otherwise, and after an error, the module is as it was before.
+    """
+    if device is None:
+        yield
+        return
+    before = [(m, _attributes(m)) for m in module.modules()]
+    offloaded = [(p, p.data, p.requires_grad) for p in module.parameters()]
+    # A module without tensors has nothing to move.
+    source = next((t.device for t in chain(module.parameters(), module.buffers())), device)
+    succeeded = False
+    try:
+        module.to(device=device, dtype=dtype)
+        if keep:
+            for p, data, _ in offloaded:
+                if p.data_ptr() == data.data_ptr():  # nothing was moved: changes still need a copy of their own
+                    p.data = data.clone()
+        yield
+        if keep:
+            module.to(source)
+            succeeded = True
+    finally:
+        if not succeeded:
+            for m, attributes in before:
+                vars(m).clear()
+                vars(m).update(attributes)
+            for p, data, requires_grad in offloaded:
+                p.grad = None
+                p.data = data
+                p.requires_grad_(requires_grad)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes and tensors, so that a change of its Format can be undone. Its submodules and hooks
+    are not copied: whoever changes those on the device changes them back.
+    """
+    found = dict(vars(module))
+    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        found[name] = found[name].copy()
+    return found
+
+
+def activation_store(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, offload: BlockOffload, stack: ExitStack
+) -> Tensor:
+    """Room for activations: on the device when they fit memory_gb, else in a file that `stack` removes."""
+    count = math.prod(shape)
+    num_bytes = count * dtype.itemsize
+    if num_bytes <= offload.memory_gb * 1e9:
+        return torch.empty(shape, dtype=dtype, device=device)
+    try:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoestring-", dir=offload.folder))
+        path = Path(folder) / "activations"
+        with path.open("wb") as f:
+            # Reserved now: a mapped file that meets a full disk later kills the process without a message.
+            os.posix_fallocate(f.fileno(), 0, num_bytes)
+    except OSError as error:
+        hint = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise UserError(
+            f"cannot keep {num_bytes / 1e9:.1f} GB of activations in {offload.folder or tempfile.gettempdir()}: "
+            f"{hint}; give another folder (spill), more memory_gb, or fewer calibration windows"
+        ) from error
+    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)
+
+
+def check_spill(folder: str | None) -> None:
+    """For recipes, before there is a run: the store itself meets a missing folder only after minutes."""
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"spill={folder} is no folder; give one that is there, with room for activations")
+
+
+def fits_on_device(num_params: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model of this size in `dtype`, not loaded yet, takes at most half of the device's free memory. The
+    other half is for activations and the work on them.
+    """
+    return num_params * dtype.itemsize <= free_bytes(device) / 2
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -1,1 +1,0 @@
-"""Triton sources, apart from their callers: the package imports without triton."""

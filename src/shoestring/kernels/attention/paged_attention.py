@@ -1,0 +1,183 @@
+"""Attention over keys and values that lie in blocks, for decoding, speculation and chunked prompts alike.
+
+The rows of a step are cut into tiles: a tile is up to `rows_per_tile` neighbouring rows of one request,
+
+    tiles[i] = (row of the block table, first row in q, position of that row, number of rows)
+
+int32, on the device; a tile of 0 rows does nothing, so a captured graph can be padded. A row at position p sees
+the keys at positions 0..p of its request (of the last `window` only, where given); position p lies in block
+table[p // block_size]. out = softmax(q k^T / sqrt(D)) v per head.
+
+The kernel gives one program a tile, one key/value head and one range of keys: the query heads that share the key
+head are rows of the same matrix product, so keys and values are read once for all of them and for all drafts of
+the request. Few requests alone would leave most of the chip idle, so their keys are cut into up to MAX_SPLITS
+ranges, each a multiple of BLOCK keys, and a second kernel joins the parts by their maxima and sums. How a
+request's keys are cut depends on its own length and the number of ranges only, and nothing is added in an order
+that varies: equal launches give equal bits.
+
+Left out: fp8 keys and values, sharing of a common prefix between requests.
+
+Shapes: T rows, H query heads, G key/value heads, D head dim, L tiles, W blocks per table row, P positions per
+block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoestring.hardware.device import device_limits
+from shoestring.kernels.runtime.pdl import pdl_options
+from shoestring.kernels.runtime.triton_backend import triton_usable
+
+BLOCK = 64  # keys per load
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 2
+PREFILL_ROWS = 128  # rows x heads of a prefill tile
+
+
+def paged_attention_ref(
+    q_THD: Tensor,
+    keys_NPGD: Tensor,
+    values_NPGD: Tensor,
+    tables_LW: Tensor,
+    tiles_L4: Tensor,
+    *,
+    window: int | None = None,
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """Rows that no tile names stay as they are in `out_THD`, zero where none is given. At least fp32 throughout."""
+    num_heads, head_dim = q_THD.shape[1:]
+    page, num_groups = keys_NPGD.shape[1:3]
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    if out_THD is None:
+        out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
+    for table, first, position, num in tiles_L4.tolist():
+        if num == 0:
+            continue
+        stop = position + num
+        blocks = tables_LW[table, : -(-stop // page)].long()
+        k_SGD, v_SGD = (t.index_select(0, blocks).flatten(0, 1)[:stop].to(wide) for t in (keys_NPGD, values_NPGD))
+        q_RGhD = q_THD[first : first + num].to(wide).unflatten(1, (num_groups, num_heads // num_groups))
+        score_RGhS = torch.einsum("rghd,sgd->rghs", q_RGhD, k_SGD) * head_dim**-0.5
+        age_RS = (
+            torch.arange(position, stop, device=q_THD.device)[:, None] - torch.arange(stop, device=q_THD.device)[None]
+        )
+        hidden_RS = age_RS < 0 if window is None else (age_RS < 0) | (age_RS >= window)
+        weight_RGhS = score_RGhS.masked_fill(hidden_RS[:, None, None], -torch.inf).softmax(-1)
+        mixed = torch.einsum("rghs,sgd->rghd", weight_RGhS, v_SGD)
+        out_THD[first : first + num] = mixed.flatten(1, 2).to(q_THD.dtype)
+    return out_THD
+
+
+def paged_attention(
+    q_THD: Tensor,
+    keys_NPGD: Tensor,
+    values_NPGD: Tensor,
+    tables_LW: Tensor,
+    tiles_L4: Tensor,
+    *,
+    rows_per_tile: int,
+    num_splits: int = 1,
+    window: int | None = None,
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """As paged_attention_ref, but rows that no tile names are undefined where no `out_THD` is given; chooses the
+    kernel.
+
+    `num_splits` is the number of ranges that a request's keys are cut into at most, a power of 2. q may be a view
+    with any row stride.
+    """
+    if not triton_usable(q_THD):
+        return paged_attention_ref(q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, window=window, out_THD=out_THD)
+    from shoestring.kernels.attention.paged_attention_triton import _combine_kernel, _paged_attention_kernel
+
+    num_rows, num_heads, head_dim = q_THD.shape
+    page, num_groups = keys_NPGD.shape[1:3]
+    assert q_THD.stride(2) == 1 and q_THD.stride(1) == head_dim
+    assert keys_NPGD.is_contiguous() and values_NPGD.is_contiguous() and keys_NPGD.shape == values_NPGD.shape
+    assert tables_LW.stride(1) == 1 and tables_LW.dtype == tiles_L4.dtype == torch.int32
+    shared = num_heads // num_groups
+    heads = _pow2(shared)
+    rows = _pow2(rows_per_tile)
+    rows = max(rows, -(-16 // heads))  # a matrix product has at least 16 rows
+    m, d = rows * heads, max(16, _pow2(head_dim))
+    num_tiles = tiles_L4.shape[0]
+    if out_THD is None:
+        out_THD = torch.empty(num_rows, num_heads, head_dim, device=q_THD.device, dtype=q_THD.dtype)
+    assert out_THD.is_contiguous()
+    if num_splits > 1:
+        part = torch.empty(num_tiles, num_groups, num_splits, m, d, device=q_THD.device, dtype=torch.float32)
+        peak = torch.empty(2, num_tiles, num_groups, num_splits, m, device=q_THD.device, dtype=torch.float32)
+    else:
+        part = peak = out_THD  # not touched
+    pdl = pdl_options(q_THD)
+    _paged_attention_kernel[(num_tiles, num_groups, num_splits)](
+        q_THD,
+        keys_NPGD,
+        values_NPGD,
+        tables_LW,
+        tiles_L4,
+        out_THD,
+        part,
+        peak,
+        head_dim**-0.5,
+        q_THD.stride(0),
+        tables_LW.stride(0),
+        num_groups,
+        0 if window is None else window,
+        HEADS=shared,
+        HEADS_P=heads,
+        ROWS=rows,
+        D=head_dim,
+        D_P=d,
+        PAGE=page,
+        BLOCK=BLOCK,
+        NUM_SPLITS=num_splits,
+        WINDOWED=window is not None,
+        **pdl,
+        num_warps=8 if m >= 128 else 4,
+        num_stages=2 if q_THD.dtype == torch.float32 else 3,
+    )
+    if num_splits > 1:
+        _combine_kernel[(num_tiles, num_groups, m)](
+            tiles_L4,
+            out_THD,
+            part,
+            peak,
+            num_groups,
+            0 if window is None else window,
+            HEADS=shared,
+            HEADS_P=heads,
+            M=m,
+            D=head_dim,
+            D_P=d,
+            BLOCK=BLOCK,
+            NUM_SPLITS=num_splits,
+            WINDOWED=window is not None,
+            **pdl,
+            num_warps=2 if num_splits > 16 else 1,
+        )
+    return out_THD
+
+
+def prefill_rows(num_heads: int, num_groups: int) -> int:
+    """Rows per tile that fill a prefill program."""
+    return max(1, PREFILL_ROWS // _pow2(num_heads // num_groups))
+
+
+def most_programs() -> int:
+    """Programs that fill the GPU."""
+    return PROGRAMS_PER_SM * device_limits().num_sms
+
+
+def splits_for(num_tiles: int, num_groups: int) -> int:
+    """Ranges to cut a request's keys into, so that this many tiles fill the chip."""
+    num, most = MAX_SPLITS, most_programs()
+    while num > 1 and num_tiles * num_groups * num > most:
+        num //= 2
+    return num
+
+
+def _pow2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,52 @@
+"""Residual sum and RMSNorm in one pass: x <- x + delta; y = x / sqrt(mean(x^2) + eps) * weight.
+
+The sum is rounded to the stream's dtype, as a plain `x + delta` would, and the norm is taken of the rounded
+sum in fp32 (fp64 for fp64).
+
+Shapes: T rows, D model width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoestring.kernels.runtime.pdl import pdl_options
+from shoestring.kernels.runtime.triton_backend import triton_usable
+
+MAX_WIDTH = 1 << 15  # a row is held in registers
+
+
+def add_norm_ref_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """The normed rows; x is overwritten with the sum. delta None: nothing is added."""
+    if delta_TD is not None:
+        x_TD += delta_TD
+    wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight_D.to(wide.dtype)).to(x_TD.dtype)
+
+
+def add_norm_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    """As add_norm_ref_; chooses the kernel."""
+    if not triton_usable(x_TD) or x_TD.shape[1] > MAX_WIDTH:
+        return add_norm_ref_(x_TD, delta_TD, weight_D, eps)
+    from shoestring.kernels.gemv.add_norm_triton import _add_norm_kernel
+
+    num_rows, width = x_TD.shape
+    assert x_TD.is_contiguous() and (delta_TD is None or delta_TD.is_contiguous())
+    out_TD = torch.empty_like(x_TD)
+    if num_rows:
+        block = 1 << (width - 1).bit_length()
+        _add_norm_kernel[(num_rows,)](
+            x_TD,
+            x_TD if delta_TD is None else delta_TD,
+            weight_D,
+            out_TD,
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            ADD=delta_TD is not None,
+            **pdl_options(x_TD),
+            num_warps=max(1, min(16, block // 512)),
+        )
+    return out_TD

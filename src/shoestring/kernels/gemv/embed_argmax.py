@@ -1,0 +1,77 @@
+"""The two ends of a decoding step: from the tokens of the rows to the residual stream, and from logits to a token.
+
+    embed_rows      x = embed[token]; token -1 stands for the token that the previous step chose in this row
+    argmax_token_   argmax of each row, the first of equal ones. A row is searched in pieces by many programs: a plain
+                    argmax gives it to one SM, which takes longer than all layers of a small model.
+
+In torch these are a dozen small kernels. `embed_rows` is launched without PDL on purpose: it begins after all of the
+previous step is done, which later kernels of a step rely on when they read old keys and values early.
+
+Shapes: T rows, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.kernels.runtime.pdl import pdl_options
+from shoestring.kernels.runtime.triton_backend import triton_usable
+
+PIECE = 2048  # logits of a program
+
+
+def embed_rows_ref(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.embedding(torch.where(tokens_T >= 0, tokens_T, last_T), embed_VD).to(dtype)
+
+
+def embed_rows(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """As embed_rows_ref; chooses the kernel."""
+    if not triton_usable(embed_VD):
+        return embed_rows_ref(tokens_T, last_T, embed_VD, dtype)
+    from shoestring.kernels.gemv.embed_argmax_triton import _embed_rows_kernel
+
+    num_rows, width = tokens_T.shape[0], embed_VD.shape[1]
+    assert tokens_T.dtype == last_T.dtype == torch.int64 and embed_VD.is_contiguous()
+    assert tokens_T.is_contiguous() and last_T.is_contiguous() and last_T.shape[0] >= num_rows
+    out_TD = torch.empty(num_rows, width, dtype=dtype, device=embed_VD.device)
+    _embed_rows_kernel[(num_rows, -(-width // 1024))](
+        tokens_T, last_T, embed_VD, out_TD, WIDTH=width, BLOCK=1024, num_warps=4
+    )
+    return out_TD
+
+
+def argmax_token_ref_(logits_TV: Tensor, out_T: Tensor) -> None:
+    out_T.copy_(logits_TV.argmax(dim=-1))
+
+
+def argmax_token_(logits_TV: Tensor, out_T: Tensor) -> None:
+    """As argmax_token_ref_; chooses the kernel. A row of nothing but NaN gives some token."""
+    if not triton_usable(logits_TV) or not logits_TV.is_contiguous() or logits_TV.dtype == torch.float64:
+        argmax_token_ref_(logits_TV, out_T)
+        return
+    from shoestring.kernels.gemv.embed_argmax_triton import _argmax_of_pieces_kernel
+
+    assert out_T.dtype == torch.int64 and out_T.is_contiguous()
+    peaks, places = piece_argmax(logits_TV)
+    num_pieces = peaks.shape[1]
+    _argmax_of_pieces_kernel[(len(out_T),)](
+        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), num_warps=1,
+        **pdl_options(logits_TV),
+    )  # fmt: skip
+
+
+def piece_argmax(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of every piece of a row, fp32, and where it is, int32: [T, pieces] each; where kernels run."""
+    from shoestring.kernels.gemv.embed_argmax_triton import _piece_argmax_kernel
+
+    num_rows, vocab = logits_TV.shape
+    assert logits_TV.is_contiguous() and vocab < 2**31
+    num_pieces = -(-vocab // PIECE)
+    peaks = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=logits_TV.device)
+    places = torch.empty(num_rows, num_pieces, dtype=torch.int32, device=logits_TV.device)
+    _piece_argmax_kernel[(num_rows, num_pieces)](
+        logits_TV, peaks, places, vocab, num_pieces, BLOCK=PIECE, num_warps=4, **pdl_options(logits_TV)
+    )
+    return peaks, places

@@ -1,0 +1,42 @@
+# mypy: disallow-untyped-defs=False
+"""The kernels of kernels/gemv/embed_argmax.py."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _embed_rows_kernel(tokens, last, embed, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row)
+    token = tl.where(token >= 0, token, tl.load(last + row))
+    value = tl.load(embed + token * WIDTH + i, mask=i < WIDTH, other=0.0)
+    tl.store(out + row * WIDTH + i, value.to(out.dtype.element_ty), mask=i < WIDTH)
+
+
+@triton.jit
+def _piece_argmax_kernel(logits, peaks, places, vocab, num_pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = piece * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    peak = tl.max(value, 0)
+    tl.store(peaks + row * num_pieces + piece, peak)
+    tl.store(places + row * num_pieces + piece, tl.min(tl.where(value == peak, i, 2147483647), 0))
+
+
+@triton.jit
+def _argmax_of_pieces_kernel(peaks, places, out, num_pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    there = p < num_pieces
+    peak = tl.load(peaks + row * num_pieces + p, mask=there, other=float("-inf"))
+    place = tl.load(places + row * num_pieces + p, mask=there, other=2147483647)
+    best = tl.min(tl.where(there & (peak == tl.max(peak, 0)), place, 2147483647), 0)
+    tl.store(out + row, tl.where(best == 2147483647, 0, best).to(tl.int64))  # nothing but NaN: token 0

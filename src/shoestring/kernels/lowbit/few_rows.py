@@ -1,0 +1,323 @@
+"""One to sixteen rows times weights of 2, 3 or 4 bits, fused with what surrounds the product (few_rows.cu).
+
+    y = [norm] x W^T [+ bias] [swiglu] [+ residual]          arguments and definition: kernels/gemv/row_linear.py
+
+At this size a product only has to read W; what is left to gain is latency: starting blocks, loading x, summing.
+A plan (`FewRowsPlan`) gives a block a whole SM, or half of one (`half_sm`): then a block of the next kernel shares the
+SM and fetches its weights meanwhile. Two blocks of the same kernel on one SM would take twice as long while another SM
+is idle, and the hardware does place them so. Therefore launches alternate between two shapes of which no two of a kind
+fit on an SM: one with more than half of the shared memory, one with more than half of the registers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.hardware.device import BLOCK_RESERVED, H200, DeviceLimits, device_limits
+from shoestring.hardware.plan_table import PlanTable, overridden
+from shoestring.kernels.lowbit.chunk_layout import CHUNK_ROWS, CHUNK_WIDTH, ChunkLayout, aligned, ceil_div
+from shoestring.kernels.runtime.nvrtc import SOURCES, Kernel, compile_kernel, cuda_source, pointer
+
+MOST_ROWS = 16
+
+
+# -- plans ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class FewRowsPlan:
+    row_warps: int  # x k_warps: the warps of a block
+    k_warps: int
+    tiles: int = 1  # row tiles of a warp
+    depth: int = 3  # chunks in a warp's ring
+    split: int = 1  # split-K over the blocks of a cluster
+    panel: int = 0  # chunks of x in shared memory at once, by bulk copies; 0: all of x, through registers
+    int8_mma: int = 0  # 1: integer tensor cores, with x split into two 8-bit digits (all of x; no tables)
+    half_sm: int = 0  # 1: a block takes half of an SM (no clusters)
+    early: int = 0  # chunks fetched before x, the others after it; 0: as many as the ring takes
+    pause: int = 0  # nanoseconds before the first chunk is fetched
+
+    @property
+    def warps(self) -> int:
+        return self.row_warps * self.k_warps
+
+    def grid(self, out: int) -> tuple[int, int, int]:
+        return self.split, ceil_div(ceil_div(out, CHUNK_ROWS), self.row_warps * self.tiles), 1
+
+    def panel_chunks(self, width: int) -> int:
+        """Chunks of x in shared memory at once."""
+        share = ceil_div(ceil_div(width, CHUNK_WIDTH), self.split)
+        return min(self.panel, ceil_div(share, self.k_warps) * self.k_warps) if self.panel else share
+
+    def column_tiles(self, rows: int) -> int:
+        """Tiles of 8 columns of the matrix instruction: a row of x is one column, or two if it is split in digits."""
+        return 1 if row_class(rows) * (2 if self.int8_mma else 1) <= 8 else 2
+
+    def shared_bytes(self, layout: ChunkLayout, rows: int, width: int, norm: bool = False) -> int:
+        panel = self.panel_chunks(width)
+        x_bytes = rows * (panel * 256 + 16)
+        share = ceil_div(ceil_div(width, CHUNK_WIDTH), self.split)
+        if self.panel:
+            x_bytes *= 1 if panel >= share else 2
+        else:
+            x_bytes += panel * (32 if self.int8_mma else 64)
+        if not self.panel and not layout.table:
+            numbers = 8 * self.column_tiles(rows) * (2 if self.int8_mma else 1)
+            x_bytes += share * (CHUNK_WIDTH // layout.group) * numbers * 4
+        if norm:
+            x_bytes += rows * share * 4
+        rings = self.warps * self.depth * self.tiles * layout.chunk_bytes
+        barriers = 16  # one for each panel of x
+        return layout.pair_table_bytes + rings + barriers + x_bytes
+
+    def fits(self, layout: ChunkLayout, rows: int, width: int, norm: bool = False, limits: DeviceLimits = H200) -> bool:
+        if self.int8_mma and (layout.table or self.panel or rows > 8):
+            return False
+        if self.half_sm and (self.split > 1 or self.warps > 16):
+            return False
+        chunks = ceil_div(width, CHUNK_WIDTH)
+        if self.depth < 3 or ceil_div(chunks, self.split) * (self.split - 1) >= chunks:
+            return False  # the rings must hold the partial sums; every block of a cluster must have work
+        limit = less_than_half(limits) if self.half_sm else limits.shared_per_block
+        return self.shared_bytes(layout, rows, width, norm) <= limit
+
+    def runs(self, layout: ChunkLayout, rows: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits) -> bool:
+        """Whether the kernel can run by this plan with a norm in front or SwiGLU behind."""
+        if self.panel % self.k_warps or (norm and (self.panel or self.split > 1)):
+            return False
+        if swiglu and self.row_warps * self.tiles % 2:
+            return False
+        return self.fits(layout, rows, width, norm, limits)
+
+
+# Plans that `python -m experiments.few_rows_plans` and `python -m experiments.decode_plans` measured.
+PLANS = PlanTable("few_rows", FewRowsPlan, shipped=SOURCES / "lowbit" / "few_rows_plans.json")
+ROW_CLASSES = (1, 2, 4, 8, 16)
+
+
+def row_class(rows: int) -> int:
+    return next(n for n in ROW_CLASSES if rows <= n)
+
+
+def rule(
+    layout: ChunkLayout, rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
+) -> FewRowsPlan:
+    """One block per SM where the rows allow it, short rings, two row tiles per warp for few rows, and all of x at once
+    where it is small. int8_mma where the shifts that it saves outweigh splitting x, which every block does."""
+    tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
+    wanted = max(1, min(14, ceil_div(tiles, limits.num_sms)))  # row tiles of a block
+    int8_mma = int(not layout.table and rows <= 4 and 8 * rows <= 15 * wanted)
+    whole = norm or rows * width <= 32 * 1024
+    pair = 2 if swiglu or (wanted % 2 == 0 and rows <= 4 and whole) else 1
+    row_warps = ceil_div(wanted, pair)
+    many = row_warps >= 7 if pair == 1 or rows <= 4 else False
+    most = 28 if many or (pair == 1 and rows <= 4 and row_warps > 2) else 16
+    k_warps = even_k_warps(most // row_warps, chunks)
+    while k_warps:
+        for panel in (0,) if norm else (0, 2 * k_warps, k_warps) if whole else (2 * k_warps, k_warps):
+            plan = FewRowsPlan(row_warps, k_warps, pair, panel=panel, int8_mma=int8_mma * int(not panel))
+            if plan.fits(layout, rows, width, norm, limits):
+                return plan
+        k_warps //= 2
+    return FewRowsPlan(1, 1, 2 if swiglu else 1, panel=int(not norm))
+
+
+def half_sm_rule(
+    layout: ChunkLayout, rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
+) -> FewRowsPlan | None:
+    """Half of an SM, with up to 16 warps: the fastest between the kernels of a decoder, for integer formats."""
+    chunks = ceil_div(width, CHUNK_WIDTH)
+    wanted = max(1, min(14, ceil_div(ceil_div(out, CHUNK_ROWS), limits.num_sms)))
+    pair = 2 if swiglu or wanted > 7 else 1
+    row_warps = ceil_div(wanted, pair)
+    k_warps = even_k_warps(16 // row_warps, chunks)
+    if row_warps * pair > 7 and layout.bits > 2:
+        k_warps = 1  # much work for a warp: a long ring is worth more than a second warp
+    for depth in (6, 5, 4, 3) if k_warps == 1 else (5, 4, 3):
+        plan = FewRowsPlan(row_warps, k_warps, pair, depth, int8_mma=1, half_sm=1)
+        if plan.fits(layout, rows, width, norm, limits):
+            return plan
+    return None
+
+
+def even_k_warps(most: int, chunks: int) -> int:
+    """At most so many warps along K, at least half of them, that share the chunks most evenly."""
+    most = max(1, min(most, ceil_div(chunks, 2)))
+    return min(range(most, most // 2, -1), key=lambda k: ceil_div(chunks, k) * k)
+
+
+def plan_key(layout: ChunkLayout, rows: int, out: int, width: int, step: bool = False) -> str:
+    """`step`: between other kernels of a decoding step, with a norm, SwiGLU or residual."""
+    return f"{layout.label} rows<={row_class(rows)} {out}x{width}{' step' if step else ''}"
+
+
+@PLANS.cached
+def choose_plan(
+    layout: ChunkLayout,
+    rows: int,
+    out: int,
+    width: int,
+    norm: bool = False,
+    swiglu: bool = False,
+    residual: bool = False,
+    limits: DeviceLimits = H200,
+) -> FewRowsPlan:
+    """The plan for x [rows, width] and a weight [out, width]: measured where there is one, else by rule, with the
+    fields that SHOESTRING_LOWBIT_PLAN overrides."""
+    rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
+    step = norm or swiglu or residual
+    plan = rule(layout, rows, out, width, norm, swiglu, limits)
+    if step and rows <= 2 and not layout.table:
+        plan = half_sm_rule(layout, rows, out, width, norm, swiglu, limits) or plan
+    measured = PLANS.find(plan_key(layout, rows, out, width, step), limits.name)
+    if measured is not None and measured.runs(layout, rows, width, norm, swiglu, limits):
+        plan = measured
+    return overridden(
+        plan,
+        "SHOESTRING_LOWBIT_PLAN",
+        lambda given: given.runs(layout, rows, width, norm, swiglu, limits),
+        f"cannot run with {rows} rows of {out}x{width}",
+    )
+
+
+# -- blocks of two kernels on one SM ---------------------------------------------------------------------------
+# An SM has four parts with a fourth of its registers each; the warps of a block go to them in turn.
+def more_than_half(limits: DeviceLimits = H200) -> int:
+    """Bytes of shared memory of which two blocks do not fit on an SM."""
+    return limits.shared_per_sm // 2 + 2 * BLOCK_RESERVED
+
+
+def less_than_half(limits: DeviceLimits = H200) -> int:
+    """Bytes of shared memory of a block that fits beside one with `more_than_half`."""
+    return limits.shared_per_sm - more_than_half(limits) - 2 * BLOCK_RESERVED
+
+
+def half_sm_registers(warps: int, limits: DeviceLimits = H200) -> int:
+    """Registers that a thread may use so that blocks of both shapes fit: see half_sm_warps."""
+    return limits.registers_per_sm // 4 // (2 * ceil_div(warps, 4) + 1) // 32 // 8 * 8
+
+
+def half_sm_warps(registers: int, limits: DeviceLimits = H200) -> tuple[int, int]:
+    """Warps of the shape that takes shared memory and of the one that takes registers, for so many registers per
+    thread: one of each fits, two of the second do not."""
+    places = limits.registers_per_sm // 4 // (ceil_div(registers, 8) * 8 * 32)
+    many = places // 2 + 1
+    return 4 * (places - many), 4 * many
+
+
+_turns = itertools.cycle((False, True))
+
+
+def restart_turns() -> None:
+    """The next half-SM launch takes the first of the two shapes: so that captured graphs are alike."""
+    global _turns
+    _turns = itertools.cycle((False, True))
+
+
+def half_sm_launch(registers: int, plan: FewRowsPlan, shared: int, limits: DeviceLimits = H200) -> tuple[int, int]:
+    """(warps, bytes of shared memory) of the next launch; a whole SM where the kernel does not fit in half of one."""
+    few, many = half_sm_warps(registers, limits)
+    if plan.warps > few or many > 32 or shared > less_than_half(limits):
+        return plan.warps, max(shared, limits.shared_per_sm // 2)
+    return (many, shared) if next(_turns) else (few, more_than_half(limits))
+
+
+# -- the kernel ----------------------------------------------------------------------------------------------
+def few_rows_source() -> str:
+    return cuda_source("lowbit/decode", "lowbit/few_rows_x", "lowbit/few_rows")
+
+
+def few_rows_macros(
+    layout: ChunkLayout,
+    dtype: torch.dtype,
+    rows: int,
+    plan: FewRowsPlan,
+    norm: torch.dtype | None = None,
+    swiglu: bool = False,
+    out32: bool = False,
+    limits: DeviceLimits = H200,
+) -> dict[str, int]:
+    return {
+        "BITS": layout.bits,
+        "TABLE": int(layout.table),
+        "TWO": int(layout.scales == 2),
+        "HALF": int(dtype == torch.float16),
+        "SBF16": int(layout.bf16_scale),
+        "GROUP": layout.group,
+        "ONE": int(plan.int8_mma == 1 == rows),
+        "MT": plan.column_tiles(rows),
+        "R": plan.tiles,
+        "WARPS": plan.warps,
+        "KW": plan.k_warps,
+        "DEPTH": plan.depth,
+        "EARLY": min(plan.early or plan.depth - 1, plan.depth - 1),
+        "PAUSE": plan.pause,
+        "INT8_MMA": plan.int8_mma,
+        "HALF_SM_REGS": half_sm_registers(plan.warps, limits) if plan.half_sm else 0,
+        "XREG": int(plan.panel == 0),
+        "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
+        "SWIGLU": int(swiglu),
+        "OUT32": int(out32),
+    }
+
+
+@functools.cache
+def _kernel(device: int, *key: object) -> Kernel:
+    macros = few_rows_macros(*key, limits=device_limits(device))  # type: ignore[arg-type, misc]
+    return compile_kernel(few_rows_source(), "lowbit_few_rows", macros, device)
+
+
+def few_rows_cuda(
+    x_MK: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    bias: Tensor | None,
+    layout: ChunkLayout,
+    plan: FewRowsPlan | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual_1N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Up to MOST_ROWS rows; x bf16 or fp16, y the same or fp32."""
+    x_MK = aligned(x_MK)
+    limits = device_limits(x_MK.device.index)
+    bias, residual_1N = (t if t is None else t.to(x_MK.dtype).contiguous() for t in (bias, residual_1N))
+    (rows, width), (tiles, per_row) = x_MK.shape, chunks.shape[:2]
+    out = tiles * CHUNK_ROWS // (2 if swiglu else 1)
+    out32 = out_dtype == torch.float32
+    y = torch.empty(rows, out, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    around = (norm_K is not None, swiglu, residual_1N is not None)
+    plan = plan or choose_plan(layout, rows, tiles * CHUNK_ROWS, width, *around, limits)
+    if norm_K is not None and not plan.fits(layout, rows, width, True, limits):  # many rows of great width
+        x_MK = F.rms_norm(x_MK.float(), (width,), norm_K.float(), eps).to(x_MK.dtype)
+        norm_K, plan = None, choose_plan(layout, rows, tiles * CHUNK_ROWS, width, False, *around[1:], limits)
+    if norm_K is not None and norm_K.dtype != x_MK.dtype:
+        norm_K = norm_K.float()
+    if norm_K is not None and norm_K.data_ptr() % 16:
+        norm_K = norm_K.clone()
+    norm_dtype = None if norm_K is None else norm_K.dtype
+    kernel = _kernel(x_MK.device.index, layout, x_MK.dtype, row_class(rows), plan, norm_dtype, swiglu, out32)
+    numbers = (width, rows, x_MK.stride(0), tiles, per_row, plan.panel_chunks(width))
+    pointers = (chunks, x_MK, y, table, bias, norm_K, residual_1N)
+    shared = plan.shared_bytes(layout, rows, width, norm_K is not None)
+    warps = plan.warps
+    if plan.half_sm:
+        warps, shared = half_sm_launch(kernel.registers, plan, shared, limits)
+    else:  # at least half of the shared memory, so that no two blocks run on one SM
+        shared = max(shared, limits.shared_per_sm // 2)
+    kernel.launch(
+        plan.grid(tiles * CHUNK_ROWS),
+        warps * 32,
+        shared,
+        (*map(pointer, pointers), ctypes.c_float(eps), *map(ctypes.c_int, numbers)),
+        cluster=plan.split,
+    )
+    return y

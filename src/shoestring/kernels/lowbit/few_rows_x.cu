@@ -1,0 +1,227 @@
+// How few_rows.cu loads all of x into shared memory (XREG): through registers, in fragment order, and on the way
+// normalised, summed by group, or split into 8-bit digits. Compiled between decode.cu and few_rows.cu; the macros of
+// few_rows.cu are here.
+#define THREADS (WARPS * 32)
+#define RW (WARPS / KW)
+#define TILES (RW * R)                   // row tiles of a block; even under SWIGLU
+#define RING (DEPTH * R * CHUNK)         // bytes of a warp's ring
+#define PART 20                          // floats between the columns of partial sums: no bank conflicts
+#define SUMS (!TABLE && XREG && !INT8_MMA) // sums of x by group are at hand
+#define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
+#define BYTE_CHAINS (HALF_SM_REGS && R * MT * NG == 1 ? 2 : 1)  // the same for INT8_MMA, where few warps have to hide it
+#define LOW (4 * MT)                     // INT8_MMA: the column of a row's low digit, less that of its high one
+#define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
+#define X_GROUP (INT8_MMA ? M * 128 + 16 : M * 64 + 16)  // XREG: bytes from 64 inputs (INT8_MMA), or 32, to the next; 16 against bank conflicts
+#define BY_STEP (BITS == 4)              // INT8_MMA: a word of a lane is 16 inputs, else every other 8 of 32
+#define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
+
+// A barrier of the warps that work, and one that the others wait at until those are done.
+INLINE void join_workers() {
+    if (HALF_SM_REGS) threads_meet<1>(WARPS * 32);
+    else __syncthreads();
+}
+INLINE void workers_are_done() { threads_arrive<2>(blockDim.x); }
+INLINE void wait_for_workers() { threads_meet<2>(blockDim.x); }
+INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
+    #pragma unroll
+    for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
+    return v;
+}
+INLINE float max_abs(float a, float b) { return high_of(a, fabsf(b)); }
+INLINE float high_half_float(u32 bits) { return __uint_as_float(__byte_perm(bits, 0x4b000000u, 0x7432)) - 8388608.f; }
+
+#if INT8_MMA
+#define LOW_UNITS (HALF ? 256 : 128)     // units of the low digit in one of the high digit
+// What turns 128 inputs into digits, from the pair of their largest magnitudes.
+struct Digits {
+    float unit;  // what the high digit counts
+#if HALF
+    float by;
+    INLINE Digits(const u32 most) {
+        const float f = max_abs(widen(most & 0xffff), widen(most >> 16));
+        by = f > 0.f ? 32512.f / f : 0.f, unit = f * (256.f / 32512.f);
+    }
+    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {  // bytes of a, b, a, b
+        const u32 x[4] = {a & 0xffff, b & 0xffff, a >> 16, b >> 16};
+        u32 v[4];
+        #pragma unroll
+        for (int n = 0; n < 4; n++) v[n] = __float_as_uint(widen(x[n]) * by + SHIFTED);
+        low = __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+        #pragma unroll
+        for (int n = 0; n < 4; n++) v[n] += 128;  // the low digit has a sign
+        high = __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
+    }
+#else
+    // Two inputs an instruction: x times a power of two is below 64, and is n + l / 128 as integers n and l of up to 64 in
+    // size. 192 plus an integer of that size is a bf16 whose lower byte is the integer plus 64.
+    u32 by;
+    INLINE Digits(const u32 most) {
+        const u32 a = most >> 7 & 0xff, b = most >> 23, exponent = a > b ? a : b, at_least = exponent > 6 ? exponent : 6;
+        by = (259 - at_least) * 0x800080;
+        unit = __uint_as_float(exponent == 255 ? 0x7fffffff : (at_least - 5) << 23);  // infinite or not a number: neither is y
+    }
+    static INLINE u32 bytes(const u32 a, const u32 b) { return __byte_perm(a, b, 0x6240) + 0x40404040 ^ 0x80808080; }
+    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {
+        const u32 base = 0x43404340, high_a = fma2(a, by, base), high_b = fma2(b, by, base);
+        const u32 rest_a = fma2(a, by, sub2(base, high_a)), rest_b = fma2(b, by, sub2(base, high_b));
+        high = bytes(high_a, high_b);
+        low = bytes(fma2(rest_a, 0x43004300, base), fma2(rest_b, 0x43004300, base));
+    }
+#endif
+};
+#endif
+
+#if XREG
+template <class Meanwhile>  // what is done while the first loads are on their way
+INLINE void take_x(const u16* X, const void* __restrict__ norm, char* x_smem, float* sums, float* squares, const int first,
+                   const int count, const int K, const int M, const int pitch_x, Meanwhile meanwhile) {
+    const int warp = threadIdx.x >> 5;
+#if INT8_MMA
+    // x by chunk as integers times a scale, in two digits of 8 bits. A thread takes 16 inputs of a row: those of word j of
+    // all lanes, where byte b for lane t is input 16j + 2t + {0, 8, 1, 9}[b] (4 bits), or 32 (j/2) + 8 (j%2) + 2t + {0, 16, 1, 17}[b].
+    const int words = count * 8, apart = BY_STEP ? 8 : 16;
+    struct Place { int row, word; };
+    auto next = [&](Place at, const int by) {  // without a division
+        for (at.word += by; at.word >= words; at.row++) at.word -= words;
+        return at;
+    };
+    auto input_of = [&](const int word) { return first * 128 + (BY_STEP ? word * 16 : word / 2 * 32 + word % 2 * 8); };
+    u32 got[2][4];  // pairs
+    auto load = [&](const Place at) {
+        const int k = input_of(at.word);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (at.row < M && k < K) v = load_late(X + (u64)at.row * pitch_x + k + i * apart);
+            got[i][0] = v.x, got[i][1] = v.y, got[i][2] = v.z, got[i][3] = v.w;
+        }
+    };
+    Place at = next({0, 0}, threadIdx.x);
+#if NORM
+    float by_norm[16];
+    auto load_norm = [&](const Place at) {
+        const int k = input_of(at.word);
+        #pragma unroll
+        for (int i = 0; i < 16; i += 8 / NORM) {  // 16 bytes
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (at.row < M && k < K) v = *(const uint4*)((const char*)norm + (k + i / 8 * apart + i % 8) * 2 * NORM);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int n = 0; n < 8 / NORM; n++)
+                by_norm[i + n] = NORM == 2 ? __uint_as_float(words[n]) : widen(words[n / 2] >> (n % 2 * 16));
+        }
+    };
+    load_norm(at);  // these are not written by the kernel before
+#endif
+    grid_wait();
+    load(at);
+    meanwhile();
+    for (int e = warp * 32; e < M * words; e += THREADS) {
+        const Place after = next(at, THREADS);
+        const bool inside = at.row < M, more = e + THREADS < M * words;
+        u32 x[2][4];
+        #pragma unroll
+        for (int n = 0; n < 8; n++) x[n / 4][n % 4] = got[n / 4][n % 4];
+        if (more) load(after);
+#if NORM
+        float square = 0.f;
+        #pragma unroll
+        for (int n = 0; n < 8; n++) {
+            u32& pair = x[n / 4][n % 4];
+            const float a = widen(pair), b = widen(pair >> 16);
+            square += a * a + b * b;
+            pair = narrow2(a * by_norm[2 * n], b * by_norm[2 * n + 1]);
+        }
+        square = add_lanes(square, 8);
+        if (inside && at.word % 8 == 0) squares[at.row * count + at.word / 8] = square;
+        if (more) load_norm(after);
+#endif
+        u32 most = 0;
+        #pragma unroll
+        for (int n = 0; n < 8; n++) most = max_abs2(most, x[n / 4][n % 4]);
+        #pragma unroll
+        for (int i = 1; i < 8; i *= 2) most = max_abs2(most, __shfl_xor_sync(~0u, most, i));
+        const Digits digits(most);
+        int sum_high = 0, sum_low = 0;
+        char* const to = x_smem + at.word / 4 * X_GROUP + at.row * 64 + at.word % 4 * 4;
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            u32 high, low;
+            digits.split(x[0][c], x[1][c], high, low);
+            sum_low = __dp4a((int)low, 0x01010101, sum_low), sum_high = __dp4a((int)high, 0x01010101, sum_high);
+            if (inside) *(u32*)(to + c * 16) = high, *(u32*)(to + M * 64 + c * 16) = low;
+        }
+        int sum = sum_high * 65536 + sum_low;  // two numbers of 16 bits
+        #pragma unroll
+        for (int i = 1; i < GROUP / 16; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        if (inside && at.word % (GROUP / 16) == 0) {  // the sum of a group's digits, and what a digit is worth
+            float2* const line = (float2*)sums + at.word / (GROUP / 16) * (8 * MT);
+            line[at.row] = make_float2((float)((sum + 0x8000) >> 16), digits.unit);
+            line[LOW + at.row] = make_float2((float)(short)sum, digits.unit * (1.f / LOW_UNITS));
+        }
+        at = after;
+    }
+#else
+    const int lane = threadIdx.x & 31, pieces = count * 16, total = M * pieces;
+    uint4 got[4];
+    int row[4], piece[4];
+    auto load = [&](const int e0) {
+        #pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const int e = e0 + u * THREADS + lane;
+            row[u] = e / pieces, piece[u] = e - row[u] * pieces;
+            const int k = first * 128 + piece[u] * 8;
+            got[u] = make_uint4(0, 0, 0, 0);
+            if (e < total && k < K) got[u] = load_late(X + (u64)row[u] * pitch_x + k);
+        }
+    };
+    grid_wait();
+    load(warp * 32);
+    meanwhile();
+    for (int e0 = warp * 32; e0 < total; e0 += 4 * THREADS) {
+        if (e0 != warp * 32) load(e0);
+        #pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const bool inside = e0 + u * THREADS + lane < total;
+            u32 v[4] = {got[u].x, got[u].y, got[u].z, got[u].w};
+#if NORM
+            const int k = first * 128 + piece[u] * 8;
+            float by[8], square = 0.f;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) by[i] = 0.f;
+            if (inside && k < K) {
+#if NORM == 1
+                const uint4 n = *(const uint4*)((const u16*)norm + k);
+                const u32 pairs[4] = {n.x, n.y, n.z, n.w};
+                #pragma unroll
+                for (int i = 0; i < 8; i++) by[i] = widen(pairs[i / 2] >> (i % 2 * 16));
+#else
+                #pragma unroll
+                for (int i = 0; i < 8; i++) by[i] = ((const float*)norm)[k + i];
+#endif
+            }
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float a = widen(v[i]), b = widen(v[i] >> 16);
+                square += a * a + b * b;
+                v[i] = narrow(a * by[2 * i]) | (u32)narrow(b * by[2 * i + 1]) << 16;
+            }
+            square = add_lanes(square, 16);
+            if (inside && piece[u] % 16 == 0) squares[row[u] * count + piece[u] / 16] = square;
+#endif
+#if SUMS
+            float sum = 0.f;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) sum += widen(v[i]) + widen(v[i] >> 16);
+            sum = add_lanes(sum, GROUP / 8);
+            if (inside && piece[u] % (GROUP / 8) == 0) sums[piece[u] / (GROUP / 8) * (8 * MT) + row[u]] = sum;
+#endif
+            if (inside)  // in the order of fragments: a lane finds those of four instructions side by side
+                #pragma unroll
+                for (int i = 0; i < 4; i++) *(u32*)(x_smem + piece[u] / 4 * X_GROUP + row[u] * 64 + i * 16 + piece[u] % 4 * 4) = v[i];
+        }
+    }
+#endif
+}
+#endif
+

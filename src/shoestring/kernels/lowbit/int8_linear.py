@@ -1,0 +1,81 @@
+"""A few rows times weights of 8 bits with one scale and one zero per row: y = x ((q - zero) * scale)^T [+ bias].
+
+It multiplies with a head of `int8:g0` for several requests, or for drafts to verify. Without a kernel the weight is
+decoded at every product, which writes and reads four bytes for each of its own. Bytes minus 128 are exact in 16 bits,
+so products are those of integers and sums are in fp32:
+
+    y = (x (q - 128)^T - (zero - 128) sum(x)) * scale
+
+One row has a kernel of its own, with the norm in front (kernels/gemv/row_linear.py).
+
+Left out: groups along the inputs; more rows than MOST_ROWS, where decoding first costs little beside the product.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoestring.kernels.gemv.row_linear import row_linear_ref
+from shoestring.kernels.runtime.pdl import pdl_options
+from shoestring.kernels.runtime.triton_backend import triton_usable
+
+MOST_ROWS = 64
+OUTS, BLOCK, WARPS = 128, 32, 8  # outputs of a program, words (of 4 inputs) at a time, warps
+
+
+def int8_linear_ref(
+    x_MK: Tensor,
+    codes_NK: Tensor,
+    scale_N: Tensor,
+    zero_N: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return row_linear_ref(x_MK, codes_NK, bias, out_dtype=out_dtype, scale_N=scale_N, zero_N=zero_N)
+
+
+def int8_linear_usable(x_MK: Tensor) -> bool:
+    """Whether there is a kernel for rows like these."""
+    rows, width = x_MK.shape
+    return 0 < rows <= MOST_ROWS and width % 4 == 0 and x_MK.dtype != torch.float64 and triton_usable(x_MK)
+
+
+def int8_linear(
+    x_MK: Tensor,
+    codes_NK: Tensor,
+    scale_N: Tensor,
+    zero_N: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As int8_linear_ref; chooses the kernel."""
+    if not int8_linear_usable(x_MK):
+        return int8_linear_ref(x_MK, codes_NK, scale_N, zero_N, bias, out_dtype)
+    from shoestring.kernels.lowbit.int8_linear_triton import _int8_linear_kernel
+
+    (num_rows, num_in), num_out = x_MK.shape, codes_NK.shape[0]
+    x_M4J = x_MK.unflatten(1, (-1, 4)).mT.contiguous()  # byte i of word j multiplies input 4j + i
+    assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
+    out_MN = torch.empty(num_rows, num_out, device=x_MK.device, dtype=out_dtype or x_MK.dtype)
+    _int8_linear_kernel[(-(-num_out // OUTS),)](
+        x_M4J,
+        codes_NK.view(torch.int32),
+        scale_N,
+        zero_N,
+        x_M4J if bias is None else bias,
+        out_MN,
+        num_rows,
+        num_out,
+        WORDS=num_in // 4,
+        ROWS=max(16, 1 << (num_rows - 1).bit_length()),
+        OUTS=OUTS,
+        BLOCK=BLOCK,
+        BIAS=bias is not None,
+        **pdl_options(x_MK),
+        num_warps=WARPS,
+        num_stages=4,
+    )
+    return out_MN

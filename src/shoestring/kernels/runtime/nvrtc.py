@@ -1,0 +1,276 @@
+"""CUDA C++ compiled on first use with the NVRTC library that torch brings along: no toolkit, no headers.
+
+    kernel = compile_kernel(cuda_source("sparse24/sparse24_linear"), "name", {"BITS": 4})  # kept in memory, on disk
+    kernel.launch(grid, block, shared_bytes, args, cluster=2)     # on torch's current stream; capturable in a graph
+
+Compiled code is kept under $SHOESTRING_CACHE (else $XDG_CACHE_HOME/shoestring, else ~/.cache/shoestring), by a hash of
+source, options, architecture and compiler version. A kernel that is launched for the first time inside a graph
+capture would have to load its code there, which CUDA refuses: run once before capturing.
+
+Not torch.cuda._compile_kernel: it is private, keeps nothing on disk and cannot launch clusters or dependent grids.
+Left out on purpose: C++ templates with mangled names (macros do), includes (sources are joined), linking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.paths import cache_folder
+
+NUM_REGISTERS, MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 4, 8, 9  # CU_FUNC_ATTRIBUTE_*
+CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
+INVALID_CONTEXT = 201
+
+
+class NvrtcError(UserError):
+    """NVRTC or the driver is missing or refuses; the message says what was asked and what came back."""
+
+
+class _AttributeValue(ctypes.Union):
+    _fields_ = [("dims", ctypes.c_uint * 3), ("flag", ctypes.c_int), ("pad", ctypes.c_char * 64)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _AttributeValue)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+# -- libraries -----------------------------------------------------------------------------------------------
+@functools.cache
+def nvrtc_library() -> ctypes.CDLL:
+    """The NVRTC of torch's CUDA major version; NvrtcError when there is none."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    for folder in _library_folders(major):
+        # The builtins are opened by name from inside NVRTC: they must be loaded already when no search path
+        # leads to them.
+        for name in (*sorted(folder.glob(f"libnvrtc-builtins.so.{major}*")), folder / f"libnvrtc.so.{major}"):
+            try:
+                library = ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL)
+            except OSError:
+                break
+            if not name.name.startswith("libnvrtc-builtins"):
+                return library
+    for soname in (f"libnvrtc.so.{major}", "libnvrtc.so"):
+        try:
+            return ctypes.CDLL(soname)
+        except OSError:
+            continue
+    raise NvrtcError(
+        f"NVRTC (libnvrtc.so.{major}) was not found: install nvidia-cuda-nvrtc, or set LD_LIBRARY_PATH to the "
+        "folder that holds it."
+    )
+
+
+def _library_folders(major: str) -> list[Path]:
+    folders = [Path(p) for p in os.environ.get("SHOESTRING_NVRTC", "").split(":") if p]
+    for root in map(Path, sys.path):
+        folders += [root / "nvidia" / f"cu{major}" / "lib", root / "nvidia" / "cuda_nvrtc" / "lib"]
+    return [f for f in folders if f.is_dir()]
+
+
+@functools.cache
+def driver_library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise NvrtcError(f"The CUDA driver was not found: {error}") from error
+
+
+def _check(code: int, doing: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        driver_library().cuGetErrorString(code, ctypes.byref(text))
+        raise NvrtcError(f"CUDA error {code} while {doing}: {(text.value or b'unknown').decode()}")
+
+
+# -- compiling -----------------------------------------------------------------------------------------------
+SOURCES = Path(__file__).parents[1]  # kernels/: sources stand beside the Python that launches them
+DIGEST = hashlib.sha256().digest_size
+
+
+@functools.cache
+def cuda_source(*parts: str) -> str:
+    """Sources of kernels/ ("lowbit/few_rows") one behind the other, behind the instructions that all of them use."""
+    return "".join((SOURCES / f"{part}.cu").read_text() for part in ("runtime/instructions", *parts))
+
+
+def options_for(arch: str, defines: Mapping[str, int]) -> list[str]:
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "-default-device",
+        *(f"-D{k}={int(v)}" for k, v in sorted(defines.items())),
+    ]
+
+
+def compile_cubin(source: str, options: Sequence[str]) -> bytes:
+    """Machine code for `source`; NvrtcError with the compiler's log when it does not compile."""
+    lib = nvrtc_library()
+    program = ctypes.c_void_p()
+    _nvrtc(lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
+    try:
+        array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        failed = lib.nvrtcCompileProgram(program, len(options), array)
+        if failed:
+            log = _nvrtc_text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)
+            raise NvrtcError(f"NVRTC could not compile a kernel ({' '.join(options)}): {log.decode().strip()}")
+        return _nvrtc_text(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc(code: int) -> None:
+    if code:
+        raise NvrtcError(f"NVRTC failed with code {code}")
+
+
+def _nvrtc_text(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _nvrtc(size_of(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _nvrtc(read(program, buffer))
+    return buffer.raw.rstrip(b"\0") if read.__name__ == "nvrtcGetProgramLog" else buffer.raw
+
+
+def cached_cubin(source: str, options: Sequence[str]) -> bytes:
+    """As compile_cubin, from the disk when it was compiled before. A folder that cannot be written is no error, and a
+    file that a full disk or a crash cut short is compiled anew: it begins with the digest of the rest."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc(nvrtc_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    key = "\0".join((source, *options, f"{major.value}.{minor.value}"))
+    path = cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    try:
+        kept = path.read_bytes()
+        if kept[:DIGEST] == hashlib.sha256(kept[DIGEST:]).digest():
+            return kept[DIGEST:]
+    except OSError:
+        pass
+    cubin = compile_cubin(source, options)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as f:
+            f.write(hashlib.sha256(cubin).digest() + cubin)
+        Path(temporary).replace(path)  # whole or not at all, also with several processes
+    except OSError:
+        pass
+    return cubin
+
+
+# -- launching -----------------------------------------------------------------------------------------------
+class Kernel:
+    """One compiled function, loaded on one device."""
+
+    def __init__(self, cubin: bytes, name: str, device: int) -> None:
+        self._cubin, self.name, self.device = cubin, name, device
+        self._driver = driver_library()
+        self._shared = 48 * 1024
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._with_context(lambda: self._driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
+            _check(
+                self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}"
+            )
+            # As much shared memory as there is: blocks of kernels that ask for different parts of the cache cannot run
+            # on one multiprocessor at once.
+            self._driver.cuFuncSetAttribute(self._function, SHARED_CARVEOUT, 100)
+
+    def _with_context(self, call: Any, doing: str) -> None:
+        code = call()
+        if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
+            context = ctypes.c_void_p()
+            _check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), self.device), doing)
+            _check(self._driver.cuCtxSetCurrent(context), doing)
+            code = call()
+        _check(code, doing)
+
+    @functools.cached_property
+    def registers(self) -> int:
+        """Of a thread."""
+        count = ctypes.c_int()
+        code = self._driver.cuFuncGetAttribute(ctypes.byref(count), NUM_REGISTERS, self._function)
+        _check(code, f"asking for the registers of {self.name}")
+        return count.value
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        shared_bytes: int,
+        args: Sequence[Any],
+        *,
+        cluster: int = 1,
+        dependent: bool = True,
+    ) -> None:
+        """Run on the current stream; `args` are ctypes values; `dependent` may start while its predecessor drains."""
+        if shared_bytes > self._shared:
+            _check(
+                self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes),
+                f"asking for {shared_bytes} bytes of shared memory",
+            )
+            self._shared = shared_bytes
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
+        attributes = (_Attribute * 2)()
+        count = 0
+        if cluster > 1:
+            attributes[count].id = CLUSTER_DIMENSION
+            attributes[count].value.dims = (ctypes.c_uint * 3)(cluster, 1, 1)
+            count += 1
+        if dependent:
+            attributes[count].id = DEPENDENT_LAUNCH
+            attributes[count].value.flag = 1
+            count += 1
+        config = _LaunchConfig(
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(block, 1, 1),
+            shared_bytes,
+            torch._C._cuda_getCurrentRawStream(self.device),
+            attributes,
+            count,
+        )
+        self._with_context(
+            lambda: self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None),
+            f"launching {self.name}",
+        )
+
+
+def pointer(t: Tensor | None) -> ctypes.c_void_p:
+    """A tensor as an argument of `launch`; null for None."""
+    return ctypes.c_void_p(0 if t is None else t.data_ptr())
+
+
+_KERNELS: dict[tuple[Any, ...], Kernel] = {}
+
+
+def compile_kernel(source: str, name: str, defines: Mapping[str, int], device: int | None = None) -> Kernel:
+    """The function `name` of `source` for `device` (the current one), compiled at most once."""
+    device = torch.cuda.current_device() if device is None else device
+    key = (source, name, tuple(sorted(defines.items())), device)
+    if key not in _KERNELS:
+        major, minor = torch.cuda.get_device_capability(device)
+        suffix = "a" if major == 9 else ""
+        cubin = cached_cubin(source, options_for(f"sm_{major}{minor}{suffix}", defines))
+        _KERNELS[key] = Kernel(cubin, name, device)
+    return _KERNELS[key]

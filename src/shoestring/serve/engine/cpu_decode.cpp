@@ -1,0 +1,448 @@
+// One token of one request through a decoder whose weights are 4- or 8-bit integers, in one call.
+//
+//   every thread runs the same program; barriers (five a layer) precede reads of what other threads wrote
+//   x' = level * (codes - zero): the row of inputs rounded to 8 bits, computed by every thread
+//   y  = x' W^T, W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]), sums over a group in integers
+//
+// Rows of a weight are stored in tiles of 8. A piece of a tile is 128 bytes, [4 quads][8 rows][4 inputs]: at 4 bits
+// the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
+// Integer products are therefore accumulated with one row per lane, and no sum crosses lanes.
+//
+// The layer is that of cpu_decode.py's SUPPORT: RMSNorm, RoPE, SwiGLU, the same sizes and eps in all layers.
+// `multiply` uses Arm's dot products or x86's AVX2; elsewhere it is a loop.
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <thread>
+#include <vector>
+#include <unistd.h>
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t ROWS = 8, LANES = 16, PIECE = 128, RUN = 32;
+constexpr float LEAST = -1e30f;
+
+struct Matrix {
+  int64_t rows, width, group, bits;  // rows: a multiple of 8; 0: no matrix
+  const uint8_t *codes;              // [rows / 8][width in pieces][128]
+  const float *scale;                // [rows / 8][groups][8]
+  const uint8_t *zero;               // [rows / 8][groups][8]
+  const float *total;                // [rows]: the sum of each row
+  const float *bias;                 // [rows], or null
+};
+
+struct Layer {
+  const float *attn_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm, k_norm may be null
+  Matrix qkv, out, gate_up, down;                       // gate_up: tiles of gate and up alternate
+  float *keys, *values;                                 // [blocks][block_size][groups][head_dim]
+};
+
+struct Model {
+  int64_t width, heads, groups, head_dim, hidden, num_layers, block_size;
+  const float *frequencies, *norm;
+  const Layer *layers;
+  Matrix head;
+  float eps;
+};
+
+// -- threads ------------------------------------------------------------------------------------------------
+
+void relax(int &spins) {
+  if (++spins % 1024 == 0) std::this_thread::yield();  // another process may need this core
+}
+
+// Threads that wait between tokens and synchronize at barriers within one.
+class Team {
+ public:
+  explicit Team(int size) : size(size), process(getpid()) {
+    for (int rank = 1; rank < size; ++rank) others.emplace_back([this, rank] { serve(rank); });
+  }
+  ~Team() {
+    call = nullptr;
+    begin();
+    for (auto &other : others) other.join();
+  }
+
+  template <class Work>
+  void run(Work &work) {
+    call = [](void *w, int rank) { (*static_cast<Work *>(w))(rank); };
+    argument = &work;
+    begin();
+    call(argument, 0);
+    meet();
+  }
+
+  void meet() {
+    const uint32_t now = phase.load();
+    if (arrived.fetch_add(1) + 1 == size) {
+      arrived.store(0);
+      phase.store(now + 1);
+      return;
+    }
+    for (int spins = 0; phase.load(std::memory_order_acquire) == now;) relax(spins);
+  }
+
+  const int size;
+  const pid_t process;  // a forked child does not have its parent's threads
+
+ private:
+  void begin() {
+    turn.fetch_add(1);
+    turn.notify_all();
+  }
+  void serve(int rank) {
+    for (uint32_t seen = 0;; meet()) {
+      turn.wait(seen++);
+      if (call == nullptr) return;
+      call(argument, rank);
+    }
+  }
+
+  void (*call)(void *, int) = nullptr;
+  void *argument = nullptr;
+  std::atomic<uint32_t> turn{0}, phase{0};
+  std::atomic<int> arrived{0};
+  std::vector<std::thread> others;
+};
+
+// -- a row of inputs in 8 bits ------------------------------------------------------------------------------
+
+struct Inputs {
+  std::vector<int8_t> codes;
+  std::vector<int32_t> sums;  // of the codes in a group
+  float level, zero;
+
+  void round(const float *x, int64_t width, int64_t group) {
+    float low[LANES] = {}, high[LANES] = {}, sum[LANES] = {};
+    for (int64_t k = 0; k < width; k += LANES)
+      for (int j = 0; j < LANES; ++j) {
+        const float v = x[k + j];
+        low[j] = v < low[j] ? v : low[j];
+        high[j] = v > high[j] ? v : high[j];
+        sum[j] += v;
+      }
+    for (int j = 1; j < LANES; ++j) {
+      low[0] = std::fmin(low[0], low[j]), high[0] = std::fmax(high[0], high[j]);
+      sum[0] += sum[j];
+    }
+    level = (high[0] - low[0]) / 255;
+    const float inverse = level > std::numeric_limits<float>::min() ? 1 / level : 0;
+    zero = std::nearbyint(-128 - low[0] * inverse);
+    level += 0 * sum[0];  // nan where an input is nan or infinite
+    codes.resize(width), sums.resize(width / group);
+    for (int64_t k = 0; k < width; ++k) {
+      const float q = std::nearbyint(x[k] * inverse) + zero;
+      codes[k] = static_cast<int8_t>(static_cast<int32_t>(q < -128 ? -128 : q > 127 ? 127 : q));
+    }
+    for (int64_t g = 0; g < width / group; ++g) {
+      int32_t s = 0;
+      for (int64_t k = g * group; k < (g + 1) * group; ++k) s += codes[k];
+      sums[g] = s;
+    }
+  }
+};
+
+// -- products -----------------------------------------------------------------------------------------------
+
+// Sums of 8 rows, of the low and of the high halves of the bytes.
+#if defined(__ARM_FEATURE_DOTPROD)
+struct Sums {
+  int32x4_t low[2] = {vdupq_n_s32(0), vdupq_n_s32(0)}, high[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+
+  template <int QUAD>
+  void multiply(const uint8_t *piece, int8x16_t x_low, int8x16_t x_high) {
+    for (int half = 0; half < 2; ++half) {
+      const uint8x16_t w = vld1q_u8(piece + 32 * QUAD + 16 * half);
+      const int8x16_t w_low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(15)));
+      const int8x16_t w_high = vreinterpretq_s8_u8(vshrq_n_u8(w, 4));
+      low[half] = vdotq_laneq_s32(low[half], w_low, x_low, QUAD);
+      high[half] = vdotq_laneq_s32(high[half], w_high, x_high, QUAD);
+    }
+  }
+  void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
+    const int8x16_t a = vld1q_s8(x_low), b = vld1q_s8(x_high);
+    multiply<0>(piece, a, b), multiply<1>(piece, a, b), multiply<2>(piece, a, b), multiply<3>(piece, a, b);
+  }
+  void join(int32_t high_counts, int32_t *sums) const {
+    for (int half = 0; half < 2; ++half)
+      vst1q_s32(sums + 4 * half, vmlaq_n_s32(low[half], high[half], high_counts));
+  }
+};
+#elif defined(__AVX2__)
+struct Sums {
+  __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
+
+  static __m256i dot(__m256i w, const int8_t *x) {
+    int32_t quad;
+    __builtin_memcpy(&quad, x, 4);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(w, _mm256_set1_epi32(quad)), _mm256_set1_epi16(1));
+  }
+  void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    for (int quad = 0; quad < 4; ++quad) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(piece + 32 * quad));
+      low = _mm256_add_epi32(low, dot(_mm256_and_si256(w, mask), x_low + 4 * quad));
+      high = _mm256_add_epi32(
+          high, dot(_mm256_and_si256(_mm256_srli_epi16(w, 4), mask), x_high + 4 * quad));
+    }
+  }
+  void join(int32_t high_counts, int32_t *sums) const {
+    const __m256i both = _mm256_add_epi32(low, _mm256_mullo_epi32(high, _mm256_set1_epi32(high_counts)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(sums), both);
+  }
+};
+#else
+struct Sums {
+  int32_t low[ROWS] = {}, high[ROWS] = {};
+
+  void multiply(const uint8_t *piece, const int8_t *x_low, const int8_t *x_high) {
+    for (int quad = 0; quad < 4; ++quad)
+      for (int row = 0; row < ROWS; ++row)
+        for (int j = 0; j < 4; ++j) {
+          const uint8_t w = piece[32 * quad + 4 * row + j];
+          low[row] += (w & 15) * x_low[4 * quad + j];
+          high[row] += (w >> 4) * x_high[4 * quad + j];
+        }
+  }
+  void join(int32_t high_counts, int32_t *sums) const {
+    for (int row = 0; row < ROWS; ++row) sums[row] = low[row] + high_counts * high[row];
+  }
+};
+#endif
+
+// The 8 rows of tile `t` times the inputs.
+template <int BITS>
+void product(const Matrix &m, int64_t t, const Inputs &in, float *y) {
+  constexpr int64_t STEP = BITS == 4 ? 32 : 16;
+  const int64_t groups = m.width / m.group;
+  const uint8_t *piece = m.codes + t * (m.width / STEP) * PIECE;
+  const int8_t *x = in.codes.data();
+  float out[ROWS] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    Sums sums;
+    for (int64_t k = 0; k < m.group; k += STEP, x += STEP, piece += PIECE)
+      sums.multiply(piece, x, x + STEP - 16);
+    int32_t sum[ROWS];
+    sums.join(BITS == 4 ? 1 : 16, sum);
+    const float *scale = m.scale + (t * groups + g) * ROWS;
+    const uint8_t *zero = m.zero + (t * groups + g) * ROWS;
+    for (int row = 0; row < ROWS; ++row)
+      out[row] += scale[row] * static_cast<float>(sum[row] - zero[row] * in.sums[g]);
+  }
+  for (int row = 0; row < ROWS; ++row) {
+    const int64_t n = t * ROWS + row;
+    y[row] = in.level * (out[row] - in.zero * m.total[n]) + (m.bias ? m.bias[n] : 0);
+  }
+}
+
+void product(const Matrix &m, int64_t t, const Inputs &in, float *y) {
+  m.bits == 4 ? product<4>(m, t, in, y) : product<8>(m, t, in, y);
+}
+
+// -- the rest of a layer ------------------------------------------------------------------------------------
+
+typedef float Four __attribute__((vector_size(16)));
+
+Four load(const float *x) {
+  Four four;
+  __builtin_memcpy(&four, x, sizeof four);
+  return four;
+}
+
+// Sixteen independent sums, so that additions overlap; `num` is a multiple of 16.
+float dot(const float *a, const float *b, int64_t num) {
+  Four sum[4] = {};
+  for (int64_t i = 0; i < num; i += LANES)
+    for (int j = 0; j < 4; ++j) sum[j] += load(a + i + 4 * j) * load(b + i + 4 * j);
+  const Four all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  return (all[0] + all[1]) + (all[2] + all[3]);
+}
+
+// exp to 4e-7 (4e-6 for large x without fused multiply-add), in code that vectorizes; nan stays nan.
+inline float exponential(float x) {
+  x = x < -87 ? -87 : x > 88 ? 88 : x;
+  const float n = std::nearbyint(x * 1.44269504f), r = x - n * 0.69314718f;
+  const float p = 1 + r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r / 720)))));
+  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+}
+
+void norm(const float *x, const float *weight, int64_t width, float eps, float *y) {
+  const float scale = 1 / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < width; ++i) y[i] = x[i] * scale * weight[i];
+}
+
+// Attention over one thread's positions: the sums of exp(score - top) and of values weighted with it.
+struct Partial {
+  std::vector<float> top, sum, values;
+};
+
+struct Step {
+  const Model &model;
+  const int64_t position;
+  Team &team;
+  float *logits;
+  std::vector<float> x, qkv, hidden, cosine, sine;
+  std::vector<Partial> partial;  // of each thread
+  std::vector<int64_t> places;   // offset of each position up to this one in keys and in values
+
+  Step(const Model &m, const float *embedding, int64_t position, const int64_t *blocks, Team &team, float *logits)
+      : model(m), position(position), team(team), logits(logits), x(embedding, embedding + m.width),
+        qkv(m.layers->qkv.rows), hidden(m.hidden), cosine(m.head_dim / 2), sine(m.head_dim / 2),
+        partial(team.size, {std::vector<float>(m.heads), std::vector<float>(m.heads),
+                            std::vector<float>(m.heads * m.head_dim)}),
+        places(position + 1) {
+    for (int64_t s = 0; s <= position; ++s)
+      places[s] = (blocks[s / m.block_size] * m.block_size + s % m.block_size) * m.groups * m.head_dim;
+    for (int64_t i = 0; i < m.head_dim / 2; ++i) {
+      const float angle = static_cast<float>(position) * m.frequencies[i];
+      cosine[i] = std::cos(angle), sine[i] = std::sin(angle);
+    }
+  }
+
+  // Calls use(first row, 8 * each results) for this thread's share of the tiles, `each` tiles at a time.
+  template <class Use>
+  void multiply(const Matrix &m, const Inputs &in, int rank, int64_t each, Use use) const {
+    const int64_t num = m.rows / ROWS / each;
+    for (int64_t t = num * rank / team.size; t < num * (rank + 1) / team.size; ++t) {
+      float y[2 * ROWS];
+      for (int64_t i = 0; i < each; ++i) product(m, t * each + i, in, y + ROWS * i);
+      use(t * ROWS, y);
+    }
+  }
+
+  // A head, normed where the model has head norms, then rotated to the position.
+  void rotate(const float *head, const float *weight, float *y) const {
+    const int64_t width = model.head_dim, half = width / 2;
+    if (weight) {
+      norm(head, weight, width, model.eps, y);
+      head = y;
+    }
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = head[i], b = head[half + i];
+      y[i] = a * cosine[i] - b * sine[i];
+      y[half + i] = b * cosine[i] + a * sine[i];
+    }
+  }
+
+  // All query heads over this thread's share of the positions, in runs whose keys stay in the processor's cache.
+  void attend(const Layer &layer, int rank, std::vector<float> &scratch) {
+    const int64_t width = model.head_dim, heads = model.heads, groups = model.groups, each = heads / groups;
+    const int64_t begin = (position + 1) * rank / team.size, end = (position + 1) * (rank + 1) / team.size;
+    if (end > position)
+      for (int64_t g = 0; g < groups; ++g) {
+        rotate(qkv.data() + (heads + g) * width, layer.k_norm, layer.keys + places[position] + g * width);
+        for (int64_t i = 0; i < width; ++i)
+          layer.values[places[position] + g * width + i] = qkv[(heads + groups + g) * width + i];
+      }
+    Partial &part = partial[rank];
+    scratch.resize(heads * (width + end - begin));
+    float *const queries = scratch.data(), *const scores = queries + heads * width - begin;
+    const float scale = 1 / std::sqrt(static_cast<float>(width));
+    for (int64_t h = 0; h < heads; ++h) rotate(qkv.data() + h * width, layer.q_norm, queries + h * width);
+    for (int64_t run = begin; run < end; run += RUN)
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t s = run; s < std::min(end, run + RUN); ++s)
+          scores[h * (end - begin) + s] =
+              scale * dot(queries + h * width, layer.keys + places[s] + h / each * width, width);
+    for (int64_t h = 0; h < heads; ++h) {
+      float *score = scores + h * (end - begin), top = LEAST, sum = 0;
+      for (int64_t s = begin; s < end; ++s) top = score[s] > top ? score[s] : top;
+      for (int64_t s = begin; s < end; ++s) score[s] = exponential(score[s] - top);
+      for (int64_t s = begin; s < end; ++s) sum += score[s];
+      part.top[h] = top, part.sum[h] = sum;
+    }
+    std::fill(part.values.begin(), part.values.end(), 0.f);
+    for (int64_t run = begin; run < end; run += RUN)
+      for (int64_t i = 0; i < heads * width; i += LANES) {
+        const int64_t h = i / width, channel = h / each * width + i % width;
+        const float *score = scores + h * (end - begin);
+        float sum[LANES];
+        for (int j = 0; j < LANES; ++j) sum[j] = part.values[i + j];
+        for (int64_t s = run; s < std::min(end, run + RUN); ++s)
+          for (int j = 0; j < LANES; ++j) sum[j] += score[s] * layer.values[places[s] + channel + j];
+        for (int j = 0; j < LANES; ++j) part.values[i + j] = sum[j];
+      }
+  }
+
+  // Combines the partial attention of all threads.
+  void combine(float *attended) const {
+    const int64_t width = model.head_dim;
+    for (int64_t h = 0; h < model.heads; ++h) {
+      float top = LEAST, sum = 0, *y = attended + h * width;
+      for (const Partial &part : partial) top = std::max(top, part.top[h]);
+      for (const Partial &part : partial) sum += part.sum[h] * exponential(part.top[h] - top);
+      for (int64_t i = 0; i < width; ++i) y[i] = 0;
+      for (const Partial &part : partial) {
+        const float weight = exponential(part.top[h] - top) / sum;
+        for (int64_t i = 0; i < width; ++i) y[i] += weight * part.values[h * width + i];
+      }
+    }
+  }
+
+  void operator()(int rank) {
+    std::vector<float> normed(model.width), attended(model.heads * model.head_dim), scratch;
+    Inputs in;
+    const auto add = [this](int64_t row, const float *y) {
+      for (int i = 0; i < ROWS; ++i) x[row + i] += y[i];
+    };
+    for (int64_t index = 0; index < model.num_layers; ++index) {
+      const Layer &layer = model.layers[index];
+      norm(x.data(), layer.attn_norm, model.width, model.eps, normed.data());
+      in.round(normed.data(), model.width, layer.qkv.group);
+      multiply(layer.qkv, in, rank, 1, [this](int64_t row, const float *y) {
+        for (int i = 0; i < ROWS; ++i) qkv[row + i] = y[i];
+      });
+      team.meet();
+      attend(layer, rank, scratch);
+      team.meet();
+      combine(attended.data());
+      in.round(attended.data(), layer.out.width, layer.out.group);
+      multiply(layer.out, in, rank, 1, add);
+      team.meet();
+      norm(x.data(), layer.mlp_norm, model.width, model.eps, normed.data());
+      in.round(normed.data(), model.width, layer.gate_up.group);
+      multiply(layer.gate_up, in, rank, 2, [this](int64_t row, const float *y) {
+        for (int i = 0; i < ROWS; ++i) hidden[row + i] = y[i] / (1 + exponential(-y[i])) * y[ROWS + i];
+      });
+      team.meet();
+      in.round(hidden.data(), model.hidden, layer.down.group);
+      multiply(layer.down, in, rank, 1, add);
+      team.meet();
+    }
+    norm(x.data(), model.norm, model.width, model.eps, normed.data());
+    if (model.head.rows == 0) {
+      if (rank == 0)
+        for (int64_t i = 0; i < model.width; ++i) logits[i] = normed[i];
+      return;
+    }
+    in.round(normed.data(), model.width, model.head.group);
+    multiply(model.head, in, rank, 1, [this](int64_t row, const float *y) {
+      for (int i = 0; i < ROWS; ++i) logits[row + i] = y[i];
+    });
+  }
+};
+
+}  // namespace
+
+// `result`: logits [head.rows], or the normed row [width] where head.rows is 0.
+extern "C" void token_step(const Model *model, const float *embedding, int64_t position, const int64_t *blocks,
+                           float *result, int threads) {
+  static std::mutex one_at_a_time;
+  static Team *team = nullptr;  // never destroyed: its threads end with the process
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  if (team != nullptr && team->process != getpid()) team = nullptr;
+  if (team != nullptr && team->size != threads) delete team, team = nullptr;
+  if (team == nullptr) team = new Team(threads);
+  Step step(*model, embedding, position, blocks, *team, result);
+  team->run(step);
+}

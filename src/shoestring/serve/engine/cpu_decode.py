@@ -1,0 +1,387 @@
+"""One token of one request on a CPU, for layers that round their inputs to 8 bits.
+
+With 4-bit codes the products of a small model take less time than the calls around them: `Decoder.forward` makes
+about sixty calls a block. Two executors make fewer, over the same models and the same cache:
+
+    CompiledDecodeStep  the whole step, head included, as one call of C++ (cpu_decode.cpp) that the machine's compiler
+                        builds at the first use. Every thread computes its share of each weight's rows; torch's number
+                        of threads (torch.set_num_threads) counts. Products are those of w4a8 up to rounding, with
+                        scales and zero points as they are stored.
+    TorchDecodeStep     about twenty torch calls a block, for machines without a C++ compiler and for heads whose width
+                        is no multiple of 16; several times slower. q, k, v are one product and so are gate and up;
+                        RoPE is one small matrix product, with a [D, D] rotation that is made once a step.
+
+Both compute what `Decoder.forward` computes on such layers, up to fp32 rounding. Keys and values are stored as the
+plain forward stores them, so steps of all kinds may follow each other.
+
+Left out, and run by the plain forward: several rows or requests, skipped sublayers, layers in different formats, and
+architectures that `unsupported` names.
+
+Shapes: D model width, H query heads, G key/value heads, S positions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.formats.int8_activations import Int8Linear, operands_of
+from shoestring.formats.int_asym import IntAsym
+from shoestring.formats.linear import FormatLinear
+from shoestring.kernels.lowbit.packing import unpack_bits
+from shoestring.kernels.lowbit.w4a8 import Operands, w4a8
+from shoestring.kernels.runtime.cpp import load_library
+from shoestring.kernels.runtime.triton_backend import fall_back
+from shoestring.model.attention import rope_frequencies
+from shoestring.model.layer_plan import DecoderPlan, Support, features
+from shoestring.model.transformer import Block, Decoder
+from shoestring.serve.engine.block_pool import RowSpan
+from shoestring.serve.engine.kv_cache import KVCache
+
+SOURCE = Path(__file__).with_name("cpu_decode.cpp")
+SUPPORT = Support(
+    any_value="""
+        d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim
+        attn.qkv_bias attn.out_bias attn.qk_norm attn.qk_norm.eps attn.rope.theta attn.rope.scaling mlp.d_ff
+        mlp.bias
+    """,
+    only={
+        **dict.fromkeys(("attn_norm.kind", "attn.qk_norm.kind", "mlp_norm.kind", "final_norm.kind"), ("rms",)),
+        "learned_positions": (False,),
+        "order": (("attn", "mlp"),),
+        "attn.window": (None,),
+        "attn.scale": (None,),
+        "mlp.act": ("swiglu",),
+    },
+)
+
+
+def executor_of(model: nn.Module) -> type[CompiledDecodeStep | TorchDecodeStep] | None:
+    """The faster executor that computes this model; None: its own forward does. A model of which only the plan is
+    refused is reported once."""
+    if not _rounds_inputs(model):
+        return None
+    assert isinstance(model, Decoder)
+    if CompiledDecodeStep.unsupported(model.plan) is None:
+        return CompiledDecodeStep
+    reason = TorchDecodeStep.unsupported(model.plan)
+    if reason is None:
+        return TorchDecodeStep
+    fall_back(f"single tokens on a CPU are not computed in one step for {reason}")
+    return None
+
+
+def _rounds_inputs(model: nn.Module) -> bool:
+    """Whether all blocks of the model have the weights that are read here, without hooks."""
+    if type(model) is not Decoder or model.compute_dtype != torch.float32:
+        return False
+    for block, plan in zip(model.blocks, model.plan.layers, strict=True):
+        assert isinstance(block, Block)
+        attn, mlp = block.attn, block.mlp
+        inner = (mlp.gate, mlp.up) if plan.mlp.gated else (mlp.up,)
+        for layers in ((attn.q, attn.k, attn.v), (attn.o,), inner, (mlp.down,)):
+            if not all(isinstance(x, Int8Linear) and x.packed for x in layers):
+                return False
+            if any(x.format != layers[0].format for x in layers):
+                return False
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def _unsupported(plan: DecoderPlan) -> str | None:
+    if reason := SUPPORT.missing(plan):
+        return reason
+    if any(layer != plan.layers[0] for layer in plan.layers):
+        return "layers that differ"
+    epsilons = {value for name, value in features(plan) if name.endswith(".eps")}
+    return "norms with different eps" if len(epsilons) > 1 else None
+
+
+# -- in torch ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Product:
+    operands: Operands
+    bias: Tensor | None
+
+    def __call__(self, x_1K: Tensor) -> Tensor:
+        y = w4a8(x_1K, self.operands)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attn_norm: Tensor
+    qkv: _Product
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: _Product
+    mlp_norm: Tensor
+    up: _Product  # gate and up
+    down: _Product
+
+
+class TorchDecodeStep:
+    unsupported = staticmethod(_unsupported)
+
+    @torch.no_grad()
+    def __init__(self, model: Decoder) -> None:
+        self.attn, self.eps = (model.plan.layers[0].attn, model.plan.final_norm.eps)  # of every layer, every norm
+        assert self.attn.rope is not None
+        self.embed = model.embed.weight.detach().float()
+        self.norm, self.head = model.norm.weight.detach(), model.head
+        self.layers = [self._layer(block) for block in model.blocks]
+        self.freq = rope_frequencies(self.attn.rope, self.attn.head_dim)
+        # x @ quarter_turn is [-right, left] for x = [left, right].
+        half = torch.eye(self.attn.head_dim // 2)
+        none = torch.zeros_like(half)
+        self.quarter_turn = torch.cat([torch.cat([none, half], 1), torch.cat([-half, none], 1)])
+        self.eye = torch.eye(self.attn.head_dim)
+
+    def _layer(self, block: nn.Module) -> _Layer:
+        assert isinstance(block, Block)
+        attn, mlp = block.attn, block.mlp
+        return _Layer(
+            block.attn_norm.weight.detach(),
+            _product(attn.q, attn.k, attn.v),
+            None if attn.q_norm is None else attn.q_norm.weight.detach(),
+            None if attn.k_norm is None else attn.k_norm.weight.detach(),
+            _product(attn.o),
+            block.mlp_norm.weight.detach(),
+            _product(mlp.gate, mlp.up),
+            _product(mlp.down),
+        )
+
+    @torch.no_grad()
+    def logits(self, token: int, span: RowSpan, cache: KVCache) -> Tensor:
+        """Logits [1, V] of the row; writes its keys and values."""
+        heads, groups, width = self.attn.num_heads, self.attn.num_kv_heads, self.attn.head_dim
+        position, size = span.start, cache.pool.block_size
+        slot = span.blocks[position // size] * size + position % size
+        table = _table(span.blocks, -(-span.stop // size))
+        cache.reserve(groups, width, torch.float32, torch.device("cpu"))
+        rotation = self._rotation(position)
+        num_qk = (heads + groups) * width
+        x = self.embed[token].clone()[None]  # [1, D]
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(self._normed(x, layer.attn_norm))
+            qk = qkv[:, :num_qk].view(-1, width)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                halves = ((qk[:heads], layer.q_norm), (qk[heads:], layer.k_norm))
+                qk = torch.cat([F.rms_norm(part, (width,), weight, self.eps) for part, weight in halves])
+            qk = qk @ rotation
+            keys, values = cache.stored(index)
+            keys.view(-1, groups, width)[slot] = qk[heads:]
+            values.view(-1, groups, width)[slot] = qkv[0, num_qk:].view(groups, width)
+            k_SGD, v_SGD = (t[table].view(-1, groups, width)[: span.stop] for t in (keys, values))
+            # The query heads of a group are consecutive: to the kernel they are rows that see the same keys.
+            out = F.scaled_dot_product_attention(
+                qk[:heads].view(1, groups, -1, width), k_SGD.transpose(0, 1)[None], v_SGD.transpose(0, 1)[None]
+            )
+            x += layer.o(out.reshape(1, -1))
+            gate_up = layer.up(self._normed(x, layer.mlp_norm))
+            gate, up = gate_up.chunk(2, dim=-1)
+            x += layer.down(F.silu(gate).mul_(up))
+        x = self._normed(x, self.norm)
+        return F.linear(x, self.embed) if self.head is None else self.head(x)
+
+    def _normed(self, x_1D: Tensor, weight: Tensor) -> Tensor:
+        row = x_1D[0]
+        scale = (torch.dot(row, row).item() / len(row) + self.eps) ** -0.5
+        return torch.mul(x_1D, weight).mul_(scale)
+
+    def _rotation(self, position: int) -> Tensor:
+        """[D, D]: x @ rotation rotates a head to `position`, as model.attention.rotate does."""
+        angle = (position * self.freq).repeat(2)
+        return self.eye * angle.cos() + self.quarter_turn * angle.sin()
+
+
+def _table(blocks: Sequence[int], num: int) -> slice | Tensor:
+    """The first `num` blocks, as an index: a slice where they are consecutive, which copies nothing."""
+    first = blocks[0]
+    if all(blocks[i] == first + i for i in range(num)):
+        return slice(first, first + num)
+    return torch.tensor([blocks[i] for i in range(num)])
+
+
+def _product(*layers: FormatLinear) -> _Product:
+    bias = None if layers[0].bias is None else torch.cat([x.bias.detach() for x in layers])
+    return _Product(operands_of(*layers), bias)
+
+
+# -- in C++: weights -----------------------------------------------------------------------------------------
+
+ROWS = 8  # of a tile
+_int, _address = ctypes.c_int64, ctypes.c_void_p
+
+
+class _CMatrix(ctypes.Structure):
+    _fields_ = [
+        *((n, _int) for n in ("rows", "width", "group", "bits")),
+        *((n, _address) for n in ("codes", "scale", "zero", "total", "bias")),
+    ]
+
+
+class _CLayer(ctypes.Structure):
+    _fields_ = [
+        *((n, _address) for n in ("attn_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((n, _CMatrix) for n in ("qkv", "out", "gate_up", "down")),
+        *((n, _address) for n in ("keys", "values")),
+    ]
+
+
+class _CModel(ctypes.Structure):
+    _fields_ = [
+        *((n, _int) for n in ("width", "heads", "groups", "head_dim", "hidden", "num_layers", "block_size")),
+        *((n, _address) for n in ("frequencies", "norm")),
+        ("layers", ctypes.POINTER(_CLayer)),
+        ("head", _CMatrix),
+        ("eps", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """A weight [out, in] in tiles of 8 rows, as cpu_decode.cpp reads it; rows of zeros fill the last tile."""
+
+    bits: int
+    codes: Tensor  # uint8 [tiles, pieces, 4 quads, 8 rows, 4]
+    scale: Tensor  # fp32 [tiles, groups, 8]
+    zero: Tensor  # uint8 [tiles, groups, 8]
+    total: Tensor  # fp32 [rows]: the sum of each row
+    bias: Tensor | None
+
+    def matrix(self, width: int) -> _CMatrix:
+        group = width // self.scale.shape[1]
+        tensors = (self.codes, self.scale, self.zero, self.total, self.bias)
+        return _CMatrix(len(self.total), width, group, self.bits, *map(_pointer, tensors))
+
+
+def tile_weight(*layers: FormatLinear, interleaved: bool = False) -> TiledWeight:
+    """The layers, which share input and Format, stacked; `interleaved`: a tile of each in turn."""
+    format, parts = layers[0].format, [x.parts() for x in layers]
+    assert isinstance(format, IntAsym) and all(x.format == format and x.packed for x in layers)
+    bias = None if layers[0].bias is None else [x.bias.detach().float() for x in layers]
+    rows = [
+        [unpack_bits(p["codes"], format.bits) for p in parts],
+        [p["scale"].float() for p in parts],
+        [p["zero"] for p in parts],
+    ]
+    codes, scale, zero = (_stack(r, interleaved) for r in rows)
+    total = ((codes.unflatten(1, (scale.shape[1], -1)).float() - zero[..., None]).sum(-1) * scale).sum(-1)
+    scale, zero = (t.unflatten(0, (-1, ROWS)).mT.contiguous() for t in (scale, zero))
+    bits = 8 if format.bits == 8 else 4
+    stacked = None if bias is None else _stack(bias, interleaved)
+    return TiledWeight(bits, _pieces(codes, bits), scale, zero, total, stacked)
+
+
+def _stack(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack([p.unflatten(0, (-1, ROWS)) for p in parts], 1).flatten(0, 2)
+    whole = torch.cat(list(parts))
+    missing = -len(whole) % ROWS
+    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+
+
+def _pieces(codes_NK: Tensor, bits: int) -> Tensor:
+    """Inputs in runs of 16: four quads of a piece; at 4 bits two runs share its bytes."""
+    runs = codes_NK.view(-1, ROWS, codes_NK.shape[1] // 16, 4, 4).permute(0, 2, 3, 1, 4)
+    return (runs if bits == 8 else runs[:, ::2] | runs[:, 1::2] << 4).contiguous()
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+# -- in C++: the step ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _function() -> Any:
+    library = load_library(SOURCE.read_text())
+    if library is None:
+        return None
+    library.token_step.argtypes = [_address, _address, _int, _address, _address, ctypes.c_int]
+    library.token_step.restype = None
+    return library.token_step
+
+
+class CompiledDecodeStep:
+    @torch.no_grad()
+    def __init__(self, model: Decoder) -> None:
+        layer, num_layers = model.plan.layers[0], len(model.plan.layers)  # all layers have this plan
+        attn, self._step = layer.attn, _function()
+        assert attn.rope is not None
+        self._embed, self._head = model.embed.weight.detach().float(), model.head
+        self._vocab = model.spec.vocab_size
+        self._kept: list[Any] = []  # what the structures point to
+        self._layers = (_CLayer * num_layers)(*map(self._layer, model.blocks))
+        self._cache: tuple[KVCache, int] | None = None  # whose blocks the layers point to
+        in_step = isinstance(model.head, Int8Linear) and model.head.packed
+        self._model = _CModel(
+            *(layer.d_model, attn.num_heads, attn.num_kv_heads, attn.head_dim, layer.mlp.d_ff, num_layers, 0),
+            *map(self._keep, (rope_frequencies(attn.rope, attn.head_dim), model.norm.weight)),
+            self._layers,
+            self._matrix(model.head) if in_step else _CMatrix(),
+            model.plan.final_norm.eps,
+        )
+
+    @staticmethod
+    def unsupported(plan: DecoderPlan) -> str | None:
+        """Compiles at the first call."""
+        layer = plan.layers[0]
+        if reason := _unsupported(plan):
+            return reason
+        if layer.attn.head_dim % 16:  # floats are taken by 16
+            return f"attn.head_dim={layer.attn.head_dim}"
+        if max(layer.d_model, layer.mlp.d_ff) > 2**15:  # sums of 8-bit products are in 32 bits
+            return f"d_model={layer.d_model}, mlp.d_ff={layer.mlp.d_ff}"
+        return "a machine without a C++ compiler" if _function() is None else None
+
+    def _keep(self, t: Tensor | None) -> int | None:
+        if t is None:
+            return None
+        self._kept.append(t.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _matrix(self, *layers: Any, interleaved: bool = False) -> _CMatrix:
+        weight = tile_weight(*layers, interleaved=interleaved)
+        self._kept.append(weight)
+        return weight.matrix(layers[0].in_features)
+
+    def _layer(self, block: nn.Module) -> _CLayer:
+        assert isinstance(block, Block)
+        attn, mlp = block.attn, block.mlp
+        norms = (block.attn_norm, attn.q_norm, attn.k_norm, block.mlp_norm)
+        return _CLayer(
+            *(None if n is None else self._keep(n.weight) for n in norms),
+            self._matrix(attn.q, attn.k, attn.v),
+            self._matrix(attn.o),
+            self._matrix(mlp.gate, mlp.up, interleaved=True),
+            self._matrix(mlp.down),
+        )
+
+    def logits(self, token: int, span: RowSpan, cache: KVCache) -> Tensor:
+        """Logits [1, V] of the row; writes its keys and values."""
+        model, size = self._model, cache.pool.block_size
+        cache.reserve(model.groups, model.head_dim, torch.float32, torch.device("cpu"))
+        if self._cache != (cache, cache.num_moves):
+            model.block_size, self._cache = size, (cache, cache.num_moves)
+            for index, layer in enumerate(self._layers):
+                layer.keys, layer.values = map(_pointer, cache.stored(index))
+        num = -(-span.stop // size)
+        blocks = (ctypes.c_int64 * num)(*span.blocks[:num])
+        result = torch.empty(1, model.head.rows or model.width)
+        row, threads = self._embed[token].contiguous(), torch.get_num_threads()
+        self._step(ctypes.byref(model), row.data_ptr(), span.start, blocks, result.data_ptr(), threads)
+        if model.head.rows:
+            return result[:, : self._vocab]
+        return F.linear(result, self._embed) if self._head is None else self._head(result)

@@ -1,0 +1,149 @@
+"""Several drafts as one program: the passes of a draft model follow each other on the device.
+
+The first pass reads what is new since the last proposal, a few rows per request, and chooses a token for each request;
+every other pass reads one row per request, the token of the pass before. Positions, slots and tiles of all passes are
+known beforehand, so the host sends integers once, launches once (on a GPU the chain is one CUDA graph) and waits once.
+Launched one by one, the passes of a small drafter would cost more time on the host than on the GPU.
+
+Shapes: N requests, Q rows each in the first pass, R = N Q, G drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from shoestring.kernels.gemv.embed_argmax import argmax_token_
+from shoestring.kernels.sampling.sample_tokens import sample_tokens_
+from shoestring.model.skip import SkipSet
+from shoestring.serve.engine.block_pool import RowSpan
+from shoestring.serve.engine.fused_decoder import AttentionTiles, RowPlacement
+from shoestring.serve.engine.graphs import (
+    MAX_ROWS,
+    REQUESTS_DRAFTED,
+    DecodeGraph,
+    GraphCache,
+    PendingTokens,
+    SamplingKind,
+    locate_rows,
+    padded_size,
+    pinned,
+    sampling_kind,
+)
+from shoestring.serve.engine.sampling import Sampling
+
+CHAIN_ROWS = (2, 5, 9)  # of the first pass: what is new since the last proposal
+
+
+def launch_chain(
+    graphs: GraphCache,
+    spans: Sequence[RowSpan],
+    tokens: Sequence[int],
+    samplings: Sequence[Sampling],
+    num_drafts: int,
+    skip: SkipSet | None,
+) -> PendingTokens:
+    """num_drafts tokens after each span, whose blocks hold all but the last of them."""
+    num, each = chain_size(spans)
+    kind, id = sampling_kind(samplings), "" if skip is None else skip.id
+    graph: DraftChainGraph = graphs.graph(
+        (num, each, kind, id, num_drafts), spans, lambda: DraftChainGraph(graphs, num, each, kind, skip, num_drafts)
+    )
+    graph.fill(spans, tokens, samplings)
+    graph.fill_later(spans)
+    graph.replay()
+    return PendingTokens(graph.chosen_NG.flatten(), [num_drafts] * len(spans), num_drafts)
+
+
+def chain_size(spans: Sequence[RowSpan]) -> tuple[int, int]:
+    """Requests and rows each of the chain that holds these rows; few sizes, since a drafter's rows are cheap."""
+    return padded_size(len(spans), REQUESTS_DRAFTED), padded_size(max(s.num for s in spans), CHAIN_ROWS)
+
+
+def max_chain_rows(num_requests: int) -> int:
+    """Rows each that the first pass holds for so many requests; 0: no chain holds them."""
+    num = next((n for n in REQUESTS_DRAFTED if n >= num_requests), MAX_ROWS)
+    return max((each for each in CHAIN_ROWS if num * each <= MAX_ROWS), default=0)
+
+
+def holds_chain(spans: Sequence[RowSpan]) -> bool:
+    return max(s.num for s in spans) <= max_chain_rows(len(spans))
+
+
+def warm_up_chains(graphs: GraphCache, num: int, kind: SamplingKind, lengths: Sequence[int]) -> None:
+    """Make the chains of so many requests."""
+    for each in CHAIN_ROWS:
+        for length in lengths:
+            if num * each <= MAX_ROWS:
+                key = (num, each, kind, "", length)
+                graphs.find(key, num, partial(DraftChainGraph, graphs, num, each, kind, None, length))
+
+
+class DraftChainGraph(DecodeGraph):
+    def __init__(
+        self,
+        owner: GraphCache,
+        num_requests: int,
+        rows_each: int,
+        kind: SamplingKind,
+        skip: SkipSet | None,
+        num_drafts: int,
+    ) -> None:
+        device, self.num_drafts, self._num_later = owner.fused.device, num_drafts, num_drafts - 1
+        self.chosen_NG = torch.zeros(num_requests, num_drafts, dtype=torch.int64, device=device)
+        self._chosen_GN = torch.zeros(num_drafts, num_requests, dtype=torch.int64, device=device)
+        # Each request's last row; for every later pass and request: position, slot, table entry of its block, block,
+        # and a tile (four numbers of 32 bits).
+        self._later = torch.zeros(num_requests * (1 + 6 * self._num_later), dtype=torch.int64, device=device)
+        passes = self._later[num_requests:].view(6, self._num_later, num_requests)
+        passes[1], passes[2] = -1, owner.padding
+        super().__init__(owner, num_requests, rows_each, kind, skip)
+
+    def _program(self) -> None:
+        super()._program()
+        owner, num, later = self.owner, self.num_requests, self._num_later
+        last_row_N, passes = self._later[:num], self._later[num:].view(6, later, num)
+        position_LN, slot_LN, at_LN, block_LN = passes[:4]
+        tiles_LN4 = passes[4:].reshape(-1).view(torch.int32).view(later, num, 4)
+        owner.note_blocks(at_LN.reshape(-1), block_LN.reshape(-1).view(torch.int32)[::2])
+        tables_NW = owner.tables(num)
+        if self.kind != "greedy":
+            seed_N = self.seeds_R.index_select(0, last_row_N)
+            parameters_4N = self.parameters_4R.index_select(1, last_row_N)
+        torch.index_select(owner.last_R, 0, last_row_N, out=self._chosen_GN[0])
+        for i in range(later):
+            tiles = AttentionTiles(tiles_LN4[i], 1, self.num_splits)
+            rows = RowPlacement(position_LN[i], slot_LN[i], tables_NW, (tiles,))
+            hidden_ND = owner.fused.hidden(self._chosen_GN[i], rows, owner.cache, self.skip)
+            logits_NV = owner.map_logits(owner.fused.logits(hidden_ND))
+            if self.kind == "greedy":
+                argmax_token_(logits_NV, self._chosen_GN[i + 1])
+            else:
+                given = parameters_4N, seed_N, position_LN[i] + 1
+                sample_tokens_(logits_NV, *given, self._chosen_GN[i + 1], cuts=self.kind == "cut")
+        self.chosen_NG.copy_(self._chosen_GN.T)
+
+    def fill_later(self, spans: Sequence[RowSpan]) -> None:
+        """Send the integers of the passes after the first; their blocks must exist."""
+        num, later, size = self.num_requests, self._num_later, self.owner.cache.pool.block_size
+        _, _, span_T, offset_T, position_T, block_T = locate_rows(
+            [RowSpan(s.blocks, s.stop, later) for s in spans], size
+        )
+        host = pinned(len(self._later), self._later.device)
+        last_row_N, passes = host.numpy()[:num], host.numpy()[num:].reshape(6, later, num)
+        last_row_N[len(spans) :] = 0
+        last_row_N[: len(spans)] = [n * self.rows_each + s.num - 1 for n, s in enumerate(spans)]
+        # Padding: position, slot, table entry, block.
+        passes[:4] = np.array([0, -1, self.owner.padding, 0])[:, None, None]
+        passes[0, offset_T, span_T] = position_T
+        passes[1, offset_T, span_T] = block_T * size + position_T % size
+        passes[2, offset_T, span_T] = self.owner.place(span_T, position_T // size)
+        passes[3, offset_T, span_T] = block_T
+        tiles_LN4 = passes[4:].reshape(-1).view(np.int32).reshape(later, num, 4)
+        tiles_LN4[:] = 0
+        # Table, row, start, rows.
+        tiles_LN4[offset_T, span_T] = np.stack([span_T, span_T, position_T, np.ones_like(span_T)], axis=1)
+        self._later.copy_(host, non_blocking=True)

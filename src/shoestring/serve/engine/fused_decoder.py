@@ -1,0 +1,462 @@
+"""A decoder's forward for serving: the same function as `Decoder.forward`, in few kernels.
+
+q, k, v are one product and so are gate and up; the residual sum and the norm after it are one kernel; head norm, RoPE
+and the writing of keys and values are one kernel; attention reads the KV cache's blocks in place. With a single row,
+or few rows of packed weights, the norm, SwiGLU and residual sum are part of the products (kernels/gemv/row_linear.py,
+lowbit_row_linear); with packed weights and one row per request, RoPE and storing are part of attention
+(kernels/attention/decode_attention.py).
+
+The layers come from the model's DecoderPlan (model/layer_plan.py); `SUPPORT` names what is computed here. A
+`MergedLinear` is one or several layers side by side. Dense weights of equal input are stacked in one tensor and the
+layers' own weights become views of it, so nothing is held twice; packed weights of one Format likewise, part by part
+(law 5 of formats/base.py: the parts of stacked rows are the stacked parts). Layers that cannot be merged are applied
+one after the other. A weight that is trained in a Format or held in another dtype is copied once, as the forward would
+multiply with it: `Runner.refresh` notices when weights change and builds all of this anew.
+
+Rounding differs from `Decoder` in the last bits: sums that pass between two fused operations stay in fp32.
+
+Left out: tensor parallelism and modules with hooks (`unusable` gives the reason, and the plain forward runs).
+
+Shapes: T rows, D model width, H query heads, G key/value heads, V vocabulary, L tiles, W blocks of a table row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.formats import Dense, FloatAsym, Format, FormatLinear, IntAsym
+from shoestring.formats.base import Parts
+from shoestring.formats.linear import is_sharded, local
+from shoestring.kernels.activation.glu import glu
+from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable
+from shoestring.kernels.attention.paged_attention import paged_attention
+from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
+from shoestring.kernels.gemv.add_norm import add_norm_
+from shoestring.kernels.gemv.embed_argmax import embed_rows
+from shoestring.kernels.gemv.row_linear import row_linear
+from shoestring.kernels.lowbit.few_rows import MOST_ROWS as FEW_ROWS
+from shoestring.kernels.lowbit.int8_linear import int8_linear, int8_linear_usable
+from shoestring.kernels.lowbit.lowbit_linear import lowbit_row_linear
+from shoestring.model.attention import rope_frequencies
+from shoestring.model.layer_plan import LayerPlan, Support
+from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
+from shoestring.model.transformer import Block, Decoder, Norm
+from shoestring.serve.engine.kv_cache import KVCache, modules_of
+from shoestring.serve.engine.prompt_attention import prompt_attention
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Rows that attend in one launch (kernels/attention/paged_attention.py defines a tile)."""
+
+    tiles_L4: Tensor
+    rows_per_tile: int
+    num_splits: int
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """Positions and cache slots of a step's rows, and how they attend."""
+
+    positions_T: Tensor
+    slots_T: Tensor  # index among all positions of all blocks; -1 for padding
+    tables_LW: Tensor
+    tiles: tuple[AttentionTiles, ...]
+    # (first row, requests, rows of each) of prompts computed whole, which read no blocks; None: all rows read blocks.
+    prompts: tuple[tuple[int, int, int], ...] | None = None
+    padded: bool = False  # by rows at the end that belong to no tile
+
+    @property
+    def single(self) -> bool:
+        """Whether every request has one row, and reads its blocks."""
+        return self.prompts is None and len(self.tiles) == 1 and self.tiles[0].rows_per_tile == 1
+
+    def to(self, device: torch.device, *others: Tensor) -> tuple[RowPlacement, list[Tensor]]:
+        """The same on the device, with `others`, in one copy."""
+        here = [self.positions_T, self.slots_T, self.tables_LW, *(t.tiles_L4 for t in self.tiles), *others]
+        positions, slots, tables, *rest = to_device(here, device)
+        num = len(self.tiles)
+        tiles = tuple(replace(t, tiles_L4=sent) for t, sent in zip(self.tiles, rest[:num], strict=True))
+        return replace(self, positions_T=positions, slots_T=slots, tables_LW=tables, tiles=tiles), rest[num:]
+
+
+ALIGNED = 16  # bytes; a kernel is compiled again for an address that is no multiple of this
+
+
+def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small contiguous host tensors, sent in one copy: the copy's latency is that of thousands of numbers."""
+    assert all(t.is_contiguous() for t in here)
+    ends = list(accumulate(-(-t.nbytes // ALIGNED) * ALIGNED for t in here))
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = host.numpy()
+    for t, end in zip(here, [0, *ends], strict=False):
+        packed[end : end + t.nbytes] = t.numpy().reshape(-1).view("u1")
+    sent = host.to(device, non_blocking=True)
+    typed = {dtype: sent.view(dtype) for dtype in {t.dtype for t in here}}
+    return [
+        typed[t.dtype].as_strided(t.shape, t.stride(), end // t.itemsize)
+        for t, end in zip(here, [0, *ends], strict=False)
+    ]
+
+
+# -- linear layers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergedLinear:
+    """x -> x W^T + b for layers side by side: a dense weight, the parts of a Format, or the layers one by one."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    format: Format | None = None
+    parts: Parts | None = None
+    separate: tuple[FormatLinear, ...] = ()
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        if self.has_row_kernel(x_TD.shape[0]):
+            return self.row(x_TD)
+        if self.weight is not None:
+            return F.linear(x_TD, self.weight, self.bias)
+        if self.format is not None:
+            assert self.parts is not None
+            if self._int8_rows and int8_linear_usable(x_TD):
+                return int8_linear(x_TD, self.parts["codes"], *self._grid, self.bias)
+            return self.format.linear(x_TD, self.parts, self.bias)
+        return torch.cat([layer(x_TD) for layer in self.separate], dim=-1)
+
+    def has_row_kernel(self, num_rows: int) -> bool:
+        """Whether `row` computes so many rows: one of a dense weight or of int8 with one scale a row, few of packed
+        weights in their kernel's layout."""
+        if self.weight is not None or self._int8_rows:
+            return num_rows == 1
+        return self._chunked and num_rows <= FEW_ROWS
+
+    @property
+    def fuses_swiglu(self) -> bool:
+        return not self._int8_rows
+
+    @property
+    def _int8_rows(self) -> bool:
+        format, parts = self.format, self.parts
+        return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and _one_scale(parts)
+
+    @property
+    def _grid(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero of each row of int8."""
+        assert self.parts is not None
+        return self.parts["scale"].flatten(), self.parts["zero"].flatten()
+
+    @property
+    def _chunked(self) -> bool:
+        # 2:4 weights have chunks too, of another kernel.
+        low_bits = isinstance(self.format, IntAsym | FloatAsym)
+        return low_bits and self.parts is not None and "chunks" in self.parts
+
+    def row(self, x_TD: Tensor, **fused: Any) -> Tensor:
+        """The product with the operations `fused` into it: kernels/gemv/row_linear.py, or its packed counterpart."""
+        if self.weight is not None:
+            return row_linear(x_TD, self.weight, self.bias, **fused)
+        assert self.parts is not None
+        if self._chunked:
+            assert isinstance(self.format, IntAsym | FloatAsym)
+            chunks, table = self.parts["chunks"], self.parts.get("table")
+            layout = self.format.layout(x_TD.shape[1])
+            return lowbit_row_linear(x_TD, chunks, table, self.bias, layout, **fused)
+        scale, zero = self._grid
+        return row_linear(x_TD, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **fused)
+
+
+def _one_scale(parts: Parts) -> bool:
+    return "codes" in parts and parts["scale"].shape[1:].numel() == 1
+
+
+def merge_linears(layers: Sequence[FormatLinear], dtype: torch.dtype) -> MergedLinear:
+    """The layers, which share their input, as one."""
+    bias = _stack_biases(layers, dtype)
+    first = layers[0]
+    if all(x.packed and x.decoded is None for x in layers):
+        alike = all(x.format == first.format for x in layers) and (bias is not None or first.bias is None)
+        parts = _stack_parts(layers) if alike else None
+        if parts is None:
+            return MergedLinear(separate=tuple(layers))
+        return MergedLinear(bias=bias, format=first.format, parts=parts)
+    if any(x.packed and x.decoded is None for x in layers):
+        return MergedLinear(separate=tuple(layers))
+    own = all(isinstance(x.format, Dense) and not x.packed and x.weight.dtype == dtype for x in layers)
+    if own and len(layers) == 1:
+        return MergedLinear(local(first.weight).detach(), bias)
+    weights = [_effective_weight(x, dtype) for x in layers]
+    weight = _adjacent(weights) if own else None
+    if weight is not None:
+        return MergedLinear(weight, bias)
+    weight = torch.cat(weights)
+    if own:
+        for layer, rows in zip(layers, weight.split([x.out_features for x in layers]), strict=True):
+            layer.weight.data = rows
+    return MergedLinear(weight, bias)
+
+
+def _effective_weight(layer: FormatLinear, dtype: torch.dtype) -> Tensor:
+    """The weight that the layer's forward multiplies with."""
+    if layer.decoded is not None:
+        return layer.decoded.to(dtype)
+    return layer.effective_weight(dtype).detach()
+
+
+def _stack_biases(layers: Sequence[FormatLinear], dtype: torch.dtype) -> Tensor | None:
+    biases = [local(x.bias).detach().to(dtype) for x in layers if x.bias is not None]
+    assert len(biases) in (0, len(layers))
+    return torch.cat(biases) if biases else None
+
+
+def _stack_parts(layers: Sequence[FormatLinear]) -> Parts | None:
+    """The parts of the stacked rows, of which the layers' own parts become views; None where they do not stack."""
+    first = layers[0]
+    if len(layers) == 1:
+        return first.operands()
+    held = [x.operands() for x in layers]
+    if any(p.keys() != held[0].keys() for p in held):
+        return None
+    whole = first.format.whole_parts
+    if any(not torch.equal(p[n], held[0][n]) for p in held[1:] for n in whole):
+        return None
+    parts: Parts = {n: held[0][n] for n in whole}
+    for name in held[0]:
+        if name in whole:
+            continue
+        stacked = _adjacent([p[name] for p in held])
+        if stacked is not None:
+            parts[name] = stacked
+            continue
+        parts[name] = torch.cat([p[name] for p in held])
+        for layer, rows in zip(layers, parts[name].split([len(p[name]) for p in held]), strict=True):
+            setattr(layer, f"weight_{name}", rows)
+    return parts
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors stacked along their rows, where they are consecutive in one storage already."""
+    first = tensors[0]
+    end = first.storage_offset()
+    for t in tensors:
+        same = t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or not t.is_contiguous() or t.storage_offset() != end or t.dtype != first.dtype:
+            return None
+        end += t.numel()
+    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+# -- the decoder --------------------------------------------------------------------------------------------
+
+
+SUPPORT = Support(
+    any_value="""
+        learned_positions d_model attn_norm.kind attn_norm.eps mlp_norm.kind mlp_norm.eps final_norm.kind
+        final_norm.eps attn.num_heads attn.num_kv_heads attn.qkv_bias attn.out_bias attn.window attn.qk_norm
+        attn.qk_norm.eps attn.rope attn.rope.theta attn.rope.scaling mlp.d_ff mlp.act mlp.bias
+    """,
+    only={
+        "order": (("attn", "mlp"),),  # as SkipSet.after counts them
+        "attn.head_dim": range(0, 1 << 30, 2),  # rope_store_ takes pairs
+        "attn.qk_norm.kind": ("rms",),
+        "attn.scale": (None,),
+    },
+)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    plan: LayerPlan
+    attn_norm: Norm
+    qkv: MergedLinear
+    head_norm: tuple[Tensor | None, Tensor | None, float]  # of q and of k, and their eps
+    freq: Tensor | None  # of RoPE, and the cosines and sines at every position
+    cos_sin: Tensor | None
+    o: MergedLinear
+    mlp_norm: Norm
+    up: MergedLinear  # gate and up where the activation is gated
+    down: MergedLinear
+
+
+def unusable(model: nn.Module) -> str | None:
+    """Why this forward cannot replace the model's own, whose plan it computes: it is for one process without hooks."""
+    if type(model) is not Decoder:
+        return f"it is for a Decoder, not {type(model).__name__}"
+    modules = modules_of(model)
+    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+        return "the model's modules have hooks"
+    if model.embed.group is not None or any(is_sharded(p) for m in modules for p in m._parameters.values()):
+        return "the model is sharded"
+    return None
+
+
+class FusedDecoder:
+    unsupported = staticmethod(SUPPORT.missing)
+
+    @torch.no_grad()
+    def __init__(self, model: Decoder) -> None:
+        """Rearranges the storage of the model's weights; their values and names stay."""
+        self.spec, self.dtype = model.spec, model.compute_dtype
+        self.embed = local(model.embed.weight).detach()
+        self.positions = None if model.positions is None else local(model.positions.weight).detach()
+        every = torch.arange(model.spec.max_positions, device=self.embed.device)
+        head_dim = model.plan.layers[0].attn.head_dim
+        freqs = [rope_frequencies(r, head_dim, self.embed.device) for r in model.ropes]
+        ropes = dict(zip(model.ropes, ((f, cos_sin_at(every, f)) for f in freqs), strict=True))
+        self.layers = [
+            self._layer(block, plan, *(ropes[plan.attn.rope] if plan.attn.rope else (None, None)))
+            for block, plan in zip(model.blocks, model.plan.layers, strict=True)
+        ]
+        self.norm = model.norm
+        if model.head is not None:
+            self.head = merge_linears([model.head], self.dtype)
+        else:
+            self.head = MergedLinear(self.embed.to(self.dtype))
+
+    def _layer(self, block: nn.Module, plan: LayerPlan, freq: Tensor | None, cos_sin: Tensor | None) -> _Layer:
+        assert isinstance(block, Block)
+        attn, mlp = block.attn, block.mlp
+        eps = (plan.attn.qk_norm or plan.attn_norm).eps  # unused without head norms
+        return _Layer(
+            plan,
+            block.attn_norm,
+            merge_linears([attn.q, attn.k, attn.v], self.dtype),
+            (_weight(attn.q_norm), _weight(attn.k_norm), eps),
+            freq,
+            cos_sin,
+            merge_linears([attn.o], self.dtype),
+            block.mlp_norm,
+            merge_linears([mlp.gate, mlp.up] if plan.mlp.gated else [mlp.up], self.dtype),
+            merge_linears([mlp.down], self.dtype),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        rows: RowPlacement,
+        cache: KVCache,
+        skip: SkipSet | None = None,
+        last_T: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after the last block, [T, D], before the last norm. Writes keys and values. A token of -1
+        is replaced by that of `last_T`."""
+        if last_T is None:
+            x_TD = F.embedding(tokens_T, self.embed).to(self.dtype)
+        else:
+            x_TD = embed_rows(tokens_T, last_T, self.embed, self.dtype)
+        if self.positions is not None:
+            x_TD = x_TD + F.embedding(rows.positions_T, self.positions).to(self.dtype)
+        skips, after = (BlockSkip(),) * len(self.layers), {}
+        if skip is not None:
+            skips = skip.blocks(len(self.layers), self.device)
+            after = skip.after(len(self.layers), x_TD.shape[1], self.device)
+        delta: Tensor | None = None  # still to be added to x
+        done = False  # the last product applied the stand-ins of the skipped sublayers after it
+        for index, layer in enumerate(self.layers):
+            for kind in layer.plan.order:
+                stand_in = skips[index].attn if kind == "attn" else skips[index].mlp
+                if stand_in is not None:
+                    if not done:
+                        x_TD, delta = stand_in.apply(_sum(x_TD, delta)), None
+                    continue
+                if kind == "attn":
+                    qkv_TE = self._normed_linear(x_TD, delta, layer.attn_norm, layer.qkv)
+                    inner, last = self._attend(index, layer, qkv_TE, rows, cache), layer.o
+                else:
+                    inner, last = self._activate(x_TD, delta, layer), layer.down
+                x_TD, delta, done = self._linear_add(x_TD, inner, last, after.get(Sublayer(index, kind)))
+        return _sum(x_TD, delta)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Logits [T, V] of rows of the residual stream, in compute dtype or fp32."""
+        if self._row_fused(x_TD, self.norm, self.head):
+            wide = torch.promote_types(self.dtype, torch.float32)
+            return self.head.row(x_TD, norm_K=self.norm.weight, eps=self.norm.eps, out_dtype=wide)
+        return self.head(self._normed(x_TD, None, self.norm))
+
+    # -- parts of a layer -----------------------------------------------------------------------------------
+    def _attend(self, index: int, layer: _Layer, qkv_TE: Tensor, rows: RowPlacement, cache: KVCache) -> Tensor:
+        keys, values = cache.stored(index)
+        plan = layer.plan.attn
+        window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
+        # After dense products, which run long enough to hide launches, three kernels measured no slower than one.
+        if rows.single and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
+            tiles_L4 = rows.tiles[0].tiles_L4
+            return decode_attention_(
+                qkv_TE, keys, values, rows.tables_LW, tiles_L4, layer.cos_sin, *layer.head_norm, window=window
+            ).flatten(1)
+        flat = keys.flatten(0, 1), values.flatten(0, 1)
+        q_norm, k_norm, eps = layer.head_norm
+        q_THD = rope_store_(qkv_TE, *flat, rows.slots_T, rows.positions_T, layer.freq, q_norm, k_norm, eps)
+        if rows.prompts is None:
+            make = torch.zeros_like if rows.padded else torch.empty_like
+            out_THD = make(q_THD, memory_format=torch.contiguous_format)
+            for part in rows.tiles:
+                split = {"rows_per_tile": part.rows_per_tile, "num_splits": part.num_splits}
+                paged_attention(
+                    q_THD, keys, values, rows.tables_LW, part.tiles_L4, **split, window=window, out_THD=out_THD
+                )
+            return out_THD.flatten(1)
+        outs = []
+        k_TGD, v_TGD = (t.index_select(0, rows.slots_T) for t in flat)
+        for first, count, each in rows.prompts:
+            q, k, v = (t[first : first + count * each].unflatten(0, (count, each)) for t in (q_THD, k_TGD, v_TGD))
+            outs.append(prompt_attention(q, k, v, window=window).flatten(0, 1).flatten(1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _activate(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer) -> Tensor:
+        """What the down projection multiplies."""
+        act = layer.plan.mlp.act
+        if not layer.plan.mlp.gated:
+            up = self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up)
+            return F.gelu(up, approximate="tanh" if act == "gelu_tanh" else "none")
+        fused = act == "swiglu" and layer.up.fuses_swiglu
+        if delta is None and fused and self._row_fused(x_TD, layer.mlp_norm, layer.up):
+            return layer.up.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
+        return glu(self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up), act)
+
+    def _normed_linear(self, x_TD: Tensor, delta: Tensor | None, norm: Norm, linear: MergedLinear) -> Tensor:
+        """linear(norm(x + delta)); x becomes the sum."""
+        if delta is None and self._row_fused(x_TD, norm, linear):
+            return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps)
+        return linear(self._normed(x_TD, delta, norm))
+
+    def _linear_add(
+        self, x_TD: Tensor, y_TE: Tensor, linear: MergedLinear, after_2D: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """(x, what is still to be added to it) after x + linear(y), and whether `after_2D` was applied as well."""
+        if not linear.has_row_kernel(x_TD.shape[0]):
+            return x_TD, linear(y_TE), False
+        if after_2D is not None and linear.weight is not None:
+            return linear.row(y_TE, residual_1N=x_TD, after_2N=after_2D), None, True
+        return linear.row(y_TE, residual_1N=x_TD), None, False
+
+    def _normed(self, x_TD: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        if norm.kind == "rms":
+            return add_norm_(x_TD, delta, norm.weight, norm.eps)
+        if delta is not None:
+            x_TD += delta
+        return norm(x_TD)
+
+    def _row_fused(self, x_TD: Tensor, norm: Norm, linear: MergedLinear) -> bool:
+        return norm.kind == "rms" and linear.has_row_kernel(x_TD.shape[0])
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight.detach()
+
+
+def _sum(x_TD: Tensor, delta: Tensor | None) -> Tensor:
+    return x_TD if delta is None else x_TD + delta

@@ -1,0 +1,488 @@
+"""Steps with fixed addresses: what a CUDA graph can hold, and the graphs.
+
+A decode step of N requests with Q rows each (Q - 1 drafts) is one program: embedding, decoder layers, writing of keys
+and values, attention, head, choice of tokens. Everything that changes from step to step is in device buffers, so on a
+GPU the program is captured once and replayed with a single launch. Graphs are made when first needed, keyed by
+
+    (requests, rows each, how tokens are chosen, skip set)
+
+with the first two padded upwards; padding rows write nothing. `CapturedStep` is such a program; `DecodeGraph` here,
+`PrefillGraph` (prefill_graph.py) and `DraftChainGraph` (draft_chain_graph.py) are the three kinds. `GraphCache` holds
+them and the buffers they share. Without a GPU the same program runs eagerly, which is how it is tested. Steps with
+several rows each are padded to few sizes, so that all of them can be captured during warm-up; `num_graphs` counts, so
+that the time of a capture is not taken for the time of a step.
+
+One buffer of integers is copied to the device before a launch:
+
+    token      -1: the token that the previous launch chose in this row, which never left the device
+    position, slot (place of the row's keys and values), seed
+    where in the block tables to note the row's block: tables stay on the device and grow there
+    a tile per request (kernels/attention/paged_attention.py), its numbers in 32 bits
+
+A block table is copied whole only when another request takes its row. When a request ends, all behind it move up, and
+the tables that changed are copied together. `PendingTokens.tokens` waits for the chosen tokens: the one host sync of a
+step, and it can come after the next step has been launched.
+
+Shapes: N requests, Q rows each, R = N Q rows, W blocks per table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.kernels.attention.paged_attention import splits_for
+from shoestring.kernels.gemv.embed_argmax import argmax_token_
+from shoestring.kernels.runtime.capture_stream import on_capture_stream
+from shoestring.kernels.runtime.triton_backend import fall_back
+from shoestring.kernels.sampling.sample_tokens import PARAMETERS, sample_tokens_
+from shoestring.model.skip import SkipSet
+from shoestring.serve.engine.block_pool import RowSpan
+from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement, to_device
+from shoestring.serve.engine.kv_cache import KVCache
+from shoestring.serve.engine.sampling import Sampling, parameters
+
+SamplingKind = Literal["logits", "greedy", "drawn", "cut"]
+LogitMap = Callable[[Tensor], Tensor]
+
+DeviceDraft = tuple[int, Tensor, int, int]  # whose (index of a span), tokens [N, G], row in them, how many
+
+REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+REQUESTS_DRAFTED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the same where they have several rows each
+ROWS_EACH = (1, 2, 3, 5, 9, 16)  # those of 1, 2, 4 and 8 drafts among them
+MAX_ROWS = 512
+MAX_GRAPHS = 512  # then the least recently used one is dropped
+MAX_PADDING = 6  # rows of a graph per row of the step; kernel by kernel the step would take longer
+
+
+def identity(logits: Tensor) -> Tensor:
+    return logits
+
+
+class PendingTokens:
+    """The tokens of a launched step, request by request."""
+
+    def __init__(self, chosen_R: Tensor, nums: Sequence[int], rows_each: int) -> None:
+        self._nums, self._each, self.chosen_R = nums, rows_each, chosen_R
+        self._event: torch.cuda.Event | None = None
+        if chosen_R.is_cuda:
+            self._host = torch.empty(chosen_R.shape, dtype=chosen_R.dtype, pin_memory=True)
+            self._host.copy_(chosen_R, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = chosen_R.clone()
+
+    def tokens(self) -> list[list[int]]:
+        """The tokens chosen after each request's rows; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        chosen = self._host.tolist()
+        return [chosen[n * self._each : n * self._each + num] for n, num in enumerate(self._nums)]
+
+    def wait(self) -> None:
+        """Until the device has finished the step."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+
+
+class GraphCache:
+    def __init__(self, fused: FusedDecoder, cache: KVCache, map_logits: LogitMap = identity) -> None:
+        """`map_logits` maps the model's logits to the tokens they are chosen from."""
+        self.fused, self.cache, self.map_logits = fused, cache, map_logits
+        self._width = cache.pool.blocks_for(fused.spec.max_positions)
+        # One more entry after the tables, where padding rows write.
+        self._tables = torch.zeros(0, dtype=torch.int32, device=fused.device)
+        # Per table row: the blocks of which request, and how many of them are on the device.
+        self._known: list[tuple[Sequence[int], int]] = []
+        self.last_R = torch.zeros(MAX_ROWS, dtype=torch.int64, device=fused.device)
+        self._graphs: dict[tuple[object, ...], CapturedStep] = {}
+        self._seen: set[tuple[object, ...]] = set()
+        self._num_moves = cache.num_moves
+        self._num_reserved = -1  # blocks that the cache has memory for
+        self.num_graphs = 0
+        self.prefills: list[PendingTokens] = []  # the last steps with prefills, oldest first
+        self._pool = torch.cuda.graph_pool_handle() if fused.device.type == "cuda" else None
+
+    # -- what the runner calls ------------------------------------------------------------------------------
+    def holds_decode(self, spans: Sequence[RowSpan]) -> bool:
+        """Whether a decode graph holds these rows and pays off: few rows each, and not mostly padding."""
+        num_each = max(s.num for s in spans)
+        if len(spans) > REQUESTS[-1] or num_each > ROWS_EACH[-1]:
+            return False
+        num, each = self.padded(spans)
+        return num * each <= min(MAX_ROWS, MAX_PADDING * sum(s.num for s in spans) + 8)
+
+    def logits(self, spans: Sequence[RowSpan], tokens: Sequence[int] | Tensor, skip: SkipSet | None) -> Tensor:
+        """Logits of every row, [T, V]."""
+        graph = self._launch(spans, tokens, None, skip)
+        index = [n * graph.rows_each + i for n, s in enumerate(spans) for i in range(s.num)]
+        if index == list(range(len(index))):
+            return graph.logits[: len(index)].clone()
+        return graph.logits[torch.tensor(index, device=self.fused.device)]
+
+    def launch(
+        self,
+        spans: Sequence[RowSpan],
+        tokens: Sequence[int] | Tensor | None,
+        samplings: Sequence[Sampling],
+        skip: SkipSet | None,
+    ) -> PendingTokens:
+        """Choose the token after each row, one Sampling per request. `tokens` None: those that the previous launch
+        chose for the same requests, one position before."""
+        graph = self._launch(spans, tokens, samplings, skip)
+        return PendingTokens(self.last_R[: graph.num_rows], [s.num for s in spans], graph.rows_each)
+
+    def load_drafts(self, spans: Sequence[RowSpan], device_drafts: Sequence[DeviceDraft]) -> None:
+        """Copy drafts that are on the device to where a launch of these spans reads them: behind the first row of
+        each request. Their tokens are given to the launch as -1."""
+        each = self.padded(spans)[1]
+        if len(spans) == 1 == len(device_drafts):
+            _, tokens_NG, row, num = device_drafts[0]
+            self.last_R[1 : 1 + num] = tokens_NG[row, :num]
+            return
+        by_source: dict[int, tuple[Tensor, list[int], list[int]]] = {}
+        for n, tokens_NG, row, num in device_drafts:
+            _, to, of = by_source.setdefault(id(tokens_NG), (tokens_NG, [], []))
+            to += range(n * each + 1, n * each + 1 + num)
+            of += range(row * tokens_NG.shape[1], row * tokens_NG.shape[1] + num)
+        for tokens_NG, to, of in by_source.values():
+            both = _to_device([*to, *of], torch.int64, self.fused.device)
+            self.last_R[both[: len(to)]] = tokens_NG.flatten()[both[len(to) :]]
+
+    # -- one launch -----------------------------------------------------------------------------------------
+    def _launch(
+        self,
+        spans: Sequence[RowSpan],
+        tokens: Sequence[int] | Tensor | None,
+        samplings: Sequence[Sampling] | None,
+        skip: SkipSet | None,
+    ) -> DecodeGraph:
+        num, each = self.padded(spans)
+        kind, id = sampling_kind(samplings), "" if skip is None else skip.id
+        graph = self.graph((num, each, kind, id), spans, lambda: DecodeGraph(self, num, each, kind, skip))
+        ids: Sequence[int] | None
+        if isinstance(tokens, Tensor):
+            assert len(tokens) == len(spans) and all(s.num == 1 for s in spans)
+            rows = slice(None, len(spans) * each, each)
+            self.last_R[rows] = tokens
+            ids = None
+        else:
+            ids = tokens
+        graph.fill(spans, ids, samplings)
+        graph.replay()
+        return graph
+
+    def padded(self, spans: Sequence[RowSpan]) -> tuple[int, int]:
+        """Requests and rows each of the graph that holds these rows."""
+        each = padded_size(max(s.num for s in spans), ROWS_EACH)
+        return padded_size(len(spans), REQUESTS if each == 1 else REQUESTS_DRAFTED), each
+
+    def capture_decode(self, num: int, each: int, kind: SamplingKind, skip: SkipSet | None = None) -> None:
+        """Make the graph of such a step now, unless it exists."""
+        key = (num, each, kind, "" if skip is None else skip.id)
+        self.find(key, num, lambda: DecodeGraph(self, num, each, kind, skip))
+
+    def graph(self, key: tuple[object, ...], spans: Sequence[RowSpan], make: Callable[[], CapturedStep]) -> Any:
+        """The graph of this key, made when first needed, with block tables and KV cache ready for these rows."""
+        num_requests = key[0]
+        assert isinstance(num_requests, int)
+        found = self.find(key, num_requests, make)
+        self._send_tables(spans)
+        return found
+
+    def find(self, key: tuple[object, ...], num_requests: int, make: Callable[[], CapturedStep]) -> CapturedStep:
+        if self.cache.pool.num_touched > self._num_reserved:
+            spec, self._num_reserved = self.fused.spec, self.cache.pool.num_touched
+            self.cache.reserve(spec.num_kv_heads, spec.head_dim, self.fused.dtype, self.fused.device)
+        if self.cache.num_moves != self._num_moves:
+            self._drop(*self._graphs)
+            self._num_moves = self.cache.num_moves
+        self._resize_tables(num_requests)
+        found = self._graphs.pop(key, None)
+        if found is None:
+            if len(self._graphs) == MAX_GRAPHS:
+                self._drop(next(iter(self._graphs)))
+            found = make()
+            self.num_graphs += 1
+        self._graphs[key] = found  # at the end: the most recently used
+        return found
+
+    def seen_before(self, key: tuple[object, ...]) -> bool:
+        """Whether this graph exists or was needed before; one that is needed once is not worth its capture."""
+        known = key in self._graphs or key in self._seen
+        self._seen.add(key)
+        return known
+
+    def _drop(self, *keys: tuple[object, ...]) -> None:
+        if self.fused.device.type == "cuda":
+            torch.cuda.synchronize(self.fused.device)  # one of them may be running
+        for key in keys:
+            del self._graphs[key]
+        if keys and not self._graphs:
+            self.leave_pool()
+
+    def leave_pool(self) -> None:
+        """Give later graphs a new memory pool. The allocator adds no graph to a pool that all others have left, and
+        after a failed capture the pool may be in that state."""
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def _resize_tables(self, num: int) -> None:
+        if len(self._tables) < num * self._width + 1:
+            # Graphs hold the address of the old tables.
+            self._drop(*self._graphs)
+            self._known = [((), 0)] * num
+            self._tables = torch.zeros(num * self._width + 1, dtype=torch.int32, device=self.fused.device)
+
+    def tables(self, num: int) -> Tensor:
+        return self._tables[: num * self._width].view(num, self._width)
+
+    def _send_tables(self, spans: Sequence[RowSpan]) -> None:
+        """Make row n of the tables hold the blocks of span n below its first row; one copy for all that changed."""
+        size, changed = self.cache.pool.block_size, []
+        for n, span in enumerate(spans):
+            blocks, num_known = self._known[n]
+            if blocks is not span.blocks or num_known * size < span.start:
+                changed.append(n)
+                num_known = len(span.blocks)
+            elif num_known * size >= span.stop:
+                continue
+            self._known[n] = span.blocks, max(num_known, -(-span.stop // size))
+        if not changed:
+            return
+        rows_MW = np.zeros((len(changed), max(len(spans[n].blocks) for n in changed)), dtype=np.int32)
+        for row_W, n in zip(rows_MW, changed, strict=True):
+            row_W[: len(spans[n].blocks)] = spans[n].blocks
+        here = torch.from_numpy(np.array(changed)), torch.from_numpy(rows_MW)
+        at_M, sent_MW = to_device(here, self.fused.device)
+        tables_NW = self._tables[:-1].view(-1, self._width)
+        tables_NW[:, : sent_MW.shape[1]].index_copy_(0, at_M, sent_MW)
+
+    @property
+    def padding(self) -> int:
+        """The table entry that padding rows write to."""
+        return len(self._tables) - 1
+
+    def place(self, n_T: np.ndarray, page_T: np.ndarray) -> np.ndarray:
+        """The table entries for block `page` of request n."""
+        return n_T * self._width + page_T
+
+    def note_blocks(self, at: Tensor, block: Tensor) -> None:
+        """Part of a program: write block numbers into the tables."""
+        self._tables.index_copy_(0, at, block.to(torch.int32))
+
+
+class CapturedStep(ABC):
+    """A program over rows, and on a GPU its CUDA graph. Its input is one buffer of integers: five per row (token,
+    position, slot, table entry of its block, block number), the seeds of the rows that tokens are chosen for, and the
+    numbers that a subclass adds."""
+
+    def __init__(
+        self,
+        owner: GraphCache,
+        num_requests: int,
+        num_rows: int,
+        num_chosen: int,
+        num_own: int,
+        kind: SamplingKind,
+        skip: SkipSet | None,
+    ) -> None:
+        """`num_chosen`: rows that tokens are chosen for; `num_own`: integers that the subclass adds."""
+        self.owner, self.num_requests, self.num_rows = owner, num_requests, num_rows
+        self.kind, self.skip, device = kind, skip, owner.fused.device
+        self._own_at = 5 * num_rows + num_chosen  # where the integers of the subclass begin
+        self._numbers = torch.zeros(self._own_at + num_own, dtype=torch.int64, device=device)
+        self.parameters_4R = torch.zeros(len(PARAMETERS), num_chosen, dtype=torch.float64, device=device)
+        self._sent: list[Sampling] | None = None
+        self._seeds: Sequence[int] = [0] * num_chosen
+        self.logits = torch.empty(0, device=device)
+        self.replay: Callable[[], None] = self._program
+        if device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
+        # All rows are padding while the program runs to compile its kernels; of the state only `last_R` would change.
+        self._rows_5R[2:4] = torch.tensor([[-1], [self.owner.padding]], device=self._numbers.device)
+        last = self.owner.last_R.clone()
+        with on_capture_stream():
+            self._program()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with no_collection(), torch.cuda.graph(graph, pool=self.owner._pool, capture_error_mode="thread_local"):
+                self._program()
+            graph.replay()  # the first replay uploads the graph, which takes longer
+            self.replay = graph.replay
+        except RuntimeError as error:  # e.g. a Format whose linear waits for the host: the program runs eagerly
+            torch.cuda.synchronize()
+            self.owner.leave_pool()
+            fall_back(f"a {type(self).__name__} could not be captured as a CUDA graph ({error})")
+        self.owner.last_R.copy_(last)
+
+    @abstractmethod
+    def _program(self) -> None: ...
+
+    @property
+    def _rows_5R(self) -> Tensor:
+        return self._numbers[: 5 * self.num_rows].view(5, self.num_rows)
+
+    @property
+    def seeds_R(self) -> Tensor:
+        return self._numbers[5 * self.num_rows : self._own_at]
+
+    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Part of a program: write the rows' blocks into the tables; returns tokens, positions and slots."""
+        given, position, slot, at, block = self._rows_5R
+        self.owner.note_blocks(at, block.view(torch.int32)[::2])  # reinterpreted, without a conversion kernel
+        return given, position, slot
+
+    def _choose(self, logits_RV: Tensor, position_R: Tensor, out_R: Tensor) -> None:
+        """Part of a program: choose the tokens after rows at these positions."""
+        if self.kind == "greedy":
+            argmax_token_(logits_RV, out_R)
+        else:
+            given = self.parameters_4R, self.seeds_R, position_R + 1
+            sample_tokens_(logits_RV, *given, out_R, cuts=self.kind == "cut")
+
+    def _host(self, located: RowLocations, row_T: np.ndarray, tokens: Sequence[int] | None) -> Tensor:
+        """The integers of the next replay, without those of the subclass. `row_T`: the program's row for each row."""
+        size = self.owner.cache.pool.block_size
+        host = pinned(len(self._numbers), self._numbers.device)
+        numbers = host.numpy()
+        rows_5R = numbers[: 5 * self.num_rows].reshape(5, self.num_rows)
+        rows_5R[:] = np.array([0, 0, -1, self.owner.padding, 0])[:, None]  # padding
+        rows_5R[0, row_T] = -1 if tokens is None else tokens
+        rows_5R[1, row_T] = located.position_T
+        rows_5R[2, row_T] = located.block_T * size + located.position_T % size
+        rows_5R[3, row_T] = self.owner.place(located.span_T, located.position_T // size)
+        rows_5R[4, row_T] = located.block_T
+        numbers[5 * self.num_rows : self._own_at] = self._seeds
+        return host
+
+    def _send_samplings(self, rows: list[Sampling]) -> None:
+        """One for each row that a token is chosen for; the rows after them are padding."""
+        if self.kind not in ("drawn", "cut"):
+            return
+        rows += [Sampling()] * (self.parameters_4R.shape[1] - len(rows))
+        if rows == self._sent:
+            return
+        settings, self._seeds = parameters(rows)
+        host = to_pinned(settings, torch.float64, self._numbers.device)
+        self.parameters_4R.copy_(host, non_blocking=True)
+        self._sent = rows
+
+
+class DecodeGraph(CapturedStep):
+    """Every request has the same number of rows, and a token is chosen after each. It adds a tile per request."""
+
+    def __init__(
+        self, owner: GraphCache, num_requests: int, rows_each: int, kind: SamplingKind, skip: SkipSet | None
+    ) -> None:
+        self.rows_each, num_rows = rows_each, num_requests * rows_each
+        self.num_splits = splits_for(num_requests, owner.fused.spec.num_kv_heads)
+        super().__init__(owner, num_requests, num_rows, num_rows, 2 * num_requests, kind, skip)
+
+    def _program(self) -> None:
+        owner = self.owner
+        given, position, slot = self._place()
+        last = owner.last_R[: self.num_rows]
+        tiles_N4 = self._numbers[self._own_at :].view(torch.int32).view(self.num_requests, 4)
+        tiles = AttentionTiles(tiles_N4, self.rows_each, self.num_splits)
+        rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,))
+        hidden = owner.fused.hidden(given, rows, owner.cache, self.skip, last)
+        logits = owner.map_logits(owner.fused.logits(hidden))
+        if self.kind == "logits":
+            self.logits = logits
+        else:
+            self._choose(logits, position, last)
+
+    def fill(
+        self, spans: Sequence[RowSpan], tokens: Sequence[int] | None, samplings: Sequence[Sampling] | None
+    ) -> None:
+        """Send the integers of the next replay. `tokens`: request by request; None: all are on the device."""
+        self._send_samplings([s for s in samplings or () for _ in range(self.rows_each)])
+        located = locate_rows(spans, self.owner.cache.pool.block_size)
+        host = self._host(located, located.span_T * self.rows_each + located.offset_T, tokens)
+        tiles_N4 = host.numpy()[self._own_at :].view(np.int32).reshape(self.num_requests, 4)
+        n_N = np.arange(len(spans))
+        fill_tiles(tiles_N4, n_N, n_N * self.rows_each, located.start_N, located.num_N)
+        self._numbers.copy_(host, non_blocking=True)
+
+
+def fill_tiles(tiles_L4: np.ndarray, *columns: np.ndarray) -> None:
+    """Columns: table, first row, its position, number of rows. The other tiles do nothing."""
+    num = len(columns[0])
+    for i, column in enumerate(columns):
+        tiles_L4[:num, i] = column
+    tiles_L4[num:] = 0
+
+
+def sampling_kind(samplings: Sequence[Sampling] | None) -> SamplingKind:
+    if samplings is None:
+        return "logits"
+    drawn = [s for s in samplings if not s.greedy]
+    if any(s.cuts for s in drawn):
+        return "cut"
+    return "drawn" if drawn else "greedy"
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collecting an engine that is gone may destroy its graphs, which breaks a capture in progress."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def sizes_up_to(num: int, sizes: Sequence[int]) -> list[int]:
+    """The padded sizes of 1 to `num`."""
+    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < num]
+
+
+def padded_size(num: int, sizes: Sequence[int]) -> int:
+    return next(size for size in sizes if size >= num)
+
+
+class RowLocations(NamedTuple):
+    """The rows of a step's spans, span by span."""
+
+    start_N: np.ndarray
+    num_N: np.ndarray
+    span_T: np.ndarray  # index of the row's span
+    offset_T: np.ndarray  # of the row in its span
+    position_T: np.ndarray
+    block_T: np.ndarray  # that holds the position
+
+
+def locate_rows(spans: Sequence[RowSpan], size: int) -> RowLocations:
+    start_N, num_N = np.array([s.start for s in spans]), np.array([s.num for s in spans])
+    span_T = np.arange(len(spans)).repeat(num_N)
+    offset_T = np.arange(len(span_T)) - (num_N.cumsum() - num_N)[span_T]
+    position_T = start_N[span_T] + offset_T
+    pages = zip(span_T.tolist(), (position_T // size).tolist(), strict=True)
+    block_T = np.array([spans[n].blocks[page] for n, page in pages], dtype=np.int64)
+    return RowLocations(start_N, num_N, span_T, offset_T, position_T, block_T)
+
+
+def pinned(num: int, device: torch.device) -> Tensor:
+    """A host buffer of so many integers that can be copied to the device asynchronously."""
+    return torch.empty(num, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def to_pinned(values: list[int] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return to_pinned(values, dtype, device).to(device, non_blocking=True)

@@ -1,0 +1,199 @@
+"""What a request may set about logits beyond sampling: bias, penalties, a minimum length, grammars, log-probabilities.
+
+`Sampling` says how a token is drawn. `SamplingWithRules` adds rules that change logits before the draw, and requests
+log-probabilities of what was drawn. The engine knows nothing of either: it hands the target's logits and each request's
+sampling to its verifier, and `VerifyWithRules(verify)` changes the logits first and records afterwards. Row i of a
+request with drafts is changed as if its first i drafts had been written, so drafts do not change the text.
+
+    logit - presence * [token was written] - frequency * times written + bias
+    repetition penalty r (prompt and text): logit / r where positive, logit * r where negative
+
+Log-probabilities are those of the model itself: log softmax of the logits before rules, temperature, top_k, top_p and
+min_p.
+
+Shapes: R rows, V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.model import collectives
+from shoestring.model.transformer import Decoder, Head
+from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
+from shoestring.serve.engine.sampling import Sampling
+from shoestring.serve.speculative.verify import Check, Verifier, Verify, as_verifier
+
+BLOCK_LOGITS = 1 << 23  # logits of a prompt held at once: 32 MB in fp32
+
+
+@dataclass(frozen=True)
+class LogitRules:
+    bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    min_tokens: int = 0  # no token of `eos_ids` before this many are written
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        return self != LogitRules(min_tokens=self.min_tokens, eos_ids=self.eos_ids) or self.min_tokens > 0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, log p(token), and the likeliest tokens in its place with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class TokenHistory:
+    """A request's tokens so far, as its verifier saw them. Owned by the thread that steps the engine."""
+
+    prompt: tuple[int, ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Grammar(Protocol):
+    """Which tokens may come next. `allowed` must not depend on calls for other rows."""
+
+    def allowed(self, written: Sequence[int], vocab: int) -> Tensor | None:
+        """[V] bool: the tokens that may follow `written`; None allows all."""
+
+
+@dataclass(frozen=True)
+class SamplingWithRules(Sampling):
+    rules: LogitRules = LogitRules()
+    num_logprobs: int | None = None  # None: not recorded; n: the token's own and those of the n likeliest
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
+    history: TokenHistory = field(default_factory=TokenHistory, compare=False, repr=False)
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.rules.active or self.grammar is not None
+
+
+class VerifyWithRules(Verifier):
+    """`verify` that obeys the rules of `SamplingWithRules`s and fills their histories; others pass unchanged."""
+
+    def __init__(self, verify: Verify | Verifier) -> None:
+        self._inner = as_verifier(verify)
+
+    def __call__(self, logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
+        gained = self._inner(apply_rules(logits_RV, checks), checks)
+        record(logits_RV, checks, gained)
+        return gained
+
+    def needs_logits(self, checks: Sequence[Check]) -> bool:
+        asked = [c.sampling for c in checks if isinstance(c.sampling, SamplingWithRules)]
+        return any(s.changes_logits or s.num_logprobs is not None for s in asked) or self._inner.needs_logits(checks)
+
+    def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
+        for check, new in zip(checks, gained, strict=True):
+            if isinstance(check.sampling, SamplingWithRules):
+                check.sampling.history.tokens.extend(new)
+
+
+def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:
+    """The logits after every request's rules; the same tensor where no request has any."""
+    if not any(isinstance(c.sampling, SamplingWithRules) and c.sampling.changes_logits for c in checks):
+        return logits_RV
+    out_RV = logits_RV.clone() if logits_RV.dtype == torch.float64 else logits_RV.float().clone()
+    row = 0
+    for check in checks:
+        sampling = check.sampling
+        if isinstance(sampling, SamplingWithRules) and sampling.changes_logits:
+            prompt = sampling.history.prompt
+            written = sampling.history.tokens[: check.position - len(prompt)]
+            for i in range(check.num_rows):
+                so_far = [*written, *check.drafts[:i]]
+                out_RV[row + i] = apply_row_rules(out_RV[row + i], sampling.rules, prompt, so_far)
+                if sampling.grammar is not None:
+                    allowed_V = sampling.grammar.allowed(so_far, out_RV.shape[1])
+                    if allowed_V is not None:
+                        out_RV[row + i].masked_fill_(~allowed_V.to(out_RV.device), -torch.inf)
+        row += check.num_rows
+    return out_RV
+
+
+def apply_row_rules(logits_V: Tensor, rules: LogitRules, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
+    """One row of logits after the rules, given the prompt and what was written since."""
+    out_V = logits_V.clone()
+    vocab = len(out_V)
+    if rules.repetition != 1:
+        seen = torch.tensor(sorted({*prompt, *written}), device=out_V.device, dtype=torch.int64)
+        before = out_V[seen]
+        out_V[seen] = torch.where(before > 0, before / rules.repetition, before * rules.repetition)
+    if written and (rules.presence or rules.frequency):
+        token = torch.tensor(written, device=out_V.device)
+        count_V = torch.bincount(token, minlength=vocab).to(out_V.dtype)
+        out_V -= rules.presence * (count_V > 0) + rules.frequency * count_V
+    if rules.bias:
+        index = torch.tensor([t for t, _ in rules.bias], device=out_V.device)
+        out_V[index] += torch.tensor([b for _, b in rules.bias], device=out_V.device, dtype=out_V.dtype)
+    if len(written) < rules.min_tokens and 0 < len(rules.eos_ids) < vocab:
+        out_V[torch.tensor(rules.eos_ids, device=out_V.device)] = -torch.inf
+    return out_V
+
+
+def record(logits_RV: Tensor, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
+    """Append what each request with a history gained, with log-probabilities if requested."""
+    row = 0
+    for check, new in zip(checks, gained, strict=True):
+        sampling = check.sampling
+        if isinstance(sampling, SamplingWithRules):
+            sampling.history.tokens.extend(new)
+            if sampling.num_logprobs is not None:
+                rows_RV = logits_RV[row : row + len(new)]
+                sampling.history.logprobs.extend(token_logprobs(rows_RV, new, sampling.num_logprobs))
+        row += check.num_rows
+
+
+def token_logprobs(logits_RV: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """log p of tokens[r] under row r, with the num_top likeliest tokens of the row."""
+    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    logp_RV = logits.log_softmax(dim=-1)
+    own_R = logp_RV.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = torch.topk(logp_RV, min(num_top, logits.shape[1]), dim=-1)
+    values, indices = top.values.tolist(), top.indices.tolist()
+    return [
+        TokenLogprob(token, own, tuple(zip(index, value, strict=True)))
+        for token, own, index, value in zip(tokens, own_R, indices, values, strict=True)
+    ]
+
+
+@torch.no_grad()
+def prompt_logprobs(model: Decoder, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+    """For each token of a prompt its TokenLogprob given those before it; None for the first.
+
+    One forward over the whole prompt without a cache, logits a block of rows at a time.
+    """
+    found: list[TokenLogprob | None] = [None]
+
+    def read(hidden_BTD: Tensor, head: Head) -> Tensor:
+        hidden_RD, weight_VD = hidden_BTD[0, :-1], head.weight_VD.to(hidden_BTD.dtype)
+        num_shards = 1 if head.group is None else head.group.size()
+        block = max(1, BLOCK_LOGITS // (weight_VD.shape[0] * num_shards))
+        for start in range(0, len(hidden_RD), block):
+            logits = F.linear(hidden_RD[start : start + block], weight_VD)
+            if head.group is not None:
+                logits = collectives.gather_last(logits, head.group)
+            found.extend(token_logprobs(logits, tokens[start + 1 : start + 1 + len(logits)], num_top))
+        return hidden_BTD
+
+    device = model.embed.weight.device
+    if len(tokens) > 1:
+        with limit_cudnn_plans():
+            model(torch.tensor([list(tokens)], device=device), readout=read)
+    return found

@@ -1,0 +1,258 @@
+"""Requests and what the engine reports about them: data shared by scheduler, drafters and engine.
+
+`Request` is the state of one request and `Draft` the unverified tokens after it, which may still be on the device
+(`PendingDrafts`). `TextStream` turns a request's tokens into text. `Output`, `Completion` and `Stats` are what callers
+see. Nothing here computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shoestring.model.skip import SkipSet
+from shoestring.serve.engine.block_pool import BlockTable
+from shoestring.serve.engine.sampling import Sampling
+from shoestring.serve.speculative.verify import COUPLED, VerifyRule
+
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+
+
+class PendingDrafts:
+    """Drafts that the device is still computing, one request per row of tokens_NG. The step that verifies them can be
+    launched behind them and reads them there, so the host waits once for both."""
+
+    def __init__(self, num_rows: int, num_each: int, device: torch.device) -> None:
+        self._shape = num_rows, num_each
+        self.tokens_NG = torch.empty(0)
+        self._read: Callable[[], list[list[int]]] | None = None
+        self._drafts: list[tuple[int, list[int]]] = []
+        self.on_resolved: list[Callable[[list[list[int]]], None]] = []  # called with all drafts once they are known
+        self._events: tuple[torch.cuda.Event, ...] = ()
+        if device.type == "cuda":
+            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events[0].record()
+        self._began = time.perf_counter()
+        self.seconds = 0.0  # that drafting took; exact once the drafts are known
+
+    def start(self, tokens_R: Tensor, read: Callable[[], list[list[int]]]) -> list[Draft]:
+        """The drafts of all rows, launched just now; `read` waits for them."""
+        self.tokens_NG, self._read = tokens_R.view(self._shape), read
+        self.seconds = time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
+        num_rows, num_each = self._shape
+        return [self.draft(row, num_each) for row in range(num_rows)]
+
+    def draft(self, row: int, num: int) -> Draft:
+        tokens = [-1] * num
+        self._drafts.append((row, tokens))
+        return Draft(tokens, pending=self, row=row)
+
+    def resolve(self) -> None:
+        """Wait for the drafts and fill in their tokens."""
+        if self._read is None:
+            return
+        found, self._read = self._read(), None
+        for row, tokens in self._drafts:
+            tokens[:] = found[row][: len(tokens)]
+        for callback in self.on_resolved:
+            callback(found)
+        if self._events:
+            self._events[1].synchronize()
+            self.seconds = 1e-3 * self._events[0].elapsed_time(self._events[1])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Unverified tokens that may follow a request's `tokens`.
+
+    probs_GV[i] is the distribution that draft i was *sampled* from; None when the drafts were not sampled (a lookup, an
+    argmax, or noise shared with the target). With `pending` the tokens are -1 until it is resolved.
+    """
+
+    tokens: list[int]
+    probs_GV: Tensor | None = None
+    pending: PendingDrafts | None = None
+    row: int = 0  # of `pending`
+
+    def cut(self, num: int) -> Draft:
+        if num >= len(self.tokens):
+            return self
+        if self.pending is not None:
+            return self.pending.draft(self.row, max(0, num))
+        return Draft(self.tokens[:num], None if self.probs_GV is None else self.probs_GV[:num])
+
+
+NO_DRAFT = Draft([])
+
+
+@dataclass(eq=False)
+class Request:
+    tokens: list[int]  # prompt and committed new tokens
+    num_prompt: int
+    sampling: Sampling  # the seed is always filled in
+    id: int
+    text_stream: TextStream | None = field(default=None, repr=False)
+    rule: VerifyRule = COUPLED  # how its drafts are verified
+    deadline: float | None = None  # on the engine's clock
+    draft: Draft = NO_DRAFT
+    num_computed: int = 0
+    table: BlockTable | None = field(default=None, repr=False)  # its blocks while it runs
+    num_preempted: int = 0
+    num_cached: int = 0  # prompt tokens that the prefix cache held when it was first admitted
+    text: str = ""  # released so far; never shrinks
+    finish_reason: FinishReason | None = None
+    # Sublayers to leave out (skip_policy.py): `skip` below position switch_at, `late_skip` from there on.
+    skip: SkipSet | None = None
+    late_skip: SkipSet | None = None
+    switch_at: int | None = None
+    num_watched: int = 0  # new tokens whose FFN similarity was measured
+    similarity: Tensor | None = field(default=None, repr=False)  # per layer, summed over those
+
+    def skip_at(self, position: int) -> SkipSet | None:
+        return self.skip if self.switch_at is None or position < self.switch_at else self.late_skip
+
+    def until_switch(self, position: int) -> int | None:
+        """Rows from `position` on that have the same skip set; None: all of them."""
+        if self.switch_at is None or position >= self.switch_at:
+            return None
+        return self.switch_at - position
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.draft.tokens
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def ready(self) -> bool:
+        """Only the last committed token is left to compute: the next row gains a token."""
+        return self.num_computed == len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step gave one request. The first `num_accepted` of the tokens were accepted drafts."""
+
+    request: Request
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    token_ids: list[int]  # every new token, the end-of-text or stop-completing one included
+    finish_reason: FinishReason
+    num_prompt: int
+
+
+def completion_of(request: Request) -> Completion:
+    assert request.finish_reason is not None
+    return Completion(request.text, request.new_tokens, request.finish_reason, request.num_prompt)
+
+
+@dataclass
+class Stats:
+    """Counters since the engine was built."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_new_tokens: int = 0
+    num_drafts: int = 0  # proposals of at least one token that were verified, one per request and step
+    num_drafted: int = 0  # tokens of those
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # accepted drafts by place: first, second, ...
+    num_prefix_asked: int = 0  # tokens of admitted requests
+    num_prefix_hits: int = 0  # of those, tokens whose keys and values were in the prefix cache
+    num_preemptions: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    def count(self, num_drafted: int, num_accepted: int, num_new: int) -> None:
+        """A request gained num_new tokens; of its drafts so many were accepted."""
+        self.num_new_tokens += num_new
+        self.num_drafts += num_drafted > 0
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if num_accepted:
+            self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+            for place in range(num_accepted):
+                self.accepted_at[place] += 1
+
+
+# -- text ---------------------------------------------------------------------------------------------------
+
+
+class IncrementalDetokenizer(Protocol):
+    """`Tokenizer.stream()`: token ids in, text out, never half a UTF-8 character."""
+
+    def step(self, token_id: int, /) -> str: ...
+    def finish(self) -> str: ...
+
+
+class TextStream:
+    """Detokenizer of one request: whole characters only, and nothing that may still become part of a stop string.
+
+    A stop string can span tokens, so text is held back as long as it could be the beginning of one. When a stop string
+    is complete, the text ends before it. Of several, the one *completed* first wins, so the result does not depend on
+    how the text was cut into tokens.
+    """
+
+    def __init__(self, stream: IncrementalDetokenizer, stop: Sequence[str] = ()) -> None:
+        self._stream, self._stop = stream, tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain; a completed stop string sets `stopped`."""
+        assert not self.stopped
+        self._held += self._stream.step(token)
+        return self._cut() or self._release(len(self._held) - held_back(self._held, self._stop))
+
+    def flush(self) -> str:
+        """What was held back, when a request ends otherwise. An unfinished character is dropped."""
+        if self.stopped:
+            return ""
+        self._held += self._stream.finish().rstrip("\ufffd")
+        return self._cut() or self._release(len(self._held))
+
+    def _cut(self) -> str:
+        """The text before a completed stop string; '' when there is none."""
+        end = find_stop(self._held, self._stop)
+        if end is None:
+            return ""
+        self.stopped = True
+        piece, self._held = self._held[:end], ""
+        return piece
+
+    def _release(self, num: int) -> str:
+        piece, self._held = self._held[:num], self._held[num:]
+        return piece
+
+
+def find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the text ends: the start of the stop string that is complete first."""
+    hits = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
+    return min(hits)[1] if hits else None
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which some stop string begins."""
+    longest = max((len(s) - 1 for s in stop), default=0)
+    for num in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-num:]) for s in stop):
+            return num
+    return 0

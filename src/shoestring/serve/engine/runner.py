@@ -1,0 +1,450 @@
+"""The runner: one forward of the model over the rows of a step.
+
+A `Batch` is what a step computes, as plain numbers: whose rows (spans of blocks), their tokens, and the rows whose
+logits are needed. The runner writes keys and values, chooses the attention and returns logits, or the tokens chosen
+from them. It knows nothing of requests, scheduling or verification. The engine's target and a draft model each have
+one.
+
+Three ways to compute a step, the first that can:
+
+    graph   few rows per request, or few in all: a program with fixed addresses, on a GPU a CUDA graph
+            (graphs.py, prefill_graph.py, draft_chain_graph.py)
+    fused   any rows: the fused forward over blocks read in place (fused_decoder.py)
+    plain   `Decoder.forward` over gathered keys and values: on a CPU, under tensor parallelism, with hooks, or when a
+            skip policy watches the residual stream. On a CPU, a model whose layers round their inputs to 8 bits
+            computes a single row in one call or a few (cpu_decode.py)
+
+`skip` is the set of sublayers that a step leaves out, None for the whole model. A batch has one set.
+
+Shapes: T rows of the step, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.kernels.attention.paged_attention import most_programs, prefill_rows, splits_for
+from shoestring.kernels.runtime.triton_backend import fall_back, triton_usable
+from shoestring.model.skip import SkipSet, Watch
+from shoestring.model.transformer import Decoder
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
+from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain, warm_up_chains
+from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement, unusable
+from shoestring.serve.engine.graphs import (
+    MAX_ROWS,
+    REQUESTS,
+    REQUESTS_DRAFTED,
+    ROWS_EACH,
+    DeviceDraft,
+    GraphCache,
+    LogitMap,
+    PendingTokens,
+    SamplingKind,
+    identity,
+    sizes_up_to,
+)
+from shoestring.serve.engine.kv_cache import KVCache, cache_root, weights_id
+from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprobs
+from shoestring.serve.engine.prefill_graph import holds_prefill, launch_prefill, tiles_of, warm_up_prefill
+from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
+from shoestring.serve.engine.sampling import Sampling
+
+EAGER_SPLITS = 8  # ranges of keys for few requests outside of graphs; 1 for many
+WIDTH = 16  # block tables are padded to a multiple of this
+LAUNCH_ROWS = 512  # rows of whole prompts of one length that pay for an attention launch of their own
+# Rows by table are padded to powers of two up to FINE, to multiples of FINE up to MANY and of COARSE up to MOST.
+FINE, MANY, COARSE, MOST = 64, 512, 256, 2048
+WARM_LOGITS = 256  # rows with logits, at most, in a warm-up pass
+
+LaunchKind = Literal["decode", "next", "prefill", "chain", "logits", "fused"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a step, request by request."""
+
+    spans: Sequence[RowSpan]  # whose rows, in order
+    tokens: Sequence[int] | Tensor  # [T], one per row; a tensor where they are on the device already
+    rows: Sequence[int]  # the rows whose logits are wanted
+    device_drafts: Sequence[DeviceDraft] = ()  # drafts that are still on the device; their tokens above are -1
+
+
+class Runner:
+    def __init__(
+        self, model: Decoder, pool: BlockPool, *, graphs: bool | None = None, map_logits: LogitMap = identity
+    ) -> None:
+        """`graphs`: whether steps run fused and, on a GPU, as CUDA graphs; None: where there are kernels for it.
+        `map_logits` maps logits to the ids that tokens have outside, for a model whose head knows only some."""
+        self.model, self._wanted, self._map_logits = model, graphs, map_logits
+        self.cache = KVCache(model.plan, pool)
+        self._fused: FusedDecoder | None = None
+        self._graphs: GraphCache | None = None
+        self._cpu: CompiledDecodeStep | TorchDecodeStep | None = None  # one row on a CPU, with inputs rounded to 8 bits
+        self._weights: object = None  # `weights_id` at the last `refresh`
+        self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
+        self._warmed = 0  # rows of the largest warm-up pass with these weights
+        if graphs and (unusable(model) or FusedDecoder.unsupported(model.plan)):
+            raise UserError(
+                "graphs=True, but this model cannot run fused: it is sharded or its modules have hooks; "
+                "leave graphs out to let the engine decide"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
+
+    @property
+    def fast(self) -> bool:
+        """Whether steps can run fused."""
+        wanted = self._wanted
+        if wanted is None:
+            wanted = self.device.type == "cuda" and self.model.compute_dtype in (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+            )
+            wanted = wanted and triton_usable(self.model.embed.weight)
+        if not wanted or unusable(self.model):
+            return False
+        reason = None if self._fused is not None else FusedDecoder.unsupported(self.model.plan)
+        return reason is None or fall_back(f"steps are not fused for {reason}")
+
+    def refresh(self) -> None:
+        """Before a request's first step: notice changed weights. They may not change while a request runs."""
+        weights = weights_id(self.model)
+        changed = weights != self._weights
+        if not self.fast:
+            self._fused = self._graphs = None
+            made = self._refresh_cpu(changed)
+        elif made := self._fused is None or changed:
+            self._fused = self._graphs = None  # free before the copies are made
+            self._fused = FusedDecoder(self.model)
+            self._graphs = GraphCache(self._fused, self.cache, self._map_logits)
+        if made or changed:
+            self._weights = weights_id(self.model)  # building the fused copies may have moved them
+            self._roots.clear()
+            self._warmed = 0
+
+    def _refresh_cpu(self, changed: bool) -> bool:
+        executor = executor_of(self.model) if self.device.type == "cpu" else None
+        if executor is None:
+            self._cpu = None
+        elif self._cpu is None or changed:
+            self._cpu = executor(self.model)
+            return True
+        return False
+
+    def cache_root(self, skip_set: str = "") -> bytes:
+        """`cache_root` for the weights that the last `refresh` saw."""
+        if self._weights is None:
+            self.refresh()
+        key = self.model.compute_dtype, skip_set
+        if key not in self._roots:
+            self._roots[key] = cache_root(self.model, skip_set, self._weights)
+        return self._roots[key]
+
+    # -- a step ---------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None, *, once: bool = False
+    ) -> Tensor:
+        """Logits [R, V] of the batch's `rows`, in compute dtype or fp32. `watch` sees the residual stream. `once`: a
+        number of rows that will hardly come again, not worth a graph or an attention launch of its own."""
+        if watch is not None or not self.ready():
+            return self._plain(batch, skip, watch)
+        assert self._graphs is not None
+        num_rows = sum(s.num for s in batch.spans)
+        single = not isinstance(batch.tokens, Tensor) or num_rows == len(batch.spans)
+        if single and not once and self._graphs.holds_decode(batch.spans):
+            self.on_launch("logits", num_rows)
+            logits = self._graphs.logits(batch.spans, batch.tokens, skip)
+            if len(batch.rows) == num_rows:
+                return logits
+            return logits[torch.tensor(list(batch.rows), device=self.device, dtype=torch.int64)]
+        self.on_launch("fused", num_rows)
+        return self._run_fused(batch, skip, once)
+
+    def on_launch(self, kind: LaunchKind, num_rows: int, num_passes: int = 1) -> None:
+        """Called for every launch of a fused step; does nothing. For measurements and tests to replace."""
+
+    @torch.no_grad()
+    def launch_decode(
+        self, batch: Batch, samplings: Sequence[Sampling], skip: SkipSet | None = None
+    ) -> PendingTokens | None:
+        """Launch a step in which the device chooses a token after every row, one Sampling per span; None where that is
+        not possible."""
+        if not self.ready() or len(batch.rows) != sum(s.num for s in batch.spans):
+            return None
+        assert self._graphs is not None
+        if not self._graphs.holds_decode(batch.spans):
+            return None
+        if batch.device_drafts:
+            self._graphs.load_drafts(batch.spans, batch.device_drafts)
+        self.on_launch("decode", len(batch.rows))
+        return self._graphs.launch(batch.spans, batch.tokens, samplings, skip)
+
+    @torch.no_grad()
+    def launch_next(
+        self, spans: Sequence[RowSpan], samplings: Sequence[Sampling], skip: SkipSet | None = None
+    ) -> PendingTokens:
+        """Launch the step after the last launch, one row each, on the tokens that it chose."""
+        assert self._graphs is not None
+        self.on_launch("next", len(spans))
+        return self._graphs.launch(spans, None, samplings, skip)
+
+    @torch.no_grad()
+    def launch_prefill(
+        self, batch: Batch, samplings: Sequence[Sampling], skip: SkipSet | None = None
+    ) -> PendingTokens | None:
+        """`launch_decode` for a step with prefills: a token after the last row of the first spans, one for each
+        Sampling; None where that is not possible, or not worth a graph yet."""
+        if not self.ready() or batch.device_drafts or not holds_prefill(batch.spans):
+            return None
+        assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
+        pending = launch_prefill(self._graphs, batch.spans, batch.tokens, samplings, skip)
+        if pending is not None:
+            self.on_launch("prefill", sum(s.num for s in batch.spans))
+        return pending
+
+    @torch.no_grad()
+    def launch_chain(
+        self, batch: Batch, samplings: Sequence[Sampling], num_tokens: int, skip: SkipSet | None = None
+    ) -> PendingTokens | None:
+        """`launch_decode` for the last row of each span, then num_tokens - 1 times for the token just chosen, in one
+        launch; None where that is not possible. The spans' blocks must hold those rows, too."""
+        if not self.ready() or len(batch.rows) != sum(s.num for s in batch.spans):
+            return None
+        assert self._graphs is not None and not isinstance(batch.tokens, Tensor)
+        if not holds_chain(batch.spans):
+            return None
+        self.on_launch("chain", len(batch.spans), num_tokens)
+        return launch_chain(self._graphs, batch.spans, batch.tokens, samplings, num_tokens, skip)
+
+    def warm_up_decode(
+        self, max_requests: int, kinds: Sequence[SamplingKind], rows_each: Sequence[int], skip: SkipSet | None = None
+    ) -> None:
+        """Make the graphs of decode steps of 1 to max_requests requests with so many rows each."""
+        if self.ready():
+            assert self._graphs is not None
+            for each in rows_each:
+                sizes = sizes_up_to(max_requests, REQUESTS if each == 1 else REQUESTS_DRAFTED)
+                for num, kind in product(reversed(sizes), kinds):  # the largest first: tables grow once
+                    if num * each <= MAX_ROWS:
+                        self._graphs.capture_decode(num, each, kind, skip)
+
+    def warm_up_prefill(
+        self, max_requests: int, max_rows: int, kinds: Sequence[SamplingKind], skip: SkipSet | None = None
+    ) -> None:
+        """The same for prefills, of up to max_rows rows in all. Call this first: these graphs need the largest
+        tables."""
+        if self.ready():
+            assert self._graphs is not None
+            warm_up_prefill(self._graphs, max_requests, max_rows, kinds, skip)
+
+    def warm_up_chains(self, max_requests: int, kinds: Sequence[SamplingKind], lengths: Sequence[int]) -> None:
+        """The same for draft chains, of these lengths."""
+        if self.ready():
+            assert self._graphs is not None
+            for num, kind in product(reversed(sizes_up_to(max_requests, REQUESTS_DRAFTED)), kinds):
+                warm_up_chains(self._graphs, num, kind, lengths)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs made so far."""
+        return 0 if self._graphs is None else self._graphs.num_graphs
+
+    def ready(self) -> bool:
+        """Whether the next step runs fused; weights and hooks that changed are noticed by `refresh`."""
+        if self._fused is None and self.fast:
+            self.refresh()
+        return self._fused is not None
+
+    def _plain(self, batch: Batch, skip: SkipSet | None, watch: Watch | None) -> Tensor:
+        single = len(batch.tokens) == 1 and list(batch.rows) == [0] and skip is None and watch is None
+        if self._cpu is not None and single:
+            return self._map_logits(self._cpu.logits(int(batch.tokens[0]), batch.spans[0], self.cache))
+        device = self.device
+        tokens = batch.tokens
+        if not isinstance(tokens, Tensor):
+            tokens = torch.tensor(list(tokens), device=device)
+        positions = [p for span in batch.spans for p in range(span.start, span.stop)]
+        # A model without these arguments works as long as they are not needed.
+        options: dict[str, Any] = {} if skip is None else {"skip": skip}
+        if watch is not None:
+            options["watch"] = watch
+        with _few_plans(batch):
+            logits = self.model(
+                tokens[None],
+                torch.tensor([positions], device=device),
+                attend=self.cache.plan(batch.spans, device),
+                rows=torch.tensor(list(batch.rows), device=device, dtype=torch.int64),
+                **options,
+            )
+        return self._map_logits(logits)
+
+    def _run_fused(self, batch: Batch, skip: SkipSet | None, by_table: bool) -> Tensor:
+        fused, spec = self._fused, self.model.spec
+        assert fused is not None
+        self.cache.reserve(spec.num_kv_heads, spec.head_dim, fused.dtype, fused.device)
+        rows = place_rows(batch.spans, self.cache.pool.block_size, spec.num_heads, spec.num_kv_heads, by_table=by_table)
+        num, num_wanted = len(rows.positions_T), len(batch.rows)
+        tokens, wanted = batch.tokens, _tensor(batch.rows, few_sizes(num_wanted))
+        known = [] if isinstance(tokens, Tensor) else [_tensor(tokens, num)]
+        rows, (wanted, *known) = rows.to(fused.device, wanted, *known)
+        given = F.pad(tokens, (0, num - len(tokens))) if isinstance(tokens, Tensor) else known[0]
+        with _few_plans(batch):
+            x_TD = fused.hidden(given, rows, self.cache, skip)
+        return self._map_logits(fused.logits(x_TD.index_select(0, wanted))[:num_wanted])
+
+    def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; the KV cache is not used."""
+        return prompt_logprobs(self.model, tokens, num_top)
+
+    def measure_seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
+        """Seconds of a forward over this many rows, the best of a few, on a cache of its own. More rows than one
+        request can have in a decode step belong to several requests."""
+        size, positions = self.cache.pool.block_size, self.model.spec.max_positions
+        # Two rows each fill a graph without padding, like most real steps of so many rows.
+        each = min(num_rows if num_rows <= ROWS_EACH[-1] else 2, positions)
+        pages, num = -(-each // size), -(-num_rows // each)
+        pool = BlockPool(num * pages, size)
+        spans = [
+            RowSpan(list(range(n * pages, (n + 1) * pages)), 0, min(each, num_rows - n * each)) for n in range(num)
+        ]
+        apart = self._apart(pool)
+        batch = Batch(spans, [0] * num_rows, range(num_rows))
+        seconds = []
+        for _ in range(6 if apart.fast else 2):  # the first fused one compiles and captures
+            began = time.perf_counter()
+            apart.forward(batch, skip).argmax(-1).tolist()  # waits for the device
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    def warm_up_kernels(self, most_rows: int) -> None:
+        """Run passes like those outside of graphs (prompts, a drafter's first pass over a text, uneven steps), so that
+        their kernels are compiled and loaded. `most_rows`: of a pass."""
+        if not self.ready() or self._warmed >= most_rows:
+            return
+        self._warmed = most_rows
+        size, spec = self.cache.pool.block_size, self.model.spec
+        many = most_programs() // (EAGER_SPLITS * spec.num_kv_heads) + 1  # requests: keys are not cut into ranges
+        prompt, later, few, one = (0, 24), (24, 24), (16, 2), (16, 1)  # start, rows
+        sizes = row_sizes(max(MANY, most_rows))
+        passes = [([later] * -(-num // 24), num) for num in sizes]
+        passes += [([row] * n + more, 0) for row in (few, one) for n in (1, many) for more in ([], [later])]
+        # Whole prompts are not padded: only powers of two are met.
+        whole = {-(-num // 24) for num in sizes if num & (num - 1) == 0}
+        passes += [([prompt] * n, 0) for n in sorted(whole)]
+        for kinds, num_rows in passes:
+            pages = -(-max(start + rows for start, rows in kinds) // size)
+            spans = [
+                RowSpan(list(range(n * pages, (n + 1) * pages)), start, rows)
+                for n, (start, rows) in enumerate(kinds)
+                if start + rows <= spec.max_positions
+            ]
+            if num_rows and spans:  # exactly so many rows: the last span is cut
+                spans[-1] = replace(spans[-1], num=num_rows - sum(span.num for span in spans[:-1]))
+            if spans:
+                num = sum(span.num for span in spans)
+                apart = self._apart(BlockPool(len(kinds) * pages, size))
+                wanted = range(num) if num_rows and num <= WARM_LOGITS else [0]
+                apart.forward(Batch(spans, [0] * num, wanted), once=kinds[0] != prompt)
+
+    def _apart(self, pool: BlockPool) -> Runner:
+        """The same model with a cache of its own."""
+        apart = Runner(self.model, pool, graphs=self._wanted, map_logits=self._map_logits)
+        if self.ready():
+            assert self._fused is not None
+            apart._fused = self._fused
+            apart._graphs = GraphCache(self._fused, apart.cache, self._map_logits)
+        return apart
+
+
+def _few_plans(batch: Batch) -> AbstractContextManager[None]:
+    return limit_cudnn_plans(s.num if s.start == 0 else 0 for s in batch.spans)
+
+
+def few_sizes(num: int) -> int:
+    """The number that so many rows are padded to; beyond MOST a pass takes so long that padding gains nothing."""
+    if num <= FINE:
+        return 1 << max(0, num - 1).bit_length()
+    if num > MOST:
+        return num
+    step = FINE if num <= MANY else COARSE
+    return -(-num // step) * step
+
+
+def row_sizes(most: int) -> list[int]:
+    """The sizes that 2 to `most` rows are padded to; of those above MOST only one."""
+    sizes = [2]
+    while sizes[-1] < min(most, MOST):
+        sizes.append(few_sizes(sizes[-1] + 1))
+    return [*sizes, 2 * MOST] if most >= 2 * MOST else sizes
+
+
+def place_rows(
+    spans: Sequence[RowSpan], size: int, num_heads: int, num_groups: int, *, by_table: bool = False
+) -> RowPlacement:
+    """Positions, slots, block tables and attention tiles of a step's rows, as tensors on the host.
+
+    Kernels are compiled for rows of a tile, ranges of keys and whether a table's width is a multiple of 16, so each has
+    few values here, which `Runner.warm_up_kernels` meets. Matrix products choose a kernel by the number of rows and
+    load it on first use, which can take longer than ten steps: rows that attend by table are padded to few numbers.
+    `by_table`: whole prompts, too."""
+    start_N, num_N = np.array([(s.start, s.num) for s in spans]).T
+    first_N = num_N.cumsum() - num_N  # each span's first row
+    num_pages = [-(-s.stop // size) for s in spans]
+    width = -(-max(num_pages) // WIDTH) * WIDTH
+    tables_LW = np.zeros((len(spans), width), dtype=np.int32)
+    for row_W, span, num in zip(tables_LW, spans, num_pages, strict=True):
+        row_W[:num] = span.blocks[:num]
+    of_T = np.arange(len(spans)).repeat(num_N)
+    at_T = np.arange(len(of_T)) + (start_N - first_N)[of_T]
+    slots_T = tables_LW[of_T, at_T // size].astype(np.int64) * size + at_T % size
+    tiles, each = [], prefill_rows(num_heads, num_groups)
+    few, many = np.flatnonzero(num_N <= ROWS_EACH[-1]), np.flatnonzero(num_N > ROWS_EACH[-1])
+    if len(few):
+        most = 1 if num_N[few].max() == 1 else ROWS_EACH[-1]
+        splits = EAGER_SPLITS if splits_for(len(few), num_groups) >= EAGER_SPLITS else 1
+        tiles.append(AttentionTiles(_tiles(few, first_N[few], start_N[few], num_N[few]), most, splits))
+    if len(many):
+        tiles.append(AttentionTiles(_tiles(*tiles_of(many, first_N, start_N, num_N, each)), each, 1))
+    prompts = None
+    if not by_table and not start_N.any():
+        found, row = [], 0
+        for num, group in groupby(spans, key=lambda s: s.num):
+            count = len(list(group))
+            found.append((row, count, num))
+            row += count * num
+        if len(found) == 1 or row >= LAUNCH_ROWS * len(found):
+            prompts = tuple(found)
+    padded = prompts is None and num_N.max() > 1
+    if padded:
+        padding = (0, few_sizes(len(at_T)) - len(at_T))
+        at_T, slots_T = np.pad(at_T, padding), np.pad(slots_T, padding, constant_values=-1)
+    at, slots, tables = (torch.from_numpy(numbers) for numbers in (at_T, slots_T, tables_LW))
+    return RowPlacement(at, slots, tables, tuple(tiles), prompts, padded)
+
+
+def _tiles(*columns: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
+
+
+def _tensor(numbers: Sequence[int], num: int) -> Tensor:
+    """[num] on the host, zeros at the end; through an array, in a sixth of the time of torch.tensor."""
+    values = array("q", numbers)
+    values.extend([0] * (num - len(values)))
+    return torch.from_numpy(np.asarray(values))

@@ -1,0 +1,149 @@
+"""Sampling: from logits to one token, as a pure function of the logits, the settings and (seed, position).
+
+A token is argmax(logits / temperature + Gumbel noise), which draws from softmax(logits / temperature). The
+noise comes from no generator with a state: it is a hash of (seed, absolute position of the token, vocabulary
+index). So the same seed gives the same text alone, in any batch, in any chunking, and with or without
+speculative drafts. Greedy decoding is the same argmax without noise.
+
+top_k, top_p and min_p each turn into a threshold on the logit; what lies below the largest of the thresholds
+is removed. Tokens tied with the last one kept are kept too, so the result does not depend on the order of a
+sort.
+
+Left out: penalties, logit bias and grammars, which change logits before they come here.
+
+Shapes: R rows (one per token to choose), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.kernels.sampling import noise
+from shoestring.kernels.sampling.sample_tokens import logit_thresholds, sample_tokens_
+
+_COLD = 1e-5  # below this, dividing by the temperature overflows in fp32; greedy is the limit
+_LIKELIEST = 1e-9  # a top_p that the likeliest token alone reaches, and that is not 0 in fp32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request chooses its tokens and when it stops. The default is greedy."""
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 and -1 = all
+    top_p: float = 1.0  # keep the likeliest tokens that together hold this probability; 1 = all, 0 = one
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0 = all
+    seed: int | None = None  # None = the engine draws one per request
+    max_tokens: int = 128  # new tokens at most
+    stop: tuple[str, ...] = ()  # the first of these to appear ends the text, which is cut before it
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in _ALLOWED:
+            check_setting(name, getattr(self, name))
+        # Values that mean the same become one, so that other code has one case only.
+        object.__setattr__(self, "temperature", self.temperature if self.temperature >= _COLD else 0.0)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "top_p", max(_LIKELIEST, self.top_p))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+# What is allowed, and how the error message says it.
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: _is_number(x) and 0 <= x <= 1e6, "from 0 (greedy) to 1e6"),
+    "top_k": (lambda x: _is_int(x) and -1 <= x <= 2**31, "-1 or 0 (off), or a whole number from 1 to 2**31"),
+    "top_p": (lambda x: _is_number(x) and 0 <= x <= 1, "from 0 (only the likeliest token) to 1 (off)"),
+    "min_p": (lambda x: _is_number(x) and 0 <= x <= 1, "from 0 (off) to 1 (only the likeliest token)"),
+    "seed": (lambda x: x is None or (_is_int(x) and -(2**63) <= x < 2**64), "a whole number of at most 64 bits"),
+    "max_tokens": (lambda x: _is_int(x) and x >= 1, "1 or more"),
+    "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
+}
+
+
+def check_setting(name: str, value: object) -> None:
+    """Raises UserError unless `value` may be the setting `name`: the one rule, for the command line and the server."""
+    good, allowed = _ALLOWED[name]
+    if not good(value):
+        raise UserError(f"{name}={reprlib.repr(value)} is not allowed; it must be {allowed}")
+
+
+def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """One token id per row, [R] int64. positions[r] is the index that the token will have in its request."""
+    num_rows, device = len(logits_RV), logits_RV.device
+    assert len(samplings) == len(positions) == num_rows
+    drawn = [r for r in range(num_rows) if not samplings[r].greedy]
+    if not drawn:
+        return logits_RV.argmax(dim=-1)
+    chosen = [samplings[r] for r in drawn]
+    numbers, seeds = parameters(chosen)
+    row_D = torch.tensor(drawn, device=device)
+    token_D = torch.empty_like(row_D)
+    sample_tokens_(
+        logits_RV[row_D] if len(drawn) < num_rows else logits_RV,
+        torch.tensor(numbers, dtype=torch.float64, device=device),
+        torch.tensor(seeds, device=device),
+        torch.tensor([positions[r] for r in drawn], device=device),
+        token_D,
+        cuts=any(s.cuts for s in chosen),
+    )
+    return token_D if len(drawn) == num_rows else logits_RV.argmax(dim=-1).index_copy_(0, row_D, token_D)
+
+
+def keep_likely(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Logits after temperature -> the same with everything that top_k, top_p and min_p remove at -inf.
+
+    top_p looks at the distribution that top_k left; min_p compares with the likeliest token, which all of
+    them keep.
+    """
+    if not any(s.cuts for s in samplings):
+        return logits_RV
+    numbers = torch.tensor(_numbers(samplings), dtype=torch.float64, device=logits_RV.device)
+    return logits_RV.masked_fill(logits_RV < logit_thresholds(logits_RV, numbers)[:, None], -torch.inf)
+
+
+def parameters(samplings: Sequence[Sampling]) -> tuple[list[list[float]], list[int]]:
+    """What sample_tokens_ (kernels/sampling/sample_tokens.py) takes, as numbers: PARAMETERS x tokens, and the seeds."""
+    return _numbers(samplings), [0 if s.greedy else noise.signed(_seed_of(s)) for s in samplings]
+
+
+def _numbers(samplings: Sequence[Sampling]) -> list[list[float]]:
+    columns = [(s.temperature, s.top_k, s.top_p, math.log(s.min_p) if s.min_p > 0 else -math.inf) for s in samplings]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str) -> Tensor:
+    """Standard Gumbel noise [R, V], fp64: entry (r, v) is a function of (seeds[r], positions[r], v)."""
+    seed_R = torch.tensor([noise.signed(s) for s in seeds], device=device)
+    position_R = torch.tensor(list(positions), device=device, dtype=torch.int64)
+    return noise.gumbel_noise(seed_R, position_R, torch.arange(vocab, device=device))
+
+
+def _seed_of(s: Sampling) -> int:
+    if s.seed is None:
+        raise UserError(f"sampling with temperature={s.temperature} needs a seed here; give Sampling(seed=...)")
+    return s.seed
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)

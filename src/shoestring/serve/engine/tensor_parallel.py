@@ -1,0 +1,295 @@
+"""One engine over several processes, each with a shard of every matrix.
+
+The first process has the engine: requests, schedule, drafts, sampling. The others hold a shard of the weights and of
+the KV cache and follow. Before each forward the first process sends what to compute (the `Batch`, as integers); then
+all of them run it and meet in the collectives inside the layers (model/parallel.py). Nothing is decided twice, so
+clocks and random numbers may differ.
+
+    ranks = open_ranks()                     None on one process
+    model = ranks.share(model)               cut a loaded model to this process's share
+    if not ranks.first: ranks.follow(model)  returns when the first process is done
+    else: engine = Engine(model, ranks=ranks) ... ranks.dismiss()
+    ranks.close()
+
+`shoestring generate`, `chat` and `serve` do this under torchrun. Draft models are not sharded: the first process runs
+them alone. A forward that fails on one process leaves the others waiting in it, so the whole group ends
+(`RankFailureWatch`): every process stops with a line that says who failed and why.
+
+Left out: fused steps and CUDA graphs (collectives in them), loading only a process's own shard from disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model.parallel import tensor_parallel_
+from shoestring.model.skip import SkipSet, Watch
+from shoestring.model.transformer import Decoder
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprobs
+from shoestring.serve.engine.runner import Batch, Runner
+
+WHOLE_MODEL = -1  # instead of the number of a skip set
+POLL_S = 0.2
+PATIENCE_S = 20.0
+
+
+class Order(IntEnum):
+    OPEN = 1  # a new engine: blocks, positions per block
+    SKIP = 2  # a skip set, as the bytes of its JSON; they are numbered in order of arrival
+    FORWARD = 3
+    SECONDS = 4  # measure a forward
+    SCORE = 5  # log-probabilities of a prompt
+    CLOSE = 6
+
+
+def open_ranks(device: str = "auto") -> Ranks | None:
+    """The processes that torchrun started, as one tensor-parallel group; None where there is one."""
+    num = int(os.environ.get("WORLD_SIZE", "1"))
+    return None if num == 1 else Ranks(open_mesh(MeshConfig(tp=num), device))
+
+
+class Ranks:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        axis = mesh.axis("tp")
+        assert axis is not None
+        self._axis: DeviceMesh = axis
+        # A group of its own over the host, without a timeout: an idle server is silent for hours.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self.failure_watch = RankFailureWatch(mesh.rank, mesh.world_size, self._share)
+
+    def _share(self, number: int) -> int:
+        shared = torch.tensor([number])
+        dist.broadcast(shared, src=0, group=self._group)
+        return int(shared)
+
+    @property
+    def first(self) -> bool:
+        return self.mesh.is_main
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    def share(self, model: Decoder) -> Decoder:
+        """Keep this process's share of a whole model, on this process's device; the same object."""
+        asked = f"torchrun's {self.mesh.world_size} processes (--nproc-per-node)"
+        tensor_parallel_(model, self._axis, asked=asked)
+        return model.to(self.device)
+
+    def dismiss(self) -> None:
+        """From the first process: the others' `follow` returns."""
+        self.send(Order.CLOSE, [])
+
+    def close(self) -> None:
+        """Leave the group, on every process."""
+        self.failure_watch.close()
+        self.mesh.close()
+
+    def end(self) -> None:
+        """The last thing the first process does."""
+        if self.failure_watch.failed:
+            return self.failure_watch.close()  # the others have stopped; a message to them would wait for ever
+        with contextlib.suppress(RuntimeError):  # after an error the others may be gone already
+            self.dismiss()
+        return self.close()
+
+    @contextlib.contextmanager
+    def lockstep(self) -> Iterator[None]:
+        """Around what all processes compute together: an error in it ends all of them."""
+        self.failure_watch.check()
+        try:
+            yield
+        except Exception as error:
+            self.failure_watch.announce(error)
+            raise
+
+    # -- messages -------------------------------------------------------------------------------------------
+    def send(self, order: Order, numbers: Sequence[int]) -> None:
+        dist.broadcast(torch.tensor([order, len(numbers)]), src=0, group=self._group)
+        if numbers:
+            dist.broadcast(torch.tensor(numbers), src=0, group=self._group)
+
+    def _receive(self) -> tuple[Order, list[int]]:
+        head = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(head, src=0, group=self._group)
+        order, num = head.tolist()
+        body = torch.zeros(num, dtype=torch.int64)
+        if num:
+            dist.broadcast(body, src=0, group=self._group)
+        return Order(order), body.tolist()
+
+    # -- the other processes -----------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def follow(self, model: Decoder) -> None:
+        """Compute what the first process sends, until it closes."""
+        runner: Runner | None = None
+        skips: list[SkipSet] = []
+        while True:
+            try:
+                order, body = self._receive()
+            except RuntimeError as error:
+                raise UserError(f"the first process is gone, so this one ends: {error}") from None
+            if order is Order.CLOSE:
+                return
+            with self.lockstep():
+                if order is Order.OPEN:
+                    num_blocks, block_size = body
+                    runner, skips = Runner(model, BlockPool(num_blocks, block_size, grows=True)), []
+                elif order is Order.SKIP:
+                    skips.append(SkipSet.from_json(json.loads(bytes(body).decode())))
+                elif order is Order.SCORE:
+                    num_top, *tokens = body
+                    prompt_logprobs(model, tokens, num_top)
+                else:
+                    assert runner is not None
+                    skip = None if body[0] == WHOLE_MODEL else skips[body[0]]
+                    if order is Order.SECONDS:
+                        runner.measure_seconds(body[1], skip)
+                    else:
+                        runner.cache.pool.num_touched = body[1]
+                        runner.forward(unpack_batch(body[2:]), skip)
+
+
+class LeadRunner(Runner):
+    """The runner of the first process: sends every call to the others, then does the same."""
+
+    def __init__(self, model: Decoder, pool: BlockPool, ranks: Ranks) -> None:
+        super().__init__(model, pool)
+        self._ranks = ranks
+        self._numbers: dict[str, int] = {}  # skip set id -> its number with the others
+        ranks.send(Order.OPEN, [pool.num_blocks, pool.block_size])
+
+    def forward(
+        self, batch: Batch, skip: SkipSet | None = None, watch: Watch | None = None, *, once: bool = False
+    ) -> Tensor:
+        with self._ranks.lockstep():
+            number = self._number(skip)
+            body = pack_batch(batch, self.cache.pool.block_size)
+            self._ranks.send(Order.FORWARD, [number, self.cache.pool.num_touched, *body])
+            return super().forward(batch, skip, watch)
+
+    def measure_seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
+        with self._ranks.lockstep():
+            self._ranks.send(Order.SECONDS, [self._number(skip), num_rows])
+            return super().measure_seconds(num_rows, skip)
+
+    def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+        with self._ranks.lockstep():
+            self._ranks.send(Order.SCORE, [num_top, *tokens])
+            return super().prompt_logprobs(tokens, num_top)
+
+    def _number(self, skip: SkipSet | None) -> int:
+        if skip is None:
+            return WHOLE_MODEL
+        if skip.id not in self._numbers:
+            self._ranks.send(Order.SKIP, list(json.dumps(skip.to_json()).encode()))
+            self._numbers[skip.id] = len(self._numbers)
+        return self._numbers[skip.id]
+
+
+def pack_batch(batch: Batch, block_size: int) -> list[int]:
+    """A Batch as numbers: counts, then (start, rows, blocks) of each span, tokens, rows with logits."""
+    tokens = batch.tokens.tolist() if isinstance(batch.tokens, Tensor) else list(batch.tokens)
+    body = [len(batch.spans), len(tokens), len(batch.rows)]
+    for span in batch.spans:
+        blocks = list(span.blocks[: -(-span.stop // block_size)])
+        body += [span.start, span.num, len(blocks), *blocks]
+    return [*body, *tokens, *batch.rows]
+
+
+def unpack_batch(body: Sequence[int]) -> Batch:
+    num_spans, num_tokens, num_rows = body[:3]
+    at, spans = 3, []
+    for _ in range(num_spans):
+        start, num, num_blocks = body[at : at + 3]
+        at += 3
+        spans.append(RowSpan(list(body[at : at + num_blocks]), start, num))
+        at += num_blocks
+    tokens, rows = body[at : at + num_tokens], body[at + num_tokens :]
+    assert len(rows) == num_rows
+    return Batch(spans, tokens, rows)
+
+
+# -- failures -----------------------------------------------------------------------------------------------
+
+
+class RankFailureWatch:
+    """How processes that compute together learn that one of them failed.
+
+    A process that fails inside a forward leaves the others in a collective that never completes: gloo waits for
+    minutes, NCCL on the device, and nothing sent through the group would reach them. So failures go through a small
+    TCP store beside the group, which a thread of every process polls. The process that fails writes one line there.
+
+        the others    print the line and exit with code 1, whatever they wait for
+        the first     has requests to answer first: `failed` is set and `check` raises; if it still waits after
+                      PATIENCE_S seconds it exits, too
+
+    A process that is killed cannot write; its connections break, which ends the others as well.
+    """
+
+    def __init__(self, rank: int, num: int, share: Callable[[int], int]) -> None:
+        """`share` gives every process the number of the first one."""
+        self.rank, self.num, self.failed = rank, num, ""
+        self._closed = threading.Event()
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            share(self._store.port)
+        else:
+            self._store = dist.TCPStore(host, share(0), is_master=False, wait_for_workers=False)
+        threading.Thread(target=self._watch, name="shoestring-rank-failure", daemon=True).start()
+
+    def announce(self, error: BaseException) -> None:
+        """This process failed. Returns when the others know, or after a few seconds."""
+        who = "the first process" if self.rank == 0 else f"process {self.rank}"
+        message = " ".join(str(error).split()) or type(error).__name__
+        self.failed = self.failed or f"{who} failed: {message[:300]}"
+        try:
+            self._store.set("failed", self.failed)
+            deadline = time.monotonic() + 25 * POLL_S
+            heard = [f"heard {r}" for r in range(self.num) if r != self.rank]
+            while not self._store.check(heard) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except RuntimeError:
+            pass  # the process that held the store is gone, which the others notice by themselves
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError(f"{self.failed}; the processes are out of step: start them again")
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_S):
+            try:
+                if not self._store.check(["failed"]):
+                    continue
+                message = self._store.get("failed").decode()
+                self._store.set(f"heard {self.rank}", "")
+            except RuntimeError:
+                return  # the first process is gone: the connections of the group break
+            if self.failed:
+                return  # it was this one
+            self.failed = message
+            if self.rank == 0 and self._closed.wait(PATIENCE_S):
+                return
+            print(f"error: process {self.rank} stops: {message}", file=sys.stderr, flush=True)
+            os._exit(1)  # the main thread may wait in a collective for ever

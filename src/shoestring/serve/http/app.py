@@ -1,0 +1,426 @@
+"""The HTTP side: routes, keys, limits, streams. OpenAI's API over an `EngineThread`.
+
+A handler reads a body of bounded size, validates it (request_schema.py), turns it into a `ParsedRequest` on a worker
+thread (request_parsing.py), submits one `PendingChoice` per text (engine_thread.py) and writes the deltas that come
+back in OpenAI's form (responses.py). A task per request cancels its choices when the client disconnects.
+
+`RequestMiddleware` runs before every route: it checks the API key, gives the request an id and writes one log line.
+An internal error goes to the log, never to the client.
+
+Left out: TLS and rate limits per key, which belong to the proxy in front; tools; images.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoestring import __version__
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.http.engine_thread import EngineThread, OutputCollector, PendingChoice
+from shoestring.serve.http.grammar import Grammars
+from shoestring.serve.http.request_parsing import (
+    Limits,
+    ParsedRequest,
+    chat_text,
+    check_ids,
+    parse_chat,
+    parse_completion,
+)
+from shoestring.serve.http.request_schema import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    read_json,
+    validated,
+)
+from shoestring.serve.http.responses import CompletionResponse, event, token_bytes
+
+log = logging.getLogger("shoestring.serve")
+
+WEB = Path(__file__).parent / "web"
+PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/style.css")  # no key needed
+KEEP_ALIVE_S = 15.0  # an idle stream sends a comment this often
+CLIENT_LEFT = 499  # nginx's code; only in the log
+DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
+PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 4 << 20
+    deadline_s: float = 600.0
+    allow_origins: tuple[str, ...] = ()
+
+
+class Api:
+    def __init__(self, engine_thread: EngineThread, tokenizer: Tokenizer, settings: ApiSettings) -> None:
+        engine = engine_thread.engine
+        self.engine_thread, self.tokenizer, self.settings = engine_thread, tokenizer, settings
+        vocab = engine.model.spec.vocab_size
+        eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
+        max_texts = engine_thread.max_running + engine_thread.max_queue
+        self.limits = Limits(vocab, engine.max_context, max_texts, eos_ids, tokenizer.spelling())
+        self.grammars = Grammars(tokenizer, vocab, eos_ids)
+        self.created = int(time.time())
+        self._token_bytes = token_bytes(tokenizer)
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    def app(self) -> FastAPI:
+        app = FastAPI(title="Shoestring", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        routes: list[tuple[str, str, Any]] = [
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self.chat_completions),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/tokenizer_info", self.tokenizer_info),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/stats", self.stats),
+            ("GET", "/version", self.version),
+            ("GET", "/", self.page),
+            ("GET", "/web/{name}", self.page_part),
+        ]
+        for method, path, handler in routes:
+            app.add_api_route(path, handler, methods=[method], response_model=None)
+        app.add_exception_handler(ApiError, _error_response)
+        app.add_exception_handler(HTTPException, _http_error_response)
+        app.add_middleware(RequestMiddleware, settings=self.settings)
+        if self.settings.allow_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=list(self.settings.allow_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        return app
+
+    # -- generation -----------------------------------------------------------------------------------------
+    async def completions(self, request: Request) -> Response:
+        body = CompletionBody.parse(await self._read(request))
+        self._check_model(body.model)
+        parsed = await asyncio.to_thread(parse_completion, body, self.tokenizer, self.limits)
+        return await self._respond(request, parsed)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = ChatBody.parse(await self._read(request))
+        self._check_model(body.model)
+        parsed = await asyncio.to_thread(parse_chat, body, self.tokenizer, self.limits, self.grammars)
+        return await self._respond(request, parsed)
+
+    async def _respond(self, request: Request, parsed: ParsedRequest) -> Response:
+        response = CompletionResponse(
+            self.settings.model_name,
+            self._token_bytes,
+            parsed.prompts,
+            parsed.echo,
+            parsed.n,
+            parsed.num_logprobs is not None,
+            parsed.chat,
+            parsed.include_usage,
+            parsed.mark_drafts,
+        )
+        collector = OutputCollector()
+        deadline = time.monotonic() + self.settings.deadline_s
+        score = parsed.num_logprobs if parsed.echo is not None else None
+        choices = [
+            PendingChoice(parsed.prompts[i // parsed.n], sampling, collector, i, deadline, score, parsed.no_new_tokens)
+            for i, sampling in enumerate(parsed.samplings)
+        ]
+        request.scope["shoestring"]["response"] = response
+        self.engine_thread.submit(choices)
+        self._cancel_on_disconnect(request, collector, choices)
+        if parsed.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            events = self._events(response, collector, choices)
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        try:
+            while not response.done:
+                unread = await collector.take()
+                if unread is None:
+                    return Response(status_code=CLIENT_LEFT)  # never sent
+                for index, delta in unread.items():
+                    if delta.error is not None:
+                        raise delta.error
+                    response.add(index, delta)
+        finally:
+            self.engine_thread.cancel(choices)
+        return JSONResponse(response.whole())
+
+    async def _events(
+        self, response: CompletionResponse, collector: OutputCollector, choices: list[PendingChoice]
+    ) -> AsyncIterator[str]:
+        try:
+            while not response.done:
+                try:
+                    unread = await asyncio.wait_for(collector.take(), KEEP_ALIVE_S)
+                except TimeoutError:
+                    yield ": waiting\n\n"
+                    continue
+                if unread is None:
+                    return
+                for index, delta in sorted(unread.items()):
+                    if delta.error is not None:
+                        yield event(delta.error.body())
+                        yield "data: [DONE]\n\n"
+                        return
+                    response.add(index, delta)
+                    for chunk in response.chunks(index, delta):
+                        yield chunk
+            for chunk in response.last_chunks():
+                yield chunk
+        except Exception:
+            log.exception("a stream broke")
+            yield event(ApiError(500, "internal error; the server's log says more").body())
+        finally:
+            self.engine_thread.cancel(choices)
+
+    def _cancel_on_disconnect(self, request: Request, collector: OutputCollector, choices: list[PendingChoice]) -> None:
+        """Cancel the choices when the client disconnects. Starlette reports a finished response the same way, so the
+        task always ends."""
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.engine_thread.cancel(choices)
+            collector.close()
+
+        task = asyncio.create_task(watch())
+        self._watchers.add(task)  # the event loop holds tasks only weakly
+        task.add_done_callback(self._watchers.discard)
+
+    # -- other routes --------------------------------------------------------------------------------------
+    async def tokenize(self, request: Request) -> Response:
+        body = validated(TokenizeBody, await self._read(request))
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages")
+
+        def encode() -> list[int]:
+            if body.messages is not None:
+                chat = ChatBody.parse({"messages": body.messages}).chat
+                return self.tokenizer.encode(chat_text(chat, self.tokenizer), special=False)
+            return self.tokenizer.encode(body.prompt, special=body.add_special_tokens)
+
+        ids = await asyncio.to_thread(encode)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = validated(DetokenizeBody, await self._read(request))
+        self._check_model(body.model)
+        check_ids(body.tokens, self.limits, "tokens")
+        text = await asyncio.to_thread(self.tokenizer.decode, body.tokens, body.skip_special_tokens)
+        return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self) -> Response:
+        """What a client needs beside /tokenize to do without the tokenizer's files (lm-eval, as from vLLM)."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: self.tokenizer.special.get(name) for name in names}
+        return JSONResponse({**special, "chat_template": self.tokenizer.chat_template})
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "shoestring",
+            "max_model_len": self.limits.max_context,
+        }
+
+    async def health(self) -> Response:
+        if not self.engine_thread.alive:
+            return JSONResponse({"status": "dead"}, 503)
+        if self.engine_thread.closed is not None:
+            return JSONResponse({"status": "draining"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        return Response(self.engine_thread.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self) -> Response:
+        snapshot = self.engine_thread.snapshot
+        busy = self.engine_thread.num_open > 0
+        return JSONResponse(
+            {
+                "model": self.settings.model_name,
+                "drafter": self.engine_thread.engine.drafter is not None,
+                "chat": self.tokenizer.chat_template is not None,
+                "max_context": self.limits.max_context,
+                "max_running": self.engine_thread.max_running,
+                "max_queue": self.engine_thread.max_queue,
+                "num_running": snapshot.num_running,
+                "num_waiting": snapshot.num_waiting,
+                "kv_usage": snapshot.kv_usage,
+                "tokens_per_s": round(snapshot.tokens_per_s, 1) if busy else 0.0,
+                "num_prompt_tokens": snapshot.num_prompt_tokens,
+                "num_new_tokens": snapshot.num_new_tokens,
+                "num_drafted": snapshot.num_drafted,
+                "num_accepted": snapshot.num_accepted,
+            }
+        )
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def page(self) -> Response:
+        return _file("index.html", {"Content-Security-Policy": PAGE_POLICY})
+
+    async def page_part(self, name: str) -> Response:
+        if f"/web/{name}" not in OPEN_PATHS:
+            raise ApiError(404, "there is no such page")
+        return _file(name, {})
+
+    # -- reading --------------------------------------------------------------------------------------------
+    async def _read(self, request: Request) -> dict[str, Any]:
+        """The JSON object in the body, of bounded size."""
+        # A page of another site may post plain text without a CORS preflight, but not JSON.
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+        limit = self.settings.max_body_bytes
+        parts: list[bytes] = []
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isdecimal() and len(declared) < 19 else 0
+        if size <= DRAINED_BODIES * limit:
+            size = 0
+            async for part in request.stream():
+                size += len(part)
+                if size <= limit:
+                    parts.append(part)
+                elif size > DRAINED_BODIES * limit:
+                    break
+        if size > limit:
+            raise ApiError(
+                413, f"the request body is larger than the {limit} bytes that this server takes", code="too_large"
+            )
+        body = b"".join(parts)
+        # Parsing a large body would block the event loop.
+        return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)
+
+    def _check_model(self, name: str | None) -> None:
+        served = self.settings.model_name
+        if name is not None and name != served:
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!r} here; this server has {served!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+class RequestMiddleware:
+    """For every request: API key, request id, log line, and the answer to an internal error."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+        self.app = app
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode("latin-1") if 0 < len(given) <= 64 and given.isalnum() else secrets.token_hex(8)
+        note: dict[str, Any] = {}
+        scope["shoestring"] = note
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
+                error = ApiError(
+                    401,
+                    "wrong or missing API key; send the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await _error_response(None, error)(scope, receive, send_with_id)
+            else:
+                await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:  # before its whole body arrived
+            status = status or CLIENT_LEFT
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if status == 0:
+                failed = ApiError(500, f"internal error; the server's log says more (request {request_id})")
+                await _error_response(None, failed)(scope, receive, send_with_id)
+        finally:
+            _log_line(scope, request_id, status, time.monotonic() - began, note.get("response"))
+
+    def _allowed(self, path: str, authorization: bytes) -> bool:
+        if not self._keys or path in OPEN_PATHS:
+            return True
+        kind, _, key = authorization.partition(b" ")
+        # Every key is compared, in constant time, so that the time tells nothing about them.
+        matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
+        return kind.lower() == b"bearer" and any(matches)
+
+
+def _log_line(scope: Scope, request_id: str, status: int, seconds: float, response: CompletionResponse | None) -> None:
+    """One line per request: sizes, status and time, never its text."""
+    text = f"{request_id} {scope['method']} {scope['path'][:80]!r} {status} {seconds:.3f}s"
+    if response is not None:
+        reasons = ",".join(sorted({c.finish_reason or "cut" for c in response.choices}))
+        text += f" prompt={sum(len(p) for p in response.prompts)} new={response.num_new} finish={reasons}"
+    level = logging.DEBUG if scope["path"] in ("/health", "/metrics", "/stats") else logging.INFO
+    log.log(level, "%s", text)
+
+
+def _file(name: str, headers: dict[str, str]) -> Response:
+    """A part of the page, always whole: starlette's FileResponse would answer bad ranges in a form of its own."""
+    kind = PAGE_KINDS[Path(name).suffix]
+    return Response(
+        (WEB / name).read_bytes(), media_type=kind, headers={**headers, "X-Content-Type-Options": "nosniff"}
+    )
+
+
+def _error_response(_request: Request | None, error: Any) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _http_error_response(request: Request, error: Any) -> Response:
+    """Starlette's own errors (no such route, wrong method) in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:100]
+    allowed = next((v for k, v in (error.headers or {}).items() if k.lower() == "allow"), "another one")
+    message = {
+        404: f"there is no such path: {path}; docs/server.md lists them, /v1/completions is one",
+        405: f"{path} does not take {request.method[:20]}; it takes {allowed}",
+    }.get(error.status_code, str(error.detail))
+    return _error_response(None, ApiError(error.status_code, message, headers=dict(error.headers or {})))

@@ -1,0 +1,440 @@
+"""The thread that owns the engine: how requests get in and tokens get out.
+
+The engine is not thread-safe, so only this thread calls it. One turn of its loop: read the inbox, step the engine, hand
+out the outputs. Other threads send messages through the inbox; the thread answers through the `OutputCollector` of each
+client, on that client's event loop.
+
+A collector merges what its reader has not taken yet into one `ChoiceDelta` per choice. A client that does not read
+therefore never stalls the others and never holds more than its own text.
+
+The engine ends requests at their deadline; prompts that wait to be scored are not in the engine yet and are checked
+here. A step that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive`
+turns False and nothing is accepted any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from shoestring.errors import UserError
+from shoestring.serve.engine.engine import Engine, Output, Request
+from shoestring.serve.engine.logit_rules import SamplingWithRules, TokenLogprob
+from shoestring.serve.engine.scheduler import QueueFull, check_queue
+from shoestring.serve.http.metrics import Metrics
+from shoestring.serve.http.request_schema import ApiError
+
+log = logging.getLogger("shoestring.serve")
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What is new for one choice since it was last read."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: str | None = None
+    num_cached: int = 0
+    error: ApiError | None = None
+    drafted: tuple[bool, ...] = ()  # for each token, whether it was an accepted draft
+
+    def merge(self, later: ChoiceDelta) -> ChoiceDelta:
+        return ChoiceDelta(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
+            later.finish_reason or self.finish_reason,
+            max(self.num_cached, later.num_cached),
+            later.error or self.error,
+            self.drafted + later.drafted,
+        )
+
+
+class OutputCollector:
+    """Written by the engine's thread, read by one coroutine."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._filled = asyncio.Event()
+        self._lock = threading.Lock()
+        self._unread: dict[int, ChoiceDelta] = {}
+        self._closed = False
+
+    def put(self, index: int, delta: ChoiceDelta) -> None:
+        with self._lock:
+            first = not self._unread
+            before = self._unread.get(index)
+            self._unread[index] = delta if before is None else before.merge(delta)
+        if first:
+            self._wake()
+
+    def close(self) -> None:
+        """The reader is gone or must stop: `take` returns None from now on."""
+        self._closed = True
+        self._wake()
+
+    async def take(self) -> dict[int, ChoiceDelta] | None:
+        """Everything unread, by choice; waits for something."""
+        await self._filled.wait()
+        self._filled.clear()
+        with self._lock:
+            unread, self._unread = self._unread, {}
+        return None if self._closed else unread
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the event loop has ended, and with it the reader
+            self._loop.call_soon_threadsafe(self._filled.set)
+
+
+@dataclass(eq=False)
+class PendingChoice:
+    """One choice of one client's request, from its arrival to its last token."""
+
+    prompt: list[int]  # checked against vocabulary and context (request_parsing.py)
+    sampling: SamplingWithRules
+    collector: OutputCollector
+    index: int
+    deadline: float = math.inf  # on the engine's clock, time.monotonic
+    score_prompt: int | None = None  # log-probabilities of the prompt, with this many alternatives
+    no_new_tokens: bool = False  # a Sampling cannot say max_tokens=0
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+    request: Request | None = field(default=None, repr=False)
+    num_sent: int = 0
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """Load and counters after the latest step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    tokens_per_s: float = 0.0
+
+
+Message = tuple[Literal["add", "cancel", "abort", "stop"], Sequence[PendingChoice], ApiError | None]
+
+
+class EngineThread:
+    def __init__(self, engine: Engine, metrics: Metrics, *, max_running: int, max_queue: int) -> None:
+        self.engine, self.metrics = engine, metrics
+        self.max_running, self.max_queue = max_running, max_queue
+        self.snapshot = EngineSnapshot()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
+        self._to_score: deque[PendingChoice] = deque()
+        self._outputs: list[tuple[PendingChoice, ChoiceDelta]] = []
+        self._lock = threading.Lock()  # guards _num_open and _closed
+        self._num_open = 0  # choices submitted and not done
+        self._closed: ApiError | None = None
+        self._seconds_per_choice = 1.0  # moving average, for Retry-After
+        self._rate = _Rate()
+        self._num_prompt_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="shoestring-engine", daemon=True)
+
+    # -- called from anywhere -------------------------------------------------------------------------------
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    @property
+    def closed(self) -> ApiError | None:
+        """Why nothing new is accepted, if so."""
+        return self._closed
+
+    def submit(self, choices: Sequence[PendingChoice]) -> None:
+        """Take all of them or none; a full queue is a 429, a closed one a 503."""
+        room = self.max_running + self.max_queue
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+            if len(choices) > room:
+                raise ApiError(
+                    400, f"this request asks for {len(choices)} texts at once; the server takes at most {room}"
+                )
+            try:
+                check_queue(self._num_open - self.max_running, len(choices), self.max_queue)
+            except QueueFull:
+                self.metrics.rejected.inc()
+                wait = self._seconds_per_choice * max(1, self._num_open - self.max_running) / self.max_running
+                raise ApiError(
+                    429,
+                    f"the queue is full ({self._num_open} texts, at most {room}); try again later",
+                    code="queue_full",
+                    headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
+                ) from None
+            self._num_open += len(choices)
+        self._inbox.put(("add", list(choices), None))
+
+    def cancel(self, choices: Sequence[PendingChoice]) -> None:
+        """The client has left. Memory is free before the next step; finished choices are left alone."""
+        if any(not choice.done for choice in choices):
+            self._inbox.put(("cancel", list(choices), None))
+
+    def close(self, reason: ApiError) -> None:
+        """Accept nothing new; running choices continue."""
+        with self._lock:
+            self._closed = self._closed or reason
+
+    def abort_all(self, reason: ApiError) -> None:
+        self._inbox.put(("abort", (), reason))
+
+    def stop(self, timeout: float = 10.0) -> None:
+        self._inbox.put(("stop", (), None))
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    # -- the thread -----------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            if self.engine.runner.device.index is not None:
+                torch.cuda.set_device(self.engine.runner.device)  # the current GPU is a property of each thread
+            while self._read_inbox():
+                self._expire_unscored()
+                if self._to_score:
+                    self._score(self._to_score.popleft())
+                if self.engine.busy:
+                    self._hand_out(self.engine.step())
+                self._publish()
+        except Exception:
+            log.exception("the engine loop ended because a step failed")
+        finally:
+            gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
+            self.close(gone)
+            self._abort_all(gone)
+
+    def _read_inbox(self) -> bool:
+        """Process all messages, waiting for one if the engine is idle; False: the loop must end."""
+        wait = not (self.engine.busy or self._to_score)
+        while True:
+            try:
+                kind, choices, reason = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if kind == "stop":
+                return False
+            if kind == "abort":
+                assert reason is not None
+                self._abort_all(reason)
+            for choice in choices:
+                if kind == "add":
+                    self._add(choice)
+                else:
+                    self._drop(choice, "abort")
+
+    def _add(self, choice: PendingChoice) -> None:
+        if choice.score_prompt is not None:
+            self._to_score.append(choice)
+            return
+        if choice.no_new_tokens:
+            self._start(choice)
+            self._emit(choice, ChoiceDelta(finish_reason="length"))
+            self._close_choice(choice, "length")
+            return
+        try:
+            choice.request = self.engine.add(choice.prompt, choice.sampling, deadline=choice.deadline, checked=True)
+        except UserError as error:
+            self._fail(choice, ApiError(400, str(error)))
+            return
+        self._choices[choice.request.id] = choice
+
+    def _score(self, choice: PendingChoice) -> None:
+        """Compute the log-probabilities of a prompt, then continue as for any other choice."""
+        assert choice.score_prompt is not None
+        self._start(choice)
+        try:
+            scored = self.engine.runner.prompt_logprobs(choice.prompt, choice.score_prompt)
+        except Exception:  # the engine's state is untouched: other requests continue
+            log.exception("log-probabilities of a prompt failed")
+            self._fail(choice, ApiError(500, "computing the prompt's log-probabilities failed"))
+            return
+        self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
+        choice.score_prompt = None
+        self._add(choice)
+
+    def _hand_out(self, outputs: Sequence[Output]) -> None:
+        now = time.monotonic()
+        for choice in self._choices.values():
+            if choice.started is None and choice.request is not None and choice.request.num_computed > 0:
+                self._start(choice)
+        for output in outputs:
+            choice = self._choices[output.request.id]
+            if output.finish_reason == "deadline":
+                self._fail(choice, _deadline_error(choice))
+                continue
+            num = len(output.token_ids)
+            logprobs = choice.sampling.history.logprobs[choice.num_sent : choice.num_sent + num]
+            choice.num_sent += num
+            reason = output.finish_reason
+            delta = ChoiceDelta(
+                output.text,
+                tuple(output.token_ids),
+                tuple(logprobs),
+                finish_reason=reason,
+                num_cached=output.request.num_cached,
+                drafted=tuple(i < output.num_accepted for i in range(num)),
+            )
+            self._time_tokens(choice, num, now)
+            self._emit(choice, delta)
+            if reason is not None:
+                self._close_choice(choice, reason)
+
+    def _time_tokens(self, choice: PendingChoice, num: int, now: float) -> None:
+        if num == 0:
+            return
+        self.metrics.generation_tokens.inc(num)
+        self._rate.add(now, num)
+        if choice.first_token is None:
+            choice.first_token = now
+            self.metrics.first_token.observe(now - choice.arrived)
+            self.metrics.prefill_time.observe(now - (choice.started or choice.arrived))
+        else:
+            for _ in range(num):
+                self.metrics.token_gap.observe((now - choice.last_token) / num)
+        choice.last_token = now
+
+    def _start(self, choice: PendingChoice) -> None:
+        if choice.started is None:
+            choice.started = time.monotonic()
+            self._num_prompt_tokens += len(choice.prompt)
+            self.metrics.prompt_tokens.inc(len(choice.prompt))
+            self.metrics.prompt_length.observe(len(choice.prompt))
+            self.metrics.queue_time.observe(choice.started - choice.arrived)
+
+    def _expire_unscored(self) -> None:
+        now = time.monotonic()
+        for choice in [c for c in self._to_score if now >= c.deadline]:
+            self._fail(choice, _deadline_error(choice))
+
+    def _fail(self, choice: PendingChoice, error: ApiError) -> None:
+        self._emit(choice, ChoiceDelta(error=error))
+        self._drop(choice, "error")
+
+    def _drop(self, choice: PendingChoice, reason: str) -> None:
+        if choice.done:
+            return
+        if choice.request is not None:
+            self.engine.abort(choice.request)
+        elif choice in self._to_score:
+            self._to_score.remove(choice)
+        self._close_choice(choice, reason)
+
+    def _close_choice(self, choice: PendingChoice, reason: str) -> None:
+        now = time.monotonic()
+        choice.done = True
+        if choice.request is not None:
+            self._choices.pop(choice.request.id, None)
+        with self._lock:
+            self._num_open -= 1
+        self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
+        self.metrics.count_finished(reason)
+        self.metrics.text_length.observe(choice.num_sent)
+        if reason in ("stop", "length"):
+            self.metrics.latency.observe(now - choice.arrived)
+            self.metrics.decode_time.observe(now - (choice.first_token or now))
+
+    def _abort_all(self, reason: ApiError) -> None:
+        while True:  # also those still in the inbox
+            try:
+                kind, choices, _ = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            for choice in choices if kind == "add" else ():
+                self._fail(choice, reason)
+        for choice in (*self._choices.values(), *self._to_score):
+            try:
+                self._fail(choice, reason)
+            except Exception:  # an engine that failed may fail to abort as well
+                self._close_choice(choice, "error")
+        self._publish()
+
+    def _emit(self, choice: PendingChoice, delta: ChoiceDelta) -> None:
+        self._outputs.append((choice, delta))
+
+    def _publish(self) -> None:
+        """Update snapshot and metrics before outputs are sent: a client that has its answer finds it counted."""
+        stats, started = self.engine.stats, sum(j.started is not None for j in self._choices.values())
+        self.snapshot = EngineSnapshot(
+            num_running=started,
+            num_waiting=len(self._choices) - started + len(self._to_score),
+            kv_usage=kv_usage(self.engine),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_new_tokens=stats.num_new_tokens,
+            num_drafted=stats.num_drafted,
+            num_accepted=stats.num_accepted,
+            tokens_per_s=self._rate.per_second(time.monotonic()),
+        )
+        self.metrics.count_stats(stats)
+        self.metrics.num_running.set(self.snapshot.num_running)
+        self.metrics.num_waiting.set(self.snapshot.num_waiting)
+        self.metrics.kv_usage.set(self.snapshot.kv_usage)
+        outputs, self._outputs = self._outputs, []
+        for choice, delta in outputs:
+            choice.collector.put(choice.index, delta)
+
+
+def _deadline_error(choice: PendingChoice) -> ApiError:
+    return ApiError(
+        408,
+        f"the request was not finished within {choice.deadline - choice.arrived:.0f} seconds",
+        code="deadline_exceeded",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def kv_usage(engine: Engine) -> float:
+    """Share of the KV cache that running requests hold; blocks that are only cached count as free."""
+    pool = engine.cache.pool
+    return pool.num_used / pool.num_blocks
+
+
+class _Rate:
+    """Tokens per second over the last few seconds."""
+
+    def __init__(self, window: float = 5.0) -> None:
+        self._window, self._events, self._sum = window, deque[tuple[float, int]](), 0
+
+    def add(self, now: float, num: int) -> None:
+        self._events.append((now, num))
+        self._sum += num
+        self._trim(now)
+
+    def per_second(self, now: float) -> float:
+        self._trim(now)
+        if len(self._events) < 2:
+            return 0.0
+        return self._sum / max(1e-3, min(self._window, now - self._events[0][0]))
+
+    def _trim(self, now: float) -> None:
+        while self._events and self._events[0][0] < now - self._window:
+            self._sum -= self._events.popleft()[1]

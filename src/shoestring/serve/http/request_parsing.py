@@ -1,0 +1,213 @@
+"""From a validated request body to what the engine needs: token ids and samplings, within the limits.
+
+Encoding a long prompt takes a while, so these functions run on a worker thread; they use nothing but the tokenizer,
+which is safe to share. A text that has too many bytes for the context, whatever its tokens, is refused unencoded.
+Prompts are checked here, so the engine thread adds them without another check.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoestring.errors import UserError
+from shoestring.model.tokenizer import Spelling, Tokenizer
+from shoestring.serve.engine.engine import check_prompt
+from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
+from shoestring.serve.http.grammar import Grammars
+from shoestring.serve.http.request_schema import ApiError, Body, ChatBody, CompletionBody
+
+DEFAULT_NEW_TOKENS = 16  # of a completion, as in OpenAI's API; a chat answer may fill the context
+_NEXT_SEED = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the server allow."""
+
+    vocab_size: int
+    max_context: int
+    max_texts: int  # choices of one request, over all its prompts
+    eos_ids: tuple[int, ...] = ()
+    spelling: Spelling | None = None  # None: a token may stand for any length of text
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """One client's request: n texts for each prompt."""
+
+    prompts: list[list[int]]
+    samplings: list[SamplingWithRules]  # choice i of prompt p at p * n + i
+    n: int
+    chat: bool
+    num_logprobs: int | None
+    echo: list[str] | None = None  # the prompts as text, where they are to be repeated
+    no_new_tokens: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    mark_drafts: bool = False
+
+
+def parse_completion(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> ParsedRequest:
+    if body.best_of not in (None, 1, body.n or 1):
+        raise ApiError(400, "best_of is not supported; leave it out or give n", param="best_of")
+    given = body.prompts
+    _check_texts(len(given), body.n or 1, limits)
+    max_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
+    num_new = min(1, max_tokens)
+    for text in given:
+        if isinstance(text, str):
+            _check_size(text, num_new, limits)
+    prompts = [_prompt_ids(p, tokenizer, limits) for p in given]
+    for prompt in prompts:
+        _check_length(len(prompt) + num_new, limits)
+    echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in given] if body.echo else None
+    samplings = _samplings(body, prompts, max_tokens, body.logprobs, limits)
+    return ParsedRequest(
+        prompts,
+        samplings,
+        body.n or 1,
+        False,
+        body.logprobs,
+        echo,
+        max_tokens == 0,
+        bool(body.stream),
+        _wants_usage(body),
+        bool(body.mark_drafts),
+    )
+
+
+def parse_chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: Grammars) -> ParsedRequest:
+    _check_texts(1, body.n or 1, limits)
+    grammar = grammars.of(body.response_format)
+    if grammar is not None and (body.min_tokens or body.ignore_eos):
+        raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format")
+    text = chat_text(body.chat, tokenizer)
+    _check_size(text, 1, limits)
+    prompt = tokenizer.encode(text, special=False)
+    _check_length(len(prompt) + 1, limits)
+    try:
+        check_prompt(prompt, limits.vocab_size, limits.max_context)
+    except UserError as error:
+        raise ApiError(400, str(error)) from None
+    max_tokens = body.max_completion_tokens or body.max_tokens or limits.max_context - len(prompt)
+    samplings = _samplings(body, [prompt], max_tokens, body.num_logprobs, limits, grammar)
+    return ParsedRequest(
+        [prompt],
+        samplings,
+        body.n or 1,
+        True,
+        body.num_logprobs,
+        stream=bool(body.stream),
+        include_usage=_wants_usage(body),
+        mark_drafts=bool(body.mark_drafts),
+    )
+
+
+def chat_text(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> str:
+    """The prompt of a chat. The template writes the BOS."""
+    if tokenizer.chat_template is None:
+        raise ApiError(400, "this model has no chat template; use /v1/completions, or start with --chat-template")
+    try:
+        return tokenizer.render_chat(messages)
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt; an empty one begins a new text."""
+    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return tokenizer.encode(text) or ([] if begin is None else [begin])
+
+
+def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, limits: Limits) -> list[int]:
+    ids = text_ids(prompt, tokenizer) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise ApiError(400, "the prompt is empty, and this model has no token to begin with", param="prompt")
+    check_ids(ids, limits, "prompt")
+    return ids
+
+
+def check_ids(ids: Sequence[int], limits: Limits, param: str) -> None:
+    bad = next((t for t in ids if not 0 <= t < limits.vocab_size), None)
+    if bad is not None:
+        shown = str(bad) if abs(bad) < 10**18 else "a huge number"
+        raise ApiError(400, f"{param} has token id {shown}; this model's are 0 to {limits.vocab_size - 1}", param=param)
+
+
+def _check_size(text: str, num_new: int, limits: Limits) -> None:
+    """Refuse by its bytes what cannot fit: encoding megabytes first would take seconds."""
+    if limits.spelling is not None:
+        _check_length(limits.spelling.fewest_tokens(text) + num_new, limits)
+
+
+def _check_length(num: int, limits: Limits) -> None:
+    if num > limits.max_context:
+        raise ApiError(
+            400,
+            f"this model's context holds {limits.max_context} tokens, but prompt and answer need at least {num}",
+            code="context_length_exceeded",
+        )
+
+
+def _check_texts(num_prompts: int, n: int, limits: Limits) -> None:
+    if num_prompts * n > limits.max_texts:
+        raise ApiError(
+            400,
+            f"{num_prompts} prompts with n={n} ask for {num_prompts * n} texts; "
+            f"this server takes at most {limits.max_texts} in one request",
+            param="n" if n > 1 else "prompt",
+        )
+
+
+def _samplings(
+    body: Body,
+    prompts: list[list[int]],
+    max_tokens: int,
+    num_logprobs: int | None,
+    limits: Limits,
+    grammar: Callable[[], Grammar] | None = None,
+) -> list[SamplingWithRules]:
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise ApiError(400, f"min_tokens={min_tokens} is more than the {max_tokens} allowed", param="min_tokens")
+    rules = LogitRules(
+        body.biases(limits.vocab_size),
+        body.presence_penalty or 0.0,
+        body.frequency_penalty or 0.0,
+        body.repetition_penalty or 1.0,
+        min_tokens,
+        limits.eos_ids,
+    )
+    stop = body.stop_strings
+    made = []
+    for prompt in prompts:
+        for i in range(body.n or 1):
+            # The first choice is what n=1 would give; the others have seeds of their own.
+            seed = secrets.randbits(63) if body.seed is None else (body.seed + i * _NEXT_SEED) % 2**64
+            made.append(
+                SamplingWithRules(
+                    temperature=1.0 if body.temperature is None else body.temperature,
+                    top_k=body.top_k or 0,
+                    top_p=1.0 if body.top_p is None else body.top_p,
+                    min_p=body.min_p or 0.0,
+                    seed=seed,
+                    max_tokens=max(1, max_tokens),
+                    stop=stop,
+                    ignore_eos=bool(body.ignore_eos),
+                    rules=rules,
+                    num_logprobs=num_logprobs,
+                    grammar=None if grammar is None else grammar(),
+                    history=TokenHistory(tuple(prompt)),
+                )
+            )
+    return made
+
+
+def _wants_usage(body: Body) -> bool:
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+    return bool(body.stream_options.include_usage)

@@ -1,0 +1,230 @@
+"""Responses in OpenAI's form: whole objects and the chunks of a stream, for completions and for chats.
+
+A `CompletionResponse` collects the deltas of all choices of one request and can be written either way.
+Everything here is pure but for the id and the time of creation.
+
+Every generated token counts in `usage` and appears in the log-probabilities, also the one that ended the text
+and those cut off with a stop string.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from shoestring.model.tokenizer import Tokenizer, letter_bytes
+from shoestring.serve.engine.logit_rules import TokenLogprob
+from shoestring.serve.http.engine_thread import ChoiceDelta
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    num_tokens: int = 0
+    num_cached: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    text_offset: int = 0  # of the next token in the log-probabilities of a completion
+    begun: bool = False  # its first chunk has been sent
+
+
+@dataclass
+class CompletionResponse:
+    """The response to one request: choice i belongs to prompt i // n."""
+
+    model: str
+    token_bytes: TokenBytes
+    prompts: list[list[int]]
+    echo: list[str] | None  # the prompt texts, if the client wants them before the completions
+    n: int
+    logprobs: bool
+    chat: bool
+    include_usage: bool = False
+    mark_drafts: bool = False
+    id: str = ""
+    created: int = 0
+    choices: list[Choice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
+        self.created = int(time.time())
+        self.choices = [Choice() for _ in range(len(self.prompts) * self.n)]
+
+    @property
+    def done(self) -> bool:
+        return all(c.finish_reason is not None for c in self.choices)
+
+    @property
+    def num_new(self) -> int:
+        return sum(c.num_tokens for c in self.choices)
+
+    def add(self, index: int, delta: ChoiceDelta) -> None:
+        choice = self.choices[index]
+        choice.text += delta.text
+        choice.num_tokens += len(delta.token_ids)
+        choice.num_cached = max(choice.num_cached, delta.num_cached)
+        choice.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            choice.prompt_logprobs = list(delta.prompt_logprobs)
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(len(p) for p in self.prompts)  # n choices of one prompt count it once
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_new,
+            "total_tokens": prompt + self.num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached for c in self.choices[:: self.n])},
+        }
+
+    # -- whole ----------------------------------------------------------------------------------------------
+    def whole(self) -> dict[str, Any]:
+        kind = "chat.completion" if self.chat else "text_completion"
+        choices = [self._whole_choice(i) for i in range(len(self.choices))]
+        return {**self._head(kind), "choices": choices, "usage": self.usage()}
+
+    def _whole_choice(self, index: int) -> dict[str, Any]:
+        choice = self.choices[index]
+        common = {"index": index, "finish_reason": choice.finish_reason}
+        if self.chat:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            return {**common, "message": message, "logprobs": self._chat_logprobs(choice.logprobs)}
+        before = "" if self.echo is None else self.echo[index // self.n]
+        return {**common, "text": before + choice.text, "logprobs": self._text_logprobs(index, choice.logprobs)}
+
+    # -- stream ---------------------------------------------------------------------------------------------
+    def chunks(self, index: int, delta: ChoiceDelta) -> list[str]:
+        """The events for this delta, which must have been added."""
+        choice = self.choices[index]
+        has_tokens = bool(delta.text or delta.token_ids)
+        found = []
+        if self.chat:
+            if not choice.begun:
+                found.append(self._chat_chunk(index, {"role": "assistant", "content": ""}))
+            if delta.text or (has_tokens and (self.logprobs or self.mark_drafts)):
+                found.append(self._chat_chunk(index, {"content": delta.text}, delta))
+            if delta.finish_reason is not None:
+                found.append(self._chat_chunk(index, {}, finish_reason=delta.finish_reason))
+        elif has_tokens or delta.finish_reason is not None:
+            before = "" if choice.begun or self.echo is None else self.echo[index // self.n]
+            logprobs = self._text_logprobs(index, delta.logprobs)
+            part = {"index": index, "text": before + delta.text, "logprobs": logprobs, **self._marks(delta)}
+            found.append(self._event([{**part, "finish_reason": delta.finish_reason}]))
+        choice.begun = choice.begun or bool(found)
+        return found
+
+    def last_chunks(self) -> list[str]:
+        usage = [self._event([], self.usage())] if self.include_usage else []
+        return [*usage, "data: [DONE]\n\n"]
+
+    def _chat_chunk(
+        self, index: int, content: dict[str, Any], delta: ChoiceDelta | None = None, finish_reason: str | None = None
+    ) -> str:
+        logprobs = self._chat_logprobs(delta.logprobs) if delta is not None and delta.logprobs else None
+        marks = {} if delta is None else self._marks(delta)
+        return self._event(
+            [{"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason, **marks}]
+        )
+
+    def _marks(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Which tokens of a chunk were drafted, for clients that want it; an addition to OpenAI's form."""
+        if not self.mark_drafts:
+            return {}
+        pairs = zip(delta.token_ids, delta.drafted, strict=True)
+        return {"tokens": [{"bytes": list(self.token_bytes(t)), "drafted": d} for t, d in pairs]}
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+        chunk = {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
+        if self.include_usage:
+            chunk["usage"] = usage
+        return event(chunk)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    # -- log-probabilities ----------------------------------------------------------------------------------
+    def _chat_logprobs(self, given: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            raw = self.token_bytes(token)
+            return {"token": raw.decode(errors="replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(raw)}
+
+        content = [{**entry(g.token, g.logprob), "top_logprobs": [entry(t, p) for t, p in g.top]} for g in given]
+        return {"content": content, "refusal": None}
+
+    def _text_logprobs(self, index: int, given: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """OpenAI's older form; advances the choice's text offset. The prompt comes first where echoed."""
+        if not self.logprobs:
+            return None
+        choice = self.choices[index]
+        entries: list[TokenLogprob | None] = list(given)
+        prompt = self.prompts[index // self.n]
+        if self.echo is not None and not choice.begun:
+            assert choice.prompt_logprobs is not None
+            entries = [*choice.prompt_logprobs, *entries]
+        tokens, offsets = [], []
+        for entry in entries:
+            token = prompt[0] if entry is None else entry.token
+            tokens.append(self._name(token))
+            offsets.append(choice.text_offset)
+            choice.text_offset += len(self.token_bytes(token).decode(errors="ignore"))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if e is None else max(e.logprob, LEAST_LOGPROB) for e in entries],
+            "top_logprobs": [None if e is None else self._top(e) for e in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and, as OpenAI has it, the chosen one."""
+        pairs = [*entry.top, (entry.token, entry.logprob)]
+        top: dict[str, float] = {}
+        for token, logprob in pairs:
+            top.setdefault(self._name(token), max(logprob, LEAST_LOGPROB))
+        return top
+
+    def _name(self, token: int) -> str:
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:  # part of a character: named by its bytes, so that names differ
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
+    """token id -> the bytes it stands for; b'' for ids that no token has (padding of the vocabulary)."""
+    backend = tokenizer.backend
+    byte_level = "ByteLevel" in str(type(backend.decoder)) or "ByteLevel" in str(backend.decoder)
+    from_letter = letter_bytes()
+
+    @lru_cache(maxsize=1 << 16)
+    def read(token: int) -> bytes:
+        name = backend.id_to_token(token)
+        if name is None:
+            return b""
+        if token in tokenizer.special_ids:
+            return name.encode()
+        if byte_level:
+            if all(letter in from_letter for letter in name):
+                return bytes(from_letter[letter] for letter in name)
+            return name.encode()  # an added token, which is spelt as it is
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\u2581", " ").encode()
+
+    return read

@@ -1,0 +1,319 @@
+"""`shoestring serve`: a model behind an OpenAI-compatible server, from its path to a clean exit.
+
+The port is taken before the model is loaded, so that a port in use is reported at once. SIGTERM or Ctrl-C drains:
+new connections are refused, what runs goes on for `drain_s` seconds, what is left then is told so and ended,
+and the process exits with 0. A second Ctrl-C does not wait.
+
+fastapi, uvicorn and prometheus_client come with `pip install 'shoestring[serve]'`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from shoestring.errors import UserError
+from shoestring.formats import keep_decoded
+from shoestring.formats.int8_activations import quantize_activations
+from shoestring.model.chat import fault
+from shoestring.model.folder import LoadedModel, load_model
+from shoestring.model.skip import SkipSet
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.model.transformer import Decoder
+
+try:
+    import uvicorn
+
+    from shoestring.serve.http.app import Api, ApiSettings
+    from shoestring.serve.http.engine_thread import EngineThread
+    from shoestring.serve.http.metrics import Metrics
+    from shoestring.serve.http.request_schema import ApiError
+except ModuleNotFoundError as error:
+    if (error.name or "").startswith("shoestring"):
+        raise
+    raise UserError(
+        f"the server needs the package {error.name}, which is not installed; pip install 'shoestring[serve]'"
+    ) from error
+
+from shoestring.serve.engine.engine import Engine
+from shoestring.serve.engine.logit_rules import VerifyWithRules
+from shoestring.serve.engine.skip_policy import SkipPolicy
+from shoestring.serve.engine.tensor_parallel import Ranks, open_ranks
+from shoestring.serve.speculative.drafter import Drafter
+from shoestring.serve.speculative.drafter_stack import open_drafter
+from shoestring.serve.speculative.verify import verify
+
+log = logging.getLogger("shoestring.serve")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    model_name: str | None = None  # what clients call the model; default: the name of its folder
+    api_keys: tuple[str, ...] = ()  # none: no key is needed
+    max_requests: int = 8  # texts computed at the same time
+    max_queue: int = 64  # texts that may wait; one more is a 429
+    max_context: int | None = None  # default: the model's positions
+    chunk: int = 512  # rows per step
+    num_blocks: int | None = None  # key/value memory in blocks of 16 positions; default: grows with need
+    drafter: str | None = None  # 'ngram', the path of a draft model, or several joined by '+'
+    deadline_s: float = 600.0  # a request that takes longer is ended
+    drain_s: float = 30.0  # time to finish after SIGTERM
+    max_body_mb: float = 4.0
+    allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
+    metrics_prefix: str = "shoestring"
+    chat_template: Path | None = None  # a Jinja file, instead of the model's own
+    int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            (
+                "host",
+                self.host.strip() != "",  # to a socket, no name means every address
+                "an address or name of this machine, such as 127.0.0.1, ::1 or localhost, or 0.0.0.0 for all",
+            ),
+            ("port", 0 <= self.port < 65536, "0 to 65535"),
+            ("max_requests", self.max_requests >= 1, "1 or more"),
+            ("max_queue", self.max_queue >= 0, "0 or more"),
+            ("deadline_s", self.deadline_s > 0, "more than 0"),
+            ("drain_s", self.drain_s >= 0, "0 or more"),
+            ("max_body_mb", self.max_body_mb > 0, "more than 0"),
+            ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
+        ):
+            if not good:
+                raise UserError(f"{name}={getattr(self, name)!r} is not allowed; give {allowed}")
+        if any(not key.isascii() or not key.strip() for key in self.api_keys):
+            raise UserError("an API key is empty or not ASCII; a header could not carry it")
+
+
+@contextmanager
+def objects_frozen() -> Iterator[None]:
+    """Exclude what exists now (modules, weights, graphs) from garbage collection while the server runs: a full
+    collection over all of it takes as long as a hundred steps, during which no request gets a token."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Service:
+    """A model being served: `run` blocks until `stop` is called or a signal comes."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        options: ServeOptions,
+        listener: socket.socket,
+        name: str,
+        drafter: Drafter | None = None,
+        skip: SkipPolicy | None = None,
+        draft_skip: SkipSet | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.options, self._listener = options, listener
+        self.engine = Engine(
+            model,
+            tokenizer,
+            max_requests=options.max_requests,
+            max_context=options.max_context,
+            chunk=options.chunk,
+            num_blocks=options.num_blocks,
+            drafter=drafter,
+            skip=skip,
+            draft_skip=draft_skip,
+            ranks=ranks,
+            # The coupled rule: texts are a function of their seed, with a drafter or without.
+            rule="coupled",
+            verify=VerifyWithRules(verify),
+        )
+        self.engine.warm_up()  # no request waits for graphs
+        self.engine_thread = EngineThread(
+            self.engine,
+            Metrics(name, options.metrics_prefix),
+            max_running=options.max_requests,
+            max_queue=options.max_queue,
+        )
+        settings = ApiSettings(
+            name, options.api_keys, int(options.max_body_mb * 2**20), options.deadline_s, options.allow_origins
+        )
+        config = uvicorn.Config(
+            Api(self.engine_thread, tokenizer, settings).app(),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            # Requests left after the drain get an error; these seconds are for sending it.
+            timeout_graceful_shutdown=int(options.drain_s) + 5,
+        )
+        self.server = _Server(config, self._drain)
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> None:
+        self.engine_thread.start()
+        try:
+            with objects_frozen():
+                asyncio.run(self.server.serve([self._listener]))
+        finally:
+            self.engine_thread.stop()
+
+    def stop(self) -> None:
+        """Begin to drain; from any thread."""
+        self.server.handle_exit(0, None)
+
+    def _drain(self) -> None:
+        log.info("draining: %d texts to finish, %.0f s at most", self.engine_thread.num_open, self.options.drain_s)
+        self.engine_thread.close(
+            ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+        )
+        end = ApiError(503, "the server shut down before this text was finished", code="draining")
+        timer = threading.Timer(self.options.drain_s, self.engine_thread.abort_all, [end])
+        timer.daemon = True
+        timer.start()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which reports when it begins to drain and does not exit by the signal afterwards."""
+
+    def __init__(self, config: uvicorn.Config, on_drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_drain = on_drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.should_exit = True
+        self._on_drain()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host, --port"
+        ) from None
+    return listener
+
+
+def main(
+    model_path: str | Path,
+    options: ServeOptions | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    skips: Callable[[LoadedModel], tuple[SkipPolicy | None, SkipSet | None]] | None = None,
+) -> None:
+    """Serve a model (Hugging Face folder, run folder or .gguf file) until a signal ends it.
+
+    `skips(loaded)` gives the policy of requests and the set of drafts, where sublayers are to be skipped."""
+    options = options or ServeOptions()
+    template = None if options.chat_template is None else _read_template(options.chat_template)
+    ranks = open_ranks(str(device))
+    if ranks is not None and not ranks.first:
+        loaded = load_model(model_path, dtype=dtype)
+        ranks.share(loaded.model)
+        _convert(loaded.model, options, dtype)
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, signal.SIG_IGN)  # the first process drains and needs this one meanwhile
+        ranks.follow(loaded.model)
+        return ranks.close()
+    try:
+        with listen(options.host, options.port) as listener:
+            _serve(model_path, options, listener, template, device, dtype, skips, ranks)
+    finally:
+        if ranks is not None:
+            ranks.end()
+
+
+def _serve(
+    model_path: str | Path,
+    options: ServeOptions,
+    listener: socket.socket,
+    template: str | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    skips: Callable[[LoadedModel], tuple[SkipPolicy | None, SkipSet | None]] | None,
+    ranks: Ranks | None,
+) -> None:
+    # A model for several ranks is sharded first and then sent to its device.
+    loaded = load_model(model_path, device=device if ranks is None else "cpu", dtype=dtype)
+    if loaded.tokenizer is None:
+        raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
+    if template is not None:
+        loaded.tokenizer.chat_template = template
+    policy, draft_skip = (None, None) if skips is None else skips(loaded)
+    if ranks is not None:
+        ranks.share(loaded.model)
+    _convert(loaded.model, options, dtype)
+    _log_to_stderr()
+    name = options.model_name or Path(model_path).resolve().stem
+    drafter = None
+    if options.drafter is not None:
+        drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
+    service = Service(loaded.model, loaded.tokenizer, options, listener, name, drafter, policy, draft_skip, ranks)
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
+        log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)
+    template = loaded.tokenizer.chat_template
+    chat = " (no chat template: completions only)" if template is None else ""
+    if template is not None and (broken := fault(template)) is not None:
+        log.warning(
+            "the chat template of %s is broken, %s; chats are refused (400), completions work; "
+            "--chat-template gives another",
+            *(model_path, broken),
+        )
+    log.info("serving %s%s at %s/v1, playground at %s/", name, chat, service.url, service.url)
+    service.run()
+    log.info("stopped")
+
+
+def _convert(model: Decoder, options: ServeOptions, dtype: torch.dtype) -> None:
+    model.eval()
+    if options.int8_activations:
+        quantize_activations(model, compute_dtype=dtype)
+    if model.embed.weight.device.type == "cpu":  # no kernels for packed weights there: decoded once
+        keep_decoded(model, dtype=dtype)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the chat template {path}: {error}") from None
+    broken = fault(template)
+    if broken is not None:
+        raise UserError(f"the chat template {path} is broken, {broken}")
+    return template
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

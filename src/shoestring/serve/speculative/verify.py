@@ -1,0 +1,268 @@
+"""Verification of drafts: which tokens a request gains from one target pass. Pure.
+
+A request that ends a step with g drafts x_1..x_g has g + 1 rows of target logits: row i (from 0) predicts the token
+after i drafts. p_i is the target's distribution there, after temperature and cuts; q_i the one that x_i was sampled
+from (one-hot for a draft that was not sampled).
+
+`coupled`  The target token of a position is what plain decoding would choose there: argmax(logits / temperature +
+           Gumbel noise keyed by (seed, position)). Drafts are accepted while they equal it; the first row after them
+           adds one more token. The text is a function of the seed and the target's logits only: drafts change how fast
+           it comes, never what it says. A drafter that uses the same noise agrees more often; nothing relies on that.
+`token`    Accept x_i with probability min(1, p_i(x_i) / q_i(x_i)), stop at the first rejection and sample from
+           norm(max(p - q, 0)) there (Leviathan et al. 2023, Chen et al. 2023). Keeps the distribution of the text, not
+           the text of a seed; accepts more than `coupled` at a high temperature.
+`block`    The drafts are verified together (Sun et al. 2024, "Block verification"): r_i = min(1, r_{i-1} p_i(x_i) /
+           q_i(x_i)); the longest prefix that passes its own test is kept. Keeps the distribution, and never accepts
+           less than `token` on average.
+
+Without drafts all three are plain decoding with the same noise. The random numbers of `token` and `block` are keyed by
+(seed, purpose, length of the text before the step): `block` looks at all drafts before it rejects one, so the noise of
+a position must not be used again when the position is drafted again.
+
+A `VerifyRule` is one such rule and states what it needs; each request has one. A `Verifier` applies the rules of all
+requests of a step for an engine, and may change logits first. Left out: trees of drafts.
+
+Shapes: R rows, V vocabulary, N requests, G drafts (padded to the most).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoestring.serve.engine.sampling import Sampling, gumbel_noise, keep_likely, sample
+
+RuleName = Literal["coupled", "token", "block"]
+Verify = Callable[[Tensor, Sequence["Check"]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class VerifyRule:
+    """A rule, and what the engine and drafters must give it."""
+
+    name: RuleName
+    verify: Verify  # pure: (target logits [R, V], checks) -> new tokens of each request
+    needs_logits: bool  # of the target, to verify drafts; False: the tokens that plain decoding chooses are enough
+    shares_noise: bool  # a drafter samples with the target's noise, keyed by (seed, position)
+
+    def needs_draft_probabilities(self, sampling: Sampling) -> bool:
+        """Whether a drafter that samples must report the distributions it sampled from."""
+        return not self.shares_noise and not sampling.greedy
+
+    def draft_sampling(self, sampling: Sampling, position: int) -> Sampling:
+        """How a drafter samples for a text of this length."""
+        if not self.needs_draft_probabilities(sampling):
+            return sampling
+        return replace(sampling, seed=derived_seed(sampling.seed, "draft", position))
+
+
+@dataclass(frozen=True)
+class Check:
+    """What to verify for one request: its drafts, the position of the first, and how the request samples."""
+
+    drafts: tuple[int, ...]
+    position: int
+    sampling: Sampling
+    probs_GV: Tensor | None = None  # what the drafts were sampled from; None: they were not sampled
+    rule: VerifyRule = field(default_factory=lambda: COUPLED)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.drafts) + 1
+
+
+def verify(logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
+    """The new tokens of each request by its own rule. Rows are in the order of `checks`."""
+    names = {c.rule.name for c in checks}
+    if len(names) == 1:
+        return checks[0].rule.verify(logits_RV, checks)
+    starts = _starts(checks)
+    gained: list[list[int]] = [[] for _ in checks]
+    for name in sorted(names):
+        mine = [i for i, c in enumerate(checks) if c.rule.name == name]
+        rows = [starts[i] + k for i in mine for k in range(checks[i].num_rows)]
+        part = logits_RV[torch.tensor(rows, device=logits_RV.device)]
+        for i, tokens in zip(mine, checks[mine[0]].rule.verify(part, [checks[i] for i in mine]), strict=True):
+            gained[i] = tokens
+    return gained
+
+
+class Verifier:
+    """How an engine verifies. Subclasses may change logits or record what was gained."""
+
+    def __init__(self, function: Verify = verify) -> None:
+        self._verify = function
+
+    def __call__(self, logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
+        return self._verify(logits_RV, checks)
+
+    def needs_logits(self, checks: Sequence[Check]) -> bool:
+        """False: the tokens that plain decoding chooses after each row are enough (`accept`), so the engine may choose
+        them on the device and not call this object. A function of the caller's own may change logits: it needs them."""
+        return self._verify is not verify or any(c.drafts and c.rule.needs_logits for c in checks)
+
+    def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
+        """The tokens of a step that was verified without a call of this object."""
+
+
+def as_verifier(function: Verify | Verifier) -> Verifier:
+    return function if isinstance(function, Verifier) else Verifier(function)
+
+
+# -- coupled ------------------------------------------------------------------------------------------------
+
+
+def coupled(logits_RV: Tensor, checks: Sequence[Check]) -> list[list[int]]:
+    samplings = [c.sampling for c in checks for _ in range(c.num_rows)]
+    positions = [c.position + i for c in checks for i in range(c.num_rows)]
+    targets = sample(logits_RV, samplings, positions).tolist()  # the one host sync of a step
+    return [
+        accept(check.drafts, targets[start : start + check.num_rows])
+        for check, start in zip(checks, _starts(checks), strict=True)
+    ]
+
+
+def accept(drafts: Sequence[int], targets: Sequence[int]) -> list[int]:
+    """Targets up to and including the first that differs from its draft; all g + 1 when none does."""
+    num_equal = 0
+    while num_equal < len(drafts) and drafts[num_equal] == targets[num_equal]:
+        num_equal += 1
+    return list(targets[: num_equal + 1])
+
+
+# -- token and block ----------------------------------------------------------------------------------------
+
+
+def token_chances(p_NGV: Tensor, q_NGV: Tensor, ratio_NG: Tensor, num_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(chance that the test of draft i passes [N, G], weight r of p in the residual after i drafts [N, G+1])."""
+    return ratio_NG.clamp(max=1.0), torch.ones_like(p_NGV[..., 0])
+
+
+def block_chances(p_NGV: Tensor, q_NGV: Tensor, ratio_NG: Tensor, num_N: Tensor) -> tuple[Tensor, Tensor]:
+    """h_i and r_i of the block rule; p has G + 1 rows per request, q has G."""
+    r = [torch.ones_like(p_NGV[:, 0, 0])]
+    for ratio_N in ratio_NG.unbind(1):
+        r.append((r[-1] * ratio_N).clamp(max=1.0))
+    r_NG1 = torch.stack(r, dim=1)
+    # R_i for i = 1..G-1 needs the draft distribution one position further on.
+    rest_NG = (r_NG1[:, 1:-1, None] * p_NGV[:, 1:-1] - q_NGV[:, 1:]).clamp(min=0).sum(-1)
+    h_NG = rest_NG / (rest_NG + 1 - r_NG1[:, 1:-1])
+    h_NG = h_NG.masked_fill(h_NG.isnan(), 1.0)  # 0/0: p equals q there and everything before was accepted
+    h_NG = torch.cat([h_NG, r_NG1[:, -1:]], dim=1)
+    index_G = torch.arange(1, ratio_NG.shape[1] + 1, device=ratio_NG.device)
+    return torch.where(index_G == num_N[:, None], r_NG1[:, 1:], h_NG), r_NG1
+
+
+def residual(p_NV: Tensor, q_NV: Tensor, r_N: Tensor) -> Tensor:
+    """norm(max(r p - q, 0)); p itself where nothing is left, which happens by rounding only."""
+    left_NV = (r_N[:, None] * p_NV - q_NV).clamp(min=0)
+    mass_N1 = left_NV.sum(-1, keepdim=True)
+    return torch.where(mass_N1 > 0, left_NV / mass_N1, p_NV)
+
+
+def probabilities(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The distribution that `sample` samples from, fp64 [R, V]; one-hot for greedy rows."""
+    logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    temperatures = [1.0 if s.greedy else s.temperature for s in samplings]
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = scaled / torch.tensor(temperatures, device=logits.device, dtype=scaled.dtype)[:, None]
+    probs_RV = keep_likely(scaled, samplings).double().softmax(dim=-1)
+    greedy_R1 = torch.tensor([[s.greedy] for s in samplings], device=logits.device)
+    best_RV = torch.zeros_like(probs_RV).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy_R1, best_RV, probs_RV)
+
+
+def derived_seed(seed: int | None, purpose: str, position: int) -> int:
+    """A seed for one purpose in the step that starts with a text of this length."""
+    return int.from_bytes(blake2b(f"{seed} {purpose} {position}".encode(), digest_size=8).digest(), "little")
+
+
+Chances = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _verify_by_chance(
+    logits_RV: Tensor, checks: Sequence[Check], chances: Chances, count: Callable[[Tensor], Tensor]
+) -> list[list[int]]:
+    device, vocab = logits_RV.device, logits_RV.shape[-1]
+    num_drafts = [len(c.drafts) for c in checks]
+    most = max(num_drafts)
+    num_N = torch.tensor(num_drafts, device=device)
+    probs_RV = probabilities(logits_RV, [c.sampling for c in checks for _ in range(c.num_rows)])
+    last = [start + num for start, num in zip(_starts(checks), num_drafts, strict=True)]
+    row = [[min(start + i, end) for i in range(most + 1)] for start, end in zip(_starts(checks), last, strict=True)]
+    p_NGV = probs_RV[torch.tensor(row, device=device)]
+    x_NG = torch.tensor([[*c.drafts, *[0] * (most - len(c.drafts))] for c in checks], device=device)
+    x_NG = x_NG.reshape(len(checks), most).long()
+    q_NGV = torch.zeros(len(checks), most + 1, vocab, device=device, dtype=p_NGV.dtype)
+    for n, check in enumerate(checks):
+        if check.probs_GV is not None:
+            q_NGV[n, : len(check.drafts)] = check.probs_GV.to(q_NGV)
+        else:
+            q_NGV[n, torch.arange(len(check.drafts), device=device), x_NG[n, : len(check.drafts)]] = 1.0
+    # q = 0 after a request's last draft, so the residual there is p itself, which is what the extra token after a full
+    # acceptance is sampled from.
+    if most:
+        px = p_NGV[:, :-1].gather(-1, x_NG[..., None])[..., 0]
+        qx = q_NGV[:, :-1].gather(-1, x_NG[..., None])[..., 0]
+        ratio_NG = torch.where(qx > 0, px / qx, 0.0)
+        chance_NG, r_NG1 = chances(p_NGV, q_NGV[:, :-1], ratio_NG, num_N)
+        valid_NG = torch.arange(most, device=device) < num_N[:, None]
+        taken_N = count((_uniform(checks, most, device) <= chance_NG) & valid_NG)
+    else:
+        r_NG1, taken_N = torch.ones_like(p_NGV[..., 0]), num_N
+    at = torch.arange(len(checks), device=device), taken_N
+    r_N = torch.where(taken_N == num_N, 1.0, r_NG1[at])
+    final_NV = residual(p_NGV[at], q_NGV[at], r_N)
+    seeds = [derived_seed(c.sampling.seed, "final", c.position) if c.drafts else c.sampling.seed or 0 for c in checks]
+    noise_NV = gumbel_noise(seeds, [c.position for c in checks], vocab, device)
+    token_N = (final_NV.log() + noise_NV).argmax(-1)
+    found = torch.stack([taken_N, token_N], dim=1).tolist()  # the one host sync of a step
+    return [[*c.drafts[:taken], extra] for c, (taken, extra) in zip(checks, found, strict=True)]
+
+
+def _uniform(checks: Sequence[Check], num: int, device: torch.device) -> Tensor:
+    """[N, num] numbers in (0, 1), a function of each request's seed and position."""
+    seeds = [derived_seed(c.sampling.seed, "accept", c.position) for c in checks]
+    return torch.exp(-torch.exp(-gumbel_noise(seeds, [0] * len(checks), num, device)))
+
+
+def _leading(passed_NG: Tensor) -> Tensor:
+    """How many tests pass before the first that fails."""
+    return passed_NG.long().cumprod(dim=1).sum(dim=1)
+
+
+def _last(passed_NG: Tensor) -> Tensor:
+    """The number of the last test that passes; 0 when none does."""
+    return (passed_NG * torch.arange(1, passed_NG.shape[1] + 1, device=passed_NG.device)).amax(dim=1)
+
+
+def _starts(checks: Sequence[Check]) -> list[int]:
+    """The row at which each request's rows begin."""
+    starts, row = [], 0
+    for check in checks:
+        starts.append(row)
+        row += check.num_rows
+    return starts
+
+
+# -- the rules ----------------------------------------------------------------------------------------------
+
+COUPLED: VerifyRule = VerifyRule("coupled", coupled, needs_logits=False, shares_noise=True)
+token = partial(_verify_by_chance, chances=token_chances, count=_leading)
+TOKEN = VerifyRule("token", token, needs_logits=True, shares_noise=False)
+block = partial(_verify_by_chance, chances=block_chances, count=_last)
+BLOCK = VerifyRule("block", block, needs_logits=True, shares_noise=False)
+RULES: dict[str, VerifyRule] = {rule.name: rule for rule in (COUPLED, TOKEN, BLOCK)}
+
+
+def rule_for(name: RuleName | Literal["auto"], sampling: Sampling) -> VerifyRule:
+    """`auto`: `coupled` where the request's settings determine its text (greedy, or with a seed), else `block`."""
+    if name == "auto":
+        return COUPLED if sampling.greedy or sampling.seed is not None else BLOCK
+    return RULES[name]

@@ -1,0 +1,62 @@
+"""Column-by-column sweeps (GPTQ, SparseGPT) as CUDA graphs: the layers of a model have few shapes.
+
+A sweep over a 1536-wide layer starts some 20,000 tiny kernels, one after the other; most of the time goes by between
+them. The first layer of a shape runs as usual, then is captured; the others replay it with their own numbers. The
+captured sweep must give what the first run gave, bit for bit, or it is not used. On a CPU nothing is captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.kernels.runtime.capture_stream import on_capture_stream
+
+# (inputs, outputs) -> graph by what decides the kernels; a dozen of them, small beside a model.
+_GRAPHS: dict[Hashable, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None] = {}
+_LIMIT = 12
+
+
+def sweep(key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """run(*inputs), which must be a pure function of them and of `key`."""
+    if not inputs[0].is_cuda:
+        return run(*inputs)
+    key = (key, inputs[0].device, tuple((t.shape, t.dtype) for t in inputs))
+    if key not in _GRAPHS:
+        while len(_GRAPHS) >= _LIMIT:
+            del _GRAPHS[next(iter(_GRAPHS))]
+        found, _GRAPHS[key] = _capture(run, inputs)
+        return found
+    entry = _GRAPHS[key]
+    if entry is None:
+        return run(*inputs)
+    graph, held, out = entry
+    for old, new in zip(held, inputs, strict=True):
+        old.copy_(new)
+    graph.replay()
+    return tuple(t.clone() for t in out)
+
+
+def _capture(
+    run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None]:
+    """The result for these inputs, and the graph or None."""
+    held = tuple(t.clone() for t in inputs)
+    with on_capture_stream():
+        found = tuple(t.clone() for t in run(*held))
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(*held)
+        graph.replay()
+        if all(torch.equal(a, b) for a, b in zip(out, found, strict=True)):
+            return found, (graph, held, out)
+        reason = "its result differs"
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+    warnings.warn(f"column sweeps run without a CUDA graph: {reason}", stacklevel=4)
+    return found, None

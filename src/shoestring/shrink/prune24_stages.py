@@ -1,0 +1,364 @@
+"""The settings and stages of shrink/prune24: checks, one-shot pruning into a folder, training, delivery, report.
+
+check(cfg), check_texts(...)  every mistake that can be found before there is a folder
+prune_one_shot(run, ...)      oneshot/ and branch.safetensors; block by block, and a stopped run continues
+train_student(cfg, ...)       AST or CAST on the corpus, or on text that the dense model writes (`write_text`)
+load_pruned(run.folder, ...)  the one-shot model with its Formats and branches, for delivery without training
+deliver_pruned(run, ...)      model/ and packed/, after every group of four has been counted
+report_pruned(run, ...)       report.html
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoestring.config import option, to_json
+from shoestring.errors import UserError
+from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens, text_tokens
+from shoestring.formats import Slorb, Sparse24, convert, pack
+from shoestring.formats.convert import Rule
+from shoestring.host.block_offload import BlockOffload, check_spill
+from shoestring.mesh import MeshConfig
+from shoestring.model import Decoder, LoadedModel, Tokenizer, load_model, save_model
+from shoestring.model.parallel import ParallelConfig
+from shoestring.report import Curves, Section, Series, Table, Text, eval_table, in_words, run_sections, write_report
+from shoestring.runlog import RunLog, check_free, open_run_folder, read_config, resumable, write_atomically
+from shoestring.shrink.block_files import BlockFiles
+from shoestring.shrink.calibrate import BlockStep, Calibration, walk
+from shoestring.shrink.prune import PRUNERS, Pruner, SparseGpt, plan_pruning, prune, store_branches, take_branches
+from shoestring.shrink.prune24_retrain import Coverage, Retrain, build_student, check_coverage, retrain
+from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
+from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, load_where_it_fits
+from shoestring.state.checkpoint import Checkpointer, check_steps
+from shoestring.train.data import TokenData, rows_per_pass
+from shoestring.train.pretraining import few_documents, validation_data, validation_loss
+from shoestring.train.shards import Corpus, tokenize_corpus
+from shoestring.train.sparse24 import check_torch, flip_plots
+from shoestring.train.step import Run
+
+RECIPE = "shrink/prune24"
+SELF = "self.jsonl"  # what the model wrote, in the run's folder
+# Prune24Settings that finished blocks and steps depend on.
+DECIDING = (
+    "model", "layers", "method", "calib", "calib_windows", "calib_context", "damping", "slorb", "projection", "train",
+    "start", "data", "max_mb", "batch", "context", "lr", "refresh", "seed", "dtype", "pull", "anneal", "distill", "kl",
+    "ce", "temperature", "prompts", "self_texts", "self_tokens",
+)  # fmt: skip
+# Prune24Settings that do nothing with train=none.
+TRAINING = (
+    "start", "data", "prompts", "self_texts", "self_tokens", "max_mb", "steps", "batch", "context", "micro", "lr",
+    "warmup", "schedule", "weight_decay", "clip", "pull", "anneal", "refresh", "distill", "kl", "ce", "temperature",
+    "seed", "recompute", "compile", "log_every", "eval_every", "save_every", "flip_every",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prune24Settings:
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    layers: str = option("*", "glob of the layers to prune; the output head only where its name is spelled out")
+    method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
+    calib: str | None = option(None, "calibration text or corpus; a run is calibrated on its own training text")
+    calib_windows: int = option(32, "windows of calibration text", least=1)
+    calib_context: int = option(512, "tokens in a window", least=1)
+    damping: float = option(0.01, "sparsegpt: added to the Hessian's diagonal, as a part of its mean")
+    stream: Literal["auto", "true", "false"] = option(
+        "auto",
+        "one-shot; true: the model stays in the host's memory and one block at a time goes to the device; auto: where "
+        "the whole model would take more than half of the device's free memory",
+    )
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
+    slorb: int = option(0, "add a branch over sums of this many inputs, 16 is the paper's; 0: none", least=0)
+    projection: Literal["sum", "trained"] = option("sum", "slorb: block sums, or train the projection as well")
+    train: Literal["ast", "cast", "none"] = option("ast", "how to retrain; none stops after the one-shot pruning")
+    start: Literal["auto", "oneshot", "dense"] = option(
+        "auto", "weights that training starts from; auto: one-shot for ast, dense for cast"
+    )
+    data: str | None = option(None, "training corpus, not the evaluated text; self: text the dense model writes")
+    prompts: str | None = option(None, "data=self: a text, corpus or .jsonl to take prompts from")
+    self_texts: int = option(2000, "data=self: texts to write", least=1)
+    self_tokens: int = option(512, "data=self: tokens of a text at most", least=1)
+    max_mb: float | None = option(100.0, "read at most this many megabytes of the corpus; none reads all", least=0.001)
+    steps: int = option(1000, "optimizer steps", least=1)
+    batch: int = option(16, "rows per step over all ranks", least=1)
+    context: int = option(1024, "tokens per row", least=1)
+    micro: int | None = option(None, "rows per forward pass on one rank, to save memory; none: all at once", least=1)
+    lr: float = option(2e-4, "peak learning rate; cast wants more", least=0)
+    warmup: int = option(50, "steps of linear warm-up", least=0)
+    schedule: Literal["cosine", "wsd"] = option("cosine", "cosine to a tenth, or stable, then linear to zero")
+    weight_decay: float = option(0.0, "of all matrices; the pull on masked weights is apart", least=0)
+    clip: float = option(1.0, "largest gradient norm; 0 is off", least=0)
+    pull: float | None = option(None, "on masked weights; none: by the gradients of the first step", least=0)
+    anneal: float | None = option(None, "share of the steps until the full pull; none: 1/4 for ast, 1 for cast")
+    refresh: int = option(10, "steps between new masks", least=1)
+    distill: bool = option(True, "learn from the dense model's predictions too")
+    kl: float | None = option(None, "their weight; none: 0.67 for ast, 1/3 for cast", least=0)
+    ce: float | None = option(None, "weight of the text; none: 0.33 for ast, 2/3 for cast", least=0)
+    temperature: float | None = option(None, "of the predictions; none: 2 for ast, 1 for cast", least=0)
+    text: str | None = option(None, "a text file: perplexity of dense, one-shot and retrained model")
+    max_tokens: int = option(16384, "tokens of that text at most", least=2)
+    seed: int = option(0, "of the order of the data")
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
+    recompute: bool = option(False, "keep one activation per block, recompute the rest: less memory, more time")
+    compile: Literal["off", "blocks", "whole"] = option("off", "torch.compile each block, or all as one graph")
+    mesh: MeshConfig = option(MeshConfig(), "how processes share the retraining; pruning runs on the first")
+    log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
+    eval_every: int = option(100, "steps between validation losses; 0 is off", least=0)
+    save_every: int = option(200, "steps between checkpoints; 0 saves only on Ctrl-C", least=0)
+    flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
+    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+
+
+# -- before --------------------------------------------------------------------------------------------------
+
+
+def check(cfg: Prune24Settings) -> None:
+    """What can be wrong with the settings, said before there is a folder."""
+    if not cfg.model:
+        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    if cfg.train == "none":
+        saved = {} if cfg.resume is None else read_config(Path(cfg.resume)).get("config", {})
+        given, usual = to_json(cfg), {**to_json(Prune24Settings()), **saved}
+        if idle := [f"{key}={given[key]}" for key in TRAINING if given[key] != usual[key]]:
+            raise UserError(f"train=none does not train and would ignore {', '.join(idle)}: leave that out")
+    elif cfg.data is None:
+        raise UserError(
+            f"train={cfg.train} needs data=, a corpus to train on (or data=self); train=none prunes without training"
+        )
+    if cfg.train != "none":
+        check_torch(Sparse24(hold_mask=True), cfg.mesh.num_processes)
+    if cfg.data == "self" and cfg.prompts is None:
+        raise UserError("data=self needs prompts=, a text or .jsonl file that the model goes on from")
+    if cfg.slorb == 0 and cfg.projection == "trained":
+        raise UserError("projection=trained is about the branch: give slorb=16 too")
+    check_apart(to_json(cfg), "calib", "data")
+    if cfg.text is not None and not Path(cfg.text).is_file():
+        raise UserError(f"text={cfg.text} is no file; give a text file")
+    check_spill(cfg.spill)
+    pruner(cfg)
+    if cfg.train != "none":
+        check_training(cfg)
+    if cfg.resume is not None:
+        check_steps(cfg.steps, open_run_folder(RECIPE, to_json(cfg), DECIDING))  # before any text is read
+    elif cfg.run is not None:
+        check_free(Path(cfg.run))
+
+
+def check_training(cfg: Prune24Settings) -> None:
+    """Before minutes of one-shot pruning, not after them."""
+    rows_per_pass(cfg.batch, cfg.micro, cfg.mesh.dp * cfg.mesh.replica)
+    if cfg.data == "self":
+        assert cfg.prompts is not None
+        read_prompts(cfg.prompts, cfg.self_texts)
+    if cfg.temperature == 0:
+        raise UserError(f"temperature={cfg.temperature} must be positive")
+    if cfg.ce == 0 and (cfg.kl == 0 or not cfg.distill):
+        raise UserError("ce=0 and no distillation leave nothing to learn from: give one of them a weight")
+
+
+def check_texts(cfg: Prune24Settings, blank: LoadedModel) -> Tensor | None:
+    """Every text is long enough, and there; the calibration windows, where pruning is still to come and needs them."""
+    if cfg.train != "none" and cfg.context > blank.spec.max_positions:
+        raise UserError(f"context={cfg.context} is more than the {blank.spec.max_positions} positions of {cfg.model}")
+    if cfg.text is not None:
+        read_tokens(Path(cfg.text), need_tokenizer(blank))
+    if cfg.train != "none" and cfg.data != "self":
+        corpus = training_text(cfg, Path(), RunLog(None), blank.tokenizer)
+        TokenData(corpus.train, context=cfg.context, batch=cfg.batch)
+    pruned = cfg.resume is not None and (Path(cfg.resume) / "oneshot/config.json").is_file()
+    if pruned or (cfg.calib is None and not pruner(cfg).needs_text):
+        return None
+    return calibration_windows(blank, cfg.model, cfg.calib, cfg.calib_windows, cfg.calib_context, cfg.method)
+
+
+def pruner(cfg: Prune24Settings) -> Pruner:
+    return SparseGpt(cfg.damping) if cfg.method == "sparsegpt" else PRUNERS[cfg.method]
+
+
+def make_rules(cfg: Prune24Settings) -> list[Rule]:
+    held = Sparse24(hold_mask=True)
+    return [(cfg.layers, Slorb(held, cfg.slorb, cfg.projection) if cfg.slorb else held)]
+
+
+def retraining(cfg: Prune24Settings) -> Retrain:
+    assert cfg.train != "none"
+    return Retrain(
+        steps=cfg.steps, rule=cfg.train, lr=cfg.lr, warmup=cfg.warmup, schedule=cfg.schedule, clip=cfg.clip,
+        weight_decay=cfg.weight_decay, pull=cfg.pull, anneal=cfg.anneal, refresh=cfg.refresh, kl=cfg.kl, ce=cfg.ce,
+        temperature=cfg.temperature, flip_every=cfg.flip_every,
+    )  # fmt: skip
+
+
+# -- one-shot ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvaluatedText:
+    """What the rows of evals.jsonl are measured on."""
+
+    model: str
+    text: str | None
+    context: int
+    max_tokens: int
+
+    def measure(self, run: ShrinkRun, loaded: LoadedModel, label: str, offload: BlockOffload | None = None) -> None:
+        """With an offload that names a device, the model stays in the host's memory for this too."""
+        tokens, name = text_tokens(loaded, self.model, text=self.text) if self.text else (None, "")
+        if offload is not None and offload.onload_device is None:
+            offload = None
+        sizes: dict[str, Any] = {"context": self.context, "max_tokens": self.max_tokens}
+        run.log.evaluated(**evaluate_row(loaded, label, tokens, name, **sizes, offload=offload))
+
+
+def prune_one_shot(
+    cfg: Prune24Settings,
+    run: ShrinkRun,
+    rules: list[Rule],
+    method: Pruner,
+    calib_NT: Tensor | None,
+    evaluated: EvaluatedText,
+) -> None:
+    """oneshot/: a model folder whose pruned weights are zeros, and branch.safetensors beside it."""
+    folder, log = run.folder, run.log
+    if (folder / "oneshot" / "config.json").is_file():
+        return
+    loaded, onload_device = load_where_it_fits(cfg.model, run.mesh.device, run.compute, cfg.stream)
+    calibration = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, onload_device=onload_device)
+    plan_pruning(loaded.model, rules)
+    if not any(row.get("model") == "dense" for row in log.evaluations()):
+        evaluated.measure(run, loaded, "dense", calibration)
+    files = BlockFiles(folder / "blocks")
+    steps: Iterable[BlockStep] = ()
+    if calib_NT is not None:
+        steps = walk(loaded.model, calib_NT, calibration, start=files.count())
+    total = len(loaded.model.blocks)
+    with (
+        resumable(run.recipe, folder, lambda: f" after {files.count()} of {total} blocks"),
+        log.progress(total, f"{method.name} by block") as bar,
+    ):
+        report = prune(
+            loaded.model, rules, steps, method, files=files, onload_device=onload_device,
+            progress=lambda done, total, error: bar.advance(1, error=error),
+        )  # fmt: skip
+    evaluated.measure(run, loaded, f"one-shot {method.name}", calibration)
+    write_atomically(folder / "layers.json", json.dumps(report.to_json(), indent=1) + "\n")
+    branches = take_branches(loaded.model)
+    save_file({n: parts["low"].contiguous() for n, parts in branches.items()}, folder / "branch.safetensors")
+    loaded.model.to(run.compute)  # what was never on the device: streamed or not, the files are the same
+    save_model(folder / "oneshot", loaded.model, loaded.tokenizer)  # last: it says that all of this is there
+    shutil.rmtree(files.folder, ignore_errors=True)
+
+
+def read_branches(folder: Path, device: torch.device | str = "cpu") -> dict[str, dict[str, Tensor]]:
+    return {n: {"low": t} for n, t in load_file(folder / "branch.safetensors", device=str(device)).items()}
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+def training_text(cfg: Prune24Settings, folder: Path, log: RunLog, tokenizer: Tokenizer | None) -> Corpus:
+    source = str(folder / SELF) if cfg.data == "self" else cfg.data
+    assert source is not None
+    max_bytes = None if cfg.max_mb is None else int(cfg.max_mb * 1e6)
+    return tokenize_corpus(source, tokenizer=tokenizer, max_bytes=max_bytes, progress=log.progress)
+
+
+def write_text(cfg: Prune24Settings, run: ShrinkRun) -> None:
+    loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
+    assert cfg.prompts is not None and loaded.tokenizer is not None
+    prompts = read_prompts(cfg.prompts, cfg.self_texts)
+    sampling = replace(PAPER, max_tokens=cfg.self_tokens, seed=cfg.seed)
+    options: dict[str, Any] = {"sampling": sampling, "progress": run.log.progress}
+    generate_text(loaded.model, loaded.tokenizer, prompts, run.folder / SELF, **options)
+
+
+def train_student(
+    cfg: Prune24Settings, settings: Retrain, rules: list[Rule], run: ShrinkRun, corpus: Corpus
+) -> Decoder:
+    folder, log, mesh = run.folder, run.log, run.mesh
+    from_dense = cfg.start == "dense" or (cfg.start == "auto" and cfg.train == "cast")
+    parallel = ParallelConfig(cfg.recompute, cfg.compile, run.compute)
+    student = build_student(cfg.model if from_dense else folder / "oneshot", rules, mesh, parallel)
+    if not from_dense:
+        store_branches(student, read_branches(folder, mesh.device))
+    share = {"context": cfg.context, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    data = TokenData(corpus.train, **share, batch=cfg.batch, micro=cfg.micro, seed=cfg.seed)
+    held_out = validation_data(corpus, mesh, context=cfg.context, batch=cfg.batch, micro=None)
+    tokens = cfg.steps * data.tokens_per_step
+    log.say(
+        f"{cfg.train}: {tokens / 1e6:.2f}M tokens, {min(tokens, len(corpus.train)) / 1e6:.2f}M of them different "
+        f"({cfg.steps / data.steps_per_epoch:.2f} epochs)"
+    )
+    if cfg.eval_every and held_out is None:
+        log.say(f"no validation: {few_documents(corpus, cfg.context)}")
+    teacher = load_model(cfg.model, device=mesh.device, dtype=run.compute).model if cfg.distill else None
+    retrain(
+        Run(student, settings.optimizer(student), mesh, log),
+        teacher,
+        data,
+        settings,
+        checkpointer=Checkpointer(folder / "checkpoints", every=cfg.save_every),
+        log_every=cfg.log_every,
+        evaluate=validation_loss(held_out) if held_out else None,
+        eval_every=cfg.eval_every,
+        graph=True,
+        batched=cfg.compile == "off",
+    )
+    return student
+
+
+# -- after ---------------------------------------------------------------------------------------------------
+
+
+def load_pruned(folder: Path, rules: list[Rule], dtype: torch.dtype) -> Decoder:
+    """The one-shot model with its Formats, whole, on the CPU of this process."""
+    model = load_model(folder / "oneshot", dtype=dtype).model
+    convert(model, rules)
+    store_branches(model, read_branches(folder))
+    return model
+
+
+def deliver_pruned(
+    run: ShrinkRun, model: Decoder, rules: list[Rule], tokenizer: Tokenizer | None, **notes: Any
+) -> Coverage:
+    """model/ and packed/ with pruning.json, after every group of four of every pruned layer has been counted."""
+    model.compute_dtype = run.compute
+    coverage = check_coverage(model, rules, run.compute)
+    content = {"format": rules[0][1].label, **coverage.to_json(), **notes}
+    save_model(run.folder / "model", model, tokenizer)
+    pack(model, dtype=run.compute)
+    save_model(run.folder / "packed", model, tokenizer)
+    for name in ("model", "packed"):
+        write_atomically(run.folder / name / "pruning.json", json.dumps(content, indent=1) + "\n")
+    run.log.say(f"{coverage.layers} layers are 2:4, {coverage.kept:,} of {coverage.weights:,} weights are left")
+    return coverage
+
+
+def report_pruned(run: ShrinkRun, coverage: Coverage, *, trained: bool) -> None:
+    folder, log = run.folder, run.log
+    eval_table(log.evaluations(), "Dense, pruned, retrained").print()
+    counted = [[in_words(k), v] for k, v in coverage.to_json().items()]
+    sections: list[Section] = [Table("Coverage", ["", "counted"], counted)]
+    layers = json.loads((folder / "layers.json").read_text())["layers"]
+    known = [(i, e["output_error"]) for i, e in enumerate(layers) if e["output_error"] is not None]
+    if known:
+        series = Series("one-shot", [i for i, _ in known], [e for _, e in known])
+        sections.append(Curves("Error by layer", [series], "layer", "mean square of the outputs' change, relative"))
+    if trained:
+        sections += flip_plots(folder)[:2]
+    commands = f'shoestring inspect {folder}/packed\nshoestring generate {folder}/packed "Once upon a time"'
+    sections += [*run_sections(folder), Text("Next", commands, code=True)]
+    page = write_report(folder, run.recipe, sections, subtitle=str(folder))
+    log.say(f"model in {folder}/model, packed in {folder}/packed, report in {page}. Next:\n{commands}")
+    log.close()

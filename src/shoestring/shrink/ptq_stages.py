@@ -1,0 +1,148 @@
+"""The settings and stages of shrink/ptq: checks, the method, mixed bits under a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoestring.config import option, to_json
+from shoestring.errors import UserError
+from shoestring.evals.model_row import check_apart
+from shoestring.formats import Format
+from shoestring.host.block_offload import check_spill
+from shoestring.model.blocks import BlocksModel
+from shoestring.runlog import RunLog, check_outputs, check_run_folder, check_unfinished, write_atomically
+from shoestring.shrink.blockwise import Blockwise
+from shoestring.shrink.calibrate import Calibration
+from shoestring.shrink.clip import Clip
+from shoestring.shrink.gptq import Gptq
+from shoestring.shrink.mixed_bits import MixedBits, choose_by_damage
+from shoestring.shrink.quantize import METHODS, Method, usual_inputs
+
+# PtqSettings that finished blocks, and the perplexity before, depend on.
+DECIDING = (
+    *("model", "format", "rules", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
+    *("damping", "objective", "dtype"),
+    *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
+    *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
+    *("text", "data", "context", "max_tokens"),
+)
+DAMAGE = "damage.jsonl"  # finished trials of bits_budget
+
+
+@dataclass(frozen=True)
+class PtqSettings:
+    model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
+    format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1")
+    rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
+    method: Literal["gptq", "gptq+clip", "awq", "clip", "rtn", "blockwise"] = option(
+        "gptq", "how weights are chosen; blockwise trains them with their scales and zero points"
+    )
+    calib: str | None = option(
+        None, "calibration text or corpus; a run is calibrated on its own training text by default"
+    )
+    calib_windows: int = option(32, "windows of calibration text", least=1)
+    calib_context: int = option(512, "tokens in a window", least=1)
+    inputs: Literal["auto", "quantized", "full"] = option(
+        "auto", "what a block sees: outputs of quantized or of full blocks; auto: as published for the method"
+    )
+    act_order: bool = option(False, "gptq: columns with large inputs first")
+    damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean")
+    objective: Literal["group", "row"] = option("group", "clip: output error of each group or of the whole row")
+    init: Literal["awq", "clip", "gptq", "gptq+clip", "rtn"] = option(
+        "awq", "blockwise: the method whose grids training starts from"
+    )
+    train: Literal["all", "grid"] = option(
+        "all", "blockwise: everything, or scales and zero points only (a learned clip)"
+    )
+    epochs: int = option(4, "blockwise: passes over the calibration windows, for every block", least=1)
+    train_batch: int = option(2, "blockwise: windows in a step", least=1)
+    lr_weight: float = option(Blockwise.lr_weight, "blockwise: in parts of a layer's rounding error", least=0)
+    lr_scale: float = option(Blockwise.lr_scale, "blockwise: in parts of a layer's mean scale", least=0)
+    lr_zero: float = option(Blockwise.lr_zero, "blockwise: in codes", least=0)
+    lr_norm: float = option(Blockwise.lr_norm, "blockwise: in parts of a norm's or bias' size; 0 leaves them", least=0)
+    held_out: float = option(Blockwise.held_out, "blockwise: part of the windows that only judges")
+    loss: Literal["token", "square"] = option("token", "blockwise: every token alike, or plain squares")
+    seed: int = option(0, "blockwise: order of the windows")
+    bits_budget: float | None = option(
+        None, "instead of format: bits per weight over all layers, shared out by measured damage"
+    )
+    candidates: str = option("int2,int3,int4", "bits_budget: the formats to choose from")
+    damage_windows: int = option(4, "bits_budget: calibration windows that the damage is measured on", least=1)
+    damage_units: Literal["layer", "block"] = option("layer", "bits_budget: what gets a format of its own")
+    stream: Literal["auto", "true", "false"] = option(
+        "auto",
+        "true: the model stays in the host's memory and one block at a time goes to the device; auto: where the "
+        "whole model would take more than half of the device's free memory",
+    )
+    memory_gb: float = option(4.0, "activations beyond this go to a file", least=0)
+    spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
+    out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
+    dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
+    text: str | None = option(None, "a text file: perplexity before and after")
+    data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
+    context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
+    max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
+    device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
+    run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")
+    resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+
+
+def check_settings(cfg: PtqSettings) -> None:
+    """What can be said without a look at the model."""
+    if not cfg.model:
+        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    settings = to_json(cfg)
+    check_run_folder(settings, DECIDING)
+    check_unfinished(cfg.resume)
+    check_outputs(settings, "out", "dense_out")
+    check_spill(cfg.spill)
+    check_apart(settings, "calib")
+
+
+def pick_calibration(cfg: PtqSettings, method: Method | Blockwise, onload_device: torch.device | None) -> Calibration:
+    found = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, onload_device=onload_device)
+    if cfg.inputs != "auto":
+        return replace(found, inputs=cfg.inputs)
+    return found if isinstance(method, Blockwise) else replace(found, inputs=usual_inputs(method))
+
+
+def pick_method(cfg: PtqSettings) -> Method | Blockwise:
+    if cfg.method == "blockwise":
+        same = [f.name for f in dataclasses.fields(Blockwise) if hasattr(cfg, f.name)]
+        return Blockwise(batch=cfg.train_batch, **{name: getattr(cfg, name) for name in same})
+    clip = Clip(objective=cfg.objective)
+    if cfg.method in ("gptq", "gptq+clip"):
+        with_clip = clip if cfg.method == "gptq+clip" else None
+        return Gptq(damping=cfg.damping, act_order=cfg.act_order, clip=with_clip)
+    return clip if cfg.method == "clip" else METHODS[cfg.method]
+
+
+def choose_mix(
+    cfg: PtqSettings,
+    model: BlocksModel,
+    candidates: list[Format],
+    calib_NT: Tensor,
+    calibration: Calibration,
+    folder: Path,
+    log: RunLog,
+) -> MixedBits:
+    """The formats of bits_budget, in mixed_bits.json."""
+    assert cfg.bits_budget is not None
+    some = calib_NT[:: max(1, len(calib_NT) // cfg.damage_windows)][: cfg.damage_windows]
+    options: dict[str, Any] = {"units": cfg.damage_units, "calibration": calibration}
+    title = f"damage by {cfg.damage_units}"
+    mix = choose_by_damage(model, candidates, cfg.bits_budget, some, log, title, folder / DAMAGE, **options)
+    counts = Counter(o.format.label for o in mix.chosen)
+    said = ", ".join(f"{n} x {label}" for label, n in counts.items())
+    log.say(f"{mix.bits_per_weight:.3f} of {cfg.bits_budget} bits per weight: {said}")
+    write_atomically(folder / "mixed_bits.json", json.dumps(mix.to_json(), indent=1) + "\n")
+    return mix

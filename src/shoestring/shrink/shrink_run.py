@@ -1,0 +1,205 @@
+"""What the recipes of shrink/ share: the run and its stages, what it starts from, what it leaves.
+
+A run starts from a model that is loaded where it fits, rules for its layers and calibration windows. It leaves the
+packed model, the rows before and after, report.html and commands to try next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens
+from shoestring.formats import Format, parse_format, unpack
+from shoestring.host.block_offload import fits_on_device
+from shoestring.mesh import Mesh
+from shoestring.model import LoadedModel, load_model, save_model
+from shoestring.model.folder import find_model_folder, read_spec
+from shoestring.paths import expand
+from shoestring.report import Curves, Scatter, Section, Series, Table, Text, eval_table, run_sections, write_report
+from shoestring.runlog import RunLog, write_atomically
+from shoestring.shrink.calibrate import windows
+from shoestring.shrink.quantize import QuantizeReport
+from shoestring.state.files import DTYPES, TensorFiles
+from shoestring.train.shards import tokenize_corpus
+
+MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
+
+
+@dataclass(frozen=True)
+class ShrinkRun:
+    recipe: str
+    folder: Path
+    log: RunLog
+    mesh: Mesh
+    compute: torch.dtype
+
+
+def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) -> None:
+    """Run a long action on the first rank while the others wait for its mark, not in a collective that would
+    time out. An action that is done is not done again."""
+    done, failed = folder / f"{name}.done", folder / f"{name}.failed"
+    if mesh.is_main:
+        if done.is_file():
+            return
+        failed.unlink(missing_ok=True)
+        try:
+            action()
+        except BaseException as error:
+            if mesh.world_size > 1:
+                write_atomically(failed, str(error) or type(error).__name__)
+            raise
+        write_atomically(done, "")
+        return
+    began = time.time()
+    while not done.is_file():
+        # A mark older than this start belongs to an earlier run.
+        if failed.is_file() and failed.stat().st_mtime > began - 1:
+            raise UserError(f"the first process could not finish {name}: {failed.read_text()}")
+        time.sleep(0.2)
+
+
+# -- what it starts from -------------------------------------------------------------------------------------
+
+
+def parse_rules(text: str) -> list[tuple[str, Format]]:
+    """'*.mlp.*=nf3;*.attn.*=int4' -> [(glob, Format), ...]"""
+    rules = []
+    for item in text.split(";"):
+        glob, equals, name = item.strip().rpartition("=")
+        if not equals:
+            raise UserError(
+                f"rules={text!r}: {item.strip()!r} is not glob=format; write for example *.mlp.*=nf3;*=int4"
+            )
+        rules.append((glob.strip(), parse_format(name)))
+    return rules
+
+
+def read_rules(rules: str | None, format: str) -> list[tuple[str, Format]]:
+    """The settings `rules` and `format` of a recipe: the first replaces the second."""
+    return parse_rules(rules) if rules else [("*", parse_format(format))]
+
+
+def load_where_it_fits(
+    model: str, device: torch.device, compute: torch.dtype, stream: Literal["auto", "true", "false"]
+) -> tuple[LoadedModel, torch.device | None]:
+    """The model, and the device that its blocks are moved to one at a time; None where all of it is there already."""
+    if stream == "false":
+        return load_model(model, device=device, dtype=compute), None
+    if Path(model).suffix == ".gguf":  # comes into the host's memory whole, wherever it goes then
+        loaded = load_model(model, dtype=compute)
+        if stream == "true" or not fits_on_device(loaded.spec.num_params(), device, compute):
+            return loaded, device
+        loaded.model.to(device)
+        return loaded, None
+    # Decided before a weight is read: what fits on the device never takes the host's memory.
+    if stream == "auto" and fits_on_device(read_spec(model)[0].num_params(), device, compute):
+        return load_model(model, device=device, dtype=compute), None
+    loaded = load_model(model, dtype=offload_dtype(model, compute))
+    loaded.model.compute_dtype = compute
+    return loaded, device
+
+
+def offload_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
+    """What an offloaded model's weights are kept in while its blocks compute in `compute`: the dtype they are stored
+    in where `compute` holds all its numbers, else `compute`, to which they are rounded in any case.
+    """
+    if Path(path).suffix == ".gguf":  # de-quantized when it is read
+        return compute
+    folder = find_model_folder(expand(path))
+    if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return compute  # packed already, or no weights: loading it says so
+    files = TensorFiles(folder)
+    stored: torch.dtype | None = None
+    for name in files.names:
+        found = DTYPES.get(files.dtype(name))
+        if found is not None and found.is_floating_point and found.itemsize > 1:
+            stored = found if stored is None else torch.promote_types(stored, found)
+    return stored if stored is not None and torch.promote_types(stored, compute) == compute else compute
+
+
+def calibration_windows(
+    loaded: LoadedModel, model: str, calib: str | None, num_windows: int, context: int, method: str
+) -> Tensor:
+    """[windows, context] token ids of `calib`, a text or a corpus, or of the corpus that the run `model` was trained
+    on; `method` is for the message where there is neither.
+    """
+    source, max_mb = (calib, None) if calib is not None else corpus_of_run(Path(model))
+    if source is None:
+        raise UserError(
+            f"method={method} needs a calibration text: give calib=FILE or a corpus; not the text that is evaluated"
+        )
+    tokenizer = need_tokenizer(loaded)
+    path = Path(source)
+    if path.is_file() and path.suffix in (".txt", ".md", ""):
+        tokens = read_tokens(path, tokenizer)
+    else:
+        options: dict[str, Any] = {"max_bytes": None if max_mb is None else int(max_mb * 1e6)}
+        options |= {"key": "data" if calib is None else "calib", "progress": RunLog(None).progress}
+        tokens = tokenize_corpus(source, tokenizer=tokenizer, **options).train.head(MAX_TOKENS)
+    context = fitting_context("calib_context", context, loaded)
+    return windows(tokens.to(torch.int64), num_windows, context)
+
+
+def has_calibration_text(model: str, calib: str | None) -> bool:
+    return calib is not None or corpus_of_run(Path(model))[0] is not None
+
+
+# -- what it leaves ------------------------------------------------------------------------------------------
+
+
+def report_before_after(
+    recipe: str, log: RunLog, folder: Path, out: Path, *, plots: Sequence[Section] = (), tables: Sequence[Section] = ()
+) -> None:
+    """The rows before and after on the console and in report.html; what to try next."""
+    rows = log.evaluations()
+    eval_table(rows, "Before and after").print()
+    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
+    commands = f'shoestring inspect {out}\nshoestring generate {out} "Once upon a time"\nshoestring export {out} DIR'
+    sections: list[Section] = [
+        Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
+        *plots,
+        *run_sections(folder),
+        *tables,
+        Text("Next", commands, code=True),
+    ]
+    page = write_report(folder, recipe, sections, subtitle=str(folder))
+    log.say(f"packed model in {out}, report in {page}. Next:\n{commands}")
+    log.close()
+
+
+def save_quantized(loaded: LoadedModel, report: QuantizeReport, out: Path, dense_out: str | None, **notes: Any) -> None:
+    """The packed model with errors and `notes` in quantization.json, and the dense one where it is wanted."""
+    model = loaded.model
+    # What was never on the device is in the checkpoint's dtype: streamed or not, the files are the same.
+    model.to(model.compute_dtype)
+    save_model(out, model, loaded.tokenizer)
+    write_atomically(out / "quantization.json", json.dumps({**report.to_json(), **notes}, indent=1) + "\n")
+    if dense_out is not None:
+        unpack(model)
+        save_model(dense_out, model, loaded.tokenizer)
+
+
+def error_sections(log: RunLog, report: QuantizeReport) -> tuple[list[Section], list[Section]]:
+    """The curve of errors by block; the tables of blocks and layers."""
+    blocks = [row for row in log.history if "output_error" in row]
+    curve = Series("output error", [row["step"] for row in blocks], [row["output_error"] for row in blocks])
+    fields = [f.name for f in dataclasses.fields(report.layers[0])] if report.layers else []
+    layers = [[getattr(layer, f) for f in fields] for layer in report.layers]
+    trained = [[i, b["before"], b["after"]] for i, b in enumerate(report.blocks)]
+    tables: list[Section] = [
+        Table("Layers", [f.replace("_", " ") for f in fields], layers, "Errors are relative mean squares.")
+    ]
+    if trained:
+        head = ["block", "error before", "error after"]
+        tables.insert(0, Table("Blocks", head, trained, "On windows held out."))
+    return [Curves("Error by block", [curve], "block", "mean square of the outputs' change, relative")], tables

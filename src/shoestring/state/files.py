@@ -1,0 +1,379 @@
+"""Safetensors files and folders that appear whole or not at all.
+
+TensorFiles reads any box of any tensor of a model folder: files are mapped, and only what is read is copied.
+TensorWriter writes one tensor at a time: the header follows from names, shapes and dtypes alone, so one tensor is in
+memory, and a full disk is an ordinary OSError. AtomicFolder collects files in a hidden folder beside its target,
+syncs them and renames. Checkpoints (storage.py) use the same writer and the same rename.
+
+Left out on purpose: what the tensors mean (model/folder.py), pickled weights (never read).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError, room
+
+SHARD_BYTES = 5 * 10**9
+CHUNK = 1 << 24  # bytes hashed and written at a time: a chunk is still in the cache when it is written
+
+# safetensors' names of the dtypes that both it and torch know.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What a model folder is made of. A file outside this list is the user's own, and stops a replacement.
+_MODEL_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.*",
+    "README*",
+    "LICENSE*",
+    "NOTICE*",
+    ".gitattributes",
+)
+
+
+class TensorFiles:
+    """The tensors of `<stem>.safetensors`, or of the shards that `<stem>.safetensors.index.json` lists."""
+
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        self.folder = folder
+        self._file_of: dict[str, Any] = {}  # tensor name -> opened file
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.is_file():
+            opened = _open(single)
+            self._file_of = dict.fromkeys(opened.keys(), opened)
+        elif index.is_file():
+            self._open_shards(index)
+        else:
+            raise _no_weights(folder, stem)
+
+    def _open_shards(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise UserError(f"{index} has no 'weight_map' of tensor names to file names; download it again")
+        opened: dict[str, Any] = {}
+        held: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            if file not in opened:
+                if Path(file).name != file:
+                    raise UserError(f"{index} names the file {file!r}; only files beside it are read")
+                if not (index.parent / file).is_file():
+                    raise UserError(f"{index.parent / file} is missing, but {index.name} lists it; download it again")
+                opened[file] = _open(index.parent / file)
+                held[file] = set(opened[file].keys())
+            if name not in held[file]:
+                raise UserError(
+                    f"{index.parent / file} has no tensor {name!r}, but {index.name} says so; download both"
+                )
+            self._file_of[name] = opened[file]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """In safetensors' words: F32, BF16, U8, ..."""
+        return str(self._file_of[name].get_slice(name).get_dtype())
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor, or the box of it that `index` cuts out (one slice a dimension)."""
+        file = self._file_of[name]
+        if not index:
+            return file.get_tensor(name)
+        return file.get_slice(name)[index]
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except PermissionError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        with path.open("rb") as f:
+            if f.read(20).startswith(b"version https://git-"):
+                raise UserError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`") from error
+        raise UserError(f"{path} is truncated or corrupt ({error}); download or save it again") from error
+
+
+def _no_weights(folder: Path, stem: str) -> UserError:
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        return UserError(
+            f"{folder} has only pickled weights ({pickled[0]}); pickle can run code and is never read: "
+            "convert the folder to safetensors first (transformers: from_pretrained, then save_pretrained)"
+        )
+    gguf = sorted(p.name for p in folder.glob("*.gguf"))
+    if gguf:
+        return UserError(f"{folder} holds a GGUF file; give the file itself: {folder / gguf[0]}")
+    if (folder / "adapter_config.json").is_file():
+        return UserError(f"{folder} holds an adapter without its base model; merge them and give the merged folder")
+    return UserError(
+        f"{folder} has no weights: expected {stem}.safetensors, or shards with {stem}.safetensors.index.json"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or a UserError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); download or save it again") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan_shards(infos: Sequence[TensorInfo], stem: str, limit: int = SHARD_BYTES) -> dict[str, list[TensorInfo]]:
+    """{file name: tensors}, in order, no file above `limit` unless one tensor is."""
+    groups: list[list[TensorInfo]] = [[]]
+    size = 0
+    for info in infos:
+        if groups[-1] and size + info.num_bytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(info)
+        size += info.num_bytes
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05}-of-{len(groups):05}.safetensors": g for i, g in enumerate(groups)}
+
+
+def write_index(folder: Path, stem: str, shards: dict[str, list[TensorInfo]]) -> None:
+    """model.safetensors.index.json, where there is more than one shard."""
+    if len(shards) == 1:
+        return
+    total = sum(i.num_bytes for infos in shards.values() for i in infos)
+    weight_map = {i.name: file for file, infos in shards.items() for i in infos}
+    write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class TensorWriter:
+    """One safetensors file, written tensor by tensor in the order of `infos`.
+
+    `metadata` goes into the header. With `checksum` the bytes are hashed on the way, so that the file is not read
+    back for its sha256.
+    """
+
+    def __init__(
+        self, path: Path, infos: Sequence[TensorInfo], *, metadata: dict[str, str] | None = None, checksum: bool = False
+    ) -> None:
+        header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        offset = 0
+        for info in infos:
+            end = offset + info.num_bytes
+            header[info.name] = {
+                "dtype": DTYPE_NAMES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data starts aligned
+        self._waiting = list(reversed(infos))
+        self._hash = hashlib.sha256() if checksum else None
+        self.num_bytes = 0
+        self._file = path.open("wb")
+        self._write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, t: Tensor) -> None:
+        info = self._waiting.pop()
+        assert (tuple(t.shape), t.dtype) == (info.shape, info.dtype), (info, t.shape, t.dtype)
+        if t.numel():  # row-major and little-endian, as every machine that torch runs on
+            self._write(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        self.num_bytes += len(view)
+        for at in range(0, len(view), CHUNK):
+            if self._hash is not None:
+                self._hash.update(view[at : at + CHUNK])
+            self._file.write(view[at : at + CHUNK])
+
+    @property
+    def sha256(self) -> str:
+        assert self._hash is not None
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """On disk, not only in the page cache: what is renamed next must not be empty after a power cut."""
+        assert not self._waiting
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
+            self._file.close()
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable; a file's own fsync does not cover its name."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_folder(new: Path, target: Path, old: Path) -> None:
+    """Put the complete folder `new` in the place of `target`, which is kept as `old` in between.
+
+    A crash between the two renames leaves `old`; a failing rename puts it back.
+    """
+    sync(new)
+    had_old = target.exists()
+    if had_old:
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if had_old:
+            old.rename(target)
+        raise
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class AtomicFolder:
+    """A model folder, written beside `target` and renamed when it is complete.
+
+    A target that exists is replaced only when it is a model folder. The first error is kept in `error` instead of
+    raised: this rank may have to go on taking part in collectives.
+    """
+
+    def __init__(self, target: Path, num_bytes: int) -> None:
+        """`num_bytes`: about how much will be written; too little room is noticed before the work."""
+        self.target = target
+        self.temp = target.parent / f".{target.name}.new-{os.getpid()}"
+        self.error: str | None = None
+        with self.guard():
+            _check_replaceable(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.temp, ignore_errors=True)
+            self.temp.mkdir()  # first: a place that takes no file at all may call itself full
+            free = shutil.disk_usage(target.parent).free
+            if num_bytes > free:
+                raise UserError(
+                    f"cannot write {target}: it needs {num_bytes / 1e6:.1f} MB, the disk has "
+                    f"{free / 1e6:.1f} MB left; free some space or choose another folder"
+                )
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Keeps the first error of the block; later blocks run, and should look at `error` first."""
+        try:
+            yield
+        except UserError as error:
+            self.error = self.error or str(error)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.error = self.error or (
+                f"cannot write {self.target}: {reason}; nothing was changed; {room(error)}choose another folder"
+            )
+
+    @contextlib.contextmanager
+    def tensors(self, name: str, infos: Sequence[TensorInfo]) -> Iterator[Callable[[Tensor], None]]:
+        """A function that appends the next tensor of file `name`; it does nothing after an error."""
+        writer: TensorWriter | None = None
+        if self.error is None:
+            with self.guard():
+                writer = TensorWriter(self.temp / name, infos, metadata={"format": "pt"})
+
+        def write(t: Tensor) -> None:
+            if writer is not None and self.error is None:
+                with self.guard():
+                    writer.add(t)
+
+        try:
+            yield write
+            if writer is not None and self.error is None:
+                with self.guard():
+                    writer.close()
+        finally:
+            if writer is not None:
+                writer.abandon()
+
+    def finish(self) -> None:
+        """Put the new folder in the place of the old one."""
+        for file in self.temp.iterdir():
+            sync(file)
+        replace_folder(self.temp, self.target, self.target.parent / f".{self.target.name}.old-{os.getpid()}")
+
+    def clean(self) -> None:
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def _check_replaceable(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise UserError(f"{target} exists and is a file; choose another folder to save the model in")
+    entries = sorted(target.iterdir())
+    if not entries:
+        return
+    foreign = [e.name for e in entries if e.is_dir() or not any(fnmatch.fnmatch(e.name, p) for p in _MODEL_FILES)]
+    if foreign or not (target / "config.json").is_file():
+        why = f"it holds {foreign[0]!r}" if foreign else "it has no config.json"
+        raise UserError(f"{target} exists and is not only a model folder ({why}); choose another folder or empty it")

@@ -1,0 +1,208 @@
+"""A pre-training run around its loop: the model it starts from, validation on the way, the report at its end.
+
+The model is a new one of a named size, or one that is loaded. It is built and converted on the meta device, cut over
+the mesh, then filled: no rank ever holds more than its share. Validation is the loss on the first rows of the held-out
+split, the same rows every time. Left out: perplexity of a finished model over a whole text (evals/perplexity.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shoestring.config import option
+from shoestring.errors import UserError
+from shoestring.formats import convert, init_state, parse_format
+from shoestring.formats.convert import Rule
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, ModelSpec, Tokenizer, load_into
+from shoestring.model.folder import read_spec
+from shoestring.model.hf import spec_to_hf
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.report import Section, Text, eval_table, run_sections, write_report
+from shoestring.runlog import RunLog
+from shoestring.train.data import TokenData
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.shards import Corpus
+from shoestring.train.step import Run
+
+# d_model, num_layers, num_heads, num_kv_heads, d_ff; Llama's architecture except for gpt2-*.
+SIZES: dict[str, tuple[int, int, int, int, int]] = {
+    "tiny": (128, 4, 4, 2, 384),
+    "small": (256, 6, 4, 2, 768),
+    "gpt2-124m": (768, 12, 12, 12, 3072),
+    "gpt2-774m": (1280, 36, 20, 20, 5120),
+    "llama-350m": (1024, 24, 16, 16, 2816),
+    "llama-1b": (2048, 16, 32, 8, 8192),
+}
+GPT2: dict[str, Any] = {"model_type": "gpt2", "norm": "layer", "act": "gelu_tanh", "positions": "learned"}
+GPT2 |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    init_from: str | None = option(None, "Hugging Face folder, run or .gguf to go on from; none starts from scratch")
+    size: Literal["tiny", "small", "gpt2-124m", "gpt2-774m", "llama-350m", "llama-1b"] = option("tiny", "shape")
+    d_model: int | None = option(None, "width, instead of the size's", least=1)
+    num_layers: int | None = option(None, "blocks, instead of the size's", least=1)
+    num_heads: int | None = option(None, "query heads, instead of the size's", least=1)
+    num_kv_heads: int | None = option(None, "key/value heads, instead of the size's", least=1)
+    d_ff: int | None = option(None, "feed-forward width, instead of the size's", least=1)
+    act: Literal["swiglu", "geglu", "geglu_tanh"] | None = option(
+        None, "gate of the feed-forward layers; none: swiglu, and plain GELU for gpt2-*"
+    )
+
+
+def check_model(cfg: ModelConfig, *, vocab_size: int, context: int) -> None:
+    """Refuse a shape that is not possible, or that no one could load, before any text is read."""
+    if cfg.act is not None and cfg.init_from is not None:
+        raise UserError(f"act={cfg.act} is of a new model, and init_from={cfg.init_from} has its own: leave one out")
+    if cfg.init_from is None:
+        spec_to_hf(new_spec(cfg, vocab_size=vocab_size, context=context))
+
+
+def initial_spec(cfg: ModelConfig, tokenizer: Tokenizer, *, context: int, named: str | None = None) -> ModelSpec:
+    """The spec of the model for this tokenizer, which the setting tokenizer=`named` gave."""
+    if cfg.init_from is None:
+        ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+        return new_spec(cfg, vocab_size=tokenizer.vocab_size, context=context, **ids)
+    spec = read_spec(cfg.init_from)[0]
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise UserError(
+            f"tokenizer={named} has {tokenizer.vocab_size} tokens, the model of init_from={cfg.init_from} only "
+            f"{spec.vocab_size}; leave tokenizer out to use the model's own"
+        )
+    if context > spec.max_positions:
+        raise UserError(f"context={context} is more than the {spec.max_positions} positions of {cfg.init_from}")
+    return spec
+
+
+def new_spec(
+    cfg: ModelConfig, *, vocab_size: int, context: int, bos_id: int | None = None, eos_id: int | None = None
+) -> ModelSpec:
+    """The size's shape with the keys of the command in place of its own."""
+    d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
+    if cfg.act is not None and cfg.size.startswith("gpt2"):
+        raise UserError(f"act={cfg.act} is a gate, and size={cfg.size} has none: choose another size, or leave it out")
+    if cfg.d_model is not None and cfg.d_model != d_model:
+        # A new width keeps the size's proportions where nothing else is said.
+        num_heads = num_kv_heads = max(1, cfg.d_model // 64)
+        d_ff = cfg.d_ff or round(d_ff * cfg.d_model / d_model / 64) * 64 or 64
+        d_model = cfg.d_model
+    num_heads = cfg.num_heads or num_heads
+    if num_heads % num_kv_heads or cfg.size.startswith("gpt2"):  # GPT-2 shares no keys
+        num_kv_heads = num_heads
+    num_kv_heads = cfg.num_kv_heads or num_kv_heads
+    if d_model % num_heads:
+        raise UserError(f"d_model={d_model} is not a multiple of num_heads={num_heads}; choose one that divides it")
+    if (d_model // num_heads) % 2 and not cfg.size.startswith("gpt2"):  # rotary positions turn pairs
+        raise UserError(
+            f"d_model={d_model} with num_heads={num_heads} gives heads of {d_model // num_heads} dims, and positions "
+            "need an even number; choose another d_model or num_heads"
+        )
+    return ModelSpec(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_layers=cfg.num_layers or num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=d_model // num_heads,
+        d_ff=cfg.d_ff or d_ff,
+        max_positions=context,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        **(GPT2 if cfg.size.startswith("gpt2") else {"act": cfg.act or "swiglu"}),
+    )
+
+
+def build_model(
+    spec: ModelSpec,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    *,
+    rules: Sequence[Rule] = (),
+    init_from: str | Path | None = None,
+    seed: int = 0,
+) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec)
+        if rules:
+            convert(model, rules)
+    parallelize(model, mesh, parallel)
+    materialize(model, mesh.device)
+    if init_from is None:
+        init_weights(model, seed)
+    else:
+        load_into(model, init_from)
+    init_state(model)
+    return model
+
+
+# -- validation ----------------------------------------------------------------------------------------------
+
+
+def validation_data(corpus: Corpus, mesh: Mesh, *, context: int, batch: int, micro: int | None) -> TokenData | None:
+    """Rows of the validation split: fewer than `batch` where the split is small, None where it has no full row."""
+    num_rows = min(batch, len(corpus.val) // context // mesh.dp_size * mesh.dp_size)
+    if not num_rows:
+        return None
+    micro = math.gcd(num_rows // mesh.dp_size, micro or batch)
+    share = {"dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    return TokenData(corpus.val, context=context, batch=num_rows, micro=micro, **share)
+
+
+def validation_loss(data: TokenData, num_steps: int = 4) -> Callable[[Run], dict[str, float]]:
+    """For `train(evaluate=...)`: the mean loss over the first `num_steps` batches of `data`."""
+    objective = CrossEntropy()
+
+    @torch.no_grad()
+    def evaluate(run: Run) -> dict[str, float]:
+        run.model.eval()
+        micros = [micro.to(run.mesh.device) for step in range(num_steps) for micro in data.step(step)]
+        loss = sum((objective(run.model, m) for m in micros), torch.zeros((), device=run.mesh.device))
+        count = torch.tensor(float(sum(objective.count(m) for m in micros)), device=run.mesh.device)
+        return {"val_loss": float(run.mesh.sum(loss) / run.mesh.sum(count))}
+
+    return evaluate
+
+
+def few_documents(corpus: Corpus, context: int) -> str:
+    """Why there is no validation, and what to change."""
+    return (
+        f"{len(corpus.val)} tokens were set aside for it and a row has {context}; one document in fifty is, so give "
+        "more or smaller ones"
+    )
+
+
+# -- report --------------------------------------------------------------------------------------------------
+
+
+def report_training(
+    recipe: str, log: RunLog, spec: ModelSpec, plots: Sequence[Section] = (), commands: Sequence[str] = ()
+) -> None:
+    """The rows of evals.jsonl on the console, the page with `plots`, and what to try next with `commands`."""
+    assert log.folder is not None
+    folder = log.folder
+    eval_table(log.evaluations()).print()
+    shrink = [f"shoestring run shrink/rtn model={folder} format={name}" for name in int4_that_fits(spec)]
+    first = [f'shoestring generate {folder} "def main("', f"shoestring eval {folder} --speed"]
+    tries = "\n".join([*first, *shrink, f"shoestring export {folder} my-model", *commands])
+    sections = [*plots, *run_sections(folder), Text("Next", tries, code=True)]
+    page = write_report(folder, recipe, sections, subtitle=str(folder))
+    log.say(f"model in {folder}/model, report in {page}. Next:\n{tries}")
+    log.close()
+
+
+def int4_that_fits(spec: ModelSpec) -> list[str]:
+    """The first spelling of int4 whose groups divide every layer's width, if any does."""
+    for name in ("int4", "int4:g32", "int4:g0"):
+        with torch.device("meta"), contextlib.suppress(UserError):
+            convert(Decoder(spec), [("*", parse_format(name))])
+            return [name]
+    return []

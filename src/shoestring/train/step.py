@@ -1,0 +1,172 @@
+"""What a training step is made of: Run, Micro, Hook, and the protocols of everything else `train` takes.
+
+A method of training is a set of such objects; the trainer names none of them. Data says which rows a step sees,
+an Objective turns rows into a summed loss, a ForwardBackward fills the gradients, a Reducer makes them equal over
+the mesh axis `replica`, Hooks act before and after the optimizer, a StepCheckpointer saves and resumes.
+
+`state_dict` of data, objective, reducer and hooks belongs to every checkpoint. This file imports nothing else of
+train/, so that each of these objects can be written without the trainer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shoestring.mesh import Mesh
+from shoestring.runlog import RunLog
+
+IGNORED = -100  # a target that is not counted
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The rows of one forward and backward pass: tokens_BT -> targets_BT (IGNORED where not counted), both int64.
+
+    index_BT is each target's place in the corpus: arrays computed once per token (a teacher's top-k, a reference
+    loss) are joined by it. num_counted is computed before the rows move to a device, so that counting them does
+    not wait for it.
+    """
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    index_BT: Tensor
+    num_counted: int = -1
+
+    def __post_init__(self) -> None:
+        if self.num_counted < 0:
+            object.__setattr__(self, "num_counted", int((self.targets_BT != IGNORED).sum()))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Micro:
+        """The same count with every tensor changed."""
+        return replace(
+            self, tokens_BT=change(self.tokens_BT), targets_BT=change(self.targets_BT), index_BT=change(self.index_BT)
+        )
+
+    def to(self, device: torch.device) -> Micro:
+        if device.type == "cpu":
+            return self
+        return self.map(lambda t: t.pin_memory().to(device, non_blocking=True))
+
+
+@dataclass
+class Run:
+    """What hooks and checkpointers may see."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: Mesh
+    log: RunLog
+    step: int = 0
+
+
+class Stateful(Protocol):
+    """Has nothing to save unless it says so."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+class Hook(Stateful):
+    """Override what is needed. Hooks run in list order and see `run` only."""
+
+    def before_step(self, run: Run) -> None:
+        """After gradients are summed and clipped, before the optimizer. Masked decay belongs here: before the
+        clip it would rescale its own strength."""
+
+    def after_step(self, run: Run) -> None:
+        """After the weights have moved: mask refresh, a Format switch, the outer step of local SGD."""
+
+
+class PassCounter(ABC):
+    """Owner of a forward hook that counts the passes of a step. A step of a model whose forward hooks all belong to
+    PassCounters can be captured: its passes are counted from the same start every time."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """The next forward pass is the first of its step."""
+
+
+class Data(Stateful, Protocol):
+    def step(self, step: int) -> list[Micro]:
+        """This rank's rows: a pure function of the step."""
+        ...
+
+
+class Objective(Stateful, Protocol):
+    def count(self, micro: Micro) -> int:
+        """By how many targets the sum is divided: the counted ones by default."""
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        """The loss summed over the counted targets."""
+        ...
+
+
+class ForwardBackward(Protocol):
+    """Computes the gradients of a step: plainly, from a CUDA graph, or as a pipeline of stages.
+
+    It has no state in a checkpoint: what it computes is a function of its arguments alone, and a run may be resumed
+    with another one. It neither clips nor reduces over `replica`.
+    """
+
+    def begin(self, run: Run) -> None:
+        """Called once before the first step of each `train`; may look at the model's hooks and the mesh, and say on
+        run.log why it will fall back to plain passes."""
+        ...
+
+    def __call__(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> Tensor:
+        """Leave the gradient of sum(objective) / total in every parameter's .grad, reduced once over `dp`.
+
+        `micros` are this rank's, on its device; `total` is the count over all ranks (a tensor on the device where
+        there are several). Returns this rank's summed loss, detached, on the device.
+        """
+        ...
+
+
+class PlainForwardBackward:
+    """One micro-batch after the other; FSDP2 reduces once, after the last."""
+
+    def begin(self, run: Run) -> None: ...
+
+    def __call__(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> Tensor:
+        loss = torch.zeros((), device=micros[0].tokens_BT.device)
+        for i, micro in enumerate(micros):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(i == len(micros) - 1)
+            summed = objective(model, micro)
+            (summed / total).backward()
+            loss += summed.detach()
+        return loss
+
+
+class Reducer(Stateful, Protocol):
+    """Makes gradients equal over the mesh axis `replica`. FSDP2 has summed over `dp` already.
+
+    `clips`: whether __call__ clips the gradients (error feedback must see clipped ones); the trainer then only
+    measures their norm. Residuals of a compressed reducer belong into state_dict.
+    """
+
+    clips: bool
+
+    def __call__(self, model: nn.Module) -> None: ...
+
+
+class StepCheckpointer(Protocol):
+    """What the trainer knows of checkpoints; levels and their policy are the checkpointer's own."""
+
+    def resume(self, run: Run, parts: dict[str, Any]) -> bool: ...
+    def due(self, step: int) -> bool: ...
+    def after_step(self, run: Run, parts: dict[str, Any]) -> None: ...
+    def save(self, run: Run, parts: dict[str, Any]) -> Any: ...
+    def newest(self) -> Path | None: ...

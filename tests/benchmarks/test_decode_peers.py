@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from benchmarks import decode_peers
+from benchmarks.decode import LLAMA_8B, PEERS
+
+TINY = dataclasses.replace(
+    LLAMA_8B, d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=48, vocab_size=99,
+    max_positions=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("each", "new"), [(1e-6, 256), (0.05, 100), (9.0, 16)])
+def test_a_slow_peer_writes_fewer_tokens(each: float, new: int) -> None:
+    assert decode_peers.tokens_within(10.0, each, 2) == new
+
+
+@pytest.mark.parametrize(("each", "runs"), [(1.0, 3), (4.0, 3), (6.0, 2), (40.0, 1)])
+def test_slow_runs_are_fewer(each: float, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+
+    def run(n: int) -> float:
+        nonlocal clock
+        clock += each
+        return float(n)
+
+    monkeypatch.setattr(decode_peers.time, "perf_counter", lambda: clock)
+    assert decode_peers.repeated(run, 3, 10.0) == [0.0, 1.0, 2.0][:runs]
+
+
+@pytest.mark.parametrize(("kind", "num"), [("eager", 2), ("static", 1), ("assisted", 1), ("batching", 3)])
+def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    for name, value in {"PROMPT": 6, "NEW": 8, "FIRST": 2, "FEWEST": 3, "DEVICE": "cpu"}.items():
+        monkeypatch.setattr(decode_peers, name, value)
+    monkeypatch.setitem(decode_peers.MODELS, "tiny", TINY)
+    monkeypatch.setattr(decode_peers, "SMOLLM2_135M", TINY)
+    noted: list[Any] = []
+    monkeypatch.setattr(decode_peers, "note", lambda *line: noted.append(line))
+    decode_peers.run_peer(kind, "tiny", num, 2, 30.0)
+    ((case, rates, bound, config),) = noted
+    assert case == PEERS[kind].case and len(rates) == 2 and min(rates) > 0 and bound is None
+    assert config["tokens"] == (4 if kind == "static" else 8) and config["batch"] == num

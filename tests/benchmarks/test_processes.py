@@ -1,0 +1,80 @@
+"""Processes that prepare at once are let through one at a time, in order, and none can hold up the others for long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import processes
+
+CHILD = """
+import os, sys, time
+from benchmarks.processes import take_turn
+name, prepare, measure, log = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+time.sleep(prepare)
+if name == "broken":
+    sys.exit(3)
+take_turn()
+def say(what):
+    with open(log, "a") as f:
+        f.write(f"{name} {what}\\n")
+say("begins"); time.sleep(measure); say("ends")
+"""
+
+
+def commands(log: Path, *children: tuple[str, float, float]) -> list[list[str]]:
+    return [[sys.executable, "-c", CHILD, n, str(p), str(m), str(log)] for n, p, m in children]
+
+
+def test_all_prepare_at_once_and_measure_one_by_one_in_order(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    asked = commands(log, ("slow", 0.6, 0.1), ("quick", 0.0, 0.1), ("broken", 0.0, 0.0))
+    told = processes.run_in_turns(asked, tmp_path / "turns", patience=20, seconds=30)
+    assert told == ["done", "done", "failed"]
+    assert log.read_text().split("\n")[:-1] == ["slow begins", "slow ends", "quick begins", "quick ends"]
+
+
+def wait_until(log: Path) -> Callable[..., int]:
+    """Popen.wait whose timeout is over when the child has begun to measure."""
+    wait = subprocess.Popen.wait
+
+    def waiting(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(child)
+        assert timeout == 40.0  # what is left of the seconds
+        while not log.exists():
+            time.sleep(0.02)
+        raise subprocess.TimeoutExpired(child.args, timeout)
+
+    return waiting
+
+
+def test_who_is_late_is_left_out_and_who_takes_too_long_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that moves with what has happened, so that a busy machine changes nothing."""
+    log, turns = tmp_path / "log", tmp_path / "turns"
+    asked = commands(log, ("late", 600.0, 0.0), ("long", 0.0, 600.0), ("never", 0.0, 0.0))
+
+    def seconds() -> float:
+        if not all((turns / n / "ready").exists() for n in "12"):
+            return 0.0
+        return 100.0 if log.exists() else 60.0
+
+    monkeypatch.setattr(processes.time, "monotonic", seconds)
+    monkeypatch.setattr(processes.subprocess.Popen, "wait", wait_until(log))
+    told = processes.run_in_turns(asked, turns, patience=60.0, seconds=100.0)
+    assert told == ["late", "stopped", "no time"]
+    assert log.read_text() == "long begins\n"
+
+
+def test_without_turns_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(processes.VARIABLE, raising=False)
+    processes.take_turn()
+    assert processes.VARIABLE not in os.environ

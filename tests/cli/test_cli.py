@@ -1,0 +1,456 @@
+"""The verbs on a tiny real model, and every way a command can go wrong: exit code and one line."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from shoestring.cli.app import run_cli
+from shoestring.cli.terminal import chat_prompt
+from shoestring.errors import Interrupted, UserError
+from shoestring.evals import model_row
+from shoestring.evals.perplexity import perplexity
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
+from shoestring.model.parallel import init_weights
+
+TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. " * 40
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        code = run_cli([str(a) for a in argv])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = Tokenizer.train([TEXT], 300)
+    spec = ModelSpec(tokenizer.vocab_size, 64, 2, 4, 2, 16, 128, 64, eos_id=tokenizer.eos_id)
+    model = Decoder(spec)
+    init_weights(model, 0)
+    save_model(folder, model, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed_folder(model_folder: Path) -> Path:
+    loaded = load_model(model_folder)
+    convert(loaded.model, [("*.mlp.*", parse_format("nf3:g32")), ("blocks.0.*", parse_format("int4:g64"))])
+    pack(loaded.model)
+    return save_model(model_folder.parent / "packed", loaded.model, loaded.tokenizer)
+
+
+def assert_one_line_error(result: Result, *needles: str) -> None:
+    assert result.code == 2, result
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1, result.err
+    for needle in needles:
+        assert needle in result.err
+
+
+# -- ways to go wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "needle"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "y", "--temprature", "1"], "--temprature"),
+        (["run", "train/dnse"], "Did you mean 'train/dense'?"),
+        (["run", "nowhere.py"], "no such file: nowhere.py"),
+        (["run", "train/dense", "stesp=3"], "Did you mean 'steps'?"),
+        (["run", "train/dense", "steps=many"], "is not a value of type int"),
+        (["run", "train/dense", "size=huge"], "allowed are tiny, small"),
+        (["run", "train/dense", "context=1"], "give 2 or more"),
+        (["run", "train/dense", "resume="], "resume= is empty"),
+        (["run", "train/dense", "resume=nowhere"], "is no run folder"),
+        (["run", "shrink/rtn"], "model=... is required"),
+        (["run", "shrink/rtn", "model=x", "format=int5"], "int5"),
+        (["run", "shrink/rtn", "model=x", "rules=mlp"], "is not glob=format"),
+        (["recipes", "train/dens"], "Did you mean 'train/dense'?"),
+        (["generate", "nowhere", "hi"], "nowhere does not exist"),
+        (["inspect", "nowhere"], "nowhere does not exist"),
+        (["eval", "nowhere"], "nowhere does not exist"),
+        (["export", "nowhere", "out"], "nowhere does not exist"),
+        (["chat", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_bad_commands(cli: Cli, argv: list[str], needle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cli(*argv)
+    assert_one_line_error(result, needle)
+    assert result.out == ""
+    assert not list(tmp_path.iterdir())  # nothing half-written
+
+
+def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"caf\xe9 \xff\xfe")
+    long = cli("generate", model_folder, "the " * 100)
+    assert_one_line_error(long, "tokens, but the context holds 64")
+    assert long.out == ""  # the prompt is shown with what comes behind it
+    assert_one_line_error(cli("generate", model_folder, "the", "--temperature", "-1"), "temperature")
+    assert_one_line_error(cli("generate", model_folder, "th\udce9"), "not text in UTF-8")
+    assert_one_line_error(cli("generate", "~nobody-there/m", "the"), "~nobody-there/m does not exist")
+    assert_one_line_error(cli("run", "train/dense", "data=~nobody-there/x"), "data=~nobody-there/x does not")
+    bench = ("bench", "serve", model_folder)
+    assert_one_line_error(cli(*bench, "--serve-options", "'x"), "--serve-options")
+    assert_one_line_error(cli(*bench, "--rate", "0"), "is no rate")
+    assert_one_line_error(cli("generate", model_folder, "the", "--dtype", "int3"), "allowed are auto, fp32")
+    for device in ("tpu9", "xpu", "meta"):
+        assert_one_line_error(cli("generate", model_folder, "the", "--device", device), "device")
+    assert_one_line_error(cli("chat", model_folder), "has no chat template")
+    assert_one_line_error(cli("eval", model_folder), "--text FILE")
+    assert_one_line_error(cli("eval", model_folder, "--text", tmp_path / "no.txt"), "is no file")
+    assert_one_line_error(cli("eval", model_folder, "--text", binary), "is not UTF-8")
+    assert_one_line_error(cli("eval", model_folder, "--tasks", binary), "binary.txt")
+    assert_one_line_error(cli("eval", "nowhere", "--tasks", binary), "binary.txt")  # before the long work
+    assert_one_line_error(cli("eval", model_folder, "--speed", "--limit", 3), "--limit 3 is of --tasks")
+    for context in (65, 10**6):  # of more tokens than the model has positions
+        wanted = f"context={context} does not fit this model, which has 64 positions; give 2 to 64"
+        assert_one_line_error(cli("eval", model_folder, "--data", "nowhere", "--context", context), wanted)
+    for context in (1, 0, -5):
+        assert_one_line_error(cli("eval", model_folder, "--context", context), "'--context'")
+    assert_one_line_error(cli("inspect", binary), "no .gguf")
+    nothing = cli("inspect", model_folder, "--against", "nowhere")
+    assert_one_line_error(nothing, "nowhere does not exist")
+    assert nothing.out == ""
+    guess = cli("generate", model_folder, "the", "--drafter", "ngrm")
+    assert_one_line_error(guess, "no drafter ngrm", "give ngram, the path of", "Did you mean 'ngram'?")
+    assert_one_line_error(cli("inspect", tmp_path), "not a run, model or checkpoint")
+    assert_one_line_error(cli("export", model_folder, model_folder), "exists already")
+
+
+def write_recipe(path: Path, body: str) -> Path:
+    head = "from dataclasses import dataclass\nfrom shoestring.config import option\n\n\n"
+    config = "@dataclass\nclass Config:\n    steps: int = option(3, 'how many')\n\n\n"
+    path.write_text(head + config + body)
+    return path
+
+
+def test_my_own_recipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_recipe(tmp_path / "mine.py", "def main(config):\n    print('steps', config.steps)\n")
+    assert cli("run", recipe, "steps=7") == Result(0, "steps 7\n", "")
+    assert "how many" in cli("recipes", recipe).out
+    assert_one_line_error(cli("run", recipe, "stops=7"), "Did you mean 'steps'?")
+    assert_one_line_error(cli("run", write_recipe(tmp_path / "half.py", "")), "defines no main")
+    (tmp_path / "typo.py").write_text("import json\ndef main(:\n")
+    assert_one_line_error(cli("run", tmp_path / "typo.py"), "typo.py, line 2: invalid syntax")
+    (tmp_path / "early.py").write_text("import json\njson.loads('{')\n")
+    assert_one_line_error(cli("run", tmp_path / "early.py"), "early.py, line 2: JSONDecodeError: ")
+    monkeypatch.chdir(tmp_path)
+    assert_one_line_error(cli("run", "early.py"), "error: early.py, line 2: JSONDecodeError: ")
+    (tmp_path / "binary.py").write_bytes(b"\0")
+    assert_one_line_error(cli("run", "binary.py"), "error: binary.py", "cannot contain null bytes")
+    (tmp_path / "plain.py").write_text("class Config: ...\ndef main(config): ...\n")
+    assert_one_line_error(cli("run", tmp_path / "plain.py"), "plain.py is no dataclass")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_exit_codes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    prefix = "[rank 2] " if rank else ""
+    head = "import errno\nfrom shoestring.errors import Interrupted, UserError\n\n\ndef main(config):\n"
+    cases = {
+        "raise UserError('too\\nlong')": (2, f"{prefix}error: too long\n"),
+        "raise Interrupted('stopped at 3')": (2, f"{prefix}stopped at 3\n"),
+        "raise KeyboardInterrupt": (130, ""),
+        "raise OSError(errno.ENOSPC, 'No space left on device', 'x/y')": (2, "No space left on device (x/y)"),
+        "raise OSError(errno.EROFS, 'Read-only', 'x/y')": (2, "error: Read-only (x/y); choose another place\n"),
+        "raise RuntimeError('oops')": (1, "this is a bug in shoestring, please report"),
+    }
+    for line, (code, err) in cases.items():
+        result = cli("run", write_recipe(tmp_path / "case.py", f"{head}    {line}\n"))
+        assert result.code == code, line
+        assert err in result.err
+        assert ("Traceback" in result.err) == (code == 1)
+    assert errno.ENOSPC and issubclass(Interrupted, ValueError)
+
+
+def test_help_of_a_recipe_is_its_own(cli: Cli) -> None:
+    for asked in (("run", "train/dense", "--help"), ("run", "train/dense", "steps=3", "-h")):
+        out = cli(*asked).out
+        assert out == cli("recipes", "train/dense").out and "weight_decay" in out
+    assert "Usage: shoestring run" in cli("run", "--help").out
+    assert "no-such" in cli("run", "no-such", "--help").err
+
+
+def test_no_command_shows_the_help_and_nothing_else(cli: Cli) -> None:
+    for argv in ((), ("bench",)):
+        result = cli(*argv)
+        assert result.code == 2 and "Usage: shoestring" in result.out + result.err
+        assert "error" not in result.err
+
+
+def test_a_wrong_command_is_answered_by_one_rank(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli("run", "train/dense", "stesp=3") == Result(2, "", "")
+
+
+# -- verbs -------------------------------------------------------------------------------------------
+
+
+def test_recipes_lists_all_and_shows_one(cli: Cli) -> None:
+    listed = cli("recipes").out
+    for name in ("demo", "train/dense", "shrink/rtn"):
+        assert name in listed
+    shown = cli("recipes", "train/dense").out
+    for needle in ("Run:", "torchrun", "steps", "2,000" if "2,000" in shown else "2000", "mesh.tp", "optimizer steps"):
+        assert needle in shown
+
+
+def test_generate_streams_the_engines_text(cli: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoestring.serve import Engine, Sampling
+
+    sampling = Sampling(temperature=1.0, top_k=20, seed=5, max_tokens=12)
+    loaded = load_model(model_folder)
+    expected = Engine(loaded.model, loaded.tokenizer).generate(["the quick"], sampling)[0].text
+    options = ["--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-tokens", 12]
+    assert cli("generate", model_folder, "the quick", *options) == Result(0, f"the quick{expected}\n", "")
+    assert cli("generate", model_folder, "the quick", *options[:5], 6, *options[6:]).out != f"the quick{expected}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick"))
+    shown = cli("generate", model_folder, "-", *options, "--stats").out
+    assert shown.startswith(f"the quick{expected}\n")
+    assert "12 new tokens" in shown or "end" in shown
+    drafted = cli("generate", model_folder, "the quick", *options, "--drafter", model_folder, "--stats").out
+    assert drafted.startswith(f"the quick{expected}\n")  # guessing ahead never changes the text
+    # Whether it pays is told by the clock, which a busy machine upsets.
+    assert "drafted tokens accepted" in drafted or "[nothing was drafted: " in drafted
+    nothing = cli("generate", model_folder, "the quick", "--max-tokens", 1, "--drafter", "ngram", "--stats").out
+    assert "[nothing was drafted: " in nothing
+
+
+def test_a_run_that_has_no_validation_text_needs_none(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a short training can be done; who asks for such a corpus is told what else there is."""
+    monkeypatch.setattr(model_row, "corpus_of_run", lambda path: ("texts", None))
+    monkeypatch.setattr(model_row, "validation_split", lambda *_: torch.zeros(1, dtype=torch.int64))
+    loaded = load_model(model_folder)
+    assert model_row.text_tokens(loaded, str(model_folder)) == (None, "")
+    with pytest.raises(UserError, match=r"no document in its validation split.*text=FILE.*--text FILE"):
+        model_row.text_tokens(loaded, str(model_folder), data="texts")
+
+
+def test_an_empty_path_is_called_that(cli: Cli, model_folder: Path) -> None:
+    for argv in (["generate", "", "x"], ["generate", model_folder, "x", "--drafter", ""]):
+        assert_one_line_error(cli(*argv), "the path of a model is empty")
+
+
+def test_a_recipe_that_is_terminated_is_interrupted(cli: Cli, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "import os, signal\nfrom dataclasses import dataclass\nfrom shoestring.errors import Interrupted\n\n\n"
+        "@dataclass(frozen=True)\nclass Config:\n    steps: int = 1\n\n\ndef main(config):\n    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n        signal.pause()\n"
+        "    except KeyboardInterrupt:\n        raise Interrupted('saved, go on with resume=') from None\n"
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    result = cli("run", recipe)
+    assert (result.code, result.err) == (2, "saved, go on with resume=\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def chat_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model with a chat template."""
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = TEMPLATE
+    return save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+
+
+def test_chat_reads_lines_from_a_pipe(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nbox\n"))
+    result = cli("chat", chat_folder, "--max-tokens", 4)
+    assert result.code == 0
+    assert [line for line in result.out.splitlines() if line.startswith("> ")] == ["> hello", "> box"]
+
+
+def test_a_chat_forgets_its_oldest_messages(cli: Cli, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n" * 9 + "the lazy dog " * 60 + "\nbox\n"))
+    result = cli("chat", chat_folder, "--max-tokens", 4)
+    assert result.code == 0 and "the chat has room for 64" in result.err
+    assert sum(line.startswith("> ") for line in result.out.splitlines()) == 11
+
+    def encode(messages: list[dict[str, str]]) -> list[int]:
+        return [0] * (10 * len(messages))
+
+    talk = [{"role": role, "content": ""} for role in ("system", *("user", "assistant") * 3, "user")]
+    asked = talk[-1]
+    assert chat_prompt(talk, encode, 60, 100) == [0] * 40  # a quarter of the room is for the answer
+    assert [m["role"] for m in talk] == ["system", "user", "assistant", "user"] and talk[-1] is asked
+    assert chat_prompt(talk, encode, 20, 1) is None and talk == [{"role": "system", "content": ""}]
+
+
+def test_chat_begins_once(cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template writes the BOS, and the tokenizer would add one to a text."""
+    loaded = load_model(model_folder)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None and tokenizer.bos_id is not None
+    bos = tokenizer.backend.id_to_token(tokenizer.bos_id)
+    tokenizer.chat_template = f"{bos}{TEMPLATE}"
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
+    )
+    assert tokenizer.encode("hello")[0] == tokenizer.bos_id
+    folder = save_model(tmp_path / "chat", loaded.model, tokenizer)
+    asked: list[list[int]] = []
+    monkeypatch.setattr("shoestring.cli.app.stream_text", lambda _, ids, *rest: asked.append(ids) or "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert cli("chat", folder, "--max-tokens", 1).code == 0
+    assert asked[0].count(tokenizer.bos_id) == 1 and asked[0][0] == tokenizer.bos_id
+
+
+def test_chat_with_a_broken_template_does_not_wait_for_a_message(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = "{{ bos_token }}\n{% for m in %}"
+    folder = save_model(tmp_path / "chat", loaded.model, loaded.tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    result = cli("chat", folder)
+    assert_one_line_error(result, f"the chat template of {folder} is broken, line 2: Expected an expression")
+    assert result.out == ""
+    (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+    assert_one_line_error(cli("chat", folder), f"cannot read the chat template {folder}")
+
+
+def test_eval_reports_what_the_evals_compute(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    task = tmp_path / "cloze.jsonl"
+    task.write_text(json.dumps({"context": "the quick brown", "continuation": " fox"}) + "\n")
+    argv = ["--text", text, "--context", 32, "--stride", 16, "--max-tokens", 200, "--tasks", task, "--speed"]
+    shown = cli("eval", model_folder, *argv)
+    assert shown.code == 0, shown.err
+    loaded = load_model(model_folder)
+    assert loaded.tokenizer is not None
+    tokens = torch.tensor(loaded.tokenizer.encode(TEXT))
+    value = perplexity(loaded.model, tokens, context=32, stride=16, max_tokens=200).value
+    assert f"{value:.4g}" in shown.out
+    for needle in ("text.txt", "cloze", "accuracy", "decode tokens/s", "dense"):
+        assert needle in shown.out
+    assert not (model_folder / "evals.jsonl").exists()  # a model folder is not ours to write to
+    without = cli("eval", model_folder, "--text", text)  # a context: all of the 64 positions
+    assert f"{perplexity(loaded.model, tokens, context=64).value:.4g}" in without.out
+
+
+def test_inspect_shows_formats_per_layer(cli: Cli, model_folder: Path, packed_folder: Path) -> None:
+    dense, packed = cli("inspect", model_folder).out, cli("inspect", packed_folder).out
+    assert "model.layers.*.mlp.up_proj.weight" in dense and "f32" in dense
+    assert "nf3" in packed and "int4" in packed
+    row = next(line for line in packed.splitlines() if "layers.0.self_attn.q_proj.weight" in line)
+    assert "int4" in row and "64 x 64" in row
+    row = next(line for line in packed.splitlines() if "layers.1.self_attn.q_proj.weight" in line)
+    assert "f32" in row and " 32 " in row
+
+
+def test_inspect_against_the_source_shows_each_layers_error(
+    cli: Cli, model_folder: Path, packed_folder: Path, tmp_path: Path
+) -> None:
+    shown = cli("inspect", packed_folder, "--against", model_folder)
+    assert shown.code == 0, shown.err
+    rows = shown.out[shown.out.index("against") :].splitlines()
+
+    def error(layer: str) -> float:
+        return float(next(line for line in rows if layer in line).split()[-1])
+
+    ours, source = load_model(packed_folder).model, load_model(model_folder).model
+    got = ours.get_submodule("blocks.0.attn.q").effective_weight(torch.float32)  # type: ignore[operator]
+    want = source.get_submodule("blocks.0.attn.q").weight
+    expected = float((got - want).norm() / want.norm())  # type: ignore[operator]
+    assert error("layers.0.self_attn.q_proj") == pytest.approx(expected, rel=1e-2)
+    assert error("layers.1.self_attn.q_proj") == 0  # left dense
+    assert error("layers.0.mlp.up_proj") > error("layers.0.self_attn.q_proj") > 0.01  # 3 bits, then 4
+    row = next(line for line in rows if "layers.0.self_attn.q_proj" in line)
+    assert "int4:g64" in row and "4.375" in row
+    other = load_model(model_folder)
+    torch.manual_seed(0)
+    deeper = Decoder(replace(other.spec, num_layers=other.spec.num_layers + 1))
+    save_model(tmp_path / "other", deeper)
+    assert_one_line_error(cli("inspect", tmp_path / "other", "--against", model_folder), "has no layer")
+
+
+def test_export_as_compressed_tensors_and_its_refusals(
+    cli: Cli, model_folder: Path, packed_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert_one_line_error(cli("export", packed_folder, out, "--as", "gguf"), "dense, compressed-tensors, packed")
+    assert_one_line_error(cli("export", packed_folder, out, "--as", "compressed-tensors"), "nf3", "--as packed")
+    assert_one_line_error(cli("export", model_folder, out, "--as", "compressed-tensors"), "shrink/ptq")
+    assert not out.exists()
+    loaded = load_model(model_folder)
+    convert(loaded.model, [("*", parse_format("int8:sym:g32"))])
+    pack(loaded.model)
+    save_model(tmp_path / "int8", loaded.model, loaded.tokenizer)
+    shown = cli("export", tmp_path / "int8", out, "--as", "compressed-tensors", "--dtype", "fp32")
+    assert shown.code == 0 and "vLLM" in shown.out, shown.err
+    ids = torch.arange(1, 41)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(out).model(ids), loaded.model(ids))
+    assert "int8:sym:g32" in cli("inspect", out).out
+
+
+def test_int8_activations_on_the_command_line(cli: Cli, packed_folder: Path, model_folder: Path) -> None:
+    argv = ["the", "--max-tokens", "4", "--device", "cpu"]
+    assert cli("generate", packed_folder, *argv, "--int8-activations").code == 0
+    wrong = cli("generate", packed_folder, *argv, "--int8-activations", "--dtype", "bf16")
+    assert_one_line_error(wrong, "8-bit activations are for models on a CPU in float32")
+    assert_one_line_error(cli("generate", model_folder, *argv, "--int8-activations"), "packed integer layers")
+
+
+def test_a_terminal_is_told_of_the_faster_way(
+    cli: Cli, packed_folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["the", "--max-tokens", "2", "--device", "cpu"]
+    assert "hint" not in cli("generate", packed_folder, *argv).err  # no terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("shoestring.formats.int8_activations.unusable", lambda: None)
+    for is_arm in (True, False):
+        monkeypatch.setattr("shoestring.formats.int8_activations.has_arm_kernels", lambda is_arm=is_arm: is_arm)
+        hint = "hint: --int8-activations"
+        assert (hint in cli("generate", packed_folder, *argv).err) is is_arm
+        assert hint not in cli("generate", packed_folder, *argv, "--dtype", "bf16").err
+        assert hint not in cli("generate", model_folder, *argv).err
+    monkeypatch.setattr("shoestring.formats.int8_activations.has_arm_kernels", lambda: True)
+    assert "hint" not in cli("generate", packed_folder, *argv, "--int8-activations").err
+
+
+def test_export_gives_transformers_the_same_logits(cli: Cli, packed_folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "hf"
+    assert cli("export", packed_folder, out, "--dtype", "fp32").code == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.arange(1, 41)[None]
+    ours = load_model(packed_folder).model
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    again = load_model(out)
+    assert replace(again.spec, eos_id=None) == replace(ours.spec, eos_id=None)

@@ -1,0 +1,276 @@
+"""The drafter bench on a tiny model, in its three calls: what one leaves the next goes on with; tables are whole."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import drafter_peers, drafter_speed, drafter_tables, drafter_watch, results
+from experiments import drafter, drafter_target
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import init_weights
+from shoestring.serve import Engine, Output
+
+SHAPE = {"d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
+TINY = drafter_target.Size(
+    SHAPE, 300, 0.8, 32, 4, 0.3, 1, 2e-3, 1, 0, 8, 32, 4, 2, 1e-3, 8, 3, 8, 6, 2, 1
+)  # fmt: skip
+
+
+def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setitem(drafter_target.SIZES, "smoke", TINY)
+    monkeypatch.setitem(drafter_speed.QUEUES, 1, 1)
+    corpus = tmp_path / "corpus.jsonl"
+    texts = [{"text": f"the {i}. fox and the {i % 7} dogs\n" * 9} for i in range(300)]
+    corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    tokenize = drafter_target.tokenize_corpus
+    monkeypatch.setattr(
+        drafter_target,
+        "tokenize_corpus",
+        lambda source, *args, **kw: tokenize(str(corpus) if source == "python" else source, *args, **kw),
+    )
+
+    def call(main: object, *args: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["x", "--keep", str(tmp_path / "kept"), *args])
+        main()  # type: ignore[operator]
+
+    size = ["--size", "smoke"]
+    with pytest.raises(SystemExit, match="not prepared within"):
+        call(drafter.main, *size, "--wait", "0.1")
+    call(drafter.main, *size, "--prepare")
+    assert not results.newest("drafter") and (tmp_path / "kept/ready.json").is_file()
+    monkeypatch.setattr(drafter, "train_target", None)  # it is there
+    call(drafter.main, *size, "--no-speed", "--cases", "AdaSPEC", "LK", "--longer", "LK", "--longer-steps", "3")
+    lines = results.newest("drafter")
+    budgets = {(n["case"], n["config"]["budget"]) for n in lines}
+    assert budgets == {
+        ("n-gram lookup", "no training"),
+        ("first layers, untrained", "no training"),
+        ("LK", "equal steps"),
+        ("AdaSPEC", "equal steps"),
+        ("AdaSPEC", "equal compute"),
+        ("LK", "more steps"),
+        ("n-gram, then LK", "more steps"),
+    }
+    assert all(n["ratio"] is None and 0 <= n["quality"]["sampled_acceptance"] <= 1 for n in lines)
+    assert drafter.table().count("\n| AdaSPEC |") == 2 and drafter.batches() == "Not measured yet."
+
+    call(drafter_speed.main, "--repeats", "1", "--batches", "1", "2")
+    lines = results.newest("drafter")
+    timed = [n for n in lines if n["metric"] == "tokens_per_s" and n["config"]["budget"] != "batches"]
+    assert len(timed) == 7 and all(n["ratio"] > 0 and n["quality"]["sampled_ratio"] > 0 for n in timed)
+    many = [
+        (n["config"]["batch"], n["config"]["drafter"], n["config"]["text"]) for n in lines if "batch" in n["config"]
+    ]
+    assert len(many) == 2 * (3 + 3) + 2  # one controller for all loads with greedy texts only
+    loads = [n for n in lines if "batch" in n["config"]]
+    assert all(n["quality"]["ratio_sum"] > 0 and n["config"]["load"] == "refilled" for n in loads)
+    chosen = [n for n in loads if n["config"]["drafter"] != drafter_speed.PLAIN_AGAIN]
+    assert all(set(n["quality"]["steps"]) <= {"plain", "drafted", "probe"} for n in chosen)
+    assert any(n["quality"]["steps"].get("plain") for n in chosen)
+    again = [n for n in loads if n not in chosen]  # two runs that do the same; nobody chose anything
+    assert [n["config"]["batch"] for n in again] == [2, 2] and not any("steps" in n["quality"] for n in again)
+    assert all(0 < share < 1 for n in loads for share in n["quality"]["reading"])
+    assert {n["config"]["drafter"] for n in chosen} == {"LK", "n-gram, then LK", "first layers, untrained"}
+    rows = drafter.table().splitlines()
+    assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
+    assert drafter.batches().count("x; ") == 14
+
+
+def test_who_serves() -> None:
+    def row(case: str, budget: str, drafter: str) -> dict[str, Any]:
+        return {"case": case, "drafter": drafter, "config": {"budget": budget}}
+
+    rows = [
+        row("AdaSPEC", "equal steps", "a"),
+        row("LK", "more steps", "b"),
+        row("LK", "equal compute", "c"),
+        row("n-gram, then LK", "more steps", "ngram+b"),
+        row("first layers, untrained", "no training", "d"),
+    ]
+    names = ["AdaSPEC", "LK"]
+    assert [r["drafter"] for r in drafter_speed.serve_rows(rows, names)] == ["b", "ngram+b", "d"]
+    assert [r["drafter"] for r in drafter_speed.serve_rows(rows[:1] + rows[2:], names)] == ["a", "d"]
+    assert drafter_speed.serve_rows(rows[2:4], names) == []
+
+
+def test_tables_show_trained_drafters_and_the_newest_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def note(target: str, budget: str, ratio: float, **config: Any) -> None:
+        results.record(
+            bench="drafter",
+            case=config.pop("case", "LK"),
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=[100.0 * ratio],
+            baseline="plain",
+            baseline_value=100.0,
+            ratio=ratio,
+            quality={"ratio_p20_p80": [ratio, ratio]},
+            config={"target": target, "budget": budget, "drafter": "LK", "text": "greedy", **config},
+        )
+
+    for target, steps in (("Llama 2x3, old", 50), ("Llama 2x3, new", 250), ("Llama 1x1, small", 9)):
+        note(target, "equal steps", 1.5, steps=steps, teraflops=1390.0, layers=1)
+        note(target, "batches", 1.1 if "old" in target else 1.3, batch=4)
+    found = drafter.table()
+    assert "Llama 2x3, new" in found and "Llama 1x1, small" in found and "old" not in found
+    assert "| 1,390 |" in found
+    assert drafter.batches().count("1.30x") == 2 and "1.10x" not in drafter.batches()
+    line = {"baseline_value": 100, "value": 110, "ratio": 1.1, "quality": {"ratio_sum": 0.9712}}
+    assert drafter_tables._change(line) == "100 -> 110 (1.10, all turns 0.971x; 1.10 to 1.10)"
+    assert "| LK | greedy | closed |" in drafter.batches()
+    note("Llama 2x3, new", "batches", 1.2, batch=4, load="refilled")
+    assert "| LK | greedy | refilled |" in drafter.batches()
+    assert drafter_tables._did({"plain": 9}) == "; nothing drafted" and drafter_tables._did(None) == ""
+    assert drafter_tables._did({"plain": 9, "probe": 2}) == "; nothing drafted but 2 probes"
+    assert drafter_tables._did({"plain": 9, "probe": 1}) == "; nothing drafted but 1 probe"
+    assert drafter_tables._did({"plain": 1, "drafted": 7, "probe": 2}) == "; drafts in 90% of steps"
+    assert drafter_tables.peers() == "Not measured yet."
+    note("Llama 2x3, new", drafter_tables.PEER, 1.2, case="transformers, assisted generation")
+    assert "| 100 | 120 | 1.20 (1.20 to 1.20) |" in drafter_tables.peers()
+    assert "assisted" not in drafter.table()
+    # Every run trains its target anew: shown are the one with most drafters and the last one.
+    note("Llama 2x3, new", "equal steps", 1.5, steps=250, case="AdaSPEC", layers=1)
+    for target in ("Llama 2x3, between", "Llama 2x3, last"):
+        note(target, "equal steps", 1.5, steps=400, layers=1)
+    shown = drafter.table()
+    assert "2x3, new" in shown and "2x3, last" in shown and "between" not in shown and "old" not in shown
+
+
+def test_expanded_blocks_add_nothing_yet() -> None:
+    spec = ModelSpec(50, 32, 2, 4, 2, 8, 64, 16)
+    small, large = Decoder(spec), Decoder(replace(spec, num_layers=6))
+    for seed, model in enumerate((small, large)):
+        init_weights(model, seed)
+    tokens = torch.arange(12)[None]
+    want = small(tokens)
+    assert not torch.allclose(large(tokens), want)
+    assert torch.allclose(drafter_target.expand(small, large)(tokens), want, atol=1e-6)
+    large(tokens).sum().backward()
+    assert large.blocks[1].mlp.down.weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
+
+
+def test_a_turn_that_came_too_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"plain": 100, "good": 180}
+    asked: list[str] = []
+
+    def run(self: drafter_speed.Turns, way: drafter_speed.Way, temperature: float) -> drafter_speed.Run:
+        asked.append(way.name)
+        return drafter_speed.Run(rates[way.name], 1.0, steps=Counter(plain=1))
+
+    monkeypatch.setattr(drafter_speed.Turns, "run", run)
+    turns = drafter_speed.Turns(None, [[1]], [8], 1)  # type: ignore[arg-type]
+    ways = [drafter_speed.Way("plain"), drafter_speed.Way("good", turns=4)]
+    found = turns.measure(ways, 0.0, repeats=5, until=0.0)
+    assert len(found.warm) == drafter_speed.WARM_TURNS and len(found.turns) == 1
+    assert found.total(1) == pytest.approx(1.8)
+    assert found.ratios(1) == [1.8] and found.first(1) == 1.8
+    assert len(turns.measure(ways, 0.0, repeats=5, until=1e12).turns) == 5
+    asked.clear()
+    few = drafter_speed.Way("good", turns=2)
+    pairs, fewer = turns.measure_pairs([ways[1], few], 0.0, until=1e12)
+    assert pairs.of(1) == [180.0] * 4 and len(pairs.warm) == 1 and pairs.first(1) == 1.8
+    assert len(fewer.turns) == 2 and pairs.steps(1) == {"plain": 4} and pairs.seconds() == 1.0
+    assert asked[:8] == ["plain", "good", "plain", "good", "good", "plain", "good", "plain"]
+
+
+def test_all_seconds_count_by_what_was_written_in_them() -> None:
+    run = drafter_speed.Run
+    found = drafter_speed.Rates([], [[run(100, 1.0), run(90, 0.5)], [run(100, 1.0), run(110, 2.0, reading=0.5)]])
+    assert found.reading(0) == 0 and found.reading(1) == pytest.approx(1.0 / 2.5)
+    assert found.ratios(1) == pytest.approx([1.8, 0.55]) and found.total(1) == pytest.approx(200 / 2.5 / 100)
+
+
+def test_a_run_ends_when_a_place_stays_empty() -> None:
+    """Whoever ends is followed by the next, so there are always `batch` requests; the last texts are not waited for."""
+    model = Decoder(ModelSpec(50, 32, 2, 4, 2, 8, 64, 64))
+    init_weights(model, 0)
+    engine = Engine(model, max_requests=8, prefix_cache=False, eos_ids=())
+    lengths = drafter_speed.uneven(9, 12)
+    assert max(lengths) == 12 and min(lengths) >= 6 and len(set(lengths)) > 4
+    turns = drafter_speed.Turns(engine, [[1, 2, i] for i in range(9)], lengths, 3)
+    seen, step = [], engine.step
+
+    def noted() -> list[Output]:
+        seen.append(len(engine.running) + len(engine.waiting))
+        return step()
+
+    engine.step = noted  # type: ignore[method-assign]
+    found = turns.run(drafter_speed.Way("plain"), 0.0)
+    assert set(seen) == {3}, "never fewer at once"
+    assert not engine.busy and engine.cache.pool.num_used == 0
+    # Three places for as long as there is somebody for each: as many tokens as steps, threefold.
+    ends = [0, 0, 0]
+    for length in lengths:
+        ends[ends.index(min(ends))] += length
+    assert found.tokens == 3 * min(ends) == 3 * len(seen) < sum(lengths)
+    assert 0 < found.reading < 1 and found.steps == {}
+
+
+def test_time_is_shared_by_what_is_expected() -> None:
+    rows = [{"drafter": "a"}, {"drafter": "ngram+a"}, {"drafter": "first"}]
+    assert drafter_speed.turns_of(rows, 1, 6) == {"a": 6, "ngram+a": 3, "first": 3}
+    assert drafter_speed.turns_of(rows, 64, 2) == {"a": 2, "first": 2, drafter_speed.PLAIN_AGAIN: 2}
+    whole = sum(drafter_speed.expected(rows, batch, drafter_speed.TURNS) for batch in drafter_speed.BATCHES)
+    assert whole < 146, "loading and graphs come on top, and 160 seconds are for all"
+    assert all(drafter_speed.QUEUES[batch] > 2 * batch for batch in drafter_speed.BATCHES)
+
+
+def test_drafters_that_are_not_served_are_measured_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"case": "LK", "drafter": "lk", "config": {"budget": "equal compute"}}]
+    monkeypatch.setattr(drafter_speed, "Kept", lambda *args: SimpleNamespace(rows=rows))
+    asked: list[float] = []
+    found = drafter_speed.Rates([], [])
+
+    def measure(kept: object, temperature: float, *rest: object) -> drafter_speed.Rates:
+        asked.append(temperature)
+        return found
+
+    monkeypatch.setattr(drafter_speed, "measure_one_at_a_time", measure)
+    drafter_speed.measure_all(Path("kept"))
+    assert asked == [0.0, 1.0]
+
+
+def test_a_slow_step_says_where_its_time_went() -> None:
+    class Reader:
+        def propose(self, requests: list[int], n: int) -> list[int]:
+            self._read([(requests[0], 30), (requests[0], 12)])
+            return requests
+
+        def _read(self, part: list[tuple[int, int]]) -> None:
+            gc.collect()
+
+    drafter, controller = Reader(), drafter_watch.Watched(lambda rows: 0.002)
+    controller.proposed = drafter_watch.watch(drafter)
+    for _ in range(6):
+        assert controller.choose(1) == 0
+        controller.record_step(1, 0.002, 1)
+    assert controller.choose(1) == 8 and drafter.propose([7], 8) == [7]
+    controller.record_drafting(1, 8, 0.06, caught_up=True)
+    controller.record_step(9, 0.01, 3)
+    found = controller.told(1)
+    assert "read 8 of 1 requests 70.0 ms" in found and "1 passes that read 42 rows with 0 alloc" in found
+    collected = re.search(r"1 collections of ([0-9.]+) ms", found)
+    assert collected and float(collected[1]) > 0
+    assert "plain: 6 in 12 ms gave 6" in found and "slow" not in controller.told(1)
+
+
+def test_the_peer_has_fewer_turns_where_time_is_short() -> None:
+    assert drafter_peers.fit(20.0, 0.06, 96) == (96, 3)
+    assert drafter_peers.fit(6.0, 0.06, 96) == (33, 3)
+    assert drafter_peers.fit(3.0, 0.06, 96) == (25, 2)
+    assert drafter_peers.fit(1.2, 0.06, 96) == (20, 1) and drafter_peers.fit(-1.0, 0.06, 96) == (1, 1)

@@ -1,0 +1,86 @@
+"""The pruning bench on a toy model: every case leaves a line, and the tables show them."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import results
+from experiments import prune24
+from shoestring.model import Decoder, ModelSpec, save_model
+from shoestring.model.parallel import init_weights
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.shrink.prune24_retrain import Retrain
+
+
+def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
+    (tmp_path / "text/wikitext-2").mkdir(parents=True)
+    (tmp_path / "eval").mkdir()
+    for name in ("text/wikitext-2/test.txt", "text/wikitext-2/valid.txt", "train.txt"):
+        (tmp_path / name).write_text(" ".join(draw.choices(words, k=1200)))
+    items = [{"context": " ".join(words[i : i + 4]), "continuation": words[i + 4]} for i in range(4)]
+    (tmp_path / "eval/lambada_openai.jsonl").write_text("\n".join(map(json.dumps, items)))
+    tokenizer = Tokenizer.train([(tmp_path / "train.txt").read_text()], vocab_size=300)
+    model = Decoder(ModelSpec(tokenizer.vocab_size, 64, 2, 2, 2, 32, 64, 512))
+    init_weights(model, 0)
+    save_model(tmp_path / "model", model, tokenizer)
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    options = {"model": tmp_path / "model", "assets": tmp_path, "text": tmp_path / "train.txt", "tokens": 128}
+    options |= {"context": 64, "items": 4, "windows": 2, "steps": 20, "batch": 2, "train-context": 32}
+    argv = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["prune24", *argv, "--cases", *prune24.CASES])
+    prune24.main()
+    lines = {n["case"]: n for n in results.newest("prune24")}
+    assert tuple(lines) == prune24.CASES
+    assert all(n["baseline_value"] == lines["dense"]["value"] for n in lines.values())
+    for case in prune24.TRAINED:
+        assert lines[case]["quality"]["layers_24"] == 14 and lines[case]["quality"]["kept_share"] <= 0.5
+        assert [tokens for tokens, _ in lines[case]["quality"]["curve"]] == [*range(0, 1280, 192), 1280]
+    assert lines["ast"]["config"]["train_tokens"] == 1280 and lines["cast"]["config"]["start"] == "dense"
+    assert 10 < lines["ast+slorb:trained"]["config"]["bits"] < 12 and lines["ast:dense"]["config"]["bits"] == 9
+    assert {lines[case]["config"]["bits"] for case in prune24.CODED} == {3.375}
+    page, curve = prune24.table(), prune24.curve()
+    assert "| AST + SLoRB | 10 |" in page and "1,280 (" in page and "1,024 tokens of the validation" in page
+    assert curve.count("| AST |") == 1 and "0k:" in curve
+
+    # As many steps as the clock allows; what was reached then is a row like the others.
+    limits = ["--steps", "90000", "--seconds", "0.5", "--eval-every", "90000"]
+    monkeypatch.setattr(sys, "argv", ["prune24", *argv, "--cases", "cast", *limits])
+    prune24.main()
+    line = results.newest("prune24")[-1]
+    assert 1 <= line["config"]["steps"] < 90000 and line["quality"]["kept_share"] <= 0.5
+    assert [tokens for tokens, _ in line["quality"]["curve"]] == [0, line["config"]["train_tokens"]]
+    monkeypatch.setattr(sys, "argv", ["prune24", "--assets", str(tmp_path), "--cases", "ast"])
+    with pytest.raises(SystemExit):
+        prune24.main()
+    assert torch.is_grad_enabled()
+
+
+def test_rates_follow_the_clock_and_not_the_steps_that_nobody_reaches() -> None:
+    settings = Retrain(steps=90000, lr=1e-3)
+    group = {"lr": 0.0, "anneal": 0.0}
+    run = SimpleNamespace(step=99, optimizer=SimpleNamespace(param_groups=[group]))
+    hook = prune24.time_budget(settings, 60.0)
+    rates = []
+    for spent in (0.01, 0.05, 0.5, 1.0):
+        hook.set_rates(run, spent)  # type: ignore[arg-type]
+        rates.append(group["lr"])
+    assert rates[0] == pytest.approx(0.2 * settings.lr, rel=0.01) and rates[1] > 0.99 * settings.lr
+    assert rates[1] > rates[2] > rates[3]
+    assert group["anneal"] == 25  # of a hundred steps
+
+
+def test_curves_leave_out_what_is_next_to_the_end() -> None:
+    points = [[0, 40.0], [5e6, 27.0], [39.9e6, 22.5], [40e6, 22.4]]
+    assert prune24.far_apart(points) == [points[0], points[1], points[3]]
+    assert [prune24.shown(tokens) for tokens, _ in points] == ["0k", "5,000k", "39.9M", "40.0M"]

@@ -1,0 +1,49 @@
+"""What the rows of 2:4 pre-training say: how far they are from dense, and flip-rate curves as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import results
+from experiments.sparse24_tables import columns, curves, gap_of, repeated_curves
+
+
+def test_curves_are_shown_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert curves() == "No row has been finished yet."
+    for case, seed, curve in (
+        ("FST", 0, [[10, 0.004], [21, 0.002]]),
+        ("dense", 0, [[10, 0.003], [20, 0.001]]),
+        ("dense", 1, [[10, 0.009], [20, 0.009]]),
+    ):
+        results.record(
+            bench="sparse24_quality", case=case, metric="validation loss", unit="nats per token", samples=[1.0],
+            quality={"flip_curve": curve},
+            config={"model": "gpt2-124m", "seed": seed, "d_ff": 8, "tokens": 9, "different_tokens": 9},
+        )  # fmt: skip
+    assert repeated_curves() == "No row has been finished yet."  # every token was seen once
+    assert curves().splitlines() == [
+        "| flips per thousand weights, at step | 10 | 21 |",
+        "| --- | --- | --- |",
+        "| dense | 3.00 | 1.00 |",
+        "| FST | 4.00 | 2.00 |",
+    ]
+
+
+def test_columns_are_spread_evenly() -> None:
+    assert columns([[step, 0.0] for step in range(1, 25)]) == [1, 4, 8, 11, 14, 17, 21, 24]
+    assert columns([[3, 0.0], [9, 0.0]]) == [3, 9]
+
+
+def test_rows_are_compared_part_by_part() -> None:
+    def line(parts: list[float]) -> dict[str, Any]:
+        return {"value": sum(parts) / len(parts), "quality": {"loss_by_part": parts}}
+
+    dense, even = line([1.0, 2.0, 3.0]), line([1.02, 2.02, 3.02])
+    assert gap_of([(even, dense)]) == "+1.00% ± 0.00"  # texts that differ are no doubt about the difference
+    uneven = line([1.00, 2.02, 3.04])
+    assert gap_of([(uneven, dense)]) == "+1.00% ± 0.58"  # 0.02 / sqrt(3) of 2
+    assert gap_of([({"value": 1.98, "quality": {}}, dense)]) == "-1.00%"

@@ -1,0 +1,155 @@
+"""Drawing tokens: the kernels and the way of a CPU against the reference, which test_sampling.py compares
+with its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from interpreted import run_interpreted
+
+from shoestring.kernels.sampling.noise import gumbel
+from shoestring.kernels.sampling.sample_tokens import (
+    LEAST_VOCAB,
+    logit_thresholds,
+    logit_thresholds_ref,
+    sample_tokens_,
+    sample_tokens_ref_,
+)
+from shoestring.kernels.sampling.sample_tokens_cpu import _most_noise
+
+SETTINGS = [  # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.3, 0, 0.3, 0.0),
+    (0.9, 7, 1.0, 0.0),
+    (2.0, 40, 0.8, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 10**6, 1.0, 0.05),
+    (0.8, 30, 0.95, 0.2),
+    (1.5, 0, 1e-9, 0.0),
+]
+
+
+def settings(num: int, device: str) -> torch.Tensor:
+    rows = [SETTINGS[r % len(SETTINGS)] for r in range(num)]
+    columns = [(t, k, p, math.log(m) if m else -math.inf) for t, k, p, m in rows]
+    return torch.tensor(columns, dtype=torch.float64, device=device).T.contiguous()
+
+
+def numbers(num: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds of all 64 bits, and positions."""
+    generator = torch.Generator().manual_seed(1)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num,), generator=generator)
+    return seeds.to(device), torch.randint(0, 10000, (num,), generator=generator).to(device)
+
+
+def both(logits: torch.Tensor, parameters: torch.Tensor, *, cuts: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    device = str(logits.device)
+    seeds, positions = numbers(len(logits), device)
+    got, want = torch.full((2, len(logits)), -5, device=device)
+    sample_tokens_(logits, parameters, seeds, positions, got, cuts=cuts)
+    sample_tokens_ref_(logits, parameters, seeds, positions, want, cuts=cuts)
+    return got, want
+
+
+def check_tokens(
+    device: str = "cpu", num: int = 10, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
+) -> None:
+    """Ten rows are one of each setting: under the interpreter a row with cuts takes a quarter of a second."""
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (5001, 2048, 37):
+        for dtype in dtypes:
+            logits = (3 * torch.randn(num, vocab, generator=generator)).to(device, dtype)
+            for cuts in (True, False):
+                got, want = both(logits, settings(num, device), cuts=cuts)
+                assert torch.equal(got, want), (vocab, dtype, cuts, got - want)
+
+
+def check_edges(device: str = "cpu", num: int = 10) -> None:
+    """Ties with the last token kept stay; tokens at -inf are never drawn; a mass that is nearly one token's."""
+    vocab, many = 3000, 4 * num
+    ties = torch.linspace(0, -8, vocab).repeat(num, 1)
+    ties[:, 5:50] = ties[:, 5:6]  # of k = 7 and of the nucleus all of these stay
+    barred = torch.randn(num, vocab, generator=torch.Generator().manual_seed(2))
+    barred[:, 100:] = -torch.inf
+    sharp = torch.zeros(num, vocab)
+    sharp[:, 1234] = 40.0
+    for logits in (ties, barred, sharp):
+        got, want = both(logits.to(device), settings(num, device))
+        assert torch.equal(got, want), got - want
+        assert logits[range(num), got.cpu()].isfinite().all()
+    drawn = both(ties[:1].repeat(many, 1).to(device), settings(many, device)[:, 4:5].repeat(1, many))[0]
+    assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > 15  # k = 7
+
+
+@pytest.mark.parametrize("check", ["check_tokens", "check_edges"])
+def test_drawing_under_the_interpreter(check: str) -> None:
+    run_interpreted(f"import test_sample_tokens as t; t.{check}()")
+
+
+@pytest.mark.parametrize("vocab", [99, LEAST_VOCAB])
+def test_without_kernels(vocab: int) -> None:
+    got, want = both(torch.randn(20, vocab, dtype=torch.float64), settings(20, "cpu"))
+    assert torch.equal(got, want) and (got >= 0).all()
+
+
+def test_drawing_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.kernels.sampling.sample_tokens.LEAST_VOCAB", 1)
+    check_tokens("cpu", 60, (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+    check_edges("cpu", 60)
+
+
+@pytest.mark.parametrize(
+    "row", [[math.nan] * 3, [0.0, math.nan, 1.0], [-math.inf] * 3, [0.0, math.inf, 1.0], [1.0, math.inf, math.inf]]
+)
+def test_rows_that_are_no_logits_do_not_break_the_others(row: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.kernels.sampling.sample_tokens.LEAST_VOCAB", 1)
+    logits = torch.tensor([row, [0.0, 1.0, 0.5]]).repeat_interleave(len(SETTINGS), 0)
+    got, want = both(logits, settings(len(logits), "cpu"))
+    assert torch.equal(got[len(SETTINGS) :], want[len(SETTINGS) :])
+    assert ((got >= 0) & (got < 3)).all()
+
+
+@hypothesis_settings(deadline=None)
+@given(st.one_of(st.integers(0, 2**52 - 1), st.integers(2**52 - 64, 2**52 - 1)))
+def test_the_bound_lies_above_the_noise(bits: int) -> None:
+    bound, noise = _most_noise(torch.tensor([bits])), gumbel(torch.tensor([bits]))
+    assert bound.double() >= noise - 1e-5
+    assert bits < 2**51 or bits > 2**52 - 64 or bound - noise < 0.5  # and not by much, where tokens win
+
+
+def test_a_flat_row_looks_further_than_the_likeliest_tokens() -> None:
+    """A nucleus of half the vocabulary, by a sort and without one."""
+    flat = 1e-3 * torch.randn(6, 9000, generator=torch.Generator().manual_seed(3))
+    p = torch.tensor([1e-9, 0.01, 0.1, 0.5, 0.9, 0.999999])
+    off = torch.zeros(6, dtype=torch.int64), torch.full((6,), -torch.inf)
+    want = logit_thresholds_ref(flat, off[0], p, off[1])
+    got = logit_thresholds(flat, torch.stack([torch.ones(6), off[0], p, off[1]]).double())
+    num_got, num_want = ((flat >= f[:, None]).sum(dim=1) for f in (got, want))
+    assert (num_got - num_want).abs().max() <= 1  # the last one may lie at the very edge
+    assert num_got.tolist()[0] == 1 and 4000 < num_got[3] < 5000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_drawing_on_the_gpu() -> None:
+    check_tokens("cuda", 60, (torch.float32, torch.float16, torch.bfloat16))
+    check_edges("cuda", 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_vocabulary_on_the_gpu() -> None:
+    """Many rows of bf16 logits with a long tail. A sum in another order may move a token at the very edge of top_p:
+    what is drawn differs in no more than a few of the rows that have one."""
+    generator = torch.Generator().manual_seed(4)
+    logits = (4 * torch.randn(500, 128256, generator=generator)).to("cuda", torch.bfloat16)
+    got, want = both(logits, settings(500, "cuda"))
+    wrong = (got != want).nonzero().flatten().tolist()
+    assert len(wrong) <= 2 and all(SETTINGS[r % len(SETTINGS)][2] < 1 for r in wrong), wrong

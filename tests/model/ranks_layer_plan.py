@@ -1,0 +1,29 @@
+"""Run on two ranks by test_layer_plan.py: every plan cut in two has the whole model's logits, or is refused."""
+
+from __future__ import annotations
+
+import torch
+from layer_plans import SPEC, decoder, single_changes
+
+from shoestring.errors import UserError
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model.parallel import tensor_parallel_
+
+mesh = open_mesh(MeshConfig(tp=2), "cpu")
+axis = mesh.axis("tp")
+assert axis is not None
+tokens = torch.arange(12)[None] % SPEC.vocab_size
+for name, plan in single_changes().items():
+    whole, cut = decoder(plan), decoder(plan)
+    try:
+        tensor_parallel_(cut, axis)
+    except UserError as error:
+        assert "cannot share num_kv_heads=1" in str(error) or "is not possible for a model with" in str(error), error
+        if mesh.is_main:
+            print(name, "refused", flush=True)
+        continue
+    with torch.no_grad():
+        torch.testing.assert_close(cut(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
+    if mesh.is_main:
+        print(name, "same logits", flush=True)
+mesh.close()

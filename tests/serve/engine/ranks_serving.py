@@ -1,0 +1,67 @@
+"""Run on two ranks by test_tensor_parallel.py: one engine, its weights cut in two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from naive_decoding import LookupDrafter, naive
+
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model import Decoder
+from shoestring.model.skip import SkipSet, Sublayer
+from shoestring.serve import Engine, NgramDrafter, Sampling
+from shoestring.serve.engine.logit_rules import prompt_logprobs
+from shoestring.serve.engine.tensor_parallel import open_ranks
+from tiny import tiny_decoder
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [7], [1, 2, 3, 4]]
+SAMPLINGS = [Sampling(max_tokens=12), Sampling(max_tokens=12, temperature=0.8, seed=5)] * 2
+SKIP = SkipSet([Sublayer(1, "attn"), Sublayer(0, "mlp")])
+
+
+def whole_model(name: str) -> Decoder:
+    if name == "qwen":  # a vocabulary that is cut, too; the others' 29 cannot be
+        return tiny_decoder(vocab_size=30, qk_norm=True, tied=False, qkv_bias=True)
+    model = tiny_decoder(d_ff=32)
+    if name == "packed":
+        convert(model, [("blocks.*", parse_format("int4:g8"))])
+        pack(model, dtype=torch.float64)
+    return model
+
+
+ranks = open_ranks("cpu")
+assert ranks is not None
+for name in ("llama", "qwen", "packed"):
+    whole = whole_model(name)
+    model = ranks.share(whole_model(name))
+    if not ranks.first:
+        ranks.follow(model)
+        continue
+    want = [naive(whole, p, s) for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
+    cases: list[dict[str, Any]] = [
+        {"chunk": 5, "block_size": 4},
+        {"num_blocks": 6, "block_size": 8},  # too few for all: preemption
+        {"drafter": LookupDrafter(), "num_drafts": 3},
+        {"drafter": NgramDrafter()},  # lengths by measured speed: the first rank's clock alone decides
+        {"draft_skip": SKIP, "num_drafts": 2},
+    ]
+    for options in cases:
+        engine = Engine(model, ranks=ranks, **options)
+        got = [c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS)]
+        assert got == want, (name, options)
+        assert engine.cache.pool.num_used == 0
+    skipped = [c.token_ids for c in Engine(whole, skip=SKIP).generate(PROMPTS, SAMPLINGS)]
+    got = [c.token_ids for c in Engine(model, skip=SKIP, ranks=ranks).generate(PROMPTS, SAMPLINGS)]
+    assert got == skipped and got != want
+    scored = prompt_logprobs(whole, PROMPTS[1], 2)
+    found = engine.runner.prompt_logprobs(PROMPTS[1], 2)
+    for a, b in zip(found[1:], scored[1:], strict=True):
+        assert a is not None and b is not None
+        assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-5
+    q = model.blocks[0].attn.q  # type: ignore[union-attr]
+    held = q.weight_codes if name == "packed" else q.weight.to_local()  # type: ignore[union-attr]
+    assert held.shape[0] == 8, "half of the 16 rows"  # type: ignore[union-attr]
+    ranks.dismiss()
+    print(name, "same tokens")
+ranks.close()

@@ -1,0 +1,294 @@
+"""A token in one step: logits, keys and values of the plain forward; when the engine takes it; the C++ on any number of
+threads, and what happens where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoestring.formats import convert, int8_activations, pack, parse_format
+from shoestring.formats.int8_activations import Int8Linear, quantize_activations
+from shoestring.kernels.lowbit.w4a8 import unusable, w4a8_ref
+from shoestring.kernels.runtime import cpp
+from shoestring.kernels.runtime.triton_backend import fall_back
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.layer_plan import plan_decoder
+from shoestring.model.transformer import untie_head
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine import cpu_decode, runner
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
+from shoestring.serve.engine.kv_cache import KVCache
+from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.speculative.draft_model import DraftModel, trim_head
+
+pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+needs_compiler = pytest.mark.skipif(cpp.find_compiler() is None, reason="needs a C++ compiler")
+SPEC = ModelSpec(90, 64, 2, 4, 2, 16, 160, 64, bos_id=1, eos_id=2)
+SPECS = {
+    "llama": SPEC,
+    "qwen2": replace(SPEC, model_type="qwen2", qkv_bias=True),
+    "qwen3": replace(SPEC, model_type="qwen3", qk_norm=True),
+    "one group": replace(SPEC, num_kv_heads=1, mlp_bias=True, out_bias=True),
+    "heads of 48": replace(SPEC, num_heads=2, num_kv_heads=2, head_dim=48),
+}
+STEPS = [TorchDecodeStep, pytest.param(CompiledDecodeStep, marks=needs_compiler)]
+HEAD = "int8:sym:g0"
+WITHOUT = "#undef __ARM_FEATURE_DOTPROD\n#undef __AVX2__\n"
+
+
+def served(spec: ModelSpec = SPEC, label: str = "int4:g32", head: str = "") -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(spec).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.2 + (p.ndim == 1))
+    convert(model, [("*", parse_format(label))])
+    pack(model)
+    if head:
+        untie_head(model, parse_format(head))
+    quantize_activations(model)
+    return model
+
+
+def cache_of(spec: ModelSpec, block_size: int = 4) -> KVCache:
+    cache = KVCache(plan_decoder(spec), BlockPool(16, block_size))
+    cache.pool.num_touched = 16  # type: ignore[misc]
+    return cache
+
+
+@pytest.mark.parametrize("blocks", [[2, 3, 4, 5], [6, 1, 3, 0]], ids=["neighbours", "scattered"])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("step", STEPS)
+@torch.no_grad()
+def test_logits_keys_and_values_are_those_of_the_plain_forward(
+    name: str, blocks: list[int], step: type[TorchDecodeStep | CompiledDecodeStep]
+) -> None:
+    model = served(SPECS[name])
+    assert executor_of(model) is not None and step.unsupported(model.plan) is None
+    tokens, span = torch.arange(3, 15), RowSpan(blocks, 11, 1)
+    caches = []
+    for short in (True, False):
+        cache = KVCache(model.plan, BlockPool(8, 4))
+        cache.pool.num_touched = 8  # type: ignore[misc]
+        plan = cache.plan([RowSpan(blocks, 0, 11)], "cpu")
+        model(tokens[None, :11], torch.arange(11)[None], attend=plan)
+        if short:
+            got = step(model).logits(14, span, cache)
+        else:
+            wanted = model(tokens[None, 11:], torch.tensor([[11]]), attend=cache.plan([span], "cpu"))[0]
+        caches.append(cache)
+    # Rounding inputs to 8 bits turns last bits into a level here and there; CompiledDecodeStep has scales that the
+    # plain forward rounds (the tests below compare it with the exact function).
+    share = 0.02 if step is TorchDecodeStep else 0.05
+    torch.testing.assert_close(got, wanted, atol=share * float(wanted.abs().max()), rtol=0)
+    for layer in range(2):
+        for mine, other in zip(caches[0].stored(layer), caches[1].stored(layer), strict=True):
+            torch.testing.assert_close(mine, other, atol=share * float(other.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_engine_takes_it_for_single_rows_and_the_plain_forward_for_others(
+    monkeypatch: pytest.MonkeyPatch, step: type[TorchDecodeStep | CompiledDecodeStep]
+) -> None:
+    monkeypatch.setattr(runner, "executor_of", lambda _: step)
+    model = served(head=HEAD)
+    calls: list[int] = []
+    plain = step.logits
+    monkeypatch.setattr(step, "logits", lambda self, *a: (calls.append(1), plain(self, *a))[1])
+    prompts = [[1, 5, 9, 12], [1, 7, 7], [1, 30, 31, 32, 33]]
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    alone = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
+    assert len(calls) == 3 * 7  # every token but the first, which the prompt's rows give
+    calls.clear()
+    Engine(model, max_requests=3, max_context=32).generate(prompts, sampling)
+    assert not calls
+    monkeypatch.setattr(runner, "executor_of", lambda _: None)
+    without = [Engine(model, max_requests=1, max_context=32).generate([p], sampling)[0].token_ids for p in prompts]
+    # Last bits may turn a level of an input, and that a choice between two tokens that are almost equal.
+    assert sum(a == b for a, b in zip(alone, without, strict=True)) >= 2
+
+
+def test_a_draft_models_logits_are_for_the_targets_tokens() -> None:
+    model, ids = served(), [3, 50, 7]
+    trim_head(model, ids)
+    drafter = DraftModel(model, vocab_ids=ids)
+    table = drafter.pool.open(b"", [5])
+    assert table is not None
+    batch = Batch([RowSpan(table.blocks, 0, 1)], [5], [0])
+    plain = drafter.runner.forward(batch)
+    drafter.runner.refresh()  # from here on the short step
+    assert drafter.runner._cpu is not None
+    short = drafter.runner.forward(batch)
+    assert short.shape == (1, SPEC.vocab_size)
+    assert short.isfinite().nonzero()[:, 1].tolist() == sorted(ids)
+    torch.testing.assert_close(short[:, ids], plain[:, ids], atol=0.05 * float(plain[:, ids].abs().max()), rtol=0)
+
+
+def test_changed_weights_are_noticed_and_other_models_take_the_plain_forward() -> None:
+    model, sampling = served(), Sampling(max_tokens=6, ignore_eos=True)
+    engine = Engine(model, max_requests=1, max_context=32)
+    first = engine.generate([[1, 5, 9]], sampling)[0].token_ids
+    torch.manual_seed(5)
+    other = served()
+    with torch.no_grad():
+        for buffer in other.buffers():
+            if buffer.dtype == torch.float16:
+                buffer.copy_(buffer * (1 + torch.rand_like(buffer)))
+    model.load_state_dict(other.state_dict())
+    engine.forget_prefixes()
+    again = engine.generate([[1, 5, 9]], sampling)[0].token_ids
+    assert again == Engine(other, max_requests=1, max_context=32).generate([[1, 5, 9]], sampling)[0].token_ids
+    assert again != first
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": 8}, {"act": "geglu"}, {"act": "gelu"}])
+def test_other_architectures_take_the_plain_forward_and_say_so_once(changes: dict[str, object]) -> None:
+    assert executor_of(Decoder(SPEC)) is None  # layers that do not round their inputs: nothing to say
+    model = served(replace(SPEC, **changes))  # type: ignore[arg-type]
+    fall_back.cache_clear()
+    with pytest.warns(UserWarning, match="not computed in one step for (attn.window=8|mlp.act='ge)"):
+        assert executor_of(model) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = Runner(model, BlockPool(4, 4))
+        runner.refresh()
+    assert runner._cpu is None
+
+
+# -- the step in C++ -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def difference(model: Decoder, monkeypatch: pytest.MonkeyPatch, threads: int = 2, num: int = 13) -> float:
+    """Of the logits of the last of `num` tokens that step after step has read, to those of the whole model with
+    inputs rounded in plain torch; keys and values too. In units of the largest."""
+    step, cache, blocks = CompiledDecodeStep(model), cache_of(model.spec), [6, 1, 3, 0]
+    tokens = torch.randint(model.spec.vocab_size, (num,), generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for position, token in enumerate(tokens.tolist()):
+            got = step.logits(token, RowSpan(blocks, position, 1), cache)
+    finally:
+        torch.set_num_threads(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(Int8Linear, "operands8", lambda self: self.effective_weight(torch.float32))
+        patch.setattr(int8_activations, "w4a8", w4a8_ref)
+        other = cache_of(model.spec)
+        plan = other.plan([RowSpan(blocks, 0, num)], "cpu")
+        wanted = model(tokens[None], torch.arange(num)[None], attend=plan)[0, -1:]
+    assert got.shape == wanted.shape
+    pairs = [(got, wanted)]
+    for layer in range(model.spec.num_layers):
+        pairs += zip(cache.stored(layer), other.stored(layer), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_it_computes_products_of_rounded_inputs(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert difference(served(SPECS[name], head=HEAD), monkeypatch, threads) < 1e-4
+
+
+@needs_compiler
+@pytest.mark.parametrize("label", ["int4:sym:g32", "int4:g0", "int3:g32", "int2:sym:g32", "int8:g32"])
+@pytest.mark.parametrize("head", ["", "int8:g32", "int4:g64"])
+def test_formats_and_heads(label: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert difference(served(label=label, head=head), monkeypatch, num=5) < 1e-4
+
+
+@needs_compiler
+def test_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = cpp.load_library(WITHOUT + cpu_decode.SOURCE.read_text())
+    assert library is not None
+    known = cpu_decode._function()
+    library.token_step.argtypes, library.token_step.restype = known.argtypes, known.restype
+    monkeypatch.setattr(cpu_decode, "_function", lambda: library.token_step)
+    assert difference(served(head=HEAD), monkeypatch) < 1e-4
+
+
+@needs_compiler
+@torch.no_grad()
+def test_what_is_not_a_number_stays_so() -> None:
+    for poison in (float("nan"), float("inf")):
+        model = served(head=HEAD)
+        model.embed.weight[7, 3] = poison
+        logits = CompiledDecodeStep(model).logits(7, RowSpan([0], 0, 1), cache_of(SPEC))
+        assert logits.isnan().all()
+
+
+@needs_compiler
+def test_callers_on_several_threads_take_turns_and_a_fork_has_threads_of_its_own() -> None:
+    model = served(head=HEAD)
+    step = CompiledDecodeStep(model)
+    wanted = step.logits(5, RowSpan([0], 0, 1), cache_of(SPEC))
+    found: list[bool] = []
+
+    def ask() -> None:
+        cache = cache_of(SPEC)
+        own = CompiledDecodeStep(model)
+        found.extend(torch.equal(own.logits(5, RowSpan([0], 0, 1), cache), wanted) for _ in range(20))
+
+    callers = [threading.Thread(target=ask) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [True] * 60
+    child = os.fork()
+    if child == 0:
+        same = step.logits(5, RowSpan([0], 0, 1), cache_of(SPEC)).tolist() == wanted.tolist()
+        os._exit(0 if same else 1)
+    for _ in range(6000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+    assert ended and status == 0
+
+
+@needs_compiler
+def test_a_cache_that_grew_is_found_again() -> None:
+    model = served(head=HEAD)
+    step = CompiledDecodeStep(model)
+    cache = KVCache(plan_decoder(SPEC), BlockPool(64, 4, grows=True))
+    table = cache.pool.open(b"", [5])
+    assert table is not None
+    logits = []
+    for position in range(100):
+        assert cache.pool.grow(table, position + 1)
+        logits.append(step.logits(5 + position % 7, RowSpan(table.blocks, position, 1), cache))
+    assert cache.num_moves > 2 * SPEC.num_layers  # moved on the way
+    large, step = cache_of(SPEC, 16), CompiledDecodeStep(model)
+    for position in range(100):
+        again = step.logits(5 + position % 7, RowSpan(list(range(16)), position, 1), large)
+        torch.testing.assert_close(again, logits[position], atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+def test_without_a_compiler_the_torch_step_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served()
+    assert executor_of(model) is CompiledDecodeStep
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cpp.load_library.cache_clear()
+    cpu_decode._function.cache_clear()
+    try:
+        assert "compiler" in str(CompiledDecodeStep.unsupported(model.plan))
+        runner = Runner(model, BlockPool(4, 4))
+        runner.refresh()
+        assert isinstance(runner._cpu, TorchDecodeStep)
+    finally:
+        cpu_decode._function.cache_clear()
+        cpp.load_library.cache_clear()

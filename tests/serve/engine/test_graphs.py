@@ -1,0 +1,444 @@
+"""Steps with fixed addresses: fused forward, static buffers, tokens that stay on the device, steps that run
+ahead. Without a GPU the same program runs uncaptured; `gpu` tests capture it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from naive_decoding import LookupDrafter, naive
+
+from shoestring.formats import convert, pack, parse_format
+from shoestring.kernels.sampling.sample_tokens import sample_tokens_ref_
+from shoestring.model import Decoder
+from shoestring.model.skip import SkipSet, StandIn, Sublayer
+from shoestring.serve import DraftModel, Engine, Sampling
+from shoestring.serve.engine import graphs
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.engine import Request
+from shoestring.serve.engine.fused_decoder import FusedDecoder, merge_linears, to_device, unusable
+from shoestring.serve.engine.graphs import GraphCache
+from shoestring.serve.engine.kv_cache import cache_root, modules_of
+from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules
+from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.speculative.draft_model import trim_head
+from shoestring.serve.speculative.verify import verify
+from tiny import near_copy, tiny_decoder
+
+SHAPES = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "tied": False, "qkv_bias": True},
+    "gpt2": {
+        "norm": "layer",
+        "act": "gelu_tanh",
+        "positions": "learned",
+        "num_kv_heads": 4,
+        "mlp_bias": True,
+        "out_bias": True,
+        "qkv_bias": True,
+    },
+    "window": {"sliding_window": 5, "first_window_layer": 1},
+    "geglu": {"act": "geglu"},
+    "geglu_tanh": {"act": "geglu_tanh", "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_fused_forward_is_the_models(shape: str) -> None:
+    """Whole prompts, chunks behind others, drafts and single rows: fused and as a graph, against the full forward."""
+    model = tiny_decoder(**SHAPES[shape])
+    tokens = torch.randint(0, 29, (2, 40), generator=torch.Generator().manual_seed(0))
+    want = model(tokens)
+    runner = Runner(model, BlockPool(30, 4), graphs=True)
+    blocks = [list(range(11, 0, -1)), list(range(12, 23))]
+    done = [0, 0]
+    for nums in [(7, 7), (1, 1), (20, 0), (3, 20), (1, 2), (1, 1)]:
+        part = [i for i in (0, 1) if nums[i]]
+        spans = [RowSpan(blocks[i], done[i], nums[i]) for i in part]
+        ids = [t for i in part for t in tokens[i, done[i] : done[i] + nums[i]].tolist()]
+        got = runner.forward(Batch(spans, ids, range(len(ids))))
+        expect = torch.cat([want[i, done[i] : done[i] + nums[i]] for i in part])
+        torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-4)  # norms are fp32 in the model
+        done = [d + n for d, n in zip(done, nums, strict=True)]
+
+
+def test_layers_side_by_side_hold_nothing_twice() -> None:
+    model = tiny_decoder()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    FusedDecoder(model)
+    attn = model.blocks[0].attn
+    assert attn.k.weight.untyped_storage().data_ptr() == attn.q.weight.untyped_storage().data_ptr()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    where = [p.data_ptr() for p in model.parameters()]
+    FusedDecoder(model)  # a second engine on the same model moves nothing
+    assert [p.data_ptr() for p in model.parameters()] == where
+
+
+@pytest.mark.parametrize("format", ["int4:g8", "nf4:g8"])
+def test_packed_layers_are_stacked_part_by_part(format: str) -> None:
+    model = tiny_decoder().float()
+    model.compute_dtype = torch.float32
+    convert(model, [("blocks.*", parse_format(format))])
+    pack(model)
+    attn = model.blocks[0].attn
+    x = torch.randn(3, 16)
+    want = torch.cat([attn.q(x), attn.k(x), attn.v(x)], dim=-1)
+    linear = merge_linears([attn.q, attn.k, attn.v], torch.float32)
+    assert linear.format is not None and not linear.separate
+    torch.testing.assert_close(linear(x), want)
+    torch.testing.assert_close(torch.cat([attn.q(x), attn.k(x), attn.v(x)], dim=-1), want)
+    text = Engine(model, graphs=True).generate([[1, 2, 3]], Sampling(max_tokens=8))[0]
+    assert text.token_ids == naive(model, [1, 2, 3], Sampling(max_tokens=8))
+
+
+def test_a_head_of_bytes() -> None:
+    """Eight bits with a scale for each row: read as bytes by the step of one request, decoded by others."""
+    model = tiny_decoder(tied=False).float()
+    model.compute_dtype = torch.float32
+    convert(model, [("head", parse_format("int8:g0"))], skip=())
+    pack(model)
+    engine = Engine(model, graphs=True)
+    assert engine.runner.fast
+    prompts = [[1, 2, 3], [4, 5]]
+    want = [naive(model, p, Sampling(max_tokens=8)) for p in prompts]
+    assert [engine.generate([p], Sampling(max_tokens=8))[0].token_ids for p in prompts] == want
+    assert [c.token_ids for c in engine.generate(prompts, Sampling(max_tokens=8))] == want
+
+
+def test_sharded_and_hooked_models_run_plain() -> None:
+    model = tiny_decoder()
+    assert unusable(model) is None
+    model.blocks[0].mlp.register_forward_hook(lambda *_: None)
+    assert unusable(model) is not None
+    with pytest.raises(ValueError, match="hooks"):
+        Engine(model, graphs=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_schedule_gives_the_text_of_the_naive_loop(seed: int) -> None:
+    """Greedy and sampled requests that arrive over time, on pools too small for all, with and without drafts."""
+    rng = random.Random(seed)
+    model = tiny_decoder(seed, **(SHAPES["window"] if seed % 2 else {}))
+    drafter = None
+    if seed >= 2:
+        drafter = LookupDrafter() if seed % 2 else DraftModel(near_copy(model, 0.02))
+    engine = Engine(
+        model,
+        max_requests=rng.randint(2, 5),
+        chunk=rng.choice([3, 8, 40]),
+        block_size=rng.choice([1, 4, 16]),
+        num_blocks=None if seed % 3 else 64 // rng.choice([1, 4]) + 20,
+        max_context=None if seed % 3 else 20,
+        drafter=drafter,
+        num_drafts=rng.randint(1, 4),
+        graphs=True,
+    )
+    todo = []
+    for _ in range(9):
+        prompt = [rng.randrange(29) for _ in range(rng.randint(1, 12))]
+        heat = rng.choice([0.0, 0.0, 0.8])
+        sampling = Sampling(
+            temperature=heat,
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.01]),
+            seed=rng.randrange(1000),
+            max_tokens=rng.randint(1, 8),
+        )
+        todo.append((prompt, sampling))
+    requests: list[tuple[Request, list[int]]] = []
+    while todo or engine.busy:
+        if todo and rng.random() < 0.5:
+            prompt, sampling = todo.pop()
+            want = naive(model, prompt, sampling)
+            requests.append((engine.add(prompt, sampling), want))
+        if rng.random() < 0.05 and engine.running:
+            engine.abort(rng.choice(engine.running))
+        engine.step()
+    for request, want in requests:
+        if request.finish_reason != "abort":
+            assert request.new_tokens == want[: len(request.new_tokens)] and request.new_tokens
+            assert len(request.new_tokens) == min(len(want), engine.max_context - request.num_prompt)
+    assert engine.cache.pool.num_used == 0
+
+
+def test_a_step_runs_ahead_and_its_tokens_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder()
+    sent: list[object] = []
+    launch = GraphCache.launch
+
+    def spy(self: GraphCache, spans: Sequence[RowSpan], tokens: object, *rest: object) -> object:
+        sent.append(tokens)
+        return launch(self, spans, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GraphCache, "launch", spy)
+    engine = Engine(model, graphs=True)
+    sampling = Sampling(max_tokens=9, temperature=0.7, seed=3)
+    request = engine.add([1, 2, 3], sampling)
+    lengths = []
+    while engine.busy:
+        engine.step()
+        lengths.append(len(request.new_tokens))
+    assert request.new_tokens == naive(model, [1, 2, 3], sampling)
+    assert lengths == list(range(1, 10)), "one token a step, as ever"
+    # A prompt of a new size is read launch by launch; then one launch with tokens, the rest without.
+    assert sent[0] == [request.new_tokens[0]] and sent[1:] == [None] * 7
+
+
+def test_a_request_that_ends_leaves_the_step_that_ran_ahead() -> None:
+    """End-of-text and aborts are noticed one launch late: the others must not see it."""
+    model = tiny_decoder()
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    texts = [naive(model, p, Sampling(max_tokens=20)) for p in prompts]
+    eos = texts[0][4]
+    wants = [t[: t.index(eos) + 1] if eos in t else t for t in texts]
+    engine = Engine(model, graphs=True, eos_ids=[eos])
+    requests = [engine.add(p, Sampling(max_tokens=20)) for p in prompts]
+    for _ in range(8):
+        engine.step()
+    engine.abort(requests[2])
+    late = engine.add([1, 2, 3], Sampling(max_tokens=20))  # takes over freed blocks
+    while engine.busy:
+        engine.step()
+    assert [r.new_tokens for r in requests[:2]] == wants[:2] and late.new_tokens == wants[0]
+    assert requests[2].new_tokens == wants[2][: len(requests[2].new_tokens)]
+    assert engine.cache.pool.num_used == 0
+
+
+def test_rules_and_log_probabilities_see_logits() -> None:
+    model = tiny_decoder()
+    plain, made = (
+        Engine(model, verify=VerifyWithRules(verify)),
+        Engine(model, verify=VerifyWithRules(verify), graphs=True),
+    )
+
+    def ask(engine: Engine) -> list[object]:
+        samplings = [
+            SamplingWithRules(max_tokens=6, rules=LogitRules(bias=((3, 2.0),), frequency=0.5)),
+            SamplingWithRules(max_tokens=6, num_logprobs=2),
+            SamplingWithRules(max_tokens=6, temperature=0.9, seed=5),
+        ]
+        return [
+            (c.token_ids, s.history.tokens, [(t.token, [i for i, _ in t.top]) for t in s.history.logprobs])
+            for c, s in zip(engine.generate([[1, 2]] * 3, samplings), samplings, strict=True)
+        ]
+
+    assert ask(plain) == ask(made)
+    alone = SamplingWithRules(
+        max_tokens=6
+    )  # asks for nothing: chosen on the device, and its history filled all the same
+    assert made.generate([[1, 2]], alone)[0].token_ids == alone.history.tokens
+
+
+def test_skip_sets_have_graphs_of_their_own() -> None:
+    model = tiny_decoder(num_layers=3)
+    skip = SkipSet([Sublayer(1, "attn"), Sublayer(2, "mlp")])
+    asked = ([[1, 2, 3], [5, 6]], Sampling(max_tokens=10))
+    want = Engine(model, skip=skip).generate(*asked)
+    engine = Engine(model, skip=skip, graphs=True)
+    assert [c.token_ids for c in engine.generate(*asked)] == [c.token_ids for c in want]
+    drafting = Engine(model, draft_skip=skip, num_drafts=3, graphs=True)
+    whole = Engine(model).generate(*asked)
+    assert [c.token_ids for c in drafting.generate(*asked)] == [c.token_ids for c in whole]
+    assert drafting.stats.num_drafted
+
+
+def test_stand_ins_are_part_of_the_product_before_them() -> None:
+    """Single rows: runs of skipped sublayers, at the beginning, in the middle and at the end, scales alone, shifts
+    alone, per channel and for the whole row, against the model's own forward; and more rows at once."""
+    model, g = tiny_decoder(num_layers=5), torch.Generator().manual_seed(3)
+    width = model.spec.d_model
+
+    def stand(scale: int, shift: int) -> StandIn:
+        made = [torch.rand(n, generator=g) + 0.5 if n else None for n in (scale, shift)]
+        return StandIn(*made)
+
+    skip = SkipSet(
+        {
+            Sublayer(0, "attn"): stand(1, width),
+            Sublayer(1, "attn"): stand(1, width),
+            Sublayer(2, "attn"): StandIn(),
+            Sublayer(2, "mlp"): stand(width, 0),
+            Sublayer(3, "attn"): stand(0, width),
+            Sublayer(4, "mlp"): stand(1, 0),
+        }
+    )
+    joined = skip.after(5, width, torch.device("cpu"))
+    assert set(joined) == {Sublayer(0, "mlp"), Sublayer(1, "mlp"), Sublayer(4, "attn")}
+    assert joined is skip.after(5, width, torch.device("cpu"))  # a graph may hold on to them
+    assert SkipSet([Sublayer(1, "attn")]).after(5, width, torch.device("cpu")) == {Sublayer(0, "mlp"): None}
+    tokens = torch.randint(0, 29, (1, 14), generator=g)
+    want = model(tokens, skip=skip)[0]
+    runner = Runner(model, BlockPool(9, 4), graphs=True)
+    done, blocks = 0, list(range(8))
+    for num in (3, 1, 1, 4, 1, 1, 3):
+        ids = tokens[0, done : done + num].tolist()
+        got = runner.forward(Batch([RowSpan(blocks, done, num)], ids, range(num)), skip)
+        torch.testing.assert_close(got, want[done : done + num], rtol=1e-4, atol=1e-4)
+        done += num
+    assert not torch.allclose(model(tokens)[0], want, atol=0.1)
+
+
+def test_changed_weights_are_noticed() -> None:
+    model = tiny_decoder()
+    engine = Engine(model, graphs=True)
+    sampling = Sampling(max_tokens=6)
+    before = engine.generate([[1, 2, 3]], sampling)[0].token_ids
+    assert before == naive(model, [1, 2, 3], sampling)
+    with torch.no_grad():
+        model.blocks[0].attn.k.weight.normal_(0, 2)
+        model.norm.weight.fill_(0.5)
+    assert engine.generate([[1, 2, 3]], sampling)[0].token_ids == naive(model, [1, 2, 3], sampling)
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_graphs_on_the_gpu_write_the_text_of_the_plain_path(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32: the plain path without kernels, the graph path with them, alone and in a batch, and with drafts."""
+    spec = replace(tiny_decoder(**SHAPES[shape]).spec, d_model=64, head_dim=16, d_ff=96, max_positions=1400)
+    model = tiny_decoder(**{k: getattr(spec, k) for k in spec.__dataclass_fields__}).float().cuda()
+    model.compute_dtype = torch.float32
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.mul_(0.5)
+    prompts = [[1, 2, 3], [4] * 300, list(range(29)) * 40, [7]]
+    samplings = [Sampling(max_tokens=40), Sampling(max_tokens=40, temperature=0.7, seed=3)] * 2
+    with monkeypatch.context() as plain:
+        plain.setattr("shoestring.serve.engine.sampling.sample_tokens_", sample_tokens_ref_)
+        want = Engine(model, graphs=False).generate(prompts, samplings)
+    for drafter in (None, LookupDrafter(), DraftModel(near_copy(model, 0.02))):
+        engine = Engine(model, drafter=drafter, num_drafts=3, chunk=256)
+        assert engine.runner.fast
+        got = engine.generate(prompts, samplings)
+        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+        again = engine.generate(prompts, samplings)
+        assert [c.token_ids for c in again] == [c.token_ids for c in want]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_what_cannot_be_captured_is_launched_one_by_one() -> None:
+    model = tiny_decoder(d_model=64, head_dim=16).float().cuda()
+    model.compute_dtype = torch.float32
+    want = Engine(model, graphs=False).generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids
+    engine = Engine(model)
+    engine.runner.refresh()
+    fused = engine.runner._fused
+    assert fused is not None
+    logits = fused.logits
+
+    def waits(x_TD: torch.Tensor) -> torch.Tensor:
+        assert x_TD.sum().item() == x_TD.sum().item()  # a host sync: not allowed while capturing
+        return logits(x_TD)
+
+    fused.logits = waits  # type: ignore[method-assign]
+    assert engine.generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids == want
+    fused.logits = logits  # type: ignore[method-assign]
+    # The device is as it was: the next graph can be captured.
+    assert Engine(model).generate([[1, 2, 3]], Sampling(max_tokens=20))[0].token_ids == want
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_graphs_are_captured_again_after_all_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder(d_model=64, head_dim=16).float().cuda()
+    model.compute_dtype = torch.float32
+    engine = Engine(model, max_requests=20)
+    sampling, dropped = Sampling(max_tokens=12), []
+    drop = GraphCache._drop
+    monkeypatch.setattr(GraphCache, "_drop", lambda self, *keys: (dropped.append(len(keys)), drop(self, *keys)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a step that cannot be captured says so
+        for num in (1, 9, 20):  # each needs larger tables, which ends all graphs that hold the old ones
+            engine.generate([[1, 2, 3 + i] for i in range(num)], sampling)
+    assert len([num for num in dropped if num]) >= 2
+
+
+def _replace_head(model: Decoder) -> None:
+    trim_head(model, range(model.spec.vocab_size))
+
+
+def _replace_weight(model: Decoder) -> None:
+    up = model.blocks[1].mlp.up
+    up.weight = torch.nn.Parameter(up.weight.detach().clone())
+
+
+def _change_in_place(model: Decoder) -> None:
+    with torch.no_grad():
+        model.blocks[1].mlp_norm.weight.mul_(1.5)
+
+
+def _load(model: Decoder) -> None:
+    model.load_state_dict(tiny_decoder(5).state_dict())
+
+
+def _pack(model: Decoder) -> None:
+    convert(model, [("blocks.1.*", parse_format("int4:g8"))])
+    pack(model)
+
+
+def _add_buffer(model: Decoder) -> None:
+    model.blocks[0].attn.register_buffer("more", torch.zeros(1))
+
+
+@pytest.mark.parametrize("change", [_replace_head, _replace_weight, _change_in_place, _load, _pack, _add_buffer])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_refresh_notices_every_change_of_the_weights(change: Callable[[Decoder], None], graphs: bool) -> None:
+    model = tiny_decoder()
+    runner = Runner(model, BlockPool(4, 16), graphs=graphs)
+    runner.refresh()
+    root, fused = runner.cache_root(), runner._fused
+    assert root == cache_root(model) and runner.cache_root("half") == cache_root(model, "half") != root
+    runner.refresh()
+    assert runner.cache_root() == root and runner._fused is fused and (fused is not None) == graphs
+    change(model)
+    runner.refresh()
+    assert runner.cache_root() == cache_root(model) != root
+    assert not graphs or runner._fused is not fused
+    assert {id(m) for m in modules_of(model)} == {id(m) for m in model.modules()}
+    dtype, model.compute_dtype = model.compute_dtype, torch.float32
+    assert runner.cache_root() == cache_root(model)
+    model.compute_dtype = dtype
+
+
+def test_tables_that_change_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a request ends all behind it move up: one copy, and none where only positions change."""
+    sent: list[list[int]] = []
+
+    def noted(here: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        sent.append(here[0].tolist())
+        return to_device(here, device)
+
+    monkeypatch.setattr(graphs, "to_device", noted)
+    runner = Runner(tiny_decoder(), BlockPool(40, 4), graphs=True)
+    assert runner.ready() and runner._graphs is not None
+    made = runner._graphs
+    blocks = [list(range(5 * n, 5 * n + 3 + n % 3)) for n in range(6)]
+
+    def launch(start: int, who: list[int]) -> None:
+        spans = [RowSpan(blocks[n], start, 1) for n in who]
+        made.launch(spans, [1] * len(who), [Sampling()] * len(who), None)
+        for row, n in zip(made.tables(len(who)).tolist(), who, strict=True):
+            pages = start // 4 + 1
+            assert row[:pages] == blocks[n][:pages]
+
+    launch(9, [0, 1, 2, 3, 4, 5])
+    launch(10, [0, 1, 2, 3, 4, 5])
+    assert sent == [[0, 1, 2, 3, 4, 5]]
+    launch(11, [0, 2, 3, 4, 5])
+    assert sent[1:] == [[1, 2, 3, 4]]
+    blocks[0].append(39)  # a block more is noted by the step itself
+    launch(12, [0])
+    launch(13, [0])
+    assert len(sent) == 2
+    launch(8, [5, 0])
+    assert sent[2:] == [[0, 1]]

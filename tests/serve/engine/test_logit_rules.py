@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from naive_decoding import LookupDrafter
+
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.logit_rules import (
+    LogitRules,
+    SamplingWithRules,
+    TokenHistory,
+    VerifyWithRules,
+    apply_row_rules,
+    apply_rules,
+    prompt_logprobs,
+    token_logprobs,
+)
+from shoestring.serve.speculative.verify import Check, coupled
+from tiny import DECODER, tiny_decoder
+
+
+def test_rules_follow_their_formulas() -> None:
+    logits = torch.tensor([2.0, -1.0, 0.5, 3.0])
+    # OpenAI: mu[j] - c[j] * frequency - [c[j] > 0] * presence, over what was written (not the prompt).
+    out = apply_row_rules(logits, LogitRules(presence=0.5, frequency=0.25), prompt=[3, 3], written=[0, 0, 1])
+    assert out.tolist() == [2.0 - 0.5 - 0.5, -1.0 - 0.5 - 0.25, 0.5, 3.0]
+    # Repetition looks at prompt and text, once each, and always makes a token less likely.
+    out = apply_row_rules(logits, LogitRules(repetition=2.0), prompt=[3, 3], written=[1])
+    assert out.tolist() == [2.0, -2.0, 0.5, 1.5]
+    out = apply_row_rules(logits, LogitRules(bias=((1, 100.0), (3, -100.0))), prompt=[], written=[])
+    assert out.tolist() == [2.0, 99.0, 0.5, -97.0]
+    ends = LogitRules(min_tokens=2, eos_ids=(3,))
+    assert apply_row_rules(logits, ends, [], [0])[3] == -math.inf
+    assert apply_row_rules(logits, ends, [], [0, 0])[3] == 3.0
+
+
+def test_rows_without_rules_are_not_touched_and_drafts_count_as_written() -> None:
+    logits = torch.zeros(5, 4)
+    ruled = SamplingWithRules(rules=LogitRules(frequency=1.0), history=TokenHistory(prompt=(1, 1), tokens=[2]))
+    checks = [
+        Check((), 7, Sampling()),
+        Check((3, 3), 3, ruled),  # rows 1, 2, 3: after 2; 2 3; 2 3 3
+        Check((), 9, SamplingWithRules()),
+    ]
+    out = apply_rules(logits, checks)
+    assert out.tolist() == [[0, 0, 0, 0], [0, 0, -1, 0], [0, 0, -1, -1], [0, 0, -1, -2], [0, 0, 0, 0]]
+    assert apply_rules(logits, [checks[0]] * 5) is logits  # no copy where nobody has rules
+
+
+def test_recorded_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(1, 6)
+    sampling = SamplingWithRules(
+        rules=LogitRules(bias=((4, 100.0),)), num_logprobs=2, history=TokenHistory(prompt=(0,))
+    )
+    gained = VerifyWithRules(coupled)(logits, [Check((), 1, sampling)])
+    assert gained == [[4]]
+    (entry,) = sampling.history.logprobs
+    expected = logits[0].log_softmax(-1)
+    assert entry.token == 4 and entry.logprob == pytest.approx(expected[4].item(), abs=1e-6)
+    best = expected.topk(2)
+    assert [t for t, _ in entry.top] == best.indices.tolist()
+    assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert token_logprobs(logits, [1], 0)[0].top == ()
+
+
+@pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "drafts"])
+def test_the_engine_obeys_rules_as_the_naive_loop_does(drafter: LookupDrafter | None) -> None:
+    """Penalties and bias through the engine, with drafts too, equal one full forward per token."""
+    model = tiny_decoder()
+    rules = LogitRules(((5, 2.0), (7, -3.0)), presence=0.7, frequency=0.4, repetition=1.2)
+    prompt = [3, 1, 4, 1, 5]
+    tokens, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(20):
+            logits = model(torch.tensor([tokens]))[0, -1]
+            tokens.append(int(apply_row_rules(logits, rules, prompt, tokens[len(prompt) :]).argmax()))
+            logprobs.append(logits.log_softmax(-1)[tokens[-1]].item())
+    sampling = SamplingWithRules(max_tokens=20, rules=rules, num_logprobs=1, history=TokenHistory(tuple(prompt)))
+    more = {} if drafter is None else {"drafter": drafter}
+    engine = Engine(model, verify=VerifyWithRules(coupled), **more)
+    request = engine.add(prompt, sampling)
+    while engine.busy:
+        engine.step()
+    assert request.new_tokens == tokens[len(prompt) :]
+    got = [e.logprob for e in sampling.history.logprobs[:20]]
+    assert got == pytest.approx(logprobs, abs=1e-9)
+    assert len(set(request.new_tokens)) > 5
+
+
+def test_prompt_logprobs_equal_a_plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.serve.engine.logit_rules.BLOCK_LOGITS", DECODER.vocab_size * 3)  # several blocks
+    model = tiny_decoder()
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt]))[0].log_softmax(-1)
+    scored = prompt_logprobs(model, prompt, 2)
+    assert len(scored) == len(prompt) and scored[0] is None
+    for i, entry in enumerate(scored[1:]):
+        assert entry is not None and entry.token == prompt[i + 1]
+        assert entry.logprob == pytest.approx(expected[i, prompt[i + 1]].item(), abs=1e-9)
+        assert [t for t, _ in entry.top] == expected[i].topk(2).indices.tolist()
+    assert prompt_logprobs(model, [3], 2) == [None]

@@ -1,0 +1,499 @@
+"""Everything a client can do wrong: a 4xx with OpenAI's error object, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.client import HTTPResponse
+from typing import Any
+from urllib.parse import quote_from_bytes
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+from serving import running, wait_for  # noqa: E402
+
+from shoestring.serve.http.grammar import Grammars  # noqa: E402
+from shoestring.serve.http.request_parsing import Limits, parse_chat  # noqa: E402
+from shoestring.serve.http.request_schema import ApiError, ChatBody  # noqa: E402
+from tiny import chat_tokenizer  # noqa: E402
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CONTEXT = 48  # so that a text without a limit of its own is soon over
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Any]:
+    limits = {"max_requests": 4, "max_queue": 4, "max_context": CONTEXT, "max_body_mb": 1}
+    with running(api_keys=("first", "second"), **limits) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def http(service: Any) -> Iterator[Any]:
+    headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
+    with httpx.Client(base_url=service.url, headers=headers, timeout=60) as client:
+        yield client
+
+
+def refused(response: Any, status: int, *words: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    for word in words:
+        assert word in error["message"]
+    return error
+
+
+def nothing_is_left(service: Any) -> bool:
+    """Of any request: no text is open or computed, and every block of keys and values can be had."""
+    pool = service.engine.cache.pool
+    idle = service.engine_thread.num_open == 0 and not service.engine.busy
+    return idle and pool.num_used == 0 and pool.num_available == pool.num_blocks
+
+
+def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
+    def client(key: str) -> Any:
+        return openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
+
+    with pytest.raises(openai.AuthenticationError) as wrong_key:
+        client("third").models.list()
+    assert wrong_key.value.code == "invalid_api_key"
+    good = client("first").chat.completions
+    with pytest.raises(openai.NotFoundError) as wrong_model:
+        good.create(model="gpt-4o", messages=HELLO)
+    assert wrong_model.value.code == "model_not_found" and "'tiny'" in wrong_model.value.message
+    with pytest.raises(openai.BadRequestError) as misspelt:
+        good.create(model="tiny", messages=HELLO, extra_body={"top_kk": 3})
+    assert misspelt.value.param == "top_kk" and "'top_k'" in misspelt.value.message
+    with pytest.raises(openai.BadRequestError) as too_long:
+        good.create(model="tiny", messages=[{"role": "user", "content": "x " * 5000}])
+    assert too_long.value.code == "context_length_exceeded"
+    answer = good.create(model="tiny", messages=HELLO, max_tokens=2, user="me", store=False, tools=[])
+    assert answer.usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {}, "prompt must be"),
+        (TEXT, {"prompt": []}, "prompt must be"),
+        (TEXT, {"prompt": [[1, 2], []]}, "prompt must be"),
+        (TEXT, {"prompt": [1, True]}, "prompt must be"),
+        (TEXT, {"prompt": [[1, 99999]]}, "token id 99999"),
+        (TEXT, {"prompt": [-1]}, "token id -1"),
+        (TEXT, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+        (TEXT, {"prompt": "a", "temperature": "1"}, "temperature"),
+        (TEXT, {"prompt": "a", "n": 0}, "n:"),
+        (TEXT, {"prompt": "a", "n": 10**9}, "at most 8"),
+        (TEXT, {"prompt": ["a"] * 9}, "at most 8"),
+        (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (TEXT, {"prompt": "a", "logprobs": True}, "logprobs"),
+        (TEXT, {"prompt": "a", "stop": ""}, "stop must be"),
+        (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop must be"),
+        (TEXT, {"prompt": "a", "stop": {"a": 1}}, "stop must be"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+        (TEXT, {"prompt": "a", "best_of": 4}, "best_of"),
+        (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"99999": 1}}, "99999"),
+        (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "min_tokens": 17}, "min_tokens=17"),
+        (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options needs"),
+        (TEXT, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (TEXT, {"prompt": "x" * 20000}, "context"),
+        (CHAT, {}, "messages must be"),
+        (CHAT, {"messages": []}, "messages must be"),
+        (CHAT, {"messages": ["hi"]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "'robot'"),
+        (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "role"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools is not supported"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "json_schema.schema"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs logprobs"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO, "stream": "yes"}, "stream"),
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [99999]}, "99999"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ],
+)
+def test_bad_values_are_named(http: Any, path: str, body: dict[str, Any], words: str) -> None:
+    assert refused(http.post(path, json=body), 400, words)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("temperature", (-0.1, 1e7), (0.0, 1e-300, 1e6)),
+        ("top_k", (-2, 2**31 + 1, 10**400), (-1, 0, 2**31)),
+        ("top_p", (-0.1, 1.5), (0.0, 5e-324, 1.0)),
+        ("min_p", (-0.1, 1.5), (0.0, 1.0)),
+        ("seed", (-(2**63) - 1, 2**64), (-(2**63), 2**64 - 1)),
+    ],
+)
+def test_the_command_line_takes_and_refuses_the_same(
+    http: Any, command: Callable[..., str], name: str, bad: tuple[float, ...], good: tuple[float, ...]
+) -> None:
+    for value in (*bad, *good):
+        said = {
+            command(*verb, f"--{name.replace('_', '-')}={value}", fails=True)
+            for verb in (("generate", "nowhere", "hi"), ("chat", "nowhere"))
+        }
+        answer = http.post(TEXT, json={"prompt": "a", "max_tokens": 2, name: value})
+        if value in bad:
+            error = refused(answer, 400, "is not allowed; it must be")
+            assert error["param"] == name and said == {f"error: {error['message']}\n"}
+        else:
+            assert answer.status_code == 200 and all("nowhere does not exist" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"a":' * 20000 + b"1" + b"}" * 20000,
+        b'{"prompt": ' + b"[" * 20000 + b"]" * 20000 + b"}",
+    ],
+    ids=lambda b: repr(b[:40]),
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize"])
+def test_bodies_that_are_no_good_json(http: Any, path: str, body: bytes) -> None:
+    refused(http.post(path, content=body), 400)
+
+
+def test_paths_methods_types_sizes_and_keys(http: Any, service: Any) -> None:
+    refused(http.get("/v1/nothing"), 404, "/v1/nothing")
+    refused(http.get("/web/api.py"), 404)
+    refused(http.get("/web/..%2Fapi.py"), 404)
+    refused(http.get("/v1/models/other"), 404, "other")
+    refused(http.get(TEXT), 405, f"{TEXT} does not take GET; it takes POST")
+    refused(http.post(TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}), 415)
+    # Too large, with and without its size said beforehand; the connection is good for the next request.
+    big = json.dumps({"prompt": "a" * (3 << 20)}).encode()
+    refused(http.post(TEXT, content=big), 413, "1048576")
+    refused(http.post(TEXT, content=(big[i : i + 65536] for i in range(0, len(big), 65536))), 413)
+    assert http.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    for headers in ({}, {"Authorization": "second"}, {"Authorization": "Basic second"}, {"Authorization": "Bearer x"}):
+        answer = httpx.post(service.url + TEXT, json={"prompt": "a"}, headers=headers)
+        assert refused(answer, 401)["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(service.url + "/metrics").status_code == 401
+    assert httpx.get(service.url + "/health").status_code == 200
+    # CORS is off: another site's page learns nothing.
+    asked = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in httpx.options(service.url + TEXT, headers=asked).headers
+    # A request id comes back, and one that could break a log line does not.
+    assert http.get("/version", headers={"X-Request-Id": "abc123"}).headers["x-request-id"] == "abc123"
+    assert http.get("/version", headers={"X-Request-Id": "a b"}).headers["x-request-id"] != "a b"
+
+
+def test_a_body_of_10_mb_is_refused_by_default() -> None:
+    text = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    with running() as service, httpx.Client(base_url=service.url, timeout=60, headers=headers) as client:
+        for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+            for body in (text, b"\0" * (10 << 20)):
+                error = refused(client.post(path, content=body), 413, str(4 << 20))
+                assert error["code"] == "too_large" and error["type"] == "invalid_request_error"
+        parts = (text[i : i + 65536] for i in range(0, len(text), 65536))  # its size is not said beforehand
+        refused(client.post(TEXT, content=parts), 413, str(4 << 20))
+        assert nothing_is_left(service) and service.engine.stats.num_steps == 0
+        answer = client.post(TEXT, json={"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_cors_and_missing_chat_template() -> None:
+    with running(allow_origins=("https://app.example",)) as service:
+        service.engine_thread.engine.tokenizer.chat_template = None
+        asked = {
+            "Origin": "https://app.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        allowed = httpx.options(service.url + CHAT, headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        asked["Origin"] = "https://other.example"
+        assert httpx.options(service.url + CHAT, headers=asked).status_code == 400
+        refused(httpx.post(service.url + CHAT, json={"messages": HELLO}), 400, "no chat template")
+        assert httpx.get(service.url + "/stats").json()["chat"] is False
+
+
+# -- any JSON at all ----------------------------------------------------------------------------------------
+
+json_st = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ids_st = st.lists(st.integers(0, 290), min_size=1, max_size=5)
+message_st = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": st.text(max_size=8)},
+    optional={"name": json_st, "refusal": json_st},
+)
+# Mostly what is right, sometimes anything: bodies that fail at the first field test only that field.
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "max_tokens": st.integers(0, 6) | st.integers(0, 2**31),
+    "max_completion_tokens": st.integers(1, 2**31),
+    "prompt": st.text(max_size=12) | ids_st | st.lists(ids_st, min_size=1, max_size=2),
+    "messages": st.lists(message_st, min_size=1, max_size=3),
+    "temperature": st.floats(0, 2) | st.sampled_from([1e-300, 1e6, 5e-324]),
+    "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 400),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "n": st.integers(1, 3),
+    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    "stream": st.booleans(),
+    "logit_bias": st.dictionaries(st.integers(0, 290).map(str), st.floats(-100, 100), max_size=3),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 100),
+    "min_tokens": st.integers(0, 3),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 20),
+    "top_logprobs": st.integers(0, 20),
+    "echo": st.booleans(),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
+    | st.builds(lambda x: {"type": "json_schema", "json_schema": {"name": "x", "schema": x}}, json_st),
+    "mark_drafts": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "user": json_st,
+    "tools": json_st,
+}
+OWN = {
+    TEXT: {"prompt", "echo", "stream_options"},
+    CHAT: {"messages", "max_completion_tokens", "top_logprobs", "response_format", "tools"},
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from([TEXT, CHAT]))
+    foreign = OWN[CHAT if path == TEXT else TEXT]
+    names = draw(st.lists(st.sampled_from(sorted(set(FIELDS) - foreign)), max_size=6, unique=True))
+    body = {name: draw(FIELDS[name]) for name in {*names, "prompt" if path == TEXT else "messages"} - {*foreign}}
+    if draw(st.integers(0, 3)) == 0:
+        body[draw(st.sampled_from(sorted(FIELDS)) | st.text(max_size=6))] = draw(json_st)
+    return path, body
+
+
+def fuzzed(num: int) -> settings:
+    return settings(max_examples=num, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def most_new_tokens(path: str, body: dict[str, Any]) -> int:
+    """That one text may have, by what its request says and by the context."""
+    default = 16 if path == TEXT else CONTEXT
+    given = body.get("max_completion_tokens") or body.get("max_tokens")
+    return min(CONTEXT, default if given is None else given)
+
+
+@fuzzed(100)
+@given(bodies())
+def test_no_body_makes_the_server_fail(http: Any, service: Any, given_body: tuple[str, dict[str, Any]]) -> None:
+    path, body = given_body
+    answer = http.post(path, content=json.dumps(body).encode())
+    assert answer.status_code in (200, 400), (body, answer.text)
+    if answer.status_code == 400:
+        refused(answer, 400)
+    elif body.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text, answer.text
+    else:
+        texts = answer.json()["choices"]
+        assert all(c["finish_reason"] in ("stop", "length") for c in texts)
+        assert answer.json()["usage"]["completion_tokens"] <= most_new_tokens(path, body) * len(texts)
+    wait_for(lambda: nothing_is_left(service))
+
+
+TOKENS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "/tokenize": {
+        "prompt": st.text(max_size=40),
+        "messages": st.lists(message_st, min_size=1, max_size=3),
+        "add_special_tokens": st.booleans(),
+        "model": st.just("tiny"),
+    },
+    "/detokenize": {
+        "tokens": ids_st | st.lists(st.integers(-(2**70), 2**70), max_size=3),
+        "skip_special_tokens": st.booleans(),
+        "model": st.just("tiny"),
+    },
+}
+
+
+@st.composite
+def token_bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(TOKENS)))
+    fields = TOKENS[path]
+    first = next(iter(fields))
+    names = draw(st.sets(st.sampled_from([name for name in fields if name != first])))
+    body = {name: draw(fields[name]) for name in sorted(names)}
+    if "messages" not in body or draw(st.integers(0, 3)) == 0:
+        body[first] = draw(fields[first])
+    if draw(st.integers(0, 2)) == 0:
+        body[draw(st.sampled_from(sorted(fields)) | st.text(max_size=6))] = draw(json_st)
+    return path, body
+
+
+@fuzzed(100)
+@given(token_bodies())
+def test_no_body_makes_tokenizing_fail(http: Any, service: Any, given_body: tuple[str, dict[str, Any]]) -> None:
+    path, body = given_body
+    answer = http.post(path, content=json.dumps(body).encode())
+    if answer.status_code == 200 and path == "/tokenize":
+        told = answer.json()
+        assert told["count"] == len(told["tokens"]) and told["max_model_len"] == CONTEXT
+    elif answer.status_code == 200:
+        assert set(answer.json()) == {"prompt"}
+    else:
+        refused(answer, 404 if isinstance(body.get("model"), str) and body["model"] != "tiny" else 400)
+    assert nothing_is_left(service)
+
+
+@pytest.mark.parametrize("path", ["/", "/web/app.js", "/web/style.css"])
+def test_a_page_comes_whole_whatever_range_is_asked_for(service: Any, path: str) -> None:
+    whole = httpx.get(service.url + path)
+    assert whole.status_code == 200 and whole.headers["x-content-type-options"] == "nosniff"
+    for asked in ("bytes=0-1", "bytes=9-1", "bytes=0-0,2-3,99999999999-", "x"):
+        part = httpx.get(service.url + path, headers={"Range": asked})
+        assert (part.status_code, part.content) == (200, whole.content)
+
+
+# -- any request at all -------------------------------------------------------------------------------------
+
+ROUTES = [
+    *(TEXT, CHAT, "/tokenize", "/detokenize", "/tokenizer_info", "/v1/models", "/v1/models/tiny"),
+    *("/health", "/metrics", "/stats", "/version", "/", "/web/app.js"),
+]
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW"]
+# Bytes as they are would end a line or a header; everything else is the server's to judge.
+line_st = st.binary(max_size=12).map(lambda b: b.translate(None, b"\r\n"))
+target_st = st.one_of(
+    st.sampled_from(ROUTES).map(str.encode),
+    st.builds(
+        lambda route, more: (route + more).encode(),
+        st.sampled_from(ROUTES),
+        st.sampled_from(["/", "/..", "/%2e%2e/%2e%2e/etc/passwd", "%00", "%ff", ";a", "//", "/../health"]),
+    ),
+    st.builds(
+        lambda folder, name: (folder + quote_from_bytes(name)).encode(),
+        st.sampled_from(["/", "/v1/models/", "/web/"]),
+        st.binary(max_size=12),
+    ),
+    line_st.map(lambda b: b"/" + b),
+)
+query_st = st.one_of(
+    st.just(b""),
+    st.sampled_from([b"?", b"?a=1&a=2", b"?stream=true", b"?api_key=second", b"?%ff=%", b"?" + b"x" * 3000]),
+    st.binary(max_size=12).map(lambda b: b"?" + quote_from_bytes(b).encode()),
+)
+KEY = b"Bearer second"
+JSON = b"application/json"
+HEADERS: dict[bytes, st.SearchStrategy[bytes]] = {
+    b"Authorization": st.sampled_from([b"", b"Bearer", b"Bearer  ", b"Basic c2Vjb25k", b"bearer second"])
+    | line_st.map(lambda b: b"Bearer " + b)
+    | line_st,
+    b"Content-Type": st.sampled_from([b"", b"text/plain", b"application/json; charset=latin-1", b"APPLICATION/JSON"])
+    | line_st,
+    b"Accept": st.sampled_from([b"text/event-stream", b"*/*;q=x"]) | line_st,
+    b"Accept-Encoding": st.just(b"gzip, br") | line_st,
+    b"Content-Encoding": st.just(b"gzip") | line_st,
+    b"Expect": st.just(b"100-continue") | line_st,
+    b"Origin": st.just(b"https://other.example") | line_st,
+    b"Range": st.sampled_from([b"bytes=0-1", b"bytes=9-1", b"bytes=-", b"bytes=0-0,2-3,99999999999-"]) | line_st,
+    b"If-None-Match": line_st,
+    b"X-Request-Id": st.just(b"a" * 65) | line_st,
+    b"X-Forwarded-For": line_st,
+    b"Cookie": line_st,
+}
+body_st = st.one_of(
+    st.just(b""),
+    st.binary(max_size=30),
+    st.sampled_from([b'{"prompt": "a", "max_tokens": 2}', b'{"messages": [{"role": "user", "content": "a"}]}']),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A method and the bytes of a request with it, whose end can be told."""
+    method = draw(st.sampled_from(METHODS))
+    target, query, body = draw(target_st), draw(query_st), draw(body_st)
+    # Mostly with the right key and type: what is refused for these tests nothing behind them.
+    given_headers = {b"Authorization": KEY, b"Content-Type": JSON}
+    for name in draw(st.lists(st.sampled_from(sorted(HEADERS)), max_size=3, unique=True)):
+        given_headers[name] = draw(HEADERS[name])
+    given_headers |= {b"Host": b"x", b"Connection": b"close", b"Content-Length": str(len(body)).encode()}
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in given_headers.items())
+    return method, method.encode() + b" " + target + query + b" HTTP/1.1\r\n" + head + b"\r\n" + body
+
+
+def answered(service: Any, method: str, sent: bytes) -> tuple[int, str, bytes]:
+    """Status, content type and body of the answer to these bytes; no client of ours puts them right."""
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=120) as client:
+        client.sendall(sent)
+        answer = HTTPResponse(client, method=method)
+        answer.begin()
+        return answer.status, answer.getheader("Content-Type", ""), answer.read()
+
+
+@fuzzed(250)
+@given(requests())
+def test_no_request_makes_the_server_fail(service: Any, given_request: tuple[str, bytes]) -> None:
+    method, sent = given_request
+    status, kind, body = answered(service, method, sent)
+    assert 200 <= status < 500, (sent, status, body)
+    assert b"Traceback" not in body, (sent, body)
+    if status == 400 and kind.startswith("text/plain"):
+        return  # no HTTP: said by uvicorn, before anything of ours has seen it
+    if status >= 400 and method != "HEAD":
+        assert kind == "application/json", (sent, kind, body)
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    path = sent.split(b" ", 2)[1].split(b"?")[0]
+    has_key = b"earer second\r\n" in sent
+    assert (status == 401) == (not has_key and path not in (b"/", b"/health", b"/web/app.js")), (sent, status)
+    wait_for(lambda: nothing_is_left(service))
+
+
+def test_the_server_is_still_well(http: Any, service: Any) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert nothing_is_left(service)
+    assert chat_tokenizer().vocab_size == service.engine.model.spec.vocab_size
+
+
+def test_a_chat_whose_tokens_the_model_does_not_have_is_refused_when_it_is_parsed() -> None:
+    """The engine thread adds prompts without another check: a vocabulary smaller than the tokenizer's shows here."""
+    tokenizer = chat_tokenizer()
+    body = ChatBody.parse({"messages": [{"role": "user", "content": "hello"}]})
+    limits = Limits(tokenizer.vocab_size, 64, max_texts=1)
+    parsed = parse_chat(body, tokenizer, limits, Grammars(tokenizer, tokenizer.vocab_size, ()))
+    vocab = max(parsed.prompts[0])  # one too small
+    with pytest.raises(ApiError, match=f"token id {vocab} is outside the vocabulary") as refused:
+        parse_chat(body, tokenizer, replace(limits, vocab_size=vocab), Grammars(tokenizer, vocab, ()))
+    assert refused.value.status == 400

@@ -1,0 +1,310 @@
+"""The server under load and in trouble: queues, vanished clients, deadlines, a dead engine, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+from serving import running, wait_for  # noqa: E402
+
+from shoestring.errors import UserError  # noqa: E402
+from shoestring.model import save_model  # noqa: E402
+from shoestring.serve import Engine, Sampling  # noqa: E402
+from shoestring.serve.http.engine_thread import ChoiceDelta, OutputCollector, kv_usage  # noqa: E402
+from shoestring.serve.http.server import ServeOptions, Service, listen, main  # noqa: E402
+from tiny import chat_tokenizer, served_model  # noqa: E402
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "The", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture
+def service() -> Iterator[Any]:
+    with running(max_requests=2, max_queue=2) as started:
+        yield started
+
+
+def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
+    """A client that has sent its request and read the first bytes of the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=120)
+    content = json.dumps(body).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return client
+
+
+def memory_is_free(service: Any) -> bool:
+    return service.engine_thread.num_open == 0 and not service.engine.busy and kv_usage(service.engine) == 0
+
+
+def test_what_the_start_made_is_never_looked_at_for_garbage() -> None:
+    before = gc.get_freeze_count()
+    with running(max_requests=1) as service:
+        wait_for(lambda: gc.get_freeze_count() > before + 10_000)
+        assert httpx.get(f"{service.url}/health").status_code == 200
+    wait_for(lambda: gc.get_freeze_count() <= before)
+
+
+def test_vanished_clients_free_their_places_at_once(service: Any) -> None:
+    streaming = open_stream(service.url, {**LONG, "stream": True})
+    assert b"200 OK" in streaming.recv(4096)
+    waiting_whole = open_stream(service.url, LONG)
+    wait_for(lambda: service.engine_thread.snapshot.num_running == 2)
+    queued = open_stream(service.url, {**LONG, "stream": True})
+    two_texts = open_stream(service.url, {**LONG, "n": 1})
+    wait_for(lambda: service.engine_thread.num_open == 4)
+    # Full: two run, two wait.
+    full = httpx.post(service.url + TEXT, json=LONG)
+    assert full.status_code == 429 and full.json()["error"]["code"] == "queue_full"
+    assert 1 <= int(full.headers["retry-after"]) <= 60
+    with pytest.raises(openai.RateLimitError):
+        openai.OpenAI(base_url=f"{service.url}/v1", api_key="x", max_retries=0).completions.create(
+            model="tiny", **{k: v for k, v in LONG.items() if k != "ignore_eos"}
+        )
+    queued.close()  # leaves the queue
+    wait_for(lambda: service.engine_thread.num_open == 3)
+    streaming.close()
+    wait_for(lambda: service.engine_thread.num_open == 2)
+    waiting_whole.close()
+    two_texts.close()
+    wait_for(lambda: memory_is_free(service))
+    steps = service.engine.stats.num_steps
+    assert steps < 3000  # nobody's 4000 tokens were computed
+    answer = httpx.post(service.url + TEXT, json={**LONG, "max_tokens": 5})
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    assert service.engine.stats.num_steps <= steps + 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_memory_of_a_vanished_client_is_free_before_the_next_step(service: Any, stream: bool) -> None:
+    """Exact in steps: the engine is stopped within one until the cancellation is in the thread's inbox."""
+    engine, thread, pool = service.engine, service.engine_thread, service.engine.cache.pool
+    step, cancel = engine.step, thread.cancel
+    hold, held, noticed = threading.Event(), threading.Event(), threading.Event()
+    starts: list[tuple[set[int], int, int]] = []  # at each step's: who runs, their blocks, all used blocks
+
+    def watched_step() -> Any:
+        blocks = sum(len(r.table.blocks) for r in engine.running)
+        starts.append(({r.id for r in engine.running}, blocks, pool.num_used))
+        if hold.is_set() and not noticed.is_set():
+            held.set()
+            assert noticed.wait(20)
+        return step()
+
+    def watched_cancel(choices: Any) -> None:
+        cancel(choices)
+        noticed.set()
+
+    engine.step, thread.cancel = watched_step, watched_cancel
+    staying = open_stream(service.url, {**LONG, "prompt": "I stay", "stream": True})
+    wait_for(lambda: len(engine.running) == 1)
+    (kept,) = engine.running
+    leaving = open_stream(service.url, {**LONG, "stream": stream})
+    wait_for(lambda: any(len(running) == 2 for running, _, _ in starts))
+    hold.set()
+    wait_for(held.is_set)
+    num_before = len(starts)
+    assert starts[-1][0] > {kept.id} and not noticed.is_set()
+    leaving.close()
+    wait_for(lambda: len(starts) > num_before)
+    running, blocks, used = starts[num_before]
+    assert running == {kept.id} and used == blocks > 0
+    # Alone, there is no next step at all.
+    noticed.clear()
+    held.clear()
+    wait_for(held.is_set)
+    num_before, num_steps = len(starts), engine.stats.num_steps
+    staying.close()
+    wait_for(lambda: memory_is_free(service))
+    assert len(starts) == num_before and engine.stats.num_steps == num_steps + 1  # the one that was held
+
+
+def test_concurrent_streams_are_whole_and_never_mixed() -> None:
+    """Sixteen clients at once, a third of which leave midway: the others get what offline decoding gives."""
+    tokenizer = chat_tokenizer()
+    engine = Engine(served_model(tokenizer.vocab_size), tokenizer)
+    sampling = [Sampling(temperature=0.9, seed=i, max_tokens=20 + i) for i in range(16)]
+    prompts = [f"The {i} quick" for i in range(16)]
+    expected = [c.text for c in engine.generate(prompts, sampling)]
+    with running(max_requests=5, max_queue=20) as service:
+
+        def ask(i: int) -> str | None:
+            client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="x", max_retries=0, timeout=60)
+            asked = {"prompt": prompts[i], "temperature": 0.9, "seed": i, "max_tokens": 20 + i}
+            stream = client.completions.create(model="tiny", stream=True, **asked)
+            text = ""
+            for chunk in stream:
+                text += chunk.choices[0].text
+                if i % 3 == 2 and len(text) > 3:
+                    stream.close()
+                    return None
+            return text
+
+        with ThreadPoolExecutor(16) as pool:
+            got = list(pool.map(ask, range(16)))
+        assert [t for t in got if t is not None] == [e for i, e in enumerate(expected) if got[i] is not None]
+        assert sum(t is not None for t in got) >= 11
+        wait_for(lambda: memory_is_free(service))
+
+
+def test_deadlines_end_requests_with_an_error() -> None:
+    with running(max_requests=1, max_queue=2, deadline_s=0.5) as service:
+        late = httpx.post(service.url + TEXT, json=LONG, timeout=120)
+        assert late.status_code == 408 and late.json()["error"]["code"] == "deadline_exceeded"
+        assert late.headers["x-should-retry"] == "false"
+        lines = httpx.post(service.url + TEXT, json={**LONG, "stream": True}, timeout=120).text.split("\n\n")
+        assert json.loads(lines[-3][6:])["error"]["code"] == "deadline_exceeded"
+        assert lines[-2:] == ["data: [DONE]", ""]
+        wait_for(lambda: memory_is_free(service))
+
+
+def test_a_dead_engine_is_told_and_never_shown() -> None:
+    with running(max_requests=2) as service:
+        broken = threading.Event()
+        step = service.engine.step
+
+        def breaking_step() -> Any:
+            if broken.is_set():
+                raise RuntimeError("secret detail")
+            return step()
+
+        service.engine.step = breaking_step
+        client = open_stream(service.url, {**LONG, "stream": True})
+        received = client.recv(65536)
+        broken.set()
+        while b"[DONE]" not in received:
+            part = client.recv(65536)
+            assert part
+            received += part
+        assert b"engine_dead" in received and b"secret" not in received and b"Traceback" not in received
+        health = httpx.get(service.url + "/health")
+        assert health.status_code == 503 and health.json() == {"status": "dead"}
+        again = httpx.post(service.url + TEXT, json=LONG)
+        assert again.status_code == 503 and again.json()["error"]["code"] == "engine_dead"
+        assert httpx.get(service.url + "/metrics").status_code == 200
+
+
+def test_unread_text_is_merged_not_piled_up() -> None:
+    async def read() -> list[Any]:
+        box = OutputCollector()
+        writer = threading.Thread(target=lambda: [box.put(i % 2, ChoiceDelta(str(i), (i,))) for i in range(6)])
+        writer.start()
+        writer.join()
+        first = await asyncio.wait_for(box.take(), 5)
+        box.put(1, ChoiceDelta("x", (9,), finish_reason="stop"))
+        second = await asyncio.wait_for(box.take(), 5)
+        box.close()
+        return [first, second, await asyncio.wait_for(box.take(), 5)]
+
+    first, second, third = asyncio.run(read())
+    assert first == {0: ChoiceDelta("024", (0, 2, 4)), 1: ChoiceDelta("135", (1, 3, 5))}
+    assert second == {1: ChoiceDelta("x", (9,), finish_reason="stop")} and third is None
+
+
+def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    save_model(tmp_path / "tiny", served_model(tokenizer.vocab_size), tokenizer)
+    options = ["--port", "0", "--drain", "20", "--device", "cpu", "--drafter", "ngram"]
+    command = [sys.executable, "-m", "shoestring", "serve", str(tmp_path / "tiny"), *options]
+    env = {**os.environ, "SHOESTRING_API_KEY": "secret"}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, stderr=log, env=env)
+    try:
+        log_text = (tmp_path / "log").read_text
+        wait_for(lambda: "playground at" in log_text() or server.poll() is not None, 90)
+        found = re.search(r"at (http://[\d.:]+)/v1", log_text())
+        assert found, log_text()
+        url = found[1]
+        body = {**LONG, "max_tokens": 200, "stream": True}
+        key = {"Authorization": "Bearer secret"}
+        with httpx.stream("POST", url + TEXT, json=body, timeout=60, headers=key) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            server.send_signal(signal.SIGTERM)
+            wait_for(lambda: "draining: 1 texts" in log_text())
+            rest = list(lines)
+        # The text that was being written came to its end; whoever came later was not let in.
+        assert rest[-2:] == ["data: [DONE]", ""] and not any('"error"' in line for line in rest)
+        texts = [json.loads(line[6:])["choices"][0] for line in [first, *rest] if line.startswith("data: {")]
+        assert texts[-1]["finish_reason"] == "length"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url + "/health")
+        assert server.wait(30) == 0
+        assert "Traceback" not in log_text() and "new=200 finish=length" in log_text()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_drain_that_takes_too_long_says_so() -> None:
+    with running(drain_s=0.3) as service:
+        client = open_stream(service.url, {**LONG, "stream": True})
+        received = client.recv(65536)
+        service.stop()
+        while part := client.recv(65536):
+            received += part
+        assert b"shut down before this text was finished" in received and b"[DONE]" in received
+
+
+def test_bad_options_are_said_before_the_model_is_loaded() -> None:
+    with pytest.raises(UserError, match="port=70000"):
+        ServeOptions(port=70000)
+    with pytest.raises(UserError, match=r"host='' is not allowed; give .* 0\.0\.0\.0 for all"):
+        ServeOptions(host="")  # a socket would take it for every address
+    with pytest.raises(UserError, match="API key is empty"):
+        ServeOptions(api_keys=(" ",))
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{{ bos_token }}\n{% for m in %}", "line 2: Expected an expression"), ("", "it is empty")]
+)
+def test_a_broken_chat_template_is_said_before_the_model_is_loaded(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "chat.jinja").write_text(text)
+    with pytest.raises(UserError, match=rf"chat\.jinja is broken, {message}"):
+        main(tmp_path / "no model", ServeOptions(port=0, chat_template=tmp_path / "chat.jinja"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_with_a_broken_chat_template_is_served_with_a_warning(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = chat_tokenizer()
+    working, tokenizer.chat_template = tokenizer.chat_template, "{% endfor %}"
+    folder = save_model(tmp_path / "tiny", served_model(tokenizer.vocab_size), tokenizer)
+    (tmp_path / "chat.jinja").write_text(str(working))
+    monkeypatch.setattr("shoestring.serve.http.server._log_to_stderr", lambda: None)
+    monkeypatch.setattr(Service, "run", lambda self: None)
+    with caplog.at_level("INFO", logger="shoestring.serve"):
+        main(folder, ServeOptions(port=0, chat_template=tmp_path / "chat.jinja" if own else None))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "serving tiny at http://127.0.0.1:" in caplog.text
+    assert len(warnings) == (0 if own else 1)
+    assert own or "tiny is broken, line 1: Encountered unknown tag 'endfor'" in warnings[0]
+
+
+def test_without_fastapi_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("server", "app"):
+        monkeypatch.delitem(sys.modules, f"shoestring.serve.http.{name}")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(UserError, match=r"fastapi.*pip install 'shoestring\[serve\]'"):
+        importlib.import_module("shoestring.serve.http.server")

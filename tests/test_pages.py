@@ -1,0 +1,59 @@
+"""What the pages refer to exists: files, headings, and the scripts in their commands; so do the tests of make check."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+PAGES = [
+    *(REPO / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((REPO / "experiments").glob("*.md")),
+    *sorted((REPO / "docs").rglob("*.md")),
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```|^    .*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"-m (benchmarks|experiments)\.([a-z0-9_]+)")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ +(.+)$", text, flags=re.MULTILINE)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(CODE.sub("", page.read_text())):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}, which does not exist"
+        if anchor and target.suffix == ".md":
+            assert anchor in headings(target), f"{page.name} links to {link}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_scripts_in_commands_exist(page: Path) -> None:
+    for folder, name in COMMAND.findall(page.read_text()):
+        assert (REPO / folder / f"{name}.py").is_file(), f"{page.name}: python -m {folder}.{name}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_tests_of_make_check_exist() -> None:
+    dry = subprocess.run(["make", "-n", "check"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    paths = re.findall(r"tests/[\w/.]+", next(line for line in dry.splitlines() if "-m pytest" in line))
+    assert len(paths) > 20 and not [p for p in paths if not (REPO / p).exists()]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "experiments"])
+def test_the_readme_of_a_folder_lists_its_scripts(folder: str) -> None:
+    listed = set(re.findall(r"^\| `(\w+)`", (REPO / folder / "README.md").read_text(), flags=re.MULTILINE))
+    assert listed == {p.stem for p in (REPO / folder).glob("*.py")} - {"__init__"}

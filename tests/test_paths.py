@@ -1,0 +1,34 @@
+"""Paths as users write them; the folder of the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoestring.errors import UserError
+from shoestring.paths import cache_folder, expand
+
+
+def nobody(*_: object) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_tilde_is_a_home_or_an_ordinary_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand("~/x") == tmp_path / "x"
+    assert expand("~nobody-of-that-name/x") == Path("~nobody-of-that-name/x")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key in ("SHOESTRING_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache/shoestring"
+    monkeypatch.setattr(Path, "home", nobody)  # a container's user without a name
+    with pytest.raises(UserError, match="set SHOESTRING_CACHE"):
+        cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/else")
+    assert cache_folder() == Path("/else/shoestring")
+    monkeypatch.setenv("SHOESTRING_CACHE", "~/mine")
+    assert cache_folder() == tmp_path / "mine"
