@@ -20,12 +20,16 @@ from tiny import taught
 INTS = [f"int{bits}:{group}" for bits in (4, 3, 2) for group in ("g32", "g64")]
 FLOATS = [f"nf{bits}:s{scales}:g32" for bits in (4, 3, 2) for scales in (1, 2)]
 PLAIN = ("rtn", "clip", "awq", "gptq", "gptq+clip")
-TRAINED = ("int4:g64", "int3:g64", "int2:g32", "int2:g64")
+UNTRAINED = [(method, label) for label in INTS for method in PLAIN]
+UNTRAINED += [(method, label) for label in FLOATS for method in ("rtn", "clip", "gptq")]
 MIX = "ours@mix=int2:g64+int4:g64"
+# Trained results whose order the seed or the processor's order of sums can turn round: compared as means over seeds.
+CLOSE = [(method, label) for label in ("int2:g32", "int2:g64") for method in ("bitdistiller", "ours")]
+CLOSE += [("bitdistiller", "int3:g64"), (MIX, "int3:g64")]
 
 
-def losses(seed: int, folder: Path) -> dict[tuple[str, str], float]:
-    """{(method, format): nats a token above full precision}"""
+def losses(seed: int, folder: Path, cells: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
+    """{(method, format): nats a token above full precision} of the cells"""
     model, text = taught(300, width=64, lr=5e-3, seed=seed)  # layers with groups of 32 and of 64
     subject = chain_subject(
         model,
@@ -42,11 +46,8 @@ def losses(seed: int, folder: Path) -> dict[tuple[str, str], float]:
     )
     full = evaluate(subject)["perplexity"]
     assert full < 2.3  # 24 by chance, 1.65 at best
-    cells = [(method, label) for label in INTS for method in PLAIN]
-    cells += [(method, label) for label in FLOATS for method in ("rtn", "clip", "gptq")]
-    cells += [(method, label) for label in TRAINED for method in ("bitdistiller", "ours")]
     found = {}
-    for method, label in [*cells, (MIX, "int3:g64")]:
+    for method, label in cells:
         got, told = shrink(subject, method, label, 0)
         bits = unformat(got)
         want = parse_format(label).bits_per_weight((64, 64))
@@ -64,7 +65,8 @@ def test_the_order_of_methods_and_bits(tmp_path: Path) -> None:
     that INT3 and NF3 are level under rounding: the test below has weights where they are not. And ours without a mix
     leaves 0.49, 1.21 and 0.51 of BitDistiller's loss at 3 bits: where so little is lost, the seed decides.
     """
-    loss = losses(0, tmp_path)
+    trained = [("bitdistiller", "int2:g64"), ("ours", "int2:g64"), ("ours", "int3:g64"), ("ours", "int4:g64")]
+    loss = losses(0, tmp_path, [*UNTRAINED, *trained])
     for label in (*INTS, *FLOATS):
         assert loss["gptq", label] < 0.85 * loss["rtn", label], label  # 0.69 at most
         if parse_format(label).bits < 4:  # type: ignore[attr-defined]  # at 4 a clipped range wins or loses a little
@@ -73,23 +75,33 @@ def test_the_order_of_methods_and_bits(tmp_path: Path) -> None:
         for method in PLAIN:
             four, three, two = (loss[method, f"int{bits}:{group}"] for bits in (4, 3, 2))
             assert four < 0.6 * three and three < 0.3 * two, (method, group)  # 0.39 and 0.18 at most
-        best = min(loss[method, f"int2:{group}"] for method in PLAIN)
-        trained, ours = (loss[method, f"int2:{group}"] for method in ("bitdistiller", "ours"))
-        assert trained < 0.6 * best  # 0.33 to 0.41
-        assert ours < 0.97 * trained  # 0.59 to 0.81; another processor, which sums in another order, gave up to 0.93
         assert loss["awq", f"int2:{group}"] < 0.9 * loss["rtn", f"int2:{group}"]  # 0.74 at most
-    for method in ("rtn", "gptq", "bitdistiller", "ours"):
-        assert loss[method, "int2:g32"] < 0.98 * loss[method, "int2:g64"], method  # 0.69 to 0.92
+    for method in ("rtn", "gptq"):
+        assert loss[method, "int2:g32"] < 0.98 * loss[method, "int2:g64"], method  # 0.69 to 0.85
     for method in ("rtn", "clip", "gptq"):
         assert loss[method, "nf2:s2:g32"] < 0.92 * loss[method, "nf2:s1:g32"], method  # 0.69 to 0.83
 
-    best = min(loss[method, "int3:g64"] for method in PLAIN)
-    trained = loss["bitdistiller", "int3:g64"]
-    assert trained < 0.9 * best  # 0.71, 0.40, 0.64
-    assert loss["ours", "int3:g64"] < 0.7 * best  # 0.34, 0.48, 0.32
-    assert loss[MIX, "int3:g64"] < 0.97 * trained  # 0.38, 0.91, 0.87
+    best = {bits: min(loss[method, f"int{bits}:g64"] for method in PLAIN) for bits in (2, 3)}
+    assert loss["bitdistiller", "int2:g64"] < 0.6 * best[2]  # 0.33 to 0.41
+    assert loss["ours", "int2:g64"] < 0.6 * best[2]
+    assert loss["ours", "int3:g64"] < 0.7 * best[3]  # 0.34, 0.48, 0.32
     assert loss["ours", "int4:g64"] < 0.4 * loss["rtn", "int4:g64"]  # 0.15, 0.23, 0.14
     assert loss["ours", "int4:g64"] < log(1.005)  # 0.0015 to 0.0021; 5% is what it may lose
+
+
+@pytest.mark.lab
+def test_the_order_of_trained_methods(tmp_path: Path) -> None:
+    """Means over three seeds. A single seed is not enough: on another processor its losses moved by up to 15%."""
+    runs = []
+    for seed in range(3):
+        (tmp_path / str(seed)).mkdir()
+        runs.append(losses(seed, tmp_path / str(seed), CLOSE))
+    loss = {cell: sum(run[cell] for run in runs) / len(runs) for cell in CLOSE}
+    for group in ("g32", "g64"):
+        assert loss["ours", f"int2:{group}"] < 0.95 * loss["bitdistiller", f"int2:{group}"], group  # seeds: 0.59 to 0.93
+    for method in ("bitdistiller", "ours"):
+        assert loss[method, "int2:g32"] < loss[method, "int2:g64"], method  # seeds: 0.69 to 0.99
+    assert loss[MIX, "int3:g64"] < 0.97 * loss["bitdistiller", "int3:g64"]  # seeds: 0.38, 0.91, 0.87
 
 
 def rounding_error(w: Tensor, label: str) -> float:
