@@ -170,7 +170,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
                 p.kill()
         outputs = [log.read_text() if log.exists() else "" for log in logs]
         assert not late, f"ranks {late} of {num_ranks} were not done in {timeout:.0f} s:\n{outputs[late[0]]}"
-        # All that failed: the rank whose fault it was is seldom the first, the others only lost their connections to it.
+        # All of them: the rank at fault is seldom the first, the others only lost their connection to it.
         failed = [r for r, p in enumerate(procs) if p.exitcode != 0]
         told = "\n".join(f"--- rank {r}, exit {procs[r].exitcode}:\n{outputs[r]}" for r in failed)
         assert not failed, f"{len(failed)} of {num_ranks} ranks failed:\n{told}"
