@@ -415,7 +415,7 @@ class Engine:
             self.stats.num_prefix_asked += len(request.tokens)
             self.stats.num_prefix_hits += request.num_computed
             if request.num_preempted == 0:
-                request.num_cached = request.num_computed
+                request.num_cached, request.scheduled_at = request.num_computed, self.clock()
         self.stats.num_steps += bool(scheduled.work)
         self.stats.num_rows += sum(num for _, num in scheduled.work)
 

@@ -105,6 +105,7 @@ class Request:
     num_computed: int = 0
     table: BlockTable | None = field(default=None, repr=False)  # its blocks while it runs
     num_preempted: int = 0
+    scheduled_at: float | None = None  # when it was first admitted, on the engine's clock
     num_cached: int = 0  # prompt tokens that the prefix cache held when it was first admitted
     text: str = ""  # released so far; never shrinks
     finish_reason: FinishReason | None = None

@@ -143,8 +143,12 @@ class Api:
         collector = OutputCollector()
         deadline = time.monotonic() + self.settings.deadline_s
         score = parsed.num_logprobs if parsed.echo is not None else None
+        arrived = request.scope["shoestring"]["arrived"]
         choices = [
-            PendingChoice(parsed.prompts[i // parsed.n], sampling, collector, i, deadline, score, parsed.no_new_tokens)
+            PendingChoice(
+                *(parsed.prompts[i // parsed.n], sampling, collector, i, deadline, score, parsed.no_new_tokens),
+                arrived=arrived,
+            )
             for i, sampling in enumerate(parsed.samplings)
         ]
         request.scope["shoestring"]["response"] = response
@@ -321,6 +325,7 @@ class Api:
                 413, f"the request body is larger than the {limit} bytes that this server takes", code="too_large"
             )
         body = b"".join(parts)
+        request.scope["shoestring"]["arrived"] = time.monotonic()  # latencies count from here
         # Parsing a large body would block the event loop.
         return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)
 

@@ -111,6 +111,7 @@ class PendingChoice:
     deadline: float = math.inf  # on the engine's clock, time.monotonic
     score_prompt: int | None = None  # log-probabilities of the prompt, with this many alternatives
     no_new_tokens: bool = False  # a Sampling cannot say max_tokens=0
+    # When its body had been read, when it was first scheduled, when its first and its latest tokens were handed out.
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     first_token: float | None = None
@@ -257,7 +258,9 @@ class EngineThread:
             self._to_score.append(choice)
             return
         if choice.no_new_tokens:
-            self._start(choice)
+            now = self.engine.clock()
+            self._start(choice, now)
+            self._time_first_token(choice, now)
             self._emit(choice, ChoiceDelta(finish_reason="length"))
             self._close_choice(choice, "length")
             return
@@ -271,7 +274,7 @@ class EngineThread:
     def _score(self, choice: PendingChoice) -> None:
         """Compute the log-probabilities of a prompt, then continue as for any other choice."""
         assert choice.score_prompt is not None
-        self._start(choice)
+        self._start(choice, self.engine.clock())
         try:
             scored = self.engine.runner.prompt_logprobs(choice.prompt, choice.score_prompt)
         except Exception:  # the engine's state is untouched: other requests continue
@@ -283,10 +286,10 @@ class EngineThread:
         self._add(choice)
 
     def _hand_out(self, outputs: Sequence[Output]) -> None:
-        now = time.monotonic()
+        now = self.engine.clock()
         for choice in self._choices.values():
-            if choice.started is None and choice.request is not None and choice.request.num_computed > 0:
-                self._start(choice)
+            if choice.request is not None and choice.request.scheduled_at is not None:
+                self._start(choice, choice.request.scheduled_at)
         for output in outputs:
             choice = self._choices[output.request.id]
             if output.finish_reason == "deadline":
@@ -315,24 +318,29 @@ class EngineThread:
         self.metrics.generation_tokens.inc(num)
         self._rate.add(now, num)
         if choice.first_token is None:
-            choice.first_token = now
-            self.metrics.first_token.observe(now - choice.arrived)
-            self.metrics.prefill_time.observe(now - (choice.started or choice.arrived))
+            self._time_first_token(choice, now)
         else:
             for _ in range(num):
                 self.metrics.token_gap.observe((now - choice.last_token) / num)
         choice.last_token = now
 
-    def _start(self, choice: PendingChoice) -> None:
+    def _time_first_token(self, choice: PendingChoice, now: float) -> None:
+        """The three are observed together, so that queue and prefill always sum to the time to the first token."""
+        assert choice.started is not None
+        choice.first_token = choice.last_token = now
+        self.metrics.first_token.observe(now - choice.arrived)
+        self.metrics.queue_time.observe(choice.started - choice.arrived)
+        self.metrics.prefill_time.observe(now - choice.started)
+
+    def _start(self, choice: PendingChoice, when: float) -> None:
         if choice.started is None:
-            choice.started = time.monotonic()
+            choice.started = when
             self._num_prompt_tokens += len(choice.prompt)
             self.metrics.prompt_tokens.inc(len(choice.prompt))
             self.metrics.prompt_length.observe(len(choice.prompt))
-            self.metrics.queue_time.observe(choice.started - choice.arrived)
 
     def _expire_unscored(self) -> None:
-        now = time.monotonic()
+        now = self.engine.clock()
         for choice in [c for c in self._to_score if now >= c.deadline]:
             self._fail(choice, _deadline_error(choice))
 
@@ -350,7 +358,7 @@ class EngineThread:
         self._close_choice(choice, reason)
 
     def _close_choice(self, choice: PendingChoice, reason: str) -> None:
-        now = time.monotonic()
+        now = self.engine.clock()
         choice.done = True
         if choice.request is not None:
             self._choices.pop(choice.request.id, None)
@@ -360,8 +368,9 @@ class EngineThread:
         self.metrics.count_finished(reason)
         self.metrics.text_length.observe(choice.num_sent)
         if reason in ("stop", "length"):
-            self.metrics.latency.observe(now - choice.arrived)
-            self.metrics.decode_time.observe(now - (choice.first_token or now))
+            assert choice.first_token is not None
+            self.metrics.latency.observe(choice.last_token - choice.arrived)
+            self.metrics.decode_time.observe(choice.last_token - choice.first_token)
 
     def _abort_all(self, reason: ApiError) -> None:
         while True:  # also those still in the inbox
@@ -383,16 +392,16 @@ class EngineThread:
 
     def _publish(self) -> None:
         """Update snapshot and metrics before outputs are sent: a client that has its answer finds it counted."""
-        stats, started = self.engine.stats, sum(j.started is not None for j in self._choices.values())
+        stats = self.engine.stats
         self.snapshot = EngineSnapshot(
-            num_running=started,
-            num_waiting=len(self._choices) - started + len(self._to_score),
+            num_running=len(self.engine.running),
+            num_waiting=len(self.engine.waiting) + len(self._to_score),
             kv_usage=kv_usage(self.engine),
             num_prompt_tokens=self._num_prompt_tokens,
             num_new_tokens=stats.num_new_tokens,
             num_drafted=stats.num_drafted,
             num_accepted=stats.num_accepted,
-            tokens_per_s=self._rate.per_second(time.monotonic()),
+            tokens_per_s=self._rate.per_second(self.engine.clock()),
         )
         self.metrics.count_stats(stats)
         self.metrics.num_running.set(self.snapshot.num_running)

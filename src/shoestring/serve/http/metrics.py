@@ -20,8 +20,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._prefix, self._model = prefix, model_name
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        self.num_running = gauge("num_requests_running", "Requests whose tokens are being computed")
-        self.num_waiting = gauge("num_requests_waiting", "Requests that wait for a place")
+        self.num_running = gauge("num_requests_running", "Texts that hold key/value memory and are computed")
+        self.num_waiting = gauge("num_requests_waiting", "Texts that wait to be scheduled")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the key/value memory in use, 0 to 1")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were started")
         self.generation_tokens = counter("generation_tokens", "Tokens written")
@@ -47,12 +47,14 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        # Of one text: queue + prefill = first token; the gaps between its tokens sum to decode; first token + decode =
+        # e2e. docs/server.md defines them for operators.
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self.queue_time = histogram("request_queue_time_seconds", "Arrival to being scheduled", _SECONDS)
+        self.prefill_time = histogram("request_prefill_time_seconds", "Scheduled to first token", _SECONDS)
         self.token_gap = histogram("inter_token_latency_seconds", "Time between tokens", _GAPS)
-        self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
-        self.queue_time = histogram("request_queue_time_seconds", "Arrival to start", _SECONDS)
-        self.prefill_time = histogram("request_prefill_time_seconds", "Start to first token", _SECONDS)
         self.decode_time = histogram("request_decode_time_seconds", "First to last token", _SECONDS)
+        self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.text_length = histogram("request_generation_tokens", "New tokens per request", _TOKENS)
 
