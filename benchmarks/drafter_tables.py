@@ -13,6 +13,7 @@ LONGER = "more steps"
 PEER = "peer"
 REFILLED, CLOSED = "refilled", "closed"  # where a text ends another begins, or none
 FEW_STEPS = 100
+NOTHING = "Not measured yet."
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
@@ -115,7 +116,7 @@ def peers() -> str:
     """transformers' assisted generation, with the same target and drafter."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == PEER]
     if not lines:
-        return "Not measured yet."
+        return NOTHING
     rows = []
     for n in lines:
         c, low_high = n["config"], n["quality"]["ratio_p20_p80"]
@@ -127,32 +128,37 @@ def peers() -> str:
 
 
 def batches() -> str:
+    """Speed by number of requests at once, of the newest target of each shape: a line a drafter and number."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] == "batches"]
     if not lines:
-        return "Not measured yet."
-    last = {_shape(n["config"]["target"]): n["config"]["target"] for n in lines}  # the newest of a shape
-    lines = [n for n in lines if n["config"]["target"] in last.values()]
-    cells: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
-    for n in lines:
-        c = n["config"]
-        drafter = c["drafter"] + (", one controller for all" if c.get("controller") else "")
-        row = _shape(c["target"]), drafter, c["text"], c.get("load", CLOSED)
-        cells.setdefault(row, {})[c["batch"]] = n
-    sizes = sorted({n["config"]["batch"] for n in lines})
-    rows = [[*row, *(_change(found[b]) if b in found else "" for b in sizes)] for row, found in cells.items()]
-    header = ["target", "drafter", "text", "batch", *(f"{b} at once" for b in sizes)]
-    return markdown(header, rows) + provenance(lines)
+        return NOTHING
+    last = {_shape(n["config"]["target"]): n["config"]["target"] for n in lines}
+    parts = []
+    for target in last.values():
+        own = [n for n in lines if n["config"]["target"] == target]
+        ways = list(dict.fromkeys(_way(n["config"]) for n in own))
+        own.sort(key=lambda n: (ways.index(_way(n["config"])), n["config"]["batch"]))
+        header = ["drafter", "text", "requests", "batch", "tokens/s without", "with", "times", "p20 to p80"]
+        rows = [_batch_row(n) for n in own]
+        said = f"**Target: {target}.** Text: {' and '.join(sorted({n['config']['text'] for n in own}))}.\n\n"
+        parts.append(said + markdown([*header, "steps with drafts"], rows) + provenance(own))
+    return "\n\n".join(parts)
 
 
-def _change(line: dict[str, Any]) -> str:
-    """Tokens/s without and with guesses; the median of all turns' ratios, that of all seconds, where most lie."""
+def _way(config: dict[str, Any]) -> tuple[str, ...]:
+    drafter = config["drafter"] + (", one controller for all" if config.get("controller") else "")
+    return drafter, config["text"], config.get("load", CLOSED)
+
+
+def _batch_row(line: dict[str, Any]) -> list[str]:
+    """Where most of the turns' ratios lie stands behind their median."""
+    drafter, text, load = _way(line["config"])
     low, high = line["quality"].get("ratio_p20_p80", [line["ratio"]] * 2)
-    rates = f"{line['baseline_value']:,.0f} -> {line['value']:,.0f}"
     # What is asked is 0.98: a loss is not rounded up to it.
-    both = [line["ratio"], *([line["quality"]["ratio_sum"]] if "ratio_sum" in line["quality"] else [])]
-    median, *whole = [f"{ratio:.{3 if ratio < 1 else 2}f}" for ratio in both]
-    whole = [f", all turns {ratio}" for ratio in whole]
-    return f"{rates} ({median}{''.join(whole)}x; {low:.2f} to {high:.2f}{_did(line['quality'].get('steps'))})"
+    times = f"{line['ratio']:.{3 if line['ratio'] < 1 else 2}f}"
+    speeds = [f"{line['baseline_value']:,.0f}", f"{line['value']:,.0f}"]
+    where = [drafter, text, str(line["config"]["batch"]), load]
+    return [*where, *speeds, times, f"{low:.2f} to {high:.2f}", _did(line["quality"].get("steps"))]
 
 
 def _did(steps: dict[str, int] | None) -> str:
@@ -161,5 +167,30 @@ def _did(steps: dict[str, int] | None) -> str:
         return ""
     probes, drafted = steps.get("probe", 0), steps.get("drafted", 0)
     if not drafted:
-        return f"; nothing drafted but {probes} probe{'s' * (probes > 1)}" if probes else "; nothing drafted"
-    return f"; drafts in {(probes + drafted) / sum(steps.values()):.0%} of steps"
+        return f"none but {probes} probe{'s' * (probes > 1)}" if probes else "none"
+    return f"{(probes + drafted) / sum(steps.values()):.0%}"
+
+
+def targets() -> str:
+    """Every target that was ever measured, greedy and drawn: how much of the drafts was accepted, and the speed."""
+    lines = [n for n in newest(BENCH) if n["config"]["budget"] != PEER]
+    sizes = sorted({n["config"]["batch"] for n in lines if "batch" in n["config"]})
+    rows = []
+    for target in dict.fromkeys(n["config"]["target"] for n in lines):
+        own = [n for n in lines if n["config"]["target"] == target]
+        kept = [n for n in own if "batch" not in n["config"]]
+        timed = [n for n in own if n["config"].get("drafter") == "DistillSpec" and "controller" not in n["config"]]
+        for text, name in (("greedy", "acceptance"), ("drawn", "sampled_acceptance")):
+            accepted = [_highest(kept, case, name) for case in ("n-gram lookup", "DistillSpec")]
+            speeds = {n["config"]["batch"]: n["ratio"] for n in timed if n["config"]["text"] == text}
+            if any(accepted) or speeds:
+                cells = [f"{speeds[b]:.2f}" if b in speeds else "" for b in sizes]
+                rows.append([target, text, *accepted, *cells])
+    header = ["target", "text", "accepted: n-gram", "accepted: DistillSpec", *(f"times plain, {b}" for b in sizes)]
+    return markdown(header, rows) + provenance(lines)
+
+
+def _highest(lines: list[dict[str, Any]], case: str, name: str) -> str:
+    """Of several trainings of one drafter (steps, seeds) the one that kept most."""
+    found = [n["quality"][name] for n in lines if n["case"] == case and n["quality"].get(name) is not None]
+    return f"{max(found):.3f}" if found else ""

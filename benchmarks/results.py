@@ -19,6 +19,8 @@ __all__ = ["counting", "device_name", "markdown", "newest", "provenance", "recor
 
 RESULTS = Path(os.environ.get("SHOESTRING_RESULTS", Path(__file__).resolve().parents[1] / "results"))
 
+LOCAL_CHANGES = ("uncommitted", "later changes on top", "was committed")  # as notes say it
+
 
 def record(*, folder: Path | None = None, **measured: Any) -> dict[str, Any]:
     """Append `result_line(**measured)` to results/<bench>.jsonl and return the line."""
@@ -59,6 +61,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def provenance(lines: list[dict[str, Any]]) -> str:
     """Where the numbers come from, in one line under the table."""
+    local = sum(any(word in n.get("note", "") for word in LOCAL_CHANGES) for n in lines)
+    changed = f" {local} of {len(lines)} lines: with local changes on top of that commit." if local else ""
     devices = sorted({f"{n['device']}, torch {n['versions'].get('torch', '?')}" for n in lines})
     commits = sorted({n["commit"] for n in lines})
-    return f"\n\n{'; '.join(devices)}; commit {', '.join(commits)}; {max(n['date'] for n in lines)}."
+    return f"\n\n{'; '.join(devices)}; commit {', '.join(commits)}; {max(n['date'] for n in lines)}.{changed}"

@@ -23,6 +23,7 @@ from shoestring.formats import convert, pack, parse_format, unpack
 from shoestring.model import load_model
 from shoestring.model.gguf import find_smollm2
 
+DENSE = "full precision (the file's Q4_1 weights, de-quantized)"
 FORMATS = ("dense", "int4:g64", "nf4:g64", "int3:g64", "nf3:s1:g64", "nf3:g64")
 
 
@@ -39,7 +40,7 @@ def table() -> str:
     tasks = sorted({name for n in lines for name in n["quality"] if name.startswith("accuracy_")})
     rows = [
         [
-            n["case"],
+            DENSE if n["case"] == "dense" else n["case"],
             f"{n['config']['bits']:.2f}",
             f"{n['value']:.2f}",
             *[f"{100 * n['quality'][t]:.1f}" if t in n["quality"] else "" for t in tasks],
@@ -47,7 +48,8 @@ def table() -> str:
         for n in lines
     ]
     header = ["SmolLM2-135M-Instruct", "bits/weight", "perplexity"]
-    header += [t.removeprefix("accuracy_") + ", %" for t in tasks]
+    items = max(n["config"]["items"] for n in lines)
+    header += [f"{t.removeprefix('accuracy_')}, %, {items} items" for t in tasks]
     return markdown(header, rows) + provenance(lines)
 
 

@@ -33,7 +33,15 @@ TEXTS = {
     KEPT: "held-out text of its own corpus",
     STORIES: "held-out TinyStories",
 }
-COLUMNS = {**{m: m for m in UNTRAINED}, "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}
+COLUMNS = {"rtn": "rounding", "clip": "clip search", "awq": "AWQ", "gptq": "GPTQ", "gptq+clip": "GPTQ + clip",
+           "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}  # fmt: skip
+# The windows of lowbit_subjects.
+CALIBRATED = {
+    SMOLLM2: "16,384 tokens of the validation text",
+    KEPT: "16,384 tokens of its training text",
+    STORIES: "8,192 tokens of its training text",
+}
+SOURCES = {SMOLLM2: " (the file's Q4_1 weights, de-quantized)"}
 MODELS = (SMOLLM2, KEPT, STORIES)
 GROUPS = (64, 192)
 ASKED = {SMOLLM2: GROUPS}  # whose every grid the table should have one day
@@ -266,8 +274,9 @@ def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
     trained = sorted({n["config"]["training_tokens"] for n in lines} - {0})
     said = (
         f"\n\nPerplexity on {config['tokens']:,} tokens of {TEXTS[model]}, context {config['context']:,}; full "
-        f"precision {_number(dense)}."
+        f"precision{SOURCES.get(model, '')} {_number(dense)}."
     )
+    said += f" Clip search, AWQ and GPTQ: calibrated on {CALIBRATED[model]}."
     if "model_tokens" in config:
         said += (
             f" The model (seed {config['model_seed']}, {config['parameters'] / 1e6:.0f}M parameters, a vocabulary of "

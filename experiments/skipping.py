@@ -68,15 +68,21 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
     return (line["case"], *(line["config"][k] for k in ("device", "context", "speedup", "attention", "ffn")))
 
 
-def table() -> str:
+def lines_with_quality() -> list[dict[str, Any]]:
+    """A line a set, with speed and quality. Steps and quality may have been measured apart, on a quiet machine and on a
+    busy one."""
     apart = {key_of(n): n for n in newest("skipping") if n["metric"] == "perplexity"}
     lines = []
     for n in newest("skipping"):
         if n["metric"] == "decode_speedup":
             found = apart.get(key_of(n), n) if not n["quality"] else n
-            # Steps and quality may have been measured apart, on a quiet machine and on a busy one.
             lines.append({**n, "quality": found["quality"], "config": found["config"]})
-    rows = []
+    return lines
+
+
+def table() -> str:
+    apart = [n for n in newest("skipping") if n["metric"] == "perplexity"]
+    lines, rows = lines_with_quality(), []
     for n in sorted(lines, key=lambda n: [n["config"][k] for k in ("device", "context", "speedup")]):
         config, quality = n["config"], n["quality"]
         if not quality:
@@ -93,7 +99,7 @@ def table() -> str:
         said += f"; {DEVICES[device]}: the first {max(c['tokens'] for c in own):,} tokens, "
         said += f"last words of the first {max(c['items'] for c in own)} LAMBADA items"
     said += ". `measured` is ours."
-    return markdown(header, rows) + said + provenance([*lines, *apart.values()])
+    return markdown(header, rows) + said + provenance([*lines, *apart])
 
 
 def speeds() -> str:

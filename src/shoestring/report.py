@@ -22,7 +22,16 @@ from shoestring.runlog import read_config, read_jsonl, versions, write_atomicall
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44
-NUM_COLORS = 6
+# The hues of Okabe and Ito on a light and on a dark page, distinguishable with every common colour blindness.
+HUES = (
+    ("#0072b2", "#56b4e9"),
+    ("#d55e00", "#e98a4b"),
+    ("#007a5a", "#2fbf95"),
+    ("#b0518f", "#d893bd"),
+    ("#8a6d00", "#e0c341"),
+    ("#3a8fc4", "#8fc7ea"),
+)
+NUM_COLORS = len(HUES)
 
 
 class Section(Protocol):
@@ -320,12 +329,19 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# The six hues are those of Okabe and Ito, distinguishable with every common colour blindness, darker on light.
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1d2129;--soft:#5b6472;--rule:#dfe3e8;--panel:#f6f7f9;
---c0:#0072b2;--c1:#d55e00;--c2:#007a5a;--c3:#b0518f;--c4:#8a6d00;--c5:#3a8fc4}
-@media(prefers-color-scheme:dark){:root{--bg:#14171c;--fg:#e6e8eb;--soft:#9aa4b2;--rule:#333a45;--panel:#1c2129;
---c0:#56b4e9;--c1:#e98a4b;--c2:#2fbf95;--c3:#d893bd;--c4:#e0c341;--c5:#8fc7ea}}
+def color_variables() -> str:
+    """The CSS variables of the page's colours, light and dark."""
+    light, dark = (";".join(f"--c{i}:{pair[mode]}" for i, pair in enumerate(HUES)) for mode in (0, 1))
+    return (
+        f":root{{color-scheme:light dark;--bg:#fff;--fg:#1d2129;--soft:#5b6472;--rule:#dfe3e8;--panel:#f6f7f9;{light}}}"
+        "@media(prefers-color-scheme:dark){:root{--bg:#14171c;--fg:#e6e8eb;--soft:#9aa4b2;--rule:#333a45;"
+        f"--panel:#1c2129;{dark}}}}}"
+    )
+
+
+_STYLE = (
+    color_variables()
+    + """
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:960px;margin:0 auto;padding:32px 20px 64px}h1{font-size:1.7rem;margin:0}
@@ -342,7 +358,9 @@ pre{background:var(--panel);padding:12px 14px;border-radius:6px;overflow-x:auto;
 white-space:pre-wrap;font-size:.85rem}
 .legend{display:flex;flex-wrap:wrap;gap:1rem;margin:0;color:var(--soft);font-size:.9rem}
 .key{display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:middle}
-""" + "".join(
-    f".line.c{i}{{stroke:var(--c{i})}}.dot.c{i}{{fill:var(--c{i})}}.key.k{i}{{background:var(--c{i})}}"
-    for i in range(NUM_COLORS)
+"""
+    + "".join(
+        f".line.c{i}{{stroke:var(--c{i})}}.dot.c{i}{{fill:var(--c{i})}}.key.k{i}{{background:var(--c{i})}}"
+        for i in range(NUM_COLORS)
+    )
 )

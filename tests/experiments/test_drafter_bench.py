@@ -86,7 +86,7 @@ def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: 
     assert {n["config"]["drafter"] for n in chosen} == {"LK", "n-gram, then LK", "first layers, untrained"}
     rows = drafter.table().splitlines()
     assert sum(row.startswith("| LK |") for row in rows) == 2, "the timed line stands for both"
-    assert drafter.batches().count("x; ") == 14
+    assert drafter.batches().count(" to ") == 14 + 1  # a row a load, and the header
 
 
 def test_who_serves() -> None:
@@ -129,16 +129,17 @@ def test_tables_show_trained_drafters_and_the_newest_loads(tmp_path: Path, monke
     found = drafter.table()
     assert "Llama 2x3, new" in found and "Llama 1x1, small" in found and "old" not in found
     assert "| 1,390 |" in found
-    assert drafter.batches().count("1.30x") == 2 and "1.10x" not in drafter.batches()
-    line = {"baseline_value": 100, "value": 110, "ratio": 1.1, "quality": {"ratio_sum": 0.9712}}
-    assert drafter_tables._change(line) == "100 -> 110 (1.10, all turns 0.971x; 1.10 to 1.10)"
-    assert "| LK | greedy | closed |" in drafter.batches()
+    assert drafter.batches().count("| 1.30 |") == 2 and "| 1.10 |" not in drafter.batches()
+    config = {"drafter": "LK", "text": "greedy", "batch": 4}
+    line = {"baseline_value": 100, "value": 97, "ratio": 0.9749, "quality": {}, "config": config}
+    assert drafter_tables._batch_row(line)[2:8] == ["4", "closed", "100", "97", "0.975", "0.97 to 0.97"]
+    assert "| LK | greedy | 4 | closed |" in drafter.batches()
     note("Llama 2x3, new", "batches", 1.2, batch=4, load="refilled")
-    assert "| LK | greedy | refilled |" in drafter.batches()
-    assert drafter_tables._did({"plain": 9}) == "; nothing drafted" and drafter_tables._did(None) == ""
-    assert drafter_tables._did({"plain": 9, "probe": 2}) == "; nothing drafted but 2 probes"
-    assert drafter_tables._did({"plain": 9, "probe": 1}) == "; nothing drafted but 1 probe"
-    assert drafter_tables._did({"plain": 1, "drafted": 7, "probe": 2}) == "; drafts in 90% of steps"
+    assert "| LK | greedy | 4 | refilled |" in drafter.batches()
+    assert drafter_tables._did({"plain": 9}) == "none" and drafter_tables._did(None) == ""
+    assert drafter_tables._did({"plain": 9, "probe": 2}) == "none but 2 probes"
+    assert drafter_tables._did({"plain": 9, "probe": 1}) == "none but 1 probe"
+    assert drafter_tables._did({"plain": 1, "drafted": 7, "probe": 2}) == "90%"
     assert drafter_tables.peers() == "Not measured yet."
     note("Llama 2x3, new", drafter_tables.PEER, 1.2, case="transformers, assisted generation")
     assert "| 100 | 120 | 1.20 (1.20 to 1.20) |" in drafter_tables.peers()

@@ -1,0 +1,471 @@
+"""Draws docs/figures/*.svg from results/*.jsonl, so that no point is placed by hand.
+
+    python -m benchmarks.figures            draw all of them
+    python -m benchmarks.figures --check    exit with 1 when a committed picture differs from results/
+
+A figure is a function that returns the text of an SVG file; its name is the file's name. Lines that count are the same
+ones as in the tables (`results.newest`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.path_figure import path
+from benchmarks.results import newest, recorded
+from benchmarks.svg_plot import GREY, INK, Axis, Bar, Level, Marks, Panel, bar_plot, xy_plot
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
+GPU = "NVIDIA H200, torch 2.11"
+WIKITEXT = "WikiText-2 test text (tokenised edition)"
+SMOLLM2 = "SmolLM2-135M-Instruct"
+SOURCE = "Full precision is the de-quantized Q4_1 file in which this model is distributed."
+
+
+def experiment(name: str) -> ModuleType:
+    """Quality studies lay out their own lines; experiments/ may import this folder, so it is imported when needed."""
+    return importlib.import_module(f"experiments.{name}")
+
+
+# -- kernels and decoding -------------------------------------------------------------------------------------
+
+
+def lowbit_rows() -> str:
+    """Speed of 4-bit products against the number of rows, with peers and what the bytes allow."""
+    out, width = 14336, 4096
+    cases = {
+        "shoestring int4:g128": ("Shoestring", 0),
+        "humming int4, zero points": ("humming", 1),
+        "gemlite int4": ("gemlite", 2),
+        "torchao int4": ("torchao", 3),
+        "torch tinygemm int4": ("torch tinygemm", 4),
+    }
+    found: dict[str, dict[int, float]] = {case: {} for case in cases}
+    for n in newest("lowbit_gemm"):
+        c = n["config"]
+        if n["metric"] == "time" and n["case"] in cases and (c["n"], c["k"]) == (out, width) and c["rows"] <= 256:
+            found[n["case"]][c["rows"]] = n["ratio"]
+    bits = next(n["quality"]["bits_per_weight"] for n in newest("decode") if n["config"]["blocks"] == "int4:g128")
+    marks = [Marks(name, sorted(found[case].items()), color) for case, (name, color) in cases.items()]
+    rows = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    limit = Level(f"bandwidth limit: 16 / {bits:.2f} = {16 / bits:.2f}x fewer bytes", 16 / bits, below=True)
+    return xy_plot(
+        "4-bit matrix products: speed against the number of rows",
+        f"int4, one scale and zero point per 128 weights ({bits:.2f} bits), a weight of {out:,} x {width:,}, {GPU}; "
+        "CUDA graphs, weights come from memory",
+        [
+            Panel(
+                Axis("rows of activations (tokens in a step)", 0.9, 285, rows, log=True),
+                Axis("times faster than bf16 F.linear", 0, 4.2, [0, 1, 2, 3, 4]),
+                marks,
+                [limit, Level("", 1.0)],
+            )
+        ],
+        "The bandwidth limit holds for few rows; with many rows arithmetic is the limit and no format can gain.",
+    )
+
+
+def decode_8b() -> str:
+    """Tokens/s of one request on an 8B shape against what bandwidth allows."""
+    model = "Llama 8B shape"
+    bars = []
+    for n in recorded("decode"):
+        if n["case"] == "transformers, static cache, compiled" and n["config"]["batch"] == 1:
+            peer = n["value"]
+    bars.append(Bar("transformers, static cache, bf16", peer, f"{peer:,.0f}", GREY))
+    for n in newest("decode"):
+        c = n["config"]
+        if (n["case"], c["model"], c["batch"], n["metric"]) == ("shoestring", model, 1, "decode_tokens_per_s"):
+            label = c["blocks"] if c["blocks"] == c["head"] else f"{c['blocks']}, head int8"
+            text = f"{n['value']:,.0f} ({n['ratio']:.0%} of the limit)"
+            bars.append(Bar(f"Shoestring, {label}", n["value"], text, 0, n["baseline_value"]))
+    return bar_plot(
+        "Decoding one request: tokens per second",
+        f"{model}, random weights, 128 tokens in, 256 out, {GPU}",
+        bars,
+        notes="Random weights: speed only. The figure of perplexity against bits shows what fewer bits cost.",
+        left=240,
+        limit_name="limit by memory bandwidth (measured copy speed)",
+    )
+
+
+def sparse24_serving() -> str:
+    """The decoding step of packed 2:4 weights beside dense int4."""
+    names = {
+        "bf16": "bf16 (16 bits)",
+        "2:4": "2:4 (9 bits)",
+        "2:4 + int4:g64": "2:4 + int4 (3.2 bits)",
+        "int4:g128": "int4, not pruned (4.2 bits)",
+    }
+    lines = [n for n in newest("decode_sparse24") if n["metric"] == "decode_tokens_per_s"]
+    bars = []
+    for case, name in names.items():
+        for n in (n for n in lines if n["case"] == case):
+            first = n["config"]["batch"] == 1
+            text = f"{n['value']:,.0f} ({n['ratio']:.2f}x)" + (
+                "" if first else f", all {n['config']['batch']} together"
+            )
+            # Per request, so that both numbers of requests fit one scale.
+            bars.append(Bar(name if first else "", n["value"] / n["config"]["batch"], text, 0 if first else 5))
+    return bar_plot(
+        "Serving 2:4 weights: decoding speed",
+        f"tokens per second of a request, Llama 8B shape, random weights, head in bf16, {GPU}",
+        bars,
+        [("1 request", 0), ("16 requests", 5)],
+        "In brackets: times faster than bf16 at the same number of requests.",
+        left=200,
+    )
+
+
+# -- quality --------------------------------------------------------------------------------------------------
+
+HIGHEST = 110.0
+
+
+def quality_bits() -> str:
+    """Perplexity against bits per weight, all methods, all grids."""
+    lowbit = experiment("lowbit_tables")
+    best = {key: f for key, f in lowbit.best_settings().items() if key[0] == lowbit.SMOLLM2}
+    colors = {
+        "rtn": GREY,
+        "clip": 4,
+        "gptq": 2,
+        "awq": 3,
+        "gptq+clip": 5,
+        "bitdistiller": 1,
+        "ours": 0,
+        lowbit.MIXED: INK,
+    }
+    names = {
+        "rtn": "round to nearest",
+        "clip": "clip search",
+        "gptq": "GPTQ",
+        "awq": "AWQ",
+        "gptq+clip": "GPTQ + clip",
+        "bitdistiller": "BitDistiller",
+        "ours": "lowbit_best (ours)",
+        lowbit.MIXED: "ours, mixed formats",
+    }
+    marks, above = [], 0
+    for method, color in colors.items():
+        points = sorted((f.lines[0]["config"]["bits"], f.mean) for (_, m, _), f in best.items() if m == method)
+        above += sum(p > HIGHEST for _, p in points)
+        kept = [(bits, p) for bits, p in points if p <= HIGHEST]
+        marks.append(Marks(names[method], kept, color, joined=method in ("bitdistiller", "ours")))
+    dense = best[lowbit.SMOLLM2, "dense", "dense"].mean
+    config = best[lowbit.SMOLLM2, "dense", "dense"].lines[0]["config"]
+    return xy_plot(
+        "Perplexity against bits per weight",
+        f"{SMOLLM2}, {WIKITEXT}, {config['tokens']:,} tokens, context {config['context']:,}; bits count scales and "
+        "zero points; groups of 64 and 192",
+        [
+            Panel(
+                Axis("bits per weight", 2.0, 4.6, [2, 2.5, 3, 3.5, 4, 4.5]),
+                Axis("perplexity (log scale)", 17, HIGHEST, [20, 30, 40, 60, 80, 100], log=True),
+                marks,
+                [Level(f"full precision: {dense:.2f}", dense, at_left=True)],
+            )
+        ],
+        f"AWQ, GPTQ and clip search are calibrated on 16,384 tokens; BitDistiller and ours train on 1,048,576. "
+        f"{SOURCE} {above} points lie above {HIGHEST:.0f} and are in the table. Several points of a method at the "
+        "same bits are different grids (int, NF, FP).",
+        height=340,
+    )
+
+
+def afpq_grids() -> str:
+    """Three-bit grids under plain rounding."""
+    lowbit = experiment("lowbit_tables")
+    best = lowbit.best_settings()
+    grids = {"int3": ("int3: even levels", 4), "nf3:s1": ("nf3, one scale", 5), "nf3:s2": ("nf3, two scales (AFPQ)", 0)}
+    bars = []
+    for method, group in (("rtn", 64), ("rtn", 192), ("awq", 64), ("awq", 192)):
+        word = {"rtn": "rounding", "awq": "AWQ"}[method]
+        for i, (grid, (_, color)) in enumerate(grids.items()):
+            found = best[lowbit.SMOLLM2, method, f"{grid}:g{group}"]
+            bits = found.lines[0]["config"]["bits"]
+            label = f"{word}, groups of {group}" if i == 0 else ""
+            bars.append(Bar(label, found.mean, f"{found.mean:.1f} at {bits:.2f} bits", color))
+    return bar_plot(
+        "Two scales help at three bits",
+        f"perplexity of {SMOLLM2}, {WIKITEXT}, 312,144 tokens, context 2,048 (lower is better)",
+        bars,
+        list(grids.values()),
+        "AWQ is calibrated on 16,384 tokens.",
+        left=190,
+    )
+
+
+def prune24_bits() -> str:
+    """2:4 beside low bits: perplexity against the bits that are stored."""
+    prune, lowbit = experiment("prune24"), experiment("lowbit_tables")
+    lines = {n["case"]: n for n in prune.grouped()[-1]}
+    best = lowbit.best_settings()
+
+    def pruned(*cases: str) -> list[tuple[float, float]]:
+        return [(lines[c]["config"]["bits"], lines[c]["value"]) for c in cases if c in lines]
+
+    def shrunk(method: str) -> list[tuple[float, float]]:
+        grids = [f"{grid}:g64" for grid in ("nf3:s2", "int4", "nf4:s2")]
+        found = [best[lowbit.SMOLLM2, method, g] for g in grids if (lowbit.SMOLLM2, method, g) in best]
+        return [(f.lines[0]["config"]["bits"], f.mean) for f in found]
+
+    dense = lines["dense"]["value"]
+    return xy_plot(
+        "2:4 pruning beside 3- and 4-bit quantization",
+        f"{SMOLLM2}, {WIKITEXT}, 312,144 tokens, context 2,048; bits per weight as stored",
+        [
+            Panel(
+                Axis("bits per weight", 3, 16.5, [3, 4, 6, 8, 9, 10, 12, 14, 16]),
+                Axis("perplexity", 16, 42, [20, 25, 30, 35, 40]),
+                [
+                    Marks(
+                        "2:4, one shot (SparseGPT, + SLoRB)", pruned("sparsegpt", "sparsegpt+slorb"), 4, joined=False
+                    ),
+                    Marks(
+                        "2:4, retrained on 40M tokens (AST, AST + SLoRB, CAST)",
+                        pruned("ast", "ast+slorb", "ast+slorb:trained", "cast"),
+                        1,
+                        joined=False,
+                    ),
+                    Marks("not pruned, AWQ", shrunk("awq"), 3, joined=False),
+                    Marks("not pruned, GPTQ + clip", shrunk("gptq+clip"), 5, joined=False),
+                    Marks("not pruned, lowbit_best trained on 1M tokens", shrunk("ours"), 0, joined=False),
+                    Marks("full precision", [(16.0, dense)], INK, joined=False),
+                ],
+            )
+        ],
+        "Left and low is better. Calibrated on 16,384 (AWQ, GPTQ) or 32,768 tokens (SparseGPT); one seed, but for "
+        f"lowbit_best at 3 bits. {SOURCE}",
+    )
+
+
+def loss_curves() -> str:
+    """2:4 pre-training: training loss, and the validation loss of every seed at the end."""
+    tables = experiment("sparse24_tables")
+    lines = tables.lines_of(tables.GPT2, repeats=False, schedule=tables.WSD)
+    drawn = {
+        "dense": ("dense", INK),
+        "half-width": ("dense, half the FFN width", 4),
+        "FST exact": ("FST, exact gradient", 0),
+        "S-STE exact": ("S-STE, exact gradient", 2),
+        "FST": ("FST with MVUE", 1),
+        "SR-STE exact": ("SR-STE, exact gradient", 3),
+    }
+    curves, ends = [], []
+    for at, (case, (name, color)) in enumerate(drawn.items()):
+        runs = [n for n in lines if n["case"] == case]
+        for i, n in enumerate(runs):
+            if case in ("dense", "FST exact", "S-STE exact", "half-width"):
+                points = [(s / 1000, v) for s, v in n["quality"]["train_loss_curve"] if s >= 1300]
+                curves.append(Marks(name, points, color, dots=False, shown=False))
+            ends.append(Marks(name, [(at + 1, n["value"])], color, joined=False, shown=i == 0))
+    steps, low = lines[-1]["config"]["steps"], 1.6
+    return xy_plot(
+        "2:4 pre-training: loss curves and seeds",
+        f"GPT-2's small shape, 100M tokens of Python seen once, {steps:,} steps, rate constant until the last sixth; "
+        f"one line or point a seed; {GPU}",
+        [
+            Panel(
+                Axis("step, thousands", 1.3, 3.1, [1.5, 2, 2.5, 3]),
+                Axis("training loss", low, 2.25, [1.6, 1.8, 2.0, 2.2]),
+                curves,
+            ),
+            Panel(
+                Axis("one column a method, as in the legend", 0.4, len(drawn) + 0.6, []),
+                Axis("validation loss at the end", 1.625, 1.682, [1.63, 1.64, 1.65, 1.66, 1.67, 1.68]),
+                ends,
+            ),
+        ],
+        "Left: dense, half width, and the two methods with exact weight gradients. FST ends as a dense model, S-STE "
+        "and SR-STE as 2:4. Half width and SR-STE have one seed.",
+    )
+
+
+def train_speed() -> str:
+    """Whole training steps against the width."""
+    cases = {
+        "FST": ("FST (2:4, MVUE)", 0),
+        "FST, exact weight gradient": ("FST, exact gradient", 5),
+        "S-STE": ("S-STE (2:4, MVUE)", 2),
+        "FP8": ("dense, FP8 feed-forward", 1),
+    }
+    found: dict[str, dict[int, float]] = {case: {} for case in cases}
+    for n in newest("train_sparse24"):
+        if n["config"]["what"] == "step" and n["case"] in cases:
+            found[n["case"]][n["config"]["d_model"]] = n["ratio"]
+    widths = [768, 1280, 2048, 4096, 5120]
+    return xy_plot(
+        "Training steps: 2:4 and FP8 against dense bf16",
+        f"whole steps of a two-layer model, vocabulary 4,096, 16,384 tokens a step, {GPU}; probe and dense finish of "
+        "FST are not in the timed steps",
+        [
+            Panel(
+                Axis("model width (d_model)", 700, 5700, widths, log=True),
+                Axis("times faster than dense bf16", 0.9, 1.35, [0.9, 1.0, 1.1, 1.2, 1.3]),
+                [Marks(name, sorted(found[case].items()), color) for case, (name, color) in cases.items()],
+                [Level("dense bf16", 1.0)],
+            )
+        ],
+        "FP8 has no loss row: its quality was not measured here. The figure of loss curves has what 2:4 costs.",
+        height=280,
+    )
+
+
+# -- speculation and skipping ---------------------------------------------------------------------------------
+
+
+def newest_target() -> str:
+    lines = [n for n in newest("drafter") if n["config"]["budget"] == "batches"]
+    return lines[-1]["config"]["target"]
+
+
+def speculation_batch() -> str:
+    """Tokens/s against the number of requests, with and without a drafter."""
+    target = newest_target()
+    drafted: dict[str, dict[int, dict[str, Any]]] = {}
+    for n in newest("drafter"):
+        c = n["config"]
+        if c["budget"] == "batches" and c["target"] == target and c["text"] == "greedy" and "controller" not in c:
+            drafted.setdefault(c["drafter"], {})[c["batch"]] = n
+    trained, untrained = drafted["DistillSpec"], drafted["first layers, untrained"]
+    sizes = sorted(trained)
+    ratios = [f"{trained[b]['ratio']:.2f}x" for b in sizes]
+    marks = [
+        Marks("without speculation", [(b, trained[b]["baseline_value"]) for b in sizes], INK),
+        Marks("untrained drafter", [(b, untrained[b]["value"]) for b in sorted(untrained)], 1, dashed=True, dots=False),
+        Marks("trained drafter, and times plain", [(b, trained[b]["value"]) for b in sizes], 0, labels=ratios),
+    ]
+    y = Axis("tokens per second, all requests", 400, 40000, [500, 1000, 2000, 5000, 10000, 20000, 40000], log=True)
+    return xy_plot(
+        "Speculative decoding: tokens per second by number of requests",
+        f"greedy text; target: {target}; drafter of one layer; {GPU}",
+        [Panel(Axis("requests at once", 0.85, 76, sizes, log=True), y, marks)],
+        "The controller chooses the draft length, 0 included: at 64 requests it drafts nothing. A target trained on so "
+        "little text repeats itself when greedy, which flatters every drafter; the acceptance figure has sampled text.",
+    )
+
+
+def acceptance() -> str:
+    """Greedy and sampled acceptance of the drafters of the newest target."""
+    target = newest_target()
+    found: dict[str, dict[str, Any]] = {}
+    for n in newest("drafter"):
+        if n["config"]["target"] == target and n["config"]["budget"] != "batches" and "acceptance" in n["quality"]:
+            found[n["case"]] = n
+    bars = []
+    for case in ("n-gram lookup", "first layers, untrained", "DistillSpec", "n-gram, then DistillSpec"):
+        q = found[case]["quality"]
+        bars.append(Bar(case, q["acceptance"], f"{q['acceptance']:.2f}", 0))
+        bars.append(Bar("", q["sampled_acceptance"], f"{q['sampled_acceptance']:.2f}", 1))
+    return bar_plot(
+        "Share of drafted tokens that are accepted",
+        f"four drafts a pass; target: {target}",
+        bars,
+        [("greedy", 0), ("sampled, temperature 1", 1)],
+        "An n-gram drafter needs no training and accepts as much as the trained one on greedy text of this target. On "
+        "sampled text the trained drafter is far ahead.",
+        left=190,
+    )
+
+
+def skipping_quality() -> str:
+    """Perplexity against the speed-up of a decoding step."""
+    cases = {"measured": ("measured (ours)", 0), "adaskip": ("AdaSkip", 1), "unified": ("every n-th layer", 3)}
+    panels = []
+    for context in (2048, 8192):
+        lines = [n for n in experiment("skipping").lines_with_quality() if n["quality"]]
+        lines = [n for n in lines if (n["config"]["device"], n["config"]["context"]) == ("cuda", context)]
+        whole = next(n for n in lines if n["case"] == "whole model")["quality"]["perplexity"]
+        marks = []
+        for case, (name, color) in cases.items():
+            points = sorted((n["value"], n["quality"]["perplexity"]) for n in lines if n["case"] == case)
+            kept = [p for p in points if p[1] <= 150]
+            marks.append(Marks(name, [(1.0, whole), *kept], color))
+        panels.append(
+            Panel(
+                Axis(f"times faster decoding step, context {context:,}", 0.98, 1.32, [1.0, 1.1, 1.2, 1.3]),
+                Axis("perplexity (log scale)", 14, 150, [15, 20, 30, 50, 100, 150], log=True),
+                marks,
+            )
+        )
+    return xy_plot(
+        "Skipping sublayers: what a faster step costs",
+        f"{SMOLLM2}, {WIKITEXT}, 32,768 tokens, one request, {GPU}",
+        panels,
+        f"Early exit, and the second set of every n-th layer, lie far above 150. {SOURCE}",
+        height=260,
+    )
+
+
+# -- serving --------------------------------------------------------------------------------------------------
+
+
+def ttft_load() -> str:
+    """Time to first token under load: percentiles of every load that was measured."""
+    bars = []
+
+    def add(label: str, milliseconds: list[float]) -> None:
+        for i, (name, ms) in enumerate(zip(("p50", "p90", "p99"), milliseconds, strict=True)):
+            bars.append(Bar(label if i == 0 else "", ms, f"{name} {ms:,.0f} ms", (0, 5, 1)[i]))
+
+    for n in newest("serve"):
+        c = n["config"]
+        load = "Poisson arrivals" if c["load"] == "Poisson" else "Azure chat trace, slowed"
+        add(f"{load}, {c['rate']:g} requests/s", [1000 * v for v in n["quality"]["ttft"]])
+    for n in newest("soak"):
+        add(f"{n['config']['clients']} clients at once (tiny model)", n["quality"]["ttft_ms"])
+    return bar_plot(
+        "Time to first token under load",
+        f"{SMOLLM2} in 4 bits with 8-bit activations (first two), and a tiny test model for ten minutes; 2 CPU cores",
+        bars,
+        notes="Loads are small because the machine is: the figure shows that latency stays bounded on two CPU cores. "
+        "No GPU load has been measured.",
+        left=290,
+    )
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    f.__name__: f
+    for f in (
+        path,
+        lowbit_rows,
+        decode_8b,
+        quality_bits,
+        speculation_batch,
+        acceptance,
+        loss_curves,
+        train_speed,
+        sparse24_serving,
+        prune24_bits,
+        afpq_grids,
+        skipping_quality,
+        ttft_load,
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a figure is stale")
+    check = parser.parse_args().check
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    stale = []
+    for name, draw in FIGURES.items():
+        file, text = FOLDER / f"{name}.svg", draw()
+        if not file.exists() or file.read_text() != text:
+            stale.append(file.name)
+            if not check:
+                file.write_text(text)
+    if check and stale:
+        sys.exit(f"stale figures: {', '.join(stale)}; run `python -m benchmarks.figures`")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The table of README.md: eight results, each with model, hardware and baseline, and the page that has the rest.
+
+Every number is looked up in results/; a row whose lines are missing is an error, not an empty cell. Quality stands
+beside speed in the same row.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from benchmarks.results import markdown, newest, recorded
+
+GPU, CPU = "H200", "2 CPU cores (aarch64)"
+
+
+def table() -> str:
+    rows = [train_dense(), train_sparse24(), quality(4), quality(2), kernel(), decode(), speculation(), cpu()]
+    return markdown(["", "model", "hardware", "baseline", "Shoestring", "page"], rows)
+
+
+def find(bench: str, case: str, metric: str, **config: Any) -> dict[str, Any]:
+    """The newest line of a case with these settings."""
+    found = [
+        n
+        for n in recorded(bench)
+        if (n["case"], n["metric"]) == (case, metric) and all(n["config"].get(k) == v for k, v in config.items())
+    ]
+    if not found:
+        raise LookupError(f"results/{bench}.jsonl has no line {case!r}, {metric}, {config}")
+    return found[-1]
+
+
+def link(name: str, target: str) -> str:
+    return f"[{name}](docs/{target})"
+
+
+def train_dense() -> list[str]:
+    model = {"model": "Llama 1B", "compile": "whole"}
+    speed = find("train_dense", "shoestring", "tokens_per_s", **model)
+    memory = find("train_dense", "shoestring", "peak_memory", **model)
+    bare = find("train_dense", "bare torch.compile loop", "peak_memory", **model)
+    return [
+        "dense pre-training",
+        "Llama 1B, 8 x 2,048 tokens",
+        GPU,
+        f"bare `torch.compile` loop: {speed['baseline_value']:,.0f} tokens/s, {bare['value']:.1f} GiB",
+        f"{speed['value']:,.0f} tokens/s ({speed['ratio']:.2f}x), {memory['value']:.1f} GiB",
+        link("training", "training.md#speed"),
+    ]
+
+
+def train_sparse24() -> list[str]:
+    fst = find("train_sparse24", "FST", "ms", what="step", d_model=4096)
+    fp8 = find("train_sparse24", "FP8", "ms", what="step", d_model=4096)
+    tables = importlib.import_module("experiments.sparse24_tables")
+    lines = tables.lines_of(tables.GPT2, repeats=False, schedule=tables.WSD)
+    dense = {n["config"]["seed"]: n["value"] for n in lines if n["case"] == "dense"}
+    gaps = [n["value"] / dense[n["config"]["seed"]] - 1 for n in lines if n["case"] == "FST"]
+    return [
+        "2:4 sparse pre-training (FST)",
+        "speed: width 4,096; loss: GPT-2 small, 100M tokens",
+        GPU,
+        f"dense bf16; dense FP8 is {fp8['ratio']:.2f}x",
+        f"whole step {fst['ratio']:.2f}x, validation loss {100 * sum(gaps) / len(gaps):+.1f}%",
+        link("sparse24", "methods/sparse24.md"),
+    ]
+
+
+def quality(bits: int) -> list[str]:
+    tables = importlib.import_module("experiments.lowbit_tables")
+    best, grid = tables.best_settings(), f"int{bits}:g64"
+
+    def shown(method: str, label: str = grid) -> str:
+        return f"{best[tables.SMOLLM2, method, label].mean:.1f}"
+
+    stored = best[tables.SMOLLM2, "ours", grid].lines[0]["config"]["bits"]
+    return [
+        f"{bits}-bit weights ({stored:.2f} bits stored), perplexity",
+        f"{tables.SMOLLM2}, WikiText-2",
+        GPU,
+        f"full {shown('dense', 'dense')}; GPTQ + clip {shown('gptq+clip')} (16,384 calibration tokens); "
+        f"BitDistiller {shown('bitdistiller')}",
+        f"{shown('ours')} (1M training tokens)",
+        link("bitdistiller", "methods/bitdistiller.md"),
+    ]
+
+
+def kernel() -> list[str]:
+    shape = {"n": 14336, "k": 4096}
+    one, many = (find("lowbit_gemm", "shoestring int4:g128", "time", rows=r, **shape) for r in (1, 16))
+    peer = [find("lowbit_gemm", "humming int4, symmetric", "time", rows=r, **shape) for r in (1, 16)]
+    return [
+        "int4 matrix product, 1 and 16 rows",
+        "14,336 x 4,096, groups of 128",
+        GPU,
+        f"bf16 cuBLAS 1x; humming {peer[0]['ratio']:.1f}x and {peer[1]['ratio']:.1f}x",
+        f"{one['ratio']:.1f}x and {many['ratio']:.1f}x",
+        link("kernels", "kernels.md"),
+    ]
+
+
+def decode() -> list[str]:
+    shape = {"model": "Llama 8B shape", "batch": 1}
+    bf16 = find("decode", "shoestring", "decode_tokens_per_s", blocks="bf16", **shape)
+    int4 = find("decode", "shoestring", "decode_tokens_per_s", blocks="int4:g128", **shape)
+    peer = find("decode", "transformers, static cache, compiled", "decode_tokens_per_s", **shape)
+    return [
+        "decoding one request",
+        "Llama 8B shape, random weights",
+        GPU,
+        f"transformers, static cache, compiled: {peer['value']:,.0f} tokens/s",
+        f"bf16 {bf16['value']:,.0f}, int4 {int4['value']:,.0f} tokens/s",
+        link("engine", "engine.md"),
+    ]
+
+
+def speculation() -> list[str]:
+    lines = [n for n in newest("drafter") if n["config"]["budget"] == "batches"]
+    target = lines[-1]["config"]["target"]
+    found = {
+        n["config"]["batch"]: n["ratio"]
+        for n in lines
+        if n["config"]["target"] == target
+        and n["config"]["drafter"] == "DistillSpec"
+        and "controller" not in n["config"]
+        and n["config"]["text"] == "greedy"
+    }
+    own, lookup = (
+        find("drafter", case, "tokens_per_s", target=target)["quality"] for case in ("DistillSpec", "n-gram lookup")
+    )
+    return [
+        "speculative decoding, 1 / 16 / 64 requests, greedy text",
+        target.replace(", 4096 tokens", ""),
+        GPU,
+        "same engine without a drafter",
+        f"{found[1]:.1f}x / {found[16]:.1f}x / {found[64]:.1f}x; accepts {own['acceptance']:.2f} of greedy and "
+        f"{own['sampled_acceptance']:.2f} of sampled drafts (n-gram: {lookup['acceptance']:.2f}, "
+        f"{lookup['sampled_acceptance']:.2f})",
+        link("drafter", "methods/drafter.md"),
+    ]
+
+
+def cpu() -> list[str]:
+    case = "int4:g64, 8-bit activations and head"
+    ours = find("cpu_decode", case, "tokens_per_s", threads=2, clock="wall")
+    peer = find("cpu_decode", "llama.cpp Q4_1", "tokens_per_s", threads=2, clock="wall")
+    worse = find("cpu_decode", case, "perplexity_by_token")
+    theirs = find("cpu_decode", "llama.cpp Q4_1", "perplexity")
+    return [
+        "4-bit decoding on a CPU",
+        "SmolLM2-135M-Instruct",
+        CPU,
+        f"llama.cpp Q4_1: {peer['value']:,.0f} tokens/s, perplexity {theirs['value']:.1f}",
+        f"{ours['value']:,.0f} tokens/s, perplexity {worse['value']:.1f} (rounded again from Q4_1)",
+        link("export", "export.md#on-a-cpu-8-bit-activations"),
+    ]
