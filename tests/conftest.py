@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.metadata
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -127,28 +126,29 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return call
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.fixture
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """run_ranks(n, script_path, *args) runs the script on n gloo processes and returns rank 0's output.
 
-    Processes with torchrun's environment: a failing rank fails the test with its own output.
+    Processes with torchrun's environment: a failing rank fails the test with its own output. As under torchrun, the
+    store in which they meet belongs to this process. A free port that is closed again for the first rank to take may be
+    taken by another run of tests in between, and ranks of both would then meet in one store.
     """
+    import torch.distributed as dist
+
     from rank_process import PRELOAD, run_script
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
 
     def start(num_ranks: int, script: Path | str, *args: str, timeout: float = 300) -> str:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "OMP_NUM_THREADS": "1",

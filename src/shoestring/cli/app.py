@@ -211,6 +211,9 @@ def serve(
     max_context: Annotated[int | None, typer.Option(help="Prompt and new tokens of one text.")] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
     drain: Annotated[float, typer.Option(help="Seconds to finish in after SIGTERM.")] = 30.0,
+    rank_timeout: Annotated[
+        float, typer.Option(help="Under torchrun: a process that is silent for this many seconds has failed.")
+    ] = 20.0,
     max_body_mb: Annotated[float, typer.Option(help="The largest request body.")] = 4.0,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="A web site whose pages may call; may be repeated.")
@@ -236,6 +239,7 @@ def serve(
         max_context=max_context,
         deadline_s=deadline,
         drain_s=drain,
+        rank_timeout_s=rank_timeout,
         max_body_mb=max_body_mb,
         allow_origins=tuple(allow_origin or ()),
         chat_template=chat_template,

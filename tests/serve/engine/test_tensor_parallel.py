@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from shoestring.model.parallel import tensor_parallel_
 from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.runner import Batch
 from shoestring.serve.engine.tensor_parallel import Ranks, open_ranks, pack_batch, unpack_batch
-from tiny import tiny_decoder
+from tiny import chat_tokenizer, served_model, tiny_decoder
 
 
 def test_a_batch_travels_as_numbers() -> None:
@@ -95,7 +96,40 @@ def test_a_first_process_that_fails_ends_all_of_them(
     with pytest.raises(AssertionError) as failed:
         run_ranks(2, script, str(tmp_path / "out.txt"), *command, timeout=60)
     # The first process ended as the script wants it to; the other had to be freed from its wait.
-    assert "rank 1 of 2 failed" in str(failed.value)
+    assert "1 of 2 ranks failed" in str(failed.value) and "--- rank 1, exit 1" in str(failed.value)
     assert "error: process 1 stops: the first process failed: 'NoneType'" in str(failed.value)
     written = (tmp_path / "out.txt").read_text()
     assert len(answer) > len("> The fox\n") and written.startswith(answer) and "> The dog" in written
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "model"
+    tokenizer = chat_tokenizer()
+    save_model(folder, served_model(tokenizer.vocab_size + tokenizer.vocab_size % 2), tokenizer)
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("case", "code"), [("silence", "rank_failed"), ("sigterm", "draining")])
+def test_a_stopped_follower_is_a_failed_one(
+    case: str, code: str, run_ranks: Callable[..., str], served: Path, tmp_path: Path
+) -> None:
+    """Clients are answered, /health tells, and both processes end: by themselves, or at once after SIGTERM."""
+    pytest.importorskip("uvicorn")
+    script = Path(__file__).with_name("ranks_stopped.py")
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(2, script, str(served), str(tmp_path), case, timeout=60)
+    said, seen = str(failed.value), json.loads((tmp_path / "seen.json").read_text())
+    assert "2 of 2 ranks failed" in said and "Traceback" not in said, said
+    assert seen["last"][1] == "data: [DONE]" and json.loads(seen["last"][0][6:])["error"]["code"] == code
+    assert seen["seconds"] < 20
+    if case == "silence":
+        lost = "process 1 has not answered for 2 s: it is stopped or unreachable"
+        assert seen["health"][0] == 503 and seen["health"][1]["status"] == code and lost in seen["health"][1]["reason"]
+        assert seen["refused"] == [503, code]
+        assert "--- rank 0, exit 1:" in said and f"error: process 0 stops: {lost}" in said
+        assert f"error: process 1 stops: {lost}" in said
+    else:
+        assert "--- rank 0, exit 2:" in said and "error: the engine is stuck in a step since" in said
+        assert "error: process 1 stops: the first process failed: the engine is stuck" in said

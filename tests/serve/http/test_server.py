@@ -28,7 +28,7 @@ from shoestring.errors import UserError  # noqa: E402
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
 from shoestring.serve.http.engine_thread import ChoiceDelta, OutputCollector, kv_usage  # noqa: E402
-from shoestring.serve.http.server import ServeOptions, Service, listen, main  # noqa: E402
+from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
 
 TEXT = "/v1/completions"
@@ -202,6 +202,49 @@ def test_a_dead_engine_is_told_and_never_shown() -> None:
         assert httpx.get(service.url + "/metrics").status_code == 200
 
 
+def test_a_stuck_engine_does_not_hold_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that never returns: deadlines, /health and the exit do not wait for it."""
+    monkeypatch.setattr("shoestring.serve.http.app.LATE_S", 0.1)
+    monkeypatch.setattr("shoestring.serve.http.server.STOP_S", 0.3)
+    tokenizer = chat_tokenizer()
+    options = ServeOptions(max_requests=2, max_queue=4, deadline_s=0.4, drain_s=0.1)
+    service = Service(served_model(tokenizer.vocab_size), tokenizer, options, listen("127.0.0.1", 0), "tiny")
+    step, stuck, release, ended = service.engine.step, threading.Event(), threading.Event(), []
+
+    def stuck_step() -> Any:
+        stuck.set()
+        assert release.wait(60)
+        return step()
+
+    def run() -> None:
+        try:
+            service.run()
+        except EngineStuck as error:
+            ended.append(str(error))
+
+    service.engine.step = stuck_step  # type: ignore[method-assign]
+    server = threading.Thread(target=run, daemon=True)
+    server.start()
+    wait_for(lambda: service.server.started)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(httpx.post, service.url + TEXT, json=LONG | {"stream": s}) for s in (False, True)]
+        assert stuck.wait(20) and httpx.get(service.url + "/health").json() == {"status": "ok"}
+        whole, stream = (a.result(20) for a in asked)
+        assert whole.status_code == 408 and whole.json()["error"]["code"] == "deadline_exceeded"
+        assert stream.text.endswith("data: [DONE]\n\n") and "deadline_exceeded" in stream.text
+        health = httpx.get(service.url + "/health")
+        assert health.status_code == 503 and health.json()["status"] == "stuck"
+        last = pool.submit(httpx.post, service.url + TEXT, json=LONG)
+        wait_for(lambda: service.engine_thread.num_open == 3, 10)
+        service.stop()
+        assert last.result(20).json()["error"]["code"] == "draining"
+    server.join(20)
+    assert not server.is_alive() and "stuck in a step" in ended[0]
+    release.set()  # what the engine still writes has no readers
+    wait_for(lambda: not service.engine_thread.alive, 10)
+    assert service.engine_thread.num_open == 0 and not service.engine.busy
+
+
 def test_unread_text_is_merged_not_piled_up() -> None:
     async def read() -> list[Any]:
         box = OutputCollector()
@@ -255,7 +298,7 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
 
 
 def test_a_drain_that_takes_too_long_says_so() -> None:
-    with running(drain_s=0.3) as service:
+    with running(drain_s=0.1) as service:
         client = open_stream(service.url, {**LONG, "stream": True})
         received = client.recv(65536)
         service.stop()

@@ -12,8 +12,8 @@ clocks and random numbers may differ.
     ranks.close()
 
 `shoestring generate`, `chat` and `serve` do this under torchrun. Draft models are not sharded: the first process runs
-them alone. A forward that fails on one process leaves the others waiting in it, so the whole group ends
-(`RankFailureWatch`): every process stops with a line that says who failed and why.
+them alone. A process that fails, ends or is stopped leaves the others waiting in a forward, so the whole group ends
+(rank_failure.py): every process stops with a line that says who failed and why.
 
 Left out: fused steps and CUDA graphs (collectives in them), loading only a process's own shard from disk.
 """
@@ -23,10 +23,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 
@@ -42,11 +40,11 @@ from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprobs
+from shoestring.serve.engine.rank_failure import LOST_AFTER_S, RankFailureWatch
 from shoestring.serve.engine.runner import Batch, Runner
 
 WHOLE_MODEL = -1  # instead of the number of a skip set
-POLL_S = 0.2
-PATIENCE_S = 20.0
+LEAVE_S = 10  # the most that leaving the group may take
 
 
 class Order(IntEnum):
@@ -58,26 +56,27 @@ class Order(IntEnum):
     CLOSE = 6
 
 
-def open_ranks(device: str = "auto") -> Ranks | None:
+def open_ranks(device: str = "auto", *, lost_after_s: float = LOST_AFTER_S) -> Ranks | None:
     """The processes that torchrun started, as one tensor-parallel group; None where there is one."""
     num = int(os.environ.get("WORLD_SIZE", "1"))
-    return None if num == 1 else Ranks(open_mesh(MeshConfig(tp=num), device))
+    return None if num == 1 else Ranks(open_mesh(MeshConfig(tp=num), device), lost_after_s)
 
 
 class Ranks:
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, lost_after_s: float = LOST_AFTER_S) -> None:
         self.mesh = mesh
         axis = mesh.axis("tp")
         assert axis is not None
         self._axis: DeviceMesh = axis
-        # A group of its own over the host, without a timeout: an idle server is silent for hours.
+        # A group of its own over the host, without a timeout: an idle server is silent for hours. A process that waits
+        # here for one that is gone or stuck is ended by the watch.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self.failure_watch = RankFailureWatch(mesh.rank, mesh.world_size, self._share)
+        self.failure_watch = RankFailureWatch(mesh.rank, mesh.world_size, self._share, lost_after_s=lost_after_s)
 
-    def _share(self, number: int) -> int:
-        shared = torch.tensor([number])
+    def _share(self, numbers: list[int]) -> list[int]:
+        shared = torch.tensor(numbers)
         dist.broadcast(shared, src=0, group=self._group)
-        return int(shared)
+        return shared.tolist()
 
     @property
     def first(self) -> bool:
@@ -103,12 +102,16 @@ class Ranks:
         self.mesh.close()
 
     def end(self) -> None:
-        """The last thing the first process does."""
-        if self.failure_watch.failed:
-            return self.failure_watch.close()  # the others have stopped; a message to them would wait for ever
+        """The last thing the first process does. It ends by a signal where it cannot leave: a thread that waits in a
+        collective would hold the process for ever."""
+        signal.alarm(LEAVE_S)
+        if self.failure_watch.failed:  # the others have stopped; a message to them would wait for ever
+            self.failure_watch.close()
+            return
         with contextlib.suppress(RuntimeError):  # after an error the others may be gone already
             self.dismiss()
-        return self.close()
+        self.close()
+        signal.alarm(0)
 
     @contextlib.contextmanager
     def lockstep(self) -> Iterator[None]:
@@ -225,71 +228,3 @@ def unpack_batch(body: Sequence[int]) -> Batch:
     tokens, rows = body[at : at + num_tokens], body[at + num_tokens :]
     assert len(rows) == num_rows
     return Batch(spans, tokens, rows)
-
-
-# -- failures -----------------------------------------------------------------------------------------------
-
-
-class RankFailureWatch:
-    """How processes that compute together learn that one of them failed.
-
-    A process that fails inside a forward leaves the others in a collective that never completes: gloo waits for
-    minutes, NCCL on the device, and nothing sent through the group would reach them. So failures go through a small
-    TCP store beside the group, which a thread of every process polls. The process that fails writes one line there.
-
-        the others    print the line and exit with code 1, whatever they wait for
-        the first     has requests to answer first: `failed` is set and `check` raises; if it still waits after
-                      PATIENCE_S seconds it exits, too
-
-    A process that is killed cannot write; its connections break, which ends the others as well.
-    """
-
-    def __init__(self, rank: int, num: int, share: Callable[[int], int]) -> None:
-        """`share` gives every process the number of the first one."""
-        self.rank, self.num, self.failed = rank, num, ""
-        self._closed = threading.Event()
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        if rank == 0:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            share(self._store.port)
-        else:
-            self._store = dist.TCPStore(host, share(0), is_master=False, wait_for_workers=False)
-        threading.Thread(target=self._watch, name="shoestring-rank-failure", daemon=True).start()
-
-    def announce(self, error: BaseException) -> None:
-        """This process failed. Returns when the others know, or after a few seconds."""
-        who = "the first process" if self.rank == 0 else f"process {self.rank}"
-        message = " ".join(str(error).split()) or type(error).__name__
-        self.failed = self.failed or f"{who} failed: {message[:300]}"
-        try:
-            self._store.set("failed", self.failed)
-            deadline = time.monotonic() + 25 * POLL_S
-            heard = [f"heard {r}" for r in range(self.num) if r != self.rank]
-            while not self._store.check(heard) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-        except RuntimeError:
-            pass  # the process that held the store is gone, which the others notice by themselves
-
-    def check(self) -> None:
-        if self.failed:
-            raise RuntimeError(f"{self.failed}; the processes are out of step: start them again")
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(POLL_S):
-            try:
-                if not self._store.check(["failed"]):
-                    continue
-                message = self._store.get("failed").decode()
-                self._store.set(f"heard {self.rank}", "")
-            except RuntimeError:
-                return  # the first process is gone: the connections of the group break
-            if self.failed:
-                return  # it was this one
-            self.failed = message
-            if self.rank == 0 and self._closed.wait(PATIENCE_S):
-                return
-            print(f"error: process {self.rank} stops: {message}", file=sys.stderr, flush=True)
-            os._exit(1)  # the main thread may wait in a collective for ever

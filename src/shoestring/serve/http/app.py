@@ -30,7 +30,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoestring import __version__
 from shoestring.model.tokenizer import Tokenizer
-from shoestring.serve.http.engine_thread import EngineThread, OutputCollector, PendingChoice
+from shoestring.serve.http.engine_thread import (
+    ChoiceDelta,
+    EngineThread,
+    OutputCollector,
+    PendingChoice,
+    deadline_error,
+)
 from shoestring.serve.http.grammar import Grammars
 from shoestring.serve.http.request_parsing import (
     Limits,
@@ -57,6 +63,7 @@ WEB = Path(__file__).parent / "web"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/style.css")  # no key needed
 KEEP_ALIVE_S = 15.0  # an idle stream sends a comment this often
+LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
 CLIENT_LEFT = 499  # nginx's code; only in the log
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
@@ -201,11 +208,17 @@ class Api:
 
     def _cancel_on_disconnect(self, request: Request, collector: OutputCollector, choices: list[PendingChoice]) -> None:
         """Cancel the choices when the client disconnects. Starlette reports a finished response the same way, so the
-        task always ends."""
+        task always ends. An engine that is stuck in a step does not keep the deadline; then it is kept here."""
 
         async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+            try:
+                async with asyncio.timeout(choices[0].deadline + LATE_S - time.monotonic()):
+                    while (await request.receive())["type"] != "http.disconnect":
+                        pass
+            except TimeoutError:
+                for choice in choices:
+                    collector.put(choice.index, ChoiceDelta(error=deadline_error(choice)))
+                return
             self.engine_thread.cancel(choices)
             collector.close()
 
@@ -261,8 +274,10 @@ class Api:
     async def health(self) -> Response:
         if not self.engine_thread.alive:
             return JSONResponse({"status": "dead"}, 503)
-        if self.engine_thread.closed is not None:
-            return JSONResponse({"status": "draining"}, 503)
+        if (closed := self.engine_thread.closed) is not None:
+            return JSONResponse({"status": closed.code or "closed", "reason": str(closed)}, 503)
+        if (seconds := self.engine_thread.seconds_in_step) > self.settings.deadline_s:
+            return JSONResponse({"status": "stuck", "reason": f"a step takes {seconds:.0f} s already"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:

@@ -9,7 +9,8 @@ therefore never stalls the others and never holds more than its own text.
 
 The engine ends requests at their deadline; prompts that wait to be scored are not in the engine yet and are checked
 here. A step that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive`
-turns False and nothing is accepted any more.
+turns False and nothing is accepted any more. A step that never returns holds this thread, so `abort_all` reaches the
+clients without it, `seconds_in_step` tells others, and app.py checks deadlines once more.
 """
 
 from __future__ import annotations
@@ -147,8 +148,9 @@ class EngineThread:
         self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
         self._to_score: deque[PendingChoice] = deque()
         self._outputs: list[tuple[PendingChoice, ChoiceDelta]] = []
-        self._lock = threading.Lock()  # guards _num_open and _closed
-        self._num_open = 0  # choices submitted and not done
+        self._lock = threading.Lock()  # guards _open and _closed
+        self._open: set[PendingChoice] = set()  # submitted and not done
+        self._step_began: float | None = None  # None: waits for something to do
         self._closed: ApiError | None = None
         self._seconds_per_choice = 1.0  # moving average, for Retry-After
         self._rate = _Rate()
@@ -165,7 +167,13 @@ class EngineThread:
 
     @property
     def num_open(self) -> int:
-        return self._num_open
+        return len(self._open)
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step that is computed now has taken; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def closed(self) -> ApiError | None:
@@ -183,17 +191,17 @@ class EngineThread:
                     400, f"this request asks for {len(choices)} texts at once; the server takes at most {room}"
                 )
             try:
-                check_queue(self._num_open - self.max_running, len(choices), self.max_queue)
+                check_queue(self.num_open - self.max_running, len(choices), self.max_queue)
             except QueueFull:
                 self.metrics.rejected.inc()
-                wait = self._seconds_per_choice * max(1, self._num_open - self.max_running) / self.max_running
+                wait = self._seconds_per_choice * max(1, self.num_open - self.max_running) / self.max_running
                 raise ApiError(
                     429,
-                    f"the queue is full ({self._num_open} texts, at most {room}); try again later",
+                    f"the queue is full ({self.num_open} texts, at most {room}); try again later",
                     code="queue_full",
                     headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
                 ) from None
-            self._num_open += len(choices)
+            self._open.update(choices)
         self._inbox.put(("add", list(choices), None))
 
     def cancel(self, choices: Sequence[PendingChoice]) -> None:
@@ -207,6 +215,11 @@ class EngineThread:
             self._closed = self._closed or reason
 
     def abort_all(self, reason: ApiError) -> None:
+        """End every text. Clients are told at once, the engine when its step ends."""
+        with self._lock:
+            told = list(self._open)
+        for choice in told:
+            choice.collector.put(choice.index, ChoiceDelta(error=reason))
         self._inbox.put(("abort", (), reason))
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -220,15 +233,18 @@ class EngineThread:
             if self.engine.runner.device.index is not None:
                 torch.cuda.set_device(self.engine.runner.device)  # the current GPU is a property of each thread
             while self._read_inbox():
+                self._step_began = time.monotonic()
                 self._expire_unscored()
                 if self._to_score:
                     self._score(self._to_score.popleft())
                 if self.engine.busy:
                     self._hand_out(self.engine.step())
                 self._publish()
+                self._step_began = None
         except Exception:
             log.exception("the engine loop ended because a step failed")
         finally:
+            self._step_began = None
             gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
             self.close(gone)
             self._abort_all(gone)
@@ -293,7 +309,7 @@ class EngineThread:
         for output in outputs:
             choice = self._choices[output.request.id]
             if output.finish_reason == "deadline":
-                self._fail(choice, _deadline_error(choice))
+                self._fail(choice, deadline_error(choice))
                 continue
             num = len(output.token_ids)
             logprobs = choice.sampling.history.logprobs[choice.num_sent : choice.num_sent + num]
@@ -342,7 +358,7 @@ class EngineThread:
     def _expire_unscored(self) -> None:
         now = self.engine.clock()
         for choice in [c for c in self._to_score if now >= c.deadline]:
-            self._fail(choice, _deadline_error(choice))
+            self._fail(choice, deadline_error(choice))
 
     def _fail(self, choice: PendingChoice, error: ApiError) -> None:
         self._emit(choice, ChoiceDelta(error=error))
@@ -363,7 +379,7 @@ class EngineThread:
         if choice.request is not None:
             self._choices.pop(choice.request.id, None)
         with self._lock:
-            self._num_open -= 1
+            self._open.discard(choice)
         self._seconds_per_choice += 0.1 * (now - (choice.started or now) - self._seconds_per_choice)
         self.metrics.count_finished(reason)
         self.metrics.text_length.observe(choice.num_sent)
@@ -373,13 +389,17 @@ class EngineThread:
             self.metrics.decode_time.observe(choice.last_token - choice.first_token)
 
     def _abort_all(self, reason: ApiError) -> None:
+        stops = False
         while True:  # also those still in the inbox
             try:
                 kind, choices, _ = self._inbox.get_nowait()
             except queue.Empty:
                 break
+            stops = stops or kind == "stop"
             for choice in choices if kind == "add" else ():
                 self._fail(choice, reason)
+        if stops:  # not this message's to answer
+            self._inbox.put(("stop", (), None))
         for choice in (*self._choices.values(), *self._to_score):
             try:
                 self._fail(choice, reason)
@@ -412,7 +432,7 @@ class EngineThread:
             choice.collector.put(choice.index, delta)
 
 
-def _deadline_error(choice: PendingChoice) -> ApiError:
+def deadline_error(choice: PendingChoice) -> ApiError:
     return ApiError(
         408,
         f"the request was not finished within {choice.deadline - choice.arrived:.0f} seconds",

@@ -2,7 +2,8 @@
 
 The port is taken before the model is loaded, so that a port in use is reported at once. SIGTERM or Ctrl-C drains:
 new connections are refused, what runs goes on for `drain_s` seconds, what is left then is told so and ended,
-and the process exits with 0. A second Ctrl-C does not wait.
+and the process exits with 0. A second Ctrl-C does not wait. An engine that is stuck does not hold the process: clients
+get their errors from the event loop, and the exit is bounded (code 2, or 1 where another process failed).
 
 fastapi, uvicorn and prometheus_client come with `pip install 'shoestring[serve]'`.
 """
@@ -49,6 +50,7 @@ except ModuleNotFoundError as error:
 
 from shoestring.serve.engine.engine import Engine
 from shoestring.serve.engine.logit_rules import VerifyWithRules
+from shoestring.serve.engine.rank_failure import LOST_AFTER_S
 from shoestring.serve.engine.skip_policy import SkipPolicy
 from shoestring.serve.engine.tensor_parallel import Ranks, open_ranks
 from shoestring.serve.speculative.drafter import Drafter
@@ -56,6 +58,8 @@ from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.verify import verify
 
 log = logging.getLogger("shoestring.serve")
+
+STOP_S = 10.0  # for the engine to end its step, and again for the process to end
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class ServeOptions:
     drafter: str | None = None  # 'ngram', the path of a draft model, or several joined by '+'
     deadline_s: float = 600.0  # a request that takes longer is ended
     drain_s: float = 30.0  # time to finish after SIGTERM
+    rank_timeout_s: float = LOST_AFTER_S  # a process of several that is silent for longer has failed
     max_body_mb: float = 4.0
     allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
     metrics_prefix: str = "shoestring"
@@ -90,6 +95,7 @@ class ServeOptions:
             ("max_queue", self.max_queue >= 0, "0 or more"),
             ("deadline_s", self.deadline_s > 0, "more than 0"),
             ("drain_s", self.drain_s >= 0, "0 or more"),
+            ("rank_timeout_s", self.rank_timeout_s >= 1, "1 or more"),
             ("max_body_mb", self.max_body_mb > 0, "more than 0"),
             ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
         ):
@@ -109,6 +115,10 @@ def objects_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class EngineStuck(UserError):
+    """The engine's step did not end, so the engine could not be stopped."""
 
 
 class Service:
@@ -149,6 +159,8 @@ class Service:
             max_running=options.max_requests,
             max_queue=options.max_queue,
         )
+        if ranks is not None:
+            ranks.failure_watch.on_failure = self._rank_failed
         settings = ApiSettings(
             name, options.api_keys, int(options.max_body_mb * 2**20), options.deadline_s, options.allow_origins
         )
@@ -174,11 +186,20 @@ class Service:
             with objects_frozen():
                 asyncio.run(self.server.serve([self._listener]))
         finally:
-            self.engine_thread.stop()
+            self.engine_thread.stop(STOP_S)
+        if self.engine_thread.alive:
+            raise EngineStuck(f"the engine is stuck in a step since {self.engine_thread.seconds_in_step:.0f} s")
 
     def stop(self) -> None:
         """Begin to drain; from any thread."""
         self.server.handle_exit(0, None)
+
+    def _rank_failed(self, message: str) -> None:
+        """Another process is gone or stuck, and the engine waits for it: end what it cannot end itself."""
+        log.error("%s; every text is ended and the server stops", message)
+        gone = ApiError(503, f"{message}; the server must be restarted", code="rank_failed")
+        self.engine_thread.close(gone)
+        self.engine_thread.abort_all(gone)
 
     def _drain(self) -> None:
         log.info("draining: %d texts to finish, %.0f s at most", self.engine_thread.num_open, self.options.drain_s)
@@ -234,7 +255,7 @@ def main(
     `skips(loaded)` gives the policy of requests and the set of drafts, where sublayers are to be skipped."""
     options = options or ServeOptions()
     template = None if options.chat_template is None else _read_template(options.chat_template)
-    ranks = open_ranks(str(device))
+    ranks = open_ranks(str(device), lost_after_s=options.rank_timeout_s)
     if ranks is not None and not ranks.first:
         loaded = load_model(model_path, dtype=dtype)
         ranks.share(loaded.model)
@@ -246,6 +267,11 @@ def main(
     try:
         with listen(options.host, options.port) as listener:
             _serve(model_path, options, listener, template, device, dtype, skips, ranks)
+    except EngineStuck as error:
+        signal.alarm(int(STOP_S))  # leaving Python may wait for the stuck thread
+        if ranks is not None:
+            ranks.failure_watch.announce(error)
+        raise
     finally:
         if ranks is not None:
             ranks.end()
