@@ -45,7 +45,7 @@ def listed_files() -> set[str]:
         opened = re.match(r"\s*([\w/]+)/(?:\s|$)", line)
         if opened:
             folder = opened[1]
-        found |= {f"{folder}/{name}" for name in re.findall(r"[\w.-]+\.(?:py|cu|cpp|json|html|js|css)\b", line)}
+        found |= {f"{folder}/{name}" for name in re.findall(r"[\w.-]+\.(?:pyi?|cu|cpp|json|html|js|css|typed)\b", line)}
     return found
 
 

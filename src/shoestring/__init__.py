@@ -8,21 +8,34 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# name: where it is. __init__.pyi says the same to type checkers.
 _PUBLIC = {
+    "UserError": "shoestring.errors",
+    "perplexity": "shoestring.evals",
+    "Dense": "shoestring.formats",
+    "FloatAsym": "shoestring.formats",
+    "Format": "shoestring.formats",
+    "FormatLinear": "shoestring.formats",
+    "IntAsym": "shoestring.formats",
+    "Sparse24": "shoestring.formats",
+    "Stacked": "shoestring.formats",
     "convert": "shoestring.formats",
     "pack": "shoestring.formats",
-    "unpack": "shoestring.formats",
-    "Dense": "shoestring.formats",
-    "IntAsym": "shoestring.formats",
-    "FloatAsym": "shoestring.formats",
-    "FormatLinear": "shoestring.formats",
     "parse_format": "shoestring.formats",
+    "unpack": "shoestring.formats",
+    "quantize_activations": "shoestring.formats.int8_activations",
     "Decoder": "shoestring.model",
+    "LoadedModel": "shoestring.model",
     "ModelSpec": "shoestring.model",
+    "Tokenizer": "shoestring.model",
     "load_model": "shoestring.model",
     "save_model": "shoestring.model",
+    "Completion": "shoestring.serve",
+    "DraftModel": "shoestring.serve",
     "Engine": "shoestring.serve",
-    "UserError": "shoestring.errors",
+    "NgramDrafter": "shoestring.serve",
+    "Sampling": "shoestring.serve",
+    "open_drafter": "shoestring.serve",
 }
 
 __all__ = ["__version__", *_PUBLIC]
