@@ -340,6 +340,15 @@ def export(
     print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {reader}")
 
 
+@app.command("env")
+def environment() -> None:
+    """Versions, devices, kernels that will be used and why not others, the cache: for bug reports."""
+    from shoestring.cli.environment import summarize_machine
+
+    for table in summarize_machine():
+        table.print()
+
+
 @bench_app.command("serve")
 def bench_serve(
     target: Annotated[str, typer.Argument(help="A running server (http://...), or a MODEL to serve for this.")],
@@ -470,7 +479,7 @@ def _bug(error: BaseException) -> int:
     sys.stdout.flush()
     traceback.print_exception(error)
     note = "this is a bug in shoestring, please report it with the lines above"
-    return _complain(f"{note} and the output of: shoestring --version", 1)
+    return _complain(f"{note} and the output of: shoestring env", 1)
 
 
 def _rank() -> int:

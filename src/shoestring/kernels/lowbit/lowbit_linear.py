@@ -55,17 +55,32 @@ def decode_chunks_ref(chunks: Tensor, table: Tensor | None, layout: ChunkLayout,
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
-@functools.cache
-def _cuda_usable(device: int) -> bool:
-    if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    if device_limits(device).shared_per_sm < 200 * 1024:
-        return False  # consumer chips after sm_90 have 100 KiB; plans are made for 228
+def chip_refusal(device: int) -> str | None:
+    """Why the CUDA C++ kernels (low-bit, packed 2:4, one-row attention) are not for this GPU, or None."""
+    if torch.version.hip:
+        return "for NVIDIA GPUs"
+    if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+        return f"for compute capability 9.0 and later, this GPU has {capability[0]}.{capability[1]}"
+    if (shared := device_limits(device).shared_per_sm) < 200 * 1024:  # plans are made for 228 KiB
+        return f"for 200 KiB of shared memory on a multiprocessor, this GPU has {shared // 1024}"
+    return None
+
+
+def library_refusal() -> str | None:
+    """Why what they are compiled and launched with cannot be used, or None."""
     try:
         nvrtc_library(), driver_library()
     except NvrtcError as error:
-        return fall_back(str(error))
-    return True
+        return str(error)
+    return None
+
+
+@functools.cache
+def _cuda_usable(device: int) -> bool:
+    if chip_refusal(device) is not None:
+        return False  # such GPUs have the Triton kernels
+    reason = library_refusal()
+    return reason is None or fall_back(reason)
 
 
 def chunks_usable(t: Tensor) -> bool:

@@ -46,7 +46,16 @@ def _has_library() -> bool:
 
 @functools.cache
 def _found_library() -> bool:
-    return torch.backends.cusparselt.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    return refusal() is None
+
+
+def refusal() -> str | None:
+    """Why there are no sparse products on the current GPU, or None."""
+    if not torch.backends.cusparselt.is_available():
+        return "this torch has no cuSPARSELt"
+    if (capability := torch.cuda.get_device_capability()) < (8, 0):
+        return f"for compute capability 8.0 and later, this GPU has {capability[0]}.{capability[1]}"
+    return None
 
 
 def supports(m: int, k: int, n: int) -> bool:
