@@ -1,9 +1,11 @@
 """The whole path on this machine: train, shrink, evaluate, generate, serve, chat with a real model, report.
 
 Run:     shoestring demo          (or: make demo)
+         shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
          shoestring demo steps=1000 max_mb=20      a better small model, in more time
 Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
-Time:    under 10 minutes on 2 slow cores, alone; set-up apart
+Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Half of it is training, a quarter SmolLM2. quick=true:
+         under 3 minutes. On a machine with other work it takes as much longer; the last lines say what took the time
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
          installed), about the same at 4 and 3 bits, 79 when rounded to 2 bits and 77 when trained block by block, 77
          with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M goes from 15.3 to 19.8 on the
@@ -22,7 +24,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,13 @@ ABOUT = (
 QUESTION = "What is the capital of France? Answer in one sentence."
 
 
+# What quick=true takes instead of the defaults.
+QUICK: dict[str, Any] = {"steps": 100, "max_mb": 2.0, "eval_tokens": 1024}
+
+
 @dataclass(frozen=True)
 class Config:
+    quick: bool = option(False, "less of everything: under 3 minutes on 2 cores")
     steps: int = option(400, "training steps of the small model", least=1)
     data: str = option("python", "what to train it on: the Python sources here, or a file or folder of yours")
     max_mb: float = option(8.0, "megabytes of it to read", least=0.001)
@@ -103,16 +110,19 @@ class Demo:
 
 
 def main(cfg: Config) -> Path:
+    cfg = quickened(cfg) if cfg.quick else cfg
     folder = new_run_folder("demo") if cfg.run is None else check_free(Path(cfg.run))
     log, device = RunLog(folder), pick_device(cfg.device)
     log.save_config({"recipe": "demo", "config": to_json(cfg)})
     demo = Demo(cfg, folder, log, device, pick_dtype("auto", device))
-    began = time.perf_counter()
+    seconds: dict[str, float] = {}
     for number, stage in enumerate(STAGES, 1):
         title = (stage.__doc__ or "").splitlines()[0]
         log.say(f"\n[{number}/{len(STAGES)}] {title}")
+        began = time.perf_counter()
         stage(demo)
-    log.say(f"\nThe demo took {(time.perf_counter() - began) / 60:.1f} minutes.")
+        seconds[stage.__name__.replace("_", " ")] = time.perf_counter() - began
+    log.say(time_spent(seconds))
     log.close()
     return folder
 
@@ -148,7 +158,7 @@ def evaluate_small(demo: Demo) -> None:
 
 def calibrate_small(demo: Demo) -> None:
     """Two bits: rounding to nearest, GPTQ with clipping, and weights trained with their grids block by block."""
-    for method in ("rtn", "gptq+clip", "blockwise"):
+    for method in ("rtn", "gptq+clip") if demo.cfg.quick else ("rtn", "gptq+clip", "blockwise"):
         quantize(demo, "train", f"int2-{method}", "int2", method)
         demo.evaluate(demo.load(demo.folder / f"int2-{method}"), f"small, {method}")
 
@@ -276,6 +286,21 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
 
 
 # -- what the stages use -----------------------------------------------------------------------------
+
+
+def quickened(cfg: Config) -> Config:
+    """The settings of QUICK where the command gave none."""
+    usual = Config()
+    return replace(cfg, **{key: small for key, small in QUICK.items() if getattr(cfg, key) == getattr(usual, key)})
+
+
+def time_spent(seconds: dict[str, float]) -> str:
+    """What the demo took, the longest stages first; and a way to less, where it took long."""
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {took:.0f} s" for name, took in longest if took >= 1)
+    total = sum(seconds.values())
+    hint = "\nToo long? shoestring demo quick=true does less of everything." if total > 600 else ""
+    return f"\nThe demo took {total / 60:.1f} minutes: {parts}.{hint}"
 
 
 def quantize(demo: Demo, model: str, run: str, format: str, method: Any) -> None:
