@@ -1,8 +1,10 @@
-# make demo   the whole path on this machine: train, shrink, evaluate, chat, report (under ten minutes on 2 cores)
+# make demo   the whole path on this machine: train, shrink, evaluate, chat, report (under ten minutes on 2 cores);
+#             make demo QUICK=1 takes smaller settings (under three minutes)
 # make test   lint, types, layers and the whole test suite (as root on Debian it installs g++ and chromium where they are missing);
 #             tests for which set-up should have brought what they need fail without it, make test PROMISED= skips them
 # make check  the inner loop: lint, types, layers and a quick part of the tests, under two minutes on 2 idle cores
 # make lint   the checks without the tests
+# make docs   the site, in build/site
 # make lab    campaigns (tests marked `lab`), which the other targets leave out
 # make setup  only the virtual environment; the other targets do it by themselves, once
 #
@@ -20,7 +22,7 @@ MAY_INSTALL = as=; [ "$$(id -u)" = 0 ] || as="sudo -n"; command -v apt-get > /de
 # Test processes, one thread each; a file's tests stay together and share what they built.
 WORKERS ?= 2
 # The tests of make check: of every layer the files that take a few seconds, about 95 seconds of processor time in all.
-QUICK ?= $(patsubst %,tests/test_%.py, config device errors house_rules pages paths runlog wheel) tests/hardware \
+CHECKED ?= $(patsubst %,tests/test_%.py, config device errors house_rules pages paths runlog wheel) tests/hardware \
 	$(addprefix tests/kernels/, lowbit/test_packing.py sparse24/test_masks.py runtime) \
 	$(addprefix tests/formats/, test_tables.py test_int8_activations.py test_docs.py test_learned_grid.py) \
 	tests/state/test_boxes.py \
@@ -33,21 +35,27 @@ QUICK ?= $(patsubst %,tests/test_%.py, config device errors house_rules pages pa
 	$(addprefix tests/benchmarks/, test_results.py test_processes.py)
 # What no test may be skipped for, in words of the reasons that skips give, separated by commas: what pip has for every
 # machine, and the compiler where set-up may install it. Not a browser: Ubuntu's apt-get has none.
-PROMISED ?= lm-eval,SmolLM2$(shell $(MAY_INSTALL) && echo ',g++,C++ compiler')
+PROMISED ?= lm-eval,SmolLM2,mkdocs-material$(shell $(MAY_INSTALL) && echo ',g++,C++ compiler')
 # Quiet: the numbered lines below say where the set-up is.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check lab lint setup
+.PHONY: demo test check docs lab lint setup
 
 demo: $(STAMP)
-	$(BIN)/python -m shoestring demo
+	$(BIN)/python -m shoestring demo $(if $(QUICK),quick=true)
 
 test: lint $(BROWSER)
 	SHOESTRING_PROMISED='$(PROMISED)' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Without tests that are slow, start ranks or drive whole recipes: folders of pure functions, the engine and its rules.
 check: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow and not ranks' $(QUICK) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow and not ranks' $(CHECKED) $(PYTEST_ARGS)
+
+# The notice is about another program of the theme's authors.
+docs: $(STAMP)
+	$(BIN)/python docs/generate_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -d build/site"
 
 lab: $(STAMP)
 	$(BIN)/python -m pytest -m lab $(PYTEST_ARGS) || [ $$? = 5 ]  # 5: there is none

@@ -124,12 +124,14 @@ class Api:
 
     # -- generation -----------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
+        """Continue one or several prompts."""
         body = CompletionBody.parse(await self._read(request))
         self._check_model(body.model)
         parsed = await asyncio.to_thread(parse_completion, body, self.tokenizer, self.limits)
         return await self._respond(request, parsed)
 
     async def chat_completions(self, request: Request) -> Response:
+        """Answer a chat; the model needs a chat template."""
         body = ChatBody.parse(await self._read(request))
         self._check_model(body.model)
         parsed = await asyncio.to_thread(parse_chat, body, self.tokenizer, self.limits, self.grammars)
@@ -228,6 +230,7 @@ class Api:
 
     # -- other routes --------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
+        """The token ids of a prompt or a chat."""
         body = validated(TokenizeBody, await self._read(request))
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -243,6 +246,7 @@ class Api:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context})
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         body = validated(DetokenizeBody, await self._read(request))
         self._check_model(body.model)
         check_ids(body.tokens, self.limits, "tokens")
@@ -256,9 +260,11 @@ class Api:
         return JSONResponse({**special, "chat_template": self.tokenizer.chat_template})
 
     async def models(self) -> Response:
+        """The served model, with its context as `max_model_len`."""
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def model(self, name: str) -> Response:
+        """The same by its name."""
         self._check_model(name)
         return JSONResponse(self._model_card())
 
@@ -272,6 +278,7 @@ class Api:
         }
 
     async def health(self) -> Response:
+        """200 while requests are answered; 503 while draining, or when the engine has died."""
         if not self.engine_thread.alive:
             return JSONResponse({"status": "dead"}, 503)
         if (closed := self.engine_thread.closed) is not None:
@@ -281,9 +288,11 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
+        """Metrics for Prometheus."""
         return Response(self.engine_thread.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self) -> Response:
+        """The state that the playground shows, as JSON."""
         snapshot = self.engine_thread.snapshot
         busy = self.engine_thread.num_open > 0
         return JSONResponse(
@@ -306,12 +315,15 @@ class Api:
         )
 
     async def version(self) -> Response:
+        """The version of Shoestring."""
         return JSONResponse({"version": __version__})
 
     async def page(self) -> Response:
+        """The playground."""
         return _file("index.html", {"Content-Security-Policy": PAGE_POLICY})
 
     async def page_part(self, name: str) -> Response:
+        """The playground's script and style."""
         if f"/web/{name}" not in OPEN_PATHS:
             raise ApiError(404, "there is no such page")
         return _file(name, {})

@@ -73,7 +73,7 @@ class Body(BaseModel):
     min_p: float | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: Any = None
+    stop: Any = Field(None, description="string, or list of strings")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -145,7 +145,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    prompt: Any = None
+    prompt: Any = Field(None, description="string, list of strings, token ids, or list of lists of token ids")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -168,7 +168,7 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    messages: Any = None
+    messages: Any = Field(None, description="list of objects with `role` and `content`")
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
@@ -244,7 +244,7 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: Any = Field(None, description="list of objects with `role` and `content`")
     add_special_tokens: bool = True
 
 

@@ -1,0 +1,85 @@
+"""The site is built strictly (links, anchors, navigation), loads nothing from elsewhere, and its reference is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+DOCS = REPO / "docs"
+LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href"}  # what a browser fetches by itself
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(folder)]
+    # The variable silences a notice of the theme's authors.
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=REPO, env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Fetches(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "link" and given.get("rel") in ("canonical", "prev", "next"):
+            return
+        if url := given.get(LOADED.get(tag, "")):
+            self.found.append(url)
+
+
+def test_the_site_needs_no_network(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        parser = Fetches()
+        parser.feed(page.read_text(encoding="utf-8"))
+        assert parser.found and not [url for url in parser.found if "//" in url], page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def test_lists_and_code_of_the_pages_are_rendered(site: Path) -> None:
+    """Forges and the site read Markdown a little differently; what the site missed stays in its text as marks."""
+    for page in sorted(site.rglob("*.html")):
+        article = page.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", article, flags=re.DOTALL)
+        found = re.search(r"^\s*(<p>)?(- |\d\. |\| |#+ |```)\S.*", text, flags=re.MULTILINE)
+        assert not found, f"{page.relative_to(site)}: {found[0]}"
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("generate_reference", DOCS / "generate_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, text in module.pages().items():
+        written = (DOCS / "reference" / name).read_text(encoding="utf-8")
+        assert written == text, f"docs/reference/{name} is old: python docs/generate_reference.py"
+        assert "what it does |\n" not in text.replace("| what it does |", ""), name
+
+
+def test_every_variable_is_listed() -> None:
+    used = {
+        name
+        for path in (REPO / "src").rglob("*.py")
+        for name in re.findall(r"SHOESTRING_[A-Z0-9_]+", path.read_text(encoding="utf-8"))
+    }
+    listed = set(
+        re.findall(r"SHOESTRING_[A-Z0-9_]+", (DOCS / "reference" / "variables.md").read_text(encoding="utf-8"))
+    )
+    assert used and used <= listed
