@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+MAX_NAME = 100  # characters of a name that `suggest` looks at
+
 
 class UserError(ValueError):
     """Something the user gave cannot work; the message says what to do about it."""
@@ -29,7 +31,8 @@ def suggest(given: str, allowed: list[str]) -> str:
     """' Did you mean X?' for the closest allowed name, or '' when nothing is close."""
     import difflib
 
-    close = difflib.get_close_matches(given, allowed, n=1)
+    # Cut first: the comparison takes quadratic time, and a name may come from a stranger.
+    close = difflib.get_close_matches(given[:MAX_NAME], allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

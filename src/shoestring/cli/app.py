@@ -215,6 +215,14 @@ def serve(
         float, typer.Option(help="Under torchrun: a process that is silent for this many seconds has failed.")
     ] = 20.0,
     max_body_mb: Annotated[float, typer.Option(help="The largest request body.")] = 4.0,
+    max_connections: Annotated[int, typer.Option(help="Open connections; idle ones make room for new ones.")] = 512,
+    header_timeout: Annotated[float, typer.Option(help="Seconds a client has to send a request's header.")] = 10.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds a client has to send a request's body.")] = 60.0,
+    read_timeout: Annotated[float, typer.Option(help="A client that reads nothing for so long is cut off.")] = 60.0,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name of this server, beside localhost and addresses; only matters without keys."),
+    ] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="A web site whose pages may call; may be repeated.")
     ] = None,
@@ -241,6 +249,11 @@ def serve(
         drain_s=drain,
         rank_timeout_s=rank_timeout,
         max_body_mb=max_body_mb,
+        max_connections=max_connections,
+        header_timeout_s=header_timeout,
+        body_timeout_s=body_timeout,
+        read_timeout_s=read_timeout,
+        allow_hosts=tuple(allow_host or ()),
         allow_origins=tuple(allow_origin or ()),
         chat_template=chat_template,
         metrics_prefix=metrics_prefix,

@@ -19,7 +19,7 @@ def test_a_client_that_leaves_while_it_sends_is_no_defect(caplog: pytest.LogCapt
     def send(service: Any, length: int) -> socket.socket:
         url = httpx.URL(service.url)
         sent = socket.create_connection((url.host, url.port), timeout=60)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}"
         sent.sendall(head.encode() + b"\r\n\r\n{")
         return sent
 

@@ -46,7 +46,7 @@ def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)), timeout=120)
     content = json.dumps(body).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return client
 

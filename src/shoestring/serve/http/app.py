@@ -1,11 +1,14 @@
 """The HTTP side: routes, keys, limits, streams. OpenAI's API over an `EngineThread`.
 
-A handler reads a body of bounded size, validates it (request_schema.py), turns it into a `ParsedRequest` on a worker
-thread (request_parsing.py), submits one `PendingChoice` per text (engine_thread.py) and writes the deltas that come
-back in OpenAI's form (responses.py). A task per request cancels its choices when the client disconnects.
+A handler reads a body of bounded size in bounded time. Worker threads (request_workers.py) validate it
+(request_schema.py) and turn it into a `ParsedRequest` (request_parsing.py). The handler submits one `PendingChoice` per
+text (engine_thread.py) and writes the deltas that come back in OpenAI's form (responses.py). A task per request cancels
+its choices when the client disconnects.
 
-`RequestMiddleware` runs before every route: it checks the API key, gives the request an id and writes one log line.
-An internal error goes to the log, never to the client.
+`RequestMiddleware` runs before every route: it checks the Host header and the API key, gives the request an id and
+writes one log line. An internal error goes to the log, never to the client.
+
+Nothing on the event loop may take more than some milliseconds: all streams wait for it.
 
 Left out: TLS and rate limits per key, which belong to the proxy in front; tools; images.
 """
@@ -13,13 +16,17 @@ Left out: TLS and rate limits per key, which belong to the proxy in front; tools
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -41,10 +48,10 @@ from shoestring.serve.http.grammar import Grammars
 from shoestring.serve.http.request_parsing import (
     Limits,
     ParsedRequest,
-    chat_text,
-    check_ids,
+    detokenize,
     parse_chat,
     parse_completion,
+    tokenize,
 )
 from shoestring.serve.http.request_schema import (
     ApiError,
@@ -55,8 +62,10 @@ from shoestring.serve.http.request_schema import (
     read_json,
     validated,
 )
-from shoestring.serve.http.responses import CompletionResponse, event, token_bytes
+from shoestring.serve.http.request_workers import LIGHT_BYTES, RETRY_S, Lane, RequestWorkers
+from shoestring.serve.http.responses import CompletionResponse, event, token_bytes, written
 
+T = TypeVar("T")
 log = logging.getLogger("shoestring.serve")
 
 WEB = Path(__file__).parent / "web"
@@ -66,6 +75,8 @@ KEEP_ALIVE_S = 15.0  # an idle stream sends a comment this often
 LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
 CLIENT_LEFT = 499  # nginx's code; only in the log
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
+MAX_BODIES_BYTES = 256 << 20  # of all bodies that are being read or wait, over all connections
+RENDERED_INLINE = 4096  # tokens and log-probabilities; more are written on a worker thread
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 
 
@@ -76,6 +87,10 @@ class ApiSettings:
     max_body_bytes: int = 4 << 20
     deadline_s: float = 600.0
     allow_origins: tuple[str, ...] = ()
+    # Names that clients may call the server by, beside addresses and localhost; checked while there is no key.
+    hosts: tuple[str, ...] | None = None
+    body_timeout_s: float = 60.0  # to send a body in
+    max_wait_s: float = 30.0  # for a worker thread
 
 
 class Api:
@@ -90,6 +105,8 @@ class Api:
         self.created = int(time.time())
         self._token_bytes = token_bytes(tokenizer)
         self._watchers: set[asyncio.Task[None]] = set()
+        self.workers = RequestWorkers(min(settings.max_wait_s, settings.deadline_s))
+        self._bodies_bytes = 0
 
     def app(self) -> FastAPI:
         app = FastAPI(title="Shoestring", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -125,16 +142,25 @@ class Api:
     # -- generation -----------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        body = CompletionBody.parse(await self._read(request))
-        self._check_model(body.model)
-        parsed = await asyncio.to_thread(parse_completion, body, self.tokenizer, self.limits)
+        async with self._body(request) as content:
+            body = await self._work(request, len(content), lambda: CompletionBody.parse(read_json(content)))
+            self._check_model(body.model)
+            parsed = await self._work(
+                request, len(content), lambda: parse_completion(body, self.tokenizer, self.limits)
+            )
         return await self._respond(request, parsed)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat; the model needs a chat template."""
-        body = ChatBody.parse(await self._read(request))
-        self._check_model(body.model)
-        parsed = await asyncio.to_thread(parse_chat, body, self.tokenizer, self.limits, self.grammars)
+        async with self._body(request) as content:
+            body = await self._work(request, len(content), lambda: ChatBody.parse(read_json(content)))
+            self._check_model(body.model)
+            parsed = await self._work(
+                request,
+                len(content),
+                lambda: parse_chat(body, self.tokenizer, self.limits, self.grammars),
+                "grammar" if body.response_format is not None else None,
+            )
         return await self._respond(request, parsed)
 
     async def _respond(self, request: Request, parsed: ParsedRequest) -> Response:
@@ -165,7 +191,7 @@ class Api:
         self._cancel_on_disconnect(request, collector, choices)
         if parsed.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._events(response, collector, choices)
+            events = self._events(request, response, collector, choices)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         try:
             while not response.done:
@@ -178,10 +204,13 @@ class Api:
                     response.add(index, delta)
         finally:
             self.engine_thread.cancel(choices)
-        return JSONResponse(response.whole())
+        if response.size <= RENDERED_INLINE:
+            return JSONResponse(response.whole())
+        text = await self._work(request, response.size, lambda: written(response.whole()).encode(), "render")
+        return Response(text, media_type="application/json")
 
     async def _events(
-        self, response: CompletionResponse, collector: OutputCollector, choices: list[PendingChoice]
+        self, request: Request, response: CompletionResponse, collector: OutputCollector, choices: list[PendingChoice]
     ) -> AsyncIterator[str]:
         try:
             while not response.done:
@@ -198,7 +227,12 @@ class Api:
                         yield "data: [DONE]\n\n"
                         return
                     response.add(index, delta)
-                    for chunk in response.chunks(index, delta):
+                    if delta.size <= RENDERED_INLINE:
+                        chunks = response.chunks(index, delta)
+                    else:
+                        write = partial(response.chunks, index, delta)
+                        chunks = await self._work(request, delta.size, write, "render")
+                    for chunk in chunks:
                         yield chunk
             for chunk in response.last_chunks():
                 yield chunk
@@ -231,26 +265,23 @@ class Api:
     # -- other routes --------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a chat."""
-        body = validated(TokenizeBody, await self._read(request))
-        self._check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages")
+        def encode(body: TokenizeBody) -> bytes:
+            ids = tokenize(body, self.tokenizer)
+            answer = {"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context}
+            return written(answer).encode()
 
-        def encode() -> list[int]:
-            if body.messages is not None:
-                chat = ChatBody.parse({"messages": body.messages}).chat
-                return self.tokenizer.encode(chat_text(chat, self.tokenizer), special=False)
-            return self.tokenizer.encode(body.prompt, special=body.add_special_tokens)
-
-        ids = await asyncio.to_thread(encode)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context})
+        async with self._body(request) as content:
+            body = await self._work(request, len(content), lambda: validated(TokenizeBody, read_json(content)))
+            self._check_model(body.model)
+            answer = await self._work(request, len(content), lambda: encode(body))
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        body = validated(DetokenizeBody, await self._read(request))
-        self._check_model(body.model)
-        check_ids(body.tokens, self.limits, "tokens")
-        text = await asyncio.to_thread(self.tokenizer.decode, body.tokens, body.skip_special_tokens)
+        async with self._body(request) as content:
+            body = await self._work(request, len(content), lambda: validated(DetokenizeBody, read_json(content)))
+            self._check_model(body.model)
+            text = await self._work(request, len(content), lambda: detokenize(body, self.tokenizer, self.limits))
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self) -> Response:
@@ -329,32 +360,61 @@ class Api:
         return _file(name, {})
 
     # -- reading --------------------------------------------------------------------------------------------
-    async def _read(self, request: Request) -> dict[str, Any]:
-        """The JSON object in the body, of bounded size."""
+    async def _work(self, request: Request, size: int, work: Callable[[], T], lane: Lane | None = None) -> T:
+        """`work()` on a worker thread; `size` is what it is about, in bytes."""
+        lane = lane or ("light" if size <= LIGHT_BYTES else "heavy")
+        return await self.workers.run(lane, request.scope["shoestring"]["client"], size, work)
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """The body, which must say that it is JSON. It counts among the bodies in memory until it is parsed."""
         # A page of another site may post plain text without a CORS preflight, but not JSON.
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
-        limit = self.settings.max_body_bytes
         parts: list[bytes] = []
+        try:
+            try:
+                async with asyncio.timeout(self.settings.body_timeout_s):
+                    await self._receive(request, parts)
+            except TimeoutError:
+                raise ApiError(
+                    408,
+                    f"the request body did not arrive within {self.settings.body_timeout_s:.0f} seconds",
+                    code="body_timeout",
+                    headers={"Connection": "close"},
+                ) from None
+            request.scope["shoestring"]["arrived"] = time.monotonic()  # latencies count from here
+            yield b"".join(parts)
+        finally:
+            self._bodies_bytes -= sum(map(len, parts))
+
+    async def _receive(self, request: Request, parts: list[bytes]) -> None:
+        """Fill `parts` with a body that is not too large."""
+        limit = self.settings.max_body_bytes
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() and len(declared) < 19 else 0
         if size <= DRAINED_BODIES * limit:
             size = 0
             async for part in request.stream():
                 size += len(part)
-                if size <= limit:
-                    parts.append(part)
-                elif size > DRAINED_BODIES * limit:
+                if size > DRAINED_BODIES * limit:
                     break
+                if size > limit or not part:
+                    continue
+                if self._bodies_bytes + len(part) > MAX_BODIES_BYTES:
+                    raise ApiError(
+                        503,
+                        "the server is reading too many large requests at once; try again later",
+                        code="overloaded",
+                        headers={"Retry-After": str(RETRY_S), "Connection": "close"},
+                    )
+                parts.append(part)
+                self._bodies_bytes += len(part)
         if size > limit:
             raise ApiError(
                 413, f"the request body is larger than the {limit} bytes that this server takes", code="too_large"
             )
-        body = b"".join(parts)
-        request.scope["shoestring"]["arrived"] = time.monotonic()  # latencies count from here
-        # Parsing a large body would block the event loop.
-        return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)
 
     def _check_model(self, name: str | None) -> None:
         served = self.settings.model_name
@@ -373,6 +433,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self.app = app
         self._keys = [key.encode() for key in settings.api_keys]
+        self._hosts = None if self._keys else settings.hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -382,7 +443,9 @@ class RequestMiddleware:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode("latin-1") if 0 < len(given) <= 64 and given.isalnum() else secrets.token_hex(8)
-        note: dict[str, Any] = {}
+        # Whose turn the request takes where clients wait for each other.
+        key = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest() if self._keys else ""
+        note: dict[str, Any] = {"client": f"{key} {scope['client'][0] if scope.get('client') else ''}"}
         scope["shoestring"] = note
         status = 0
 
@@ -394,7 +457,16 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
+            host = headers.get(b"host", b"").decode("latin-1")
+            if self._hosts is not None and not is_known_host(host, self._hosts):
+                error = ApiError(
+                    403,
+                    f"this server does not go by the name {host[:100]!r}; "
+                    "start it with --allow-host NAME, or with --api-key, which makes names irrelevant",
+                    code="host_not_allowed",
+                )
+                await _error_response(None, error)(scope, receive, send_with_id)
+            elif not self._allowed(scope["path"], headers.get(b"authorization", b"")):
                 error = ApiError(
                     401,
                     "wrong or missing API key; send the header Authorization: Bearer KEY",
@@ -421,6 +493,24 @@ class RequestMiddleware:
         # Every key is compared, in constant time, so that the time tells nothing about them.
         matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
         return kind.lower() == b"bearer" and any(matches)
+
+
+def is_known_host(header: str, names: tuple[str, ...]) -> bool:
+    """Whether a Host header is an address, localhost or one of these names.
+
+    A page of another site can have its own name resolve to this machine (DNS rebinding) and then read answers as its
+    own. Its requests carry that name. An address cannot be rebound, and only a browser sends a Host against its user's
+    will, so a request without one is let in.
+    """
+    name = header.rsplit(":", 1)[0] if header.rpartition(":")[2].isdecimal() else header
+    name = name.lower().rstrip(".")
+    if not name or "*" in names or name in names or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _log_line(scope: Scope, request_id: str, status: int, seconds: float, response: CompletionResponse | None) -> None:

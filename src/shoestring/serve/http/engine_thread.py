@@ -4,8 +4,9 @@ The engine is not thread-safe, so only this thread calls it. One turn of its loo
 out the outputs. Other threads send messages through the inbox; the thread answers through the `OutputCollector` of each
 client, on that client's event loop.
 
-A collector merges what its reader has not taken yet into one `ChoiceDelta` per choice. A client that does not read
-therefore never stalls the others and never holds more than its own text.
+A collector keeps what its reader has not taken yet and hands it over merged, one `ChoiceDelta` per choice. A client
+that does not read therefore never stalls the others and never holds more than its own text. One turn hands over a
+bounded number of tokens, because writing them out happens on the event loop.
 
 The engine ends requests at their deadline; prompts that wait to be scored are not in the engine yet and are checked
 here. A step that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive`
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -52,17 +54,30 @@ class ChoiceDelta:
     error: ApiError | None = None
     drafted: tuple[bool, ...] = ()  # for each token, whether it was an accepted draft
 
-    def merge(self, later: ChoiceDelta) -> ChoiceDelta:
-        return ChoiceDelta(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
-            later.finish_reason or self.finish_reason,
-            max(self.num_cached, later.num_cached),
-            later.error or self.error,
-            self.drafted + later.drafted,
-        )
+    @property
+    def size(self) -> int:
+        """Entries to write: tokens, and their log-probabilities with alternatives."""
+        scored = [entry for entry in (*self.logprobs, *(self.prompt_logprobs or ())) if entry is not None]
+        return 1 + len(self.token_ids) + sum(1 + len(entry.top) for entry in scored)
+
+
+def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """Consecutive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return ChoiceDelta(
+        "".join(d.text for d in deltas),
+        tuple(chain.from_iterable(d.token_ids for d in deltas)),
+        tuple(chain.from_iterable(d.logprobs for d in deltas)),
+        next((d.prompt_logprobs for d in reversed(deltas) if d.prompt_logprobs is not None), None),
+        next((d.finish_reason for d in reversed(deltas) if d.finish_reason), None),
+        max(d.num_cached for d in deltas),
+        next((d.error for d in reversed(deltas) if d.error), None),
+        tuple(chain.from_iterable(d.drafted for d in deltas)),
+    )
+
+
+TAKE_SIZE = 4096  # entries that a reader gets at once, beside the first delta
 
 
 class OutputCollector:
@@ -72,14 +87,13 @@ class OutputCollector:
         self._loop = asyncio.get_running_loop()
         self._filled = asyncio.Event()
         self._lock = threading.Lock()
-        self._unread: dict[int, ChoiceDelta] = {}
+        self._unread: deque[tuple[int, ChoiceDelta]] = deque()
         self._closed = False
 
     def put(self, index: int, delta: ChoiceDelta) -> None:
         with self._lock:
             first = not self._unread
-            before = self._unread.get(index)
-            self._unread[index] = delta if before is None else before.merge(delta)
+            self._unread.append((index, delta))
         if first:
             self._wake()
 
@@ -89,12 +103,22 @@ class OutputCollector:
         self._wake()
 
     async def take(self) -> dict[int, ChoiceDelta] | None:
-        """Everything unread, by choice; waits for something."""
+        """What is unread, by choice, up to TAKE_SIZE; waits for something."""
         await self._filled.wait()
-        self._filled.clear()
+        taken: dict[int, list[ChoiceDelta]] = {}
+        size = 0
         with self._lock:
-            unread, self._unread = self._unread, {}
-        return None if self._closed else unread
+            while self._unread and size < TAKE_SIZE:
+                index, delta = self._unread.popleft()
+                taken.setdefault(index, []).append(delta)
+                size += delta.size
+            if not self._unread:
+                self._filled.clear()
+        if self._closed:
+            return None
+        if size >= TAKE_SIZE:
+            await asyncio.sleep(0)  # other clients' turn
+        return {index: merged(deltas) for index, deltas in taken.items()}
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and with it the reader

@@ -1,7 +1,8 @@
 """From a validated request body to what the engine needs: token ids and samplings, within the limits.
 
-Encoding a long prompt takes a while, so these functions run on a worker thread; they use nothing but the tokenizer,
-which is safe to share. A text that has too many bytes for the context, whatever its tokens, is refused unencoded.
+Encoding a long prompt takes a while, so these functions run on a worker thread (request_workers.py); they use nothing
+but the tokenizer, which is safe to share. What cannot fit the context is refused as early as possible: by its bytes
+alone, then by the tokens of its beginning, and for several prompts at the first that is too long.
 Prompts are checked here, so the engine thread adds them without another check.
 """
 
@@ -16,9 +17,23 @@ from shoestring.model.tokenizer import Spelling, Tokenizer
 from shoestring.serve.engine.engine import check_prompt
 from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
 from shoestring.serve.http.grammar import Grammars
-from shoestring.serve.http.request_schema import ApiError, Body, ChatBody, CompletionBody
+from shoestring.serve.http.request_schema import (
+    ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    are_ids,
+)
 
 DEFAULT_NEW_TOKENS = 16  # of a completion, as in OpenAI's API; a chat answer may fill the context
+MAX_TOKENIZE_BYTES = 1 << 20  # of a text for /tokenize, which no context bounds; a second or two of work
+MIN_DETOKENIZE = 1 << 16  # ids that /detokenize takes, or the context where that is longer
+MAX_LOGPROB_ENTRIES = 1 << 22  # over all tokens of one request: some hundred MB of memory
+# A text is encoded from its beginning in growing parts. Ordinary text has 3 to 5 characters per token, so the first
+# part of a text that is too long is enough to refuse it.
+FIRST_PART = 16  # characters per token of the context
 _NEXT_SEED = 0x9E3779B97F4A7C15
 
 
@@ -56,12 +71,12 @@ def parse_completion(body: CompletionBody, tokenizer: Tokenizer, limits: Limits)
     _check_texts(len(given), body.n or 1, limits)
     max_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
     num_new = min(1, max_tokens)
-    for text in given:
-        if isinstance(text, str):
-            _check_size(text, num_new, limits)
-    prompts = [_prompt_ids(p, tokenizer, limits) for p in given]
-    for prompt in prompts:
-        _check_length(len(prompt) + num_new, limits)
+    for prompt in given:
+        if isinstance(prompt, str):
+            _check_size(prompt, num_new, limits)
+        else:
+            _check_length(len(prompt) + num_new, limits)
+    prompts = [_prompt_ids(p, tokenizer, num_new, limits) for p in given]
     echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in given] if body.echo else None
     samplings = _samplings(body, prompts, max_tokens, body.logprobs, limits)
     return ParsedRequest(
@@ -85,8 +100,7 @@ def parse_chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: G
         raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format")
     text = chat_text(body.chat, tokenizer)
     _check_size(text, 1, limits)
-    prompt = tokenizer.encode(text, special=False)
-    _check_length(len(prompt) + 1, limits)
+    prompt = encode_within(text, tokenizer, 1, limits, special=False)
     try:
         check_prompt(prompt, limits.vocab_size, limits.max_context)
     except UserError as error:
@@ -115,14 +129,64 @@ def chat_text(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_within(text: str, tokenizer: Tokenizer, num_new: int, limits: Limits, *, special: bool = True) -> list[int]:
+    """Token ids of a text that fits the context with `num_new` more; a longer one is refused, mostly before all of it
+    is encoded.
+
+    The tokens of a beginning can differ from those of the whole text around the cut, and a merge there can shorten
+    what follows. Twice the context in the beginning alone is too much for any such effect.
+    """
+    part = FIRST_PART * limits.max_context
+    while part < len(text):
+        _check_length(len(tokenizer.encode(text[:part], special=special)) // 2, limits)
+        part *= 4
+    ids = tokenizer.encode(text, special=special)
+    _check_length(len(ids) + num_new, limits)
+    return ids
+
+
+def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages")
+    if body.messages is None:
+        text, special = str(body.prompt), body.add_special_tokens
+    else:
+        text, special = chat_text(ChatBody.parse({"messages": body.messages}).chat, tokenizer), False
+    size = len(text.encode())
+    if size > MAX_TOKENIZE_BYTES:
+        raise ApiError(
+            400,
+            f"the text has {size} bytes; /tokenize takes at most {MAX_TOKENIZE_BYTES} at a time",
+            param="prompt" if body.messages is None else "messages",
+            code="too_large",
+        )
+    return tokenizer.encode(text, special=special)
+
+
+def detokenize(body: DetokenizeBody, tokenizer: Tokenizer, limits: Limits) -> str:
+    if not isinstance(body.tokens, list):
+        raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+    most = max(MIN_DETOKENIZE, limits.max_context)
+    if len(body.tokens) > most:
+        raise ApiError(
+            400,
+            f"tokens has {len(body.tokens)} ids; /detokenize takes at most {most} at a time",
+            param="tokens",
+            code="too_large",
+        )
+    if not are_ids(body.tokens):
+        raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+    check_ids(body.tokens, limits, "tokens")
+    return tokenizer.decode(body.tokens, body.skip_special_tokens)
+
+
+def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, num_new: int, limits: Limits) -> list[int]:
     """Token ids of a prompt; an empty one begins a new text."""
-    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    return tokenizer.encode(text) or ([] if begin is None else [begin])
-
-
-def _prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, limits: Limits) -> list[int]:
-    ids = text_ids(prompt, tokenizer) if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        ids = encode_within(prompt, tokenizer, num_new, limits) or ([] if begin is None else [begin])
+    else:
+        ids = prompt
     if not ids:
         raise ApiError(400, "the prompt is empty, and this model has no token to begin with", param="prompt")
     check_ids(ids, limits, "prompt")
@@ -161,6 +225,17 @@ def _check_texts(num_prompts: int, n: int, limits: Limits) -> None:
         )
 
 
+def _check_logprobs(num_tokens: int, num_top: int) -> None:
+    num = num_tokens * (num_top + 1)
+    if num > MAX_LOGPROB_ENTRIES:
+        raise ApiError(
+            400,
+            f"{num_tokens} tokens with {num_top} alternatives are {num} log-probabilities; "
+            f"at most {MAX_LOGPROB_ENTRIES} in one request: ask for fewer texts, tokens or alternatives",
+            param="logprobs",
+        )
+
+
 def _samplings(
     body: Body,
     prompts: list[list[int]],
@@ -172,6 +247,10 @@ def _samplings(
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens={min_tokens} is more than the {max_tokens} allowed", param="min_tokens")
+    if num_logprobs is not None:
+        echoes = isinstance(body, CompletionBody) and bool(body.echo)
+        rooms = [min(max_tokens, limits.max_context - len(p)) + echoes * len(p) for p in prompts]
+        _check_logprobs(sum(rooms) * (body.n or 1), num_logprobs)
     rules = LogitRules(
         body.biases(limits.vocab_size),
         body.presence_penalty or 0.0,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -66,6 +66,12 @@ class CompletionResponse:
     @property
     def num_new(self) -> int:
         return sum(c.num_tokens for c in self.choices)
+
+    @property
+    def size(self) -> int:
+        """Entries to write: tokens, and their log-probabilities with alternatives."""
+        scored = (entry for c in self.choices for entry in (*c.logprobs, *(c.prompt_logprobs or ())))
+        return self.num_new + sum(1 + len(entry.top) for entry in scored if entry is not None)
 
     def add(self, index: int, delta: ChoiceDelta) -> None:
         choice = self.choices[index]
@@ -202,8 +208,42 @@ class CompletionResponse:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
+PIECE = 64  # entries of a list that are written at once
+
+
 def event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {written(body)}\n\n"
+
+
+def written(value: Any) -> str:
+    return "".join(json_pieces(value))
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """`value` as JSON, long lists in pieces: no other thread runs while the library writes one."""
+    if isinstance(value, dict):
+        yield "{"
+        for i, (name, inner) in enumerate(value.items()):
+            yield ("," if i else "") + json.dumps(name, ensure_ascii=False) + ":"
+            yield from json_pieces(inner)
+        yield "}"
+    elif isinstance(value, list) and any(isinstance(v, dict | list) for v in value[:1]) and len(value) <= PIECE:
+        yield "["
+        for i, inner in enumerate(value):
+            yield "," if i else ""
+            yield from json_pieces(inner)
+        yield "]"
+    elif isinstance(value, list) and len(value) > PIECE:
+        yield "["
+        for i in range(0, len(value), PIECE):
+            yield ("," if i else "") + _dumps(value[i : i + PIECE])[1:-1]
+        yield "]"
+    else:
+        yield _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:

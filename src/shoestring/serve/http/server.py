@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +39,7 @@ try:
     import uvicorn
 
     from shoestring.serve.http.app import Api, ApiSettings
+    from shoestring.serve.http.connection import ConnectionLimits, LimitedConnection
     from shoestring.serve.http.engine_thread import EngineThread
     from shoestring.serve.http.metrics import Metrics
     from shoestring.serve.http.request_schema import ApiError
@@ -78,6 +80,11 @@ class ServeOptions:
     drain_s: float = 30.0  # time to finish after SIGTERM
     rank_timeout_s: float = LOST_AFTER_S  # a process of several that is silent for longer has failed
     max_body_mb: float = 4.0
+    max_connections: int = 512
+    header_timeout_s: float = 10.0  # to send a request's header in
+    body_timeout_s: float = 60.0  # to send its body in
+    read_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
+    allow_hosts: tuple[str, ...] = ()  # more names of this server, '*' for any; checked while there is no key
     allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
     metrics_prefix: str = "shoestring"
     chat_template: Path | None = None  # a Jinja file, instead of the model's own
@@ -97,6 +104,15 @@ class ServeOptions:
             ("drain_s", self.drain_s >= 0, "0 or more"),
             ("rank_timeout_s", self.rank_timeout_s >= 1, "1 or more"),
             ("max_body_mb", self.max_body_mb > 0, "more than 0"),
+            ("max_connections", self.max_connections >= 1, "1 or more"),
+            ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
+            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
+            ("read_timeout_s", self.read_timeout_s > 0, "more than 0"),
+            (
+                "allow_hosts",
+                not any("/" in name or not name.strip() for name in self.allow_hosts),
+                "names such as llm.example.org, without http:// and path, or '*' for any",
+            ),
             ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
         ):
             if not good:
@@ -162,10 +178,22 @@ class Service:
         if ranks is not None:
             ranks.failure_watch.on_failure = self._rank_failed
         settings = ApiSettings(
-            name, options.api_keys, int(options.max_body_mb * 2**20), options.deadline_s, options.allow_origins
+            name,
+            options.api_keys,
+            int(options.max_body_mb * 2**20),
+            options.deadline_s,
+            options.allow_origins,
+            _host_names(options),
+            options.body_timeout_s,
         )
+        limits = ConnectionLimits(options.header_timeout_s, options.read_timeout_s, options.max_connections)
+        self._api = Api(self.engine_thread, tokenizer, settings)
         config = uvicorn.Config(
-            Api(self.engine_thread, tokenizer, settings).app(),
+            self._api.app(),
+            http=partial(LimitedConnection, limits),  # type: ignore[arg-type]
+            ws="none",  # a WebSocket would leave LimitedConnection
+            timeout_keep_alive=min(5.0, options.header_timeout_s),  # type: ignore[arg-type]
+            backlog=128,  # so many new connections are taken in one turn of the event loop
             log_config=None,
             access_log=False,
             server_header=False,
@@ -187,6 +215,7 @@ class Service:
                 asyncio.run(self.server.serve([self._listener]))
         finally:
             self.engine_thread.stop(STOP_S)
+            self._api.workers.stop()
         if self.engine_thread.alive:
             raise EngineStuck(f"the engine is stuck in a step since {self.engine_thread.seconds_in_step:.0f} s")
 
@@ -225,6 +254,12 @@ class _Server(uvicorn.Server):
             return
         self.should_exit = True
         self._on_drain()
+
+
+def _host_names(options: ServeOptions) -> tuple[str, ...]:
+    """What clients may call this server; a port in a name does not matter."""
+    given = (name.strip().lower().rstrip(".") for name in options.allow_hosts)
+    return (options.host.lower(), socket.gethostname().lower(), *(name.rsplit(":", 1)[0] for name in given))
 
 
 def listen(host: str, port: int) -> socket.socket:

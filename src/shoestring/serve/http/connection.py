@@ -1,0 +1,143 @@
+"""One connection, with limits on what a client may leave undone.
+
+uvicorn's protocol waits for as long as it takes for a request's header, and for a client that does not read what it
+asked for. Here
+
+- a header must be complete `header_timeout_s` seconds after the connection, or after the first byte of a later request;
+- a client that reads nothing for `read_timeout_s` seconds is disconnected;
+- of more than `max_connections`, the one that has waited for its client the longest is closed. Requests that have
+  arrived whole are never closed: where all are such, the new connection gets a 503;
+- a body in thousands of tiny chunks is refused: each costs as much to parse as a large one.
+
+The time for a body is the handler's (app.py), which can answer with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shoestring.serve.http.request_schema import ApiError
+from shoestring.serve.http.responses import written
+
+log = logging.getLogger("shoestring.serve")
+
+SMALL_CHUNK = 512  # bytes
+MAX_SMALL_CHUNKS = 4096  # in one body
+SPARE_FILES = 64  # file descriptors for everything but connections
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    header_timeout_s: float = 10.0
+    read_timeout_s: float = 60.0
+    max_connections: int = 512
+
+    def within_files(self) -> int:
+        """`max_connections`, or fewer where the process may not open so many files."""
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.max_connections if allowed < 0 else max(1, min(self.max_connections, allowed - SPARE_FILES))
+
+
+class LimitedConnection(H11Protocol):
+    """uvicorn's protocol with time-outs. A timer runs whenever the server waits for the client."""
+
+    def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(**options)
+        self.conn = _CountedChunks(h11.SERVER)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self.waits_since = time.monotonic()
+
+    @property
+    def waits_for_client(self) -> bool:
+        """For a header, the rest of a body, or to be read from."""
+        return self._between_requests or self.cycle.more_body or self.flow.write_paused
+
+    @property
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    # -- called by asyncio ----------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_timer(self._limits.header_timeout_s)
+        if len(self.connections) > self._limits.within_files():
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        if self._between_requests and self._timer is None:
+            self._set_timer(self._limits.header_timeout_s)
+        super().data_received(data)
+        if not self._between_requests and not self.flow.write_paused:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_timer(self._limits.read_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    # -- called by uvicorn ----------------------------------------------------------------------------------
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # a response is on its way already, and what follows cannot be told from its parts
+            self.transport.close()
+
+    # -- limits ---------------------------------------------------------------------------------------------
+    def _set_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self.waits_since = time.monotonic()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        self.transport.abort()  # close() would wait until the client has read what is left
+
+    def _make_room(self) -> None:
+        others = [c for c in self.connections if isinstance(c, LimitedConnection) and c is not self]
+        waiting = [c for c in others if c.waits_for_client and not c.transport.is_closing()]
+        if waiting:
+            min(waiting, key=lambda c: c.waits_since).transport.abort()
+            return
+        log.warning("%d connections are busy; a new one is refused", len(others))
+        error = ApiError(503, "the server has as many connections as it takes; try again later", code="overloaded")
+        body = written(error.body()).encode()
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"Retry-After: 2\r\nConnection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+class _CountedChunks(h11.Connection):
+    """Refuses a body of too many tiny chunks."""
+
+    _num_small = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_small = 0
+        elif isinstance(event, h11.Data) and len(event.data) < SMALL_CHUNK:
+            self._num_small += 1
+            if self._num_small > MAX_SMALL_CHUNKS:
+                raise h11.RemoteProtocolError("a body in too many small chunks")
+        return event

@@ -1,0 +1,136 @@
+"""Threads for the work on requests that would block the event loop: reading bodies, encoding and decoding text,
+compiling grammars, writing large responses.
+
+There is one thread per lane, so that a long job delays only jobs of its own kind:
+
+    light      small bodies: at most LIGHT_BYTES, milliseconds each
+    heavy      larger bodies and texts: up to seconds each; the tokenizer releases the GIL meanwhile
+    grammar    compiling JSON schemas
+    render     writing responses with many log-probabilities
+
+Each lane has a `FairQueue`: clients take turns, one client can fill only its share. A job that finds the queue full is
+refused (429); one that is not done in time is given up (503). Both say when to try again.
+
+A running job cannot be interrupted. Whatever bounds its length belongs to the job itself: limits on bytes, on the
+number of messages and prompts, and `encode_within` (request_parsing.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from shoestring.serve.http.fair_queue import FairQueue, FairQueueFull
+from shoestring.serve.http.request_schema import ApiError
+
+T = TypeVar("T")
+Lane = Literal["light", "heavy", "grammar", "render"]
+LIGHT_BYTES = 16 << 10
+MAX_JOBS = 256  # waiting in one lane
+MAX_BYTES = 64 << 20
+RETRY_S = 2
+
+
+@dataclass(eq=False)
+class _Job:
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+    def finish(self, result: Any, error: BaseException | None) -> None:
+        if self.future.done():  # given up, or its client has left
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
+class RequestWorkers:
+    def __init__(self, max_wait_s: float = 30.0, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
+        self.max_wait_s = max_wait_s
+        self._lanes = {
+            "light": _LaneThread("light", max_jobs, max_bytes),
+            "heavy": _LaneThread("heavy", max_jobs, max_bytes),
+            "grammar": _LaneThread("grammar", max_jobs, max_bytes),
+            # Their texts are written and paid for: bounded by the engine's queue, never refused.
+            "render": _LaneThread("render", 1 << 62, 1 << 62),
+        }
+
+    async def run(self, lane: Lane, client: str, size: int, work: Callable[[], T]) -> T:
+        """What `work()` returns, on the thread of the lane; `size` is in bytes."""
+        loop = asyncio.get_running_loop()
+        job = _Job(work, loop, loop.create_future())
+        thread = self._lanes[lane]
+        try:
+            ticket = thread.put(client, size, job)
+        except FairQueueFull as full:
+            whose = "of yours " if full.of_client else ""
+            raise ApiError(
+                429,
+                f"too many requests {whose}are waiting to be read; try again later",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_S)},
+            ) from None
+        give_up = loop.call_later(self.max_wait_s, job.finish, None, self._late())
+        try:
+            return await job.future  # type: ignore[no-any-return]
+        finally:
+            give_up.cancel()
+            thread.remove(ticket)
+
+    def stop(self) -> None:
+        for thread in self._lanes.values():
+            thread.stop()
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            503,
+            f"the server is busy and did not read the request within {self.max_wait_s:.0f} seconds; try again later",
+            code="overloaded",
+            headers={"Retry-After": str(RETRY_S)},
+        )
+
+
+class _LaneThread:
+    def __init__(self, name: str, max_jobs: int, max_bytes: int) -> None:
+        self._queue: FairQueue[_Job] = FairQueue(max_jobs, max_bytes)
+        self._changed = threading.Condition()
+        self._stopped = False
+        threading.Thread(target=self._run, name=f"shoestring-{name}", daemon=True).start()
+
+    def put(self, client: str, size: int, job: _Job) -> Any:
+        with self._changed:
+            ticket = self._queue.put(client, size, job)
+            self._changed.notify()
+        return ticket
+
+    def remove(self, ticket: Any) -> None:
+        with self._changed:
+            self._queue.remove(ticket)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._stopped:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                job = self._queue.pop().item
+            result, error = None, None
+            try:
+                result = job.work()
+            except Exception as raised:  # of the request, whose handler gets it
+                error = raised
+            with suppress(RuntimeError):  # the event loop has ended
+                job.loop.call_soon_threadsafe(job.finish, result, error)
+            del job, result, error  # a large request is not kept until the next one

@@ -1,0 +1,200 @@
+"""Clients that connect and then do nothing, little, or too much; over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+from serving import running, wait_for  # noqa: E402
+
+from shoestring.errors import UserError  # noqa: E402
+from shoestring.serve.http.app import is_known_host  # noqa: E402
+from shoestring.serve.http.server import ServeOptions  # noqa: E402
+
+TEXT = "/v1/completions"
+HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+ASKED = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(ASKED) + ASKED
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Any]:
+    times = {"header_timeout_s": 0.4, "body_timeout_s": 0.6, "read_timeout_s": 0.8}
+    with running(max_connections=6, max_requests=4, max_queue=4, **times) as started:
+        yield started
+
+
+def connect(service: Any) -> socket.socket:
+    url = httpx.URL(service.url)
+    return socket.create_connection((url.host, url.port), timeout=30)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Until the server closes; a reset counts as closed."""
+    received = b""
+    try:
+        while part := client.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def status(client: socket.socket) -> int:
+    return int(client.recv(4096).split(b" ", 2)[1])
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HEAD, WHOLE + b"GET /hea"])
+def test_a_header_that_does_not_come_ends_the_connection(service: Any, sent: bytes) -> None:
+    with connect(service) as client:
+        began = time.monotonic()
+        client.sendall(sent)
+        received = read_all(client)
+        assert 0.3 < time.monotonic() - began < 20
+    assert received.count(b"HTTP/1.1 200") == sent.count(ASKED)
+
+
+def test_a_header_byte_by_byte_gains_no_time(service: Any) -> None:
+    with connect(service) as client:
+        began = time.monotonic()
+        try:
+            for byte in HEAD * 3:
+                client.sendall(bytes([byte]))
+                time.sleep(0.02)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert time.monotonic() - began < 6 and read_all(client) == b""
+
+
+def test_a_body_that_does_not_come_is_a_408(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        received = read_all(client)
+    assert b" 408 " in received and b"body_timeout" in received and b"0.6" not in received
+
+
+def test_a_body_after_the_answer_does_not_hold_the_connection(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
+        assert status(client) == 200
+        began = time.monotonic()
+        try:
+            while time.monotonic() - began < 20:
+                client.sendall(b"x")
+                time.sleep(0.05)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert time.monotonic() - began < 20
+
+
+def test_a_client_that_does_not_read_is_disconnected(service: Any) -> None:
+    content = json.dumps({"prompt": "zq" * (1 << 19)}).encode()  # an answer that fits no buffer
+    url = httpx.URL(service.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect((url.host, url.port))
+        client.sendall(
+            HEAD.replace(TEXT.encode(), b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(content) + content
+        )
+        assert status(client) == 200
+        wait_for(lambda: not service.server.server_state.connections, 60)
+
+
+def test_newcomers_push_out_those_that_wait_the_longest(service: Any) -> None:
+    idle = [connect(service) for _ in range(6)]
+    slow = connect(service)
+    slow.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+    for _ in range(3):
+        assert httpx.get(f"{service.url}/health").json() == {"status": "ok"}
+    assert all(read_all(client) == b"" for client in idle[:4])  # long before their time-outs are over
+    for client in (*idle, slow):
+        client.close()
+
+
+def test_where_all_connections_are_at_work_a_newcomer_gets_a_503(service: Any) -> None:
+    content = json.dumps({"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "n": 1, "stream": True}).encode()
+    busy = []
+    for _ in range(6):
+        client = connect(service)
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        assert status(client) == 200
+        busy.append(client)
+    refused = httpx.get(f"{service.url}/health")
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"] == "2"
+    for client in busy:
+        client.close()
+    wait_for(lambda: service.engine_thread.num_open == 0)
+    assert httpx.get(f"{service.url}/health").status_code == 200
+
+
+def test_a_body_in_tiny_chunks_is_refused(service: Any) -> None:
+    with connect(service) as client:
+        client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        with suppress(BrokenPipeError, ConnectionResetError):
+            client.sendall(b"1\r\n \r\n" * 20_000)
+        assert b" 400 " in read_all(client)
+    with connect(service) as client:  # some are fine
+        client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        client.sendall(b"1\r\n \r\n" * 1000 + b"%x\r\n%s\r\n0\r\n\r\n" % (len(ASKED), ASKED))
+        assert status(client) == 200
+
+
+def test_garbage_behind_a_request_ends_only_its_connection(service: Any, caplog: pytest.LogCaptureFixture) -> None:
+    streamed = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    for garbage in (b"\0\xff" * 50, b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+        with connect(service) as client:
+            client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(streamed) + streamed + garbage)
+            assert status(client) in (200, 400)
+            read_all(client)
+    assert "Traceback" not in caplog.text and "Fatal error" not in caplog.text
+    assert httpx.get(f"{service.url}/health").status_code == 200
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        *((name, True) for name in ("localhost", "LocalHost:8000", "a.localhost", "127.0.0.1", "192.168.1.7:8000")),
+        *((name, True) for name in ("[::1]:8000", "[fe80::1]", "llm.example", "llm.example:81", "llm.example.", "")),
+        *((name, False) for name in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil")),
+        *((name, False) for name in ("evil.example:80:80", "llm.example.evil", "[::1", "x@localhost", "1", "ä", "\0")),
+    ],
+)
+def test_a_name_is_known_or_not(host: str, known: bool) -> None:
+    assert is_known_host(host, ("llm.example",)) == known
+
+
+def test_without_a_key_a_foreign_name_is_refused() -> None:
+    """A page whose own name resolves to this machine (DNS rebinding) reads nothing."""
+    evil = {"Host": "evil.example"}
+    with running(allow_hosts=("Good.example:80",)) as service:
+        for path in ("/", "/v1/models", "/metrics", "/health"):
+            refused = httpx.get(service.url + path, headers=evil)
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "host_not_allowed"
+        assert httpx.post(service.url + TEXT, json={"prompt": "a"}, headers=evil).status_code == 403
+        assert httpx.get(f"{service.url}/v1/models", headers={"Host": "good.example:8000"}).status_code == 200
+    with running(api_keys=("k",)) as service:
+        assert httpx.get(f"{service.url}/health", headers=evil).status_code == 200
+        key = {"Authorization": "Bearer k"}
+        assert httpx.get(f"{service.url}/v1/models", headers=evil | key).status_code == 200
+
+
+def test_bad_limits_are_said_at_once() -> None:
+    for options, words in (
+        ({"max_connections": 0}, "max_connections=0 is not allowed; give 1 or more"),
+        ({"header_timeout_s": 0}, "header_timeout_s=0"),
+        ({"allow_hosts": ("https://x.example/",)}, "without http://"),
+    ):
+        with pytest.raises(UserError, match=words):
+            ServeOptions(**options)  # type: ignore[arg-type]
