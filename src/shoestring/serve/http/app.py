@@ -265,6 +265,7 @@ class Api:
     # -- other routes --------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a chat."""
+
         def encode(body: TokenizeBody) -> bytes:
             ids = tokenize(body, self.tokenizer)
             answer = {"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context}
