@@ -18,6 +18,16 @@ BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
 def table() -> str:
+    """A table a target."""
+    return "\n\n".join(_tables())
+
+
+def newest_table() -> str:
+    """Of the largest target, as it was trained last."""
+    return next(iter(_tables()))
+
+
+def _tables() -> list[str]:
     lines = _timed_once([n for n in newest(BENCH) if n["config"]["budget"] not in ("batches", PEER)])
     order = {name: i for i, name in enumerate(BUDGETS)}
     parts = []
@@ -33,7 +43,7 @@ def table() -> str:
         seeds = max(map(len, alike.values()))
         over += f" Ranges: over up to {seeds} seeds, behind their mean." if seeds > 1 else ""
         parts.append(f"**{target}.**{over}\n\n" + markdown(HEADER, rows) + provenance(own))
-    return "\n\n".join(parts)
+    return parts
 
 
 def _lasting(lines: list[dict[str, Any]]) -> set[str]:

@@ -100,6 +100,7 @@ class Lines:
 
 
 # Tables of their own: of fewer shapes and rows than the others.
+SHORT_SHAPE, SHORT_ROWS = (14336, 4096), (1, 4, 16, 64, 256)
 OTHER_GROUPS = "nf4:s2:g64", "int3:g64", "nf3:s2:g64", "int2:g64"
 FEWER_SHAPES, FEWER_ROWS = (SHAPES[0], SHAPES[2]), (1, 4, 16, 64, 256, 2048)
 PARTS = {
@@ -353,6 +354,15 @@ def table() -> str:
     """Times faster than bf16 F.linear: one row a kernel and shape, one column a number of rows."""
     lines = [n for n in newest("lowbit_gemm") if n["metric"] == "time"]
     return ratios([n for n in lines if "dtype" not in n["config"] and n["config"].get("format") not in OTHER_GROUPS])
+
+
+def one_shape() -> str:
+    """The same of one large layer, ours and peers."""
+    lines = [n for n in newest("lowbit_gemm") if n["metric"] == "time" and "dtype" not in n["config"]]
+    lines = [
+        n for n in lines if (n["config"]["n"], n["config"]["k"]) == SHORT_SHAPE and n["config"]["rows"] in SHORT_ROWS
+    ]
+    return ratios([n for n in lines if n["config"].get("format") not in OTHER_GROUPS])
 
 
 def variants() -> str:

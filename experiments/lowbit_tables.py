@@ -261,7 +261,22 @@ def table() -> str:
     return "\n\n".join(_table(best, model) for model in MODELS if (model, "dense", "dense") in best)
 
 
-def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
+def short() -> str:
+    """SmolLM2 at 4, 3 and 2 bits: the formats that were trained for."""
+    best = {key: f for key, f in best_settings().items() if key[0] == SMOLLM2}
+    labels = {"dense"} | {label for _, method, label in best if method == "ours"}
+    return _table({key: f for key, f in best.items() if key[2] in labels}, SMOLLM2, all_grids=False)
+
+
+def untrained() -> str:
+    """SmolLM2 without training: integer and NF grids in groups of 64."""
+    best = {key: f for key, f in best_settings().items() if key[0] == SMOLLM2}
+    labels = ["dense", *(label for label in grids(64) if not label.startswith("nf2"))]
+    kept = {key: f for key, f in best.items() if key[1] in ("dense", *UNTRAINED) and key[2] in labels}
+    return _table(kept, SMOLLM2, all_grids=False)
+
+
+def _table(best: dict[tuple[str, str, str], Found], model: str, *, all_grids: bool = True) -> str:
     here = {(method, label): f for (name, method, label), f in best.items() if name == model}
     columns = [m for m in COLUMNS if any(method == m for method, _ in here)]
     rows = []
@@ -288,7 +303,7 @@ def _table(best: dict[tuple[str, str, str], Found], model: str) -> str:
     if any(len(f.lines) > 1 for f in here.values()):
         said += " Several seeds: lowest to highest."
     asked = [label for group in ASKED.get(model, ()) for label in (*grids(group), *float_grids(group))]
-    if absent := [label for label in asked if all(of != label for _, of in here)]:
+    if absent := [label for label in asked if all_grids and all(of != label for _, of in here)]:
         said += f" Not measured at all: {', '.join(sorted(absent, key=_order))}."
     header = [model, "bits/weight", *(COLUMNS[m] for m in columns)]
     return markdown(header, rows) + said + provenance(lines)

@@ -379,6 +379,11 @@ def table() -> str:
     return "\n\n".join(_table(lines) for lines in grouped())
 
 
+def whole_text() -> str:
+    """The rows that were measured on the most text."""
+    return _table(max(grouped(), key=lambda lines: lines[-1]["config"]["tokens"]))
+
+
 def _table(lines: list[dict[str, Any]]) -> str:
     rows = []
     for n in lines:

@@ -81,8 +81,17 @@ def lines_with_quality() -> list[dict[str, Any]]:
 
 
 def table() -> str:
-    apart = [n for n in newest("skipping") if n["metric"] == "perplexity"]
-    lines, rows = lines_with_quality(), []
+    return _table(lines_with_quality())
+
+
+def gpu_table() -> str:
+    return _table([n for n in lines_with_quality() if n["config"]["device"] == "cuda"])
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
+    devices = {n["config"]["device"] for n in lines}
+    apart = [n for n in newest("skipping") if n["metric"] == "perplexity" and n["config"]["device"] in devices]
+    rows = []
     for n in sorted(lines, key=lambda n: [n["config"][k] for k in ("device", "context", "speedup")]):
         config, quality = n["config"], n["quality"]
         if not quality:

@@ -17,6 +17,11 @@ GPT2 = "gpt2-124m"
 CASES = ("dense", "half-width", "SR-STE", "SR-STE exact", "FST", "FST exact", "S-STE", "S-STE exact")
 COSINE, WSD = "cosine", "wsd"  # schedules of the learning rate
 COLUMNS = 8  # steps of the curves that are shown
+SHORT_NAMES = {
+    "half-width": "dense, half the FFN width", "FST": "FST (MVUE)", "FST exact": "FST, exact gradient",
+    "S-STE": "S-STE (MVUE)", "S-STE exact": "S-STE, exact gradient", "SR-STE": "SR-STE (MVUE)",
+    "SR-STE exact": "SR-STE, exact gradient", "FP8": "dense, FP8 feed-forward",
+}  # fmt: skip
 NOTHING = "No row has been finished yet."
 SPARSE = ("SR-STE", "SR-STE exact", "S-STE", "S-STE exact")  # delivered as 2:4; the others are dense
 
@@ -29,6 +34,28 @@ def table() -> str:
 def stable_table() -> str:
     """The same with a learning rate that stays until the last sixth."""
     return table_of(lines_of(GPT2, repeats=False, schedule=WSD))
+
+
+def short() -> str:
+    """Loss and speed side by side: the loss at GPT-2's shape with a rate that stays, and whole steps at two widths."""
+    lines = lines_of(GPT2, repeats=False, schedule=WSD)
+    dense = {n["config"]["seed"]: n for n in lines if n["case"] == "dense"}
+    steps = [n for n in newest("train_sparse24") if n["config"]["what"] == "step"]
+    speed = {
+        (n["case"].replace(", exact weight gradient", " exact"), n["config"]["d_model"]): n["ratio"] for n in steps
+    }
+    rows = []
+    for case in ("dense", "half-width", "FST", "FST exact", "S-STE", "S-STE exact", "SR-STE", "SR-STE exact", "FP8"):
+        runs = [n for n in lines if n["case"] == case]
+        pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
+        loss = f"{statistics.mean(n['value'] for n in runs):.4f}" if runs else "not measured"
+        gap = gap_of(pairs).split(" ")[0] if pairs and case != "dense" else ""
+        timed = [speed.get((case, width)) for width in (2048, 4096)]
+        cells = ["1.00x" if case == "dense" else f"{ratio:.2f}x" if ratio else "" for ratio in timed]
+        ends = {"FP8": "dense"}.get(case, "2:4" if case in SPARSE else "dense")
+        rows.append([SHORT_NAMES.get(case, case), ends, loss, gap, str(len(runs)) if runs else "", *cells])
+    header = ["", "delivers", "validation loss", "against dense", "seeds", "step at width 2,048", "at 4,096"]
+    return markdown(header, rows) + provenance([*lines, *steps])
 
 
 def repeated_table() -> str:
