@@ -5,6 +5,7 @@
 # make check  the inner loop: lint, types, layers and a quick part of the tests, under two minutes on 2 idle cores
 # make lint   the checks without the tests
 # make docs   the site, in build/site
+# make lock   requirements.lock: the versions that are installed now
 # make lab    campaigns (tests marked `lab`), which the other targets leave out
 # make setup  only the virtual environment; the other targets do it by themselves, once
 #
@@ -39,7 +40,7 @@ PROMISED ?= lm-eval,SmolLM2,mkdocs-material$(shell $(MAY_INSTALL) && echo ',g++,
 # Quiet: the numbered lines below say where the set-up is.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check docs lab lint setup
+.PHONY: demo test check docs lab lint lock setup
 
 demo: $(STAMP)
 	$(BIN)/python -m shoestring demo $(if $(QUICK),quick=true)
@@ -56,6 +57,12 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -d build/site"
+
+# A torch without CUDA has a local version (+cpu), which other indexes do not know. Names of places stay out.
+lock: $(STAMP)
+	@sed '/^[^#]/,$$d' requirements.lock > requirements.lock.new
+	@$(BIN)/python -m pip freeze --exclude-editable --disable-pip-version-check | grep '==' | sed 's/+cpu$$//' | LC_ALL=C sort -f >> requirements.lock.new
+	@mv requirements.lock.new requirements.lock && git diff --stat requirements.lock
 
 lab: $(STAMP)
 	$(BIN)/python -m pytest -m lab $(PYTEST_ARGS) || [ $$? = 5 ]  # 5: there is none

@@ -1,0 +1,56 @@
+"""What pins and packs: the lock agrees with the constraints and names no place; the Dockerfile takes what is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shoestring import __version__
+
+REPO = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in (REPO / name).read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    found = dict(line.split("==") for line in lines)
+    assert len(found) == len(lines)
+    return {normal(package): version for package, version in found.items()}
+
+
+def normal(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def test_the_lock_holds_what_the_constraints_pin() -> None:
+    lock = pins("requirements.lock")
+    assert pins("constraints.txt").items() <= lock.items()
+    assert lock["torch"] == "2.13.0"  # another version would bring another accelerator stack
+
+
+def test_the_lock_holds_every_package_that_is_asked_for() -> None:
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *(line for name, lines in extras.items() for line in lines if name != "eval")]
+    names = {normal(re.split(r"[<>=!;\[ ]", line)[0]) for line in asked} - {"shoestring"}
+    assert names <= pins("requirements.lock").keys()
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "constraints.txt", "Dockerfile", "pyproject.toml"])
+def test_no_file_names_a_place_to_install_from(name: str) -> None:
+    text = (REPO / name).read_text(encoding="utf-8")
+    assert not re.search(r"https?://|file:|--(extra-)?index-url|git\+| @ ", text)
+
+
+def test_the_dockerfile_takes_files_that_are_sent_and_there() -> None:
+    copied = re.findall(r"^COPY (.+) \S+$", (REPO / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    files = {file for line in copied for file in line.split()}
+    sent = set(re.findall(r"^!(.+)$", (REPO / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert files == sent and all((REPO / file).exists() for file in files)
+
+
+def test_versions_agree() -> None:
+    cited = re.search(r"^version: (.+)$", (REPO / "CITATION.cff").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert cited and cited[1] == __version__ == PROJECT["version"]
