@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -83,3 +84,13 @@ def test_every_variable_is_listed() -> None:
         re.findall(r"SHOESTRING_[A-Z0-9_]+", (DOCS / "reference" / "variables.md").read_text(encoding="utf-8"))
     )
     assert used and used <= listed
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda p: str(p.relative_to(DOCS)))
+def test_what_pages_import_is_there(page: Path) -> None:
+    for module, names in re.findall(
+        r"^ *from (shoestring[\w.]*) import ([\w, ]+)", page.read_text(encoding="utf-8"), re.M
+    ):
+        found = importlib.import_module(module)
+        for name in names.replace(" ", "").split(","):
+            assert name in dir(found) or importlib.util.find_spec(f"{module}.{name}"), f"{module} has no {name}"
