@@ -116,3 +116,24 @@ def test_describe_lists_every_key_with_default_and_help() -> None:
     assert rows["size"].type == "tiny | small"
     assert rows["mesh.dp"].help == "ranks"
     assert rows["mesh.dp"].default == "3"  # the default of Config, not the one of Inner
+
+
+def test_a_saved_config_is_typed_and_ranged_like_a_command() -> None:
+    good = json.loads(json.dumps(to_json(Config(model="m"))))
+    assert from_json(Config, good) == Config(model="m")
+    for key, bad in [
+        *(("steps", v) for v in ("3", 3.5, True, None, [3], float("nan"))),
+        *(("model", v) for v in (3, None, ["m"])),
+        ("lr", "1e-3"),
+        ("size", "smal"),
+        ("mesh", 3),
+        ("mesh", {"dp": "2"}),
+    ]:
+        with pytest.raises(UserError, match="is not a value of type"):
+            from_json(Config, {**good, key: bad})
+    with pytest.raises(UserError, match="no 'model'"):
+        from_json(Config, {k: v for k, v in good.items() if k != "model"})
+    with pytest.raises(UserError, match="limit=-1 is not possible"):
+        from_json(Config, {**good, "limit": -1})
+    with pytest.raises(UserError, match="steps="):
+        apply_overrides(Config, ["model=m", "steps=" + "9" * 400])

@@ -86,7 +86,7 @@ def test_a_half_written_last_line_is_dropped_but_a_broken_one_is_not(tmp_path: P
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     assert read_jsonl(path) == [{"step": 1}]
     path.write_text('{"step"\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is not JSON"):
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is not valid JSON"):
         read_jsonl(path)
 
 
@@ -98,7 +98,7 @@ def test_folders_that_cannot_be_a_run_or_are_a_damaged_one(tmp_path: Path) -> No
     assert read_config(tmp_path) == {}
     for damage in ('{"recipe": ', "[1, 2]"):
         (tmp_path / "config.json").write_text(damage)
-        with pytest.raises(UserError, match=r"config.json is damaged"):
+        with pytest.raises(UserError, match=r"config.json (is not valid JSON|must hold a JSON object)"):
             read_config(tmp_path)
 
 

@@ -19,7 +19,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shown, suggest
 
 T = TypeVar("T")
 _MISSING: Any = dataclasses.MISSING
@@ -71,20 +71,17 @@ def to_json(cfg: Any) -> Any:
 
 
 def from_json(cls: type[T], values: dict[str, Any]) -> T:
-    """The inverse of `to_json`; unknown keys are errors, missing ones take the default."""
+    """The inverse of `to_json`: typed and ranged as on the command line; missing keys take the default."""
     hints, built = typing.get_type_hints(cls), {}
-    names = {f.name for f in dataclasses.fields(_as_dataclass(cls))}
+    fields = {f.name: f for f in dataclasses.fields(_as_dataclass(cls))}
     for key, value in values.items():
-        if key not in names:
+        if key not in fields:
             raise UserError(_unknown(cls, key))
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-            value = from_json(typing.cast(type, hint), value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        elif hint is Path:
-            value = Path(value)
-        built[key] = value
+        built[key] = _typed(hints[key], value, key)
+        _check_least(fields[key], built[key], key)
+    for key, f in fields.items():
+        if key not in built and _default(f) is _MISSING:
+            raise UserError(f"the saved config has no {key!r}; it is damaged, start a new run")
     return cls(**built)
 
 
@@ -142,7 +139,7 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
         return _PARSERS[hint](text)
     except ValueError:
         example = {int: "; write for example 2000", float: "; write for example 1e-3", bool: "; write for example true"}
-        raise UserError(f"{key}={text!r} is not a value of type {type_name(hint)}{example.get(hint, '')}") from None
+        raise UserError(f"{key}={shown(text)} is not a value of type {type_name(hint)}{example.get(hint, '')}") from None
 
 
 # -- parsing ---------------------------------------------------------------------------------------
@@ -150,12 +147,15 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
 
 def _parse_int(text: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        number = float(text)  # 1e4 is how people write ten thousand
-        if not number.is_integer():
+        value = float(text)  # 1e4 is how people write ten thousand
+        if not value.is_integer():
             raise
-        return int(number)
+        number = int(value)
+    if abs(number) >= 2**63:  # torch and numpy have no larger ones
+        raise ValueError(text)
+    return number
 
 
 def _parse_float(text: str) -> float:
@@ -187,16 +187,47 @@ def _build(cls: Any, given: dict[str, str], prefix: str, start: Any = _MISSING) 
         if dataclasses.is_dataclass(hint):
             values[f.name] = _build(hint, given, key + ".", default)
         elif key in given:
-            value = values[f.name] = parse_value(hint, given[key], key)
-            least = f.metadata.get("least")
-            if least is not None and value is not None and value < least:
-                raise UserError(f"{key}={given[key]} is not possible; give {least:g} or more")
+            values[f.name] = parse_value(hint, given[key], key)
+            _check_least(f, values[f.name], key)
         elif default is _MISSING:
             about = f" ({_help(f)})" if _help(f) else ""
             raise UserError(f"{key}=... is required{about}; add it to the command")
         else:
             values[f.name] = default
     return cls(**values)
+
+
+def _check_least(f: dataclasses.Field[Any], value: Any, key: str) -> None:
+    least = f.metadata.get("least")
+    if least is not None and value is not None and value < least:
+        raise UserError(f"{key}={shown(value)} is not possible; give {least:g} or more")
+
+
+def _typed(hint: Any, value: Any, key: str) -> Any:
+    """A JSON value as one of the annotated type."""
+    wrong = UserError(f"{key}={shown(value)} is not a value of type {type_name(hint)}; correct the saved config.json")
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise wrong
+        return from_json(typing.cast(type, hint), value)
+    if _is_union(hint):
+        for one in typing.get_args(hint):
+            with contextlib.suppress(UserError):
+                return _typed(one, value, key)
+        raise wrong
+    if typing.get_origin(hint) is Literal:
+        found = [a for a in typing.get_args(hint) if type(a) is type(value) and a == value]
+        if not found:
+            raise wrong
+        return found[0]
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise wrong
+        return tuple(_typed(typing.get_args(hint)[0], v, key) for v in value)
+    kinds: dict[Any, tuple[type, ...]] = {float: (float, int), Path: (str,)}
+    if type(value) not in kinds.get(hint, (hint,)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise wrong
+    return hint(value) if hint in (float, Path) else value
 
 
 def _keys(cls: type) -> list[str]:

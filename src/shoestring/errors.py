@@ -36,6 +36,17 @@ def suggest(given: str, allowed: list[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def shown(value: object) -> str:
+    """A value as errors show it: its `repr`, shortened where a file made it long."""
+    return shortened(repr(value), 80)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text that can be printed: at most about `most` characters, halves of surrogate pairs as escapes."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
 def as_command(main: Callable[[], None]) -> None:
     """Run a script's main; what the user is meant to read is one line on stderr, and the exit code is 2."""
     try:

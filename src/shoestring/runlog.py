@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.errors import Interrupted, UserError
+from shoestring.json_files import json_lines, kind_of, parse_json, read_object
 
 PLAIN_PROGRESS_SECONDS = 10.0
 
@@ -301,26 +302,25 @@ def resumable(recipe: str, folder: Path, done: Callable[[], str] = str) -> Itera
 def read_config(folder: Path) -> dict[str, Any]:
     """What save_config wrote; nothing where there is no config.json."""
     path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); a run or model folder has JSON there") from error
+    return read_object(path, remedy="a run or model folder has JSON there") if path.is_file() else {}
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file; a last line that a killed process left half-written is dropped."""
     if not path.is_file():
         return []
-    rows = []
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
+    rows: list[dict[str, Any]] = []
+    bad: UserError | None = None
+    for number, line in json_lines(path):
+        if bad is not None:
+            raise bad
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise UserError(f"{path}, line {number} is not JSON ({error}); repair or delete it") from error
+            row = parse_json(line, f"{path}, line {number}", "repair or delete it")
+            if not isinstance(row, dict):
+                raise UserError(f"{path}, line {number} is {kind_of(row)}, not an object; repair or delete it")
+            rows.append(row)
+        except UserError as error:
+            bad = error  # said only where a line follows
     return rows
 
 

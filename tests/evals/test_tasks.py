@@ -69,7 +69,7 @@ def test_join() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{not json", "not JSON"),
+        ("{not json", "not valid JSON"),
         ("[1]", "JSON object"),
         ('{"text": "x"}', "neither"),
         ('{"context": "x"}', "continuation"),
@@ -86,7 +86,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, reason: str) -> None:
     path = write(tmp_path / "bad.jsonl", {"context": "fine", "continuation": "x"}, "", line)
     with pytest.raises(UserError, match=reason) as error:
         read_task(path)
-    assert f"{path}:3:" in str(error.value)
+    assert f"{path}:3" in str(error.value)
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a tokenizer\.json"):
         Tokenizer.from_file(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="as JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         Tokenizer.from_file(tmp_path)
 
 

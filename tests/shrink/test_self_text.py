@@ -166,5 +166,5 @@ def test_read_prompts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gives no prompt"):
         read_prompts(str(tmp_path / "empty.txt"))
     (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         read_prompts(str(tmp_path / "bad.jsonl"))

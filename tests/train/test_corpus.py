@@ -75,7 +75,7 @@ def test_jsonl_with_text_and_with_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", r"a\.jsonl:2 is not JSON"),
+        ("{not json", r"a\.jsonl:2 is not valid JSON"),
         ('{"content": "x"}', r"a\.jsonl:2 has the fields \['content'\]"),
         ('{"prompt": "x"}', r"a\.jsonl:2 has the fields"),
         ('{"text": 5}', r"a\.jsonl:2 has the fields"),
@@ -201,3 +201,33 @@ def test_python_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     reading = Reading()
     assert [d.text for d in documents("python", reading=reading)] == ["x = 1\n"]
     assert (reading.num_duplicates, reading.num_unreadable) == (1, 1)
+
+
+def test_a_small_parquet_file_that_unfolds_to_gigabytes_stops_at_the_limit(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = "many words " * 10_000
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 60_000, pyarrow.int32()), pyarrow.array([text]))
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(pyarrow.table({"text": repeated}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000 and parquet.read_schema(path).field("text").type == pyarrow.string()
+    reading = Reading()
+    assert len(list(documents(str(path), max_bytes=1_000_000, reading=reading))) == 9
+    assert reading.reached_limit and pyarrow.total_allocated_bytes() < 50e6
+
+
+def test_parquet_columns_that_are_no_texts(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for values, kind in (([1, 2], "int64"), ([["a"], ["b"]], "list"), ([{"x": "a"}], "struct"), ([b"a"], "binary")):
+        parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=f"the column text is {kind}"):
+            list(documents(str(tmp_path / "a.parquet")))
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="row 2 has the fields"):
+        list(documents(str(tmp_path / "a.parquet")))
+
+
+def test_endless_emptiness_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoestring.train.corpus._MOST_EMPTY", 10)
+    (tmp_path / "a.jsonl").write_text('{"text": " "}\n' * 11)
+    with pytest.raises(UserError, match="11 documents without text in a row"):
+        list(documents(str(tmp_path / "a.jsonl")))

@@ -22,6 +22,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.formats.convert import format_linears
 from shoestring.formats.registry import from_json
+from shoestring.json_files import read_object
 from shoestring.model import load_model
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf
@@ -29,7 +30,7 @@ from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.report import Table, eval_table, flatten, in_words
 from shoestring.runlog import read_config, read_jsonl
-from shoestring.state.files import DTYPES, TensorFiles, read_json
+from shoestring.state.files import DTYPES, TensorFiles
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ def _run(folder: Path, each_layer: bool) -> list[Table]:
 
 
 def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
-    spec = spec_from_hf(read_json(folder / "config.json"))
+    spec = spec_from_hf(read_object(folder / "config.json"))
     shape = {k: getattr(spec, k) for k in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff")}
     facts = {"type": spec.model_type, **shape, "vocab_size": spec.vocab_size, "max_positions": spec.max_positions}
     stored, note = with_errors(folder_weights(folder), folder, spec)
     weights = replace(weights_table(stored, each_layer), note=note)
     tables = [_facts(f"Model {folder}", facts, stored), weights]
     if (folder / "pruning.json").is_file():  # what a pruning recipe counted on the weights it wrote
-        counted = read_json(folder / "pruning.json")
+        counted = read_object(folder / "pruning.json")
         tables.append(Table("Pruned to 2:4", ["", ""], [[in_words(k), v] for k, v in counted.items()]))
     return tables
 
@@ -155,10 +156,10 @@ def folder_weights(folder: Path) -> list[Stored]:
 def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Shape and Format of each packed module, by Hugging Face's names."""
     if (folder / "shoestring.json").is_file():
-        modules: dict[str, Any] = read_json(folder / "shoestring.json").get("modules", {})
+        modules: dict[str, Any] = read_object(folder / "shoestring.json").get("modules", {})
         labels = {name: from_json(m["format"]).label for name, m in modules.items()}
         return {name: tuple(m["shape"]) for name, m in modules.items()}, labels
-    quantization = read_json(folder / "config.json").get("quantization_config")
+    quantization = read_object(folder / "config.json").get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
         files = CompressedFiles(folder, quantization)
         return dict(files.shapes), {name: f.label for name, f in files.formats.items()}
@@ -168,7 +169,7 @@ def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str,
 def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[list[Stored], str]:
     """The weights with what quantization wrote about them, and a sentence on what that is; or as they are."""
     path = folder / "quantization.json"
-    written = read_json(path) if path.is_file() else {}
+    written = read_object(path) if path.is_file() else {}
     known = {layer["name"]: layer for layer in written.get("layers", [])}
     if not known:
         return stored, ""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, keep_decoded
+from shoestring.json_files import read_text
 from shoestring.paths import expand
 from shoestring.runlog import RunLog, read_config
 
@@ -204,11 +205,7 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
     """A whole text file as token ids: two or more, of which one can be predicted."""
     if not path.is_file():
         raise UserError(f"{path} is no file; give a text file, or a corpus with data")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv") from None
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(read_text(path))
     if len(ids) < 2:
         raise UserError(f"{path} has less than two tokens; give a longer text")
     return torch.tensor(ids, dtype=torch.int64)

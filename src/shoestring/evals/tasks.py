@@ -14,14 +14,14 @@ Left out: few-shot prompts, chat templates, generated answers. Use lm-eval (lm_e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.evals.scoring import Progress, score
+from shoestring.json_files import json_lines, kind_of, parse_json
 from shoestring.model.transformer import Decoder
 
 Kind = Literal["cloze", "choice"]
@@ -59,17 +59,9 @@ def read_task(path: str | Path, *, limit: int | None = None) -> Task:
     path = Path(path)
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} is not allowed; give 1 or more questions")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read the task file {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     questions: list[Question] = []
     kind: Kind | None = None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in json_lines(path):
         if limit is not None and len(questions) == limit:
             break
         this_kind, question = _parse(line, f"{path}:{number}")
@@ -83,31 +75,28 @@ def read_task(path: str | Path, *, limit: int | None = None) -> Task:
 
 
 def _parse(line: str, where: str) -> tuple[Kind, Question]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    record = parse_json(line, where, "each line must be a JSON object")
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a {type(record).__name__}; each line must be a JSON object")
+        raise UserError(f"{where} is {kind_of(record)}; each line must be a JSON object")
     if "continuation" in record or "context" in record:
         context, continuation = _text(record, "context", where), _text(record, "continuation", where)
         return "cloze", Question(context, (continuation,), 0)
     if "query" not in record and "choices" not in record:
         raise UserError(
-            f"{where}: neither {{context, continuation}} nor {{query, choices, gold}}; it has {sorted(record)}"
+            f"{where}: neither {{context, continuation}} nor {{query, choices, gold}}; it has {shown(sorted(record))}"
         )
     choices, gold = record.get("choices"), record.get("gold")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
         raise UserError(f"{where}: choices must be a list of at least two non-empty strings")
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
-        raise UserError(f"{where}: gold={gold!r} must be the number of the right choice, 0 to {len(choices) - 1}")
+        raise UserError(f"{where}: gold={shown(gold)} must be the number of the right choice, 0 to {len(choices) - 1}")
     return "choice", Question(_text(record, "query", where), tuple(choices), gold)
 
 
 def _text(record: dict[str, Any], key: str, where: str) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: {key} must be a non-empty string, not {value!r}")
+        raise UserError(f"{where}: {key} must be a non-empty string, not {shown(value)}")
     return value
 
 

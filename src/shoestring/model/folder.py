@@ -24,15 +24,16 @@ from shoestring.errors import UserError, suggest
 from shoestring.formats import allocate_packed, formats_of, unpack, use_kernels
 from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
+from shoestring.json_files import Fields, read_object
 from shoestring.model import hf_names
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles, save_compressed_tensors
-from shoestring.model.hf import spec_from_hf
+from shoestring.model.hf import spec_from_hf, token_ids
 from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.paths import expand
 from shoestring.state.boxes import Box, local_box
-from shoestring.state.files import TensorFiles, read_json
+from shoestring.state.files import TensorFiles
 
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
@@ -59,11 +60,13 @@ def load_model(
     """
     device = pick_device(str(device))
     where, source = _open_source(path)
+    source.check_size()
     with torch.device("meta"):
         model = Decoder(source.spec)
     model.to(dtype)
     if source.formats:
         allocate_packed(model, source.formats, source.packed_dtype)
+    _check_shapes(model, source)  # before memory is asked for: a config.json can ask for any amount
     # As to_empty does, but for torch's own reference of empty_like, whose import takes half a second.
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     _fill(model, source)
@@ -114,6 +117,7 @@ class _WeightSource(Protocol):
     packed_dtype: torch.dtype
 
     def tokenizer(self) -> Tokenizer | None: ...
+    def check_size(self) -> None: ...
     def check_names(self, expected: set[str]) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, box: Box) -> Tensor: ...
@@ -131,6 +135,9 @@ class _GgufSource:
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
 
+    def check_size(self) -> None:
+        pass  # load_gguf has compared all shapes
+
     def check_names(self, expected: set[str]) -> None:
         if missing := sorted(expected - set(self._state)):
             raise UserError(f"{self.path} lacks {missing[0]!r} ({len(missing)} missing); download it again")
@@ -147,7 +154,7 @@ class _GgufSource:
 class _FolderSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        config = read_json(folder / "config.json")
+        config = read_object(folder / "config.json")
         self.spec = _with_generation_eos(spec_from_hf(config), folder)
         self._files: TensorFiles | CompressedFiles
         if quantization := _foreign_packing(folder, config):
@@ -165,6 +172,14 @@ class _FolderSource:
 
         known = ("tokenizer.json", "vocab.json", "vocab.bpe")
         return Tokenizer.from_file(self.folder) if any((self.folder / k).is_file() for k in known) else None
+
+    def check_size(self) -> None:
+        """Before the model is built: describing thousands of layers that are not there takes minutes."""
+        if self.spec.num_layers > len(self._stored):
+            raise UserError(
+                f"{self.folder}: config.json asks for {self.spec.num_layers} layers, the weights are "
+                f"{len(self._stored)} tensors; correct config.json or use the weights that belong to it"
+            )
 
     def _source(self, name: str) -> hf_names.Source:
         return hf_names.source_of(self.spec, name, packed=self._packed)
@@ -238,7 +253,7 @@ def find_model_folder(path: Path) -> Path:
     if is_run:
         found = sorted(p.name for p in path.glob("checkpoints/step-*"))
         have = f"its checkpoints are {', '.join(found[-3:])}" if found else "it has no checkpoint either"
-        recipe = read_json(path / "config.json").get("recipe") if (path / "config.json").is_file() else None
+        recipe = read_object(path / "config.json").get("recipe") if (path / "config.json").is_file() else None
         raise UserError(
             f"{path} is a run without a finished model ({have}); finish it with "
             f"`shoestring run {recipe or 'RECIPE'} resume={path}`, which writes model/"
@@ -251,9 +266,8 @@ def find_model_folder(path: Path) -> Path:
 def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
     """Chat models name their end-of-turn token only in generation_config.json."""
     file = folder / "generation_config.json"
-    ids = read_json(file).get("eos_token_id") if file.is_file() else None
-    ids = ids if isinstance(ids, list) else [ids]
-    new = [i for i in ids if isinstance(i, int) and i not in spec.eos_ids]
+    ids = token_ids(Fields(read_object(file), str(file)), "eos_token_id") if file.is_file() else ()
+    new = [i for i in ids if i not in spec.eos_ids]
     if spec.eos_id is None and new:
         return dataclasses.replace(spec, eos_id=new[0], extra_eos_ids=tuple(new[1:]))
     return dataclasses.replace(spec, extra_eos_ids=(*spec.extra_eos_ids, *new))
@@ -287,7 +301,7 @@ def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, An
     file = folder / "shoestring.json"
     if not file.is_file():
         return {}, torch.float32
-    packing = read_json(file)
+    packing = read_object(file)
     if packing.get("version") != PACKED_VERSION:
         raise UserError(f"{file} has version {packing.get('version')!r}; this release reads {PACKED_VERSION}: update")
     modules, dtype = packing.get("modules"), getattr(torch, str(packing.get("compute_dtype")), None)
@@ -304,9 +318,14 @@ def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, An
     return formats, dtype
 
 
-def _fill(model: Decoder, source: _WeightSource) -> None:
+def _stored_state(model: Decoder) -> dict[str, Tensor]:
+    """The tensors that are read from a file: all but what Formats derive from them."""
     format_state = {f"{name}.weight_{s}" for name, m in format_linears(model) for s in m.state_names}
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in format_state}
+    return {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in format_state}
+
+
+def _check_shapes(model: Decoder, source: _WeightSource) -> None:
+    state = _stored_state(model)
     source.check_names(set(state))
     for name, tensor in state.items():
         if source.shape(name) != tuple(tensor.shape):
@@ -314,6 +333,11 @@ def _fill(model: Decoder, source: _WeightSource) -> None:
                 f"tensor {name!r}: the file has shape {list(source.shape(name))}, config.json says "
                 f"{list(tensor.shape)}; correct config.json or use the weights that belong to it"
             )
+
+
+def _fill(model: Decoder, source: _WeightSource) -> None:
+    _check_shapes(model, source)
+    for name, tensor in _stored_state(model).items():
         assert not tensor.is_meta, f"{name} is not materialised; filling it would do nothing"
         box = local_box(tensor)
         if box.size == 0:

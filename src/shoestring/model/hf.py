@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, cast
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shown, suggest
+from shoestring.json_files import REQUIRED, Fields
 from shoestring.model.spec import ModelSpec, RopeScaling
 
 _ARCHITECTURE = {
@@ -57,123 +58,100 @@ _GATES = {
 _GATE_NAMES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
-_REQUIRED: Any = object()
+# What a value may be without making the arithmetic meaningless in fp32.
+EPS_RANGE: dict[str, float] = {"least": 1e-12, "most": 0.1}
+THETA_RANGE: dict[str, float] = {"least": 1.0, "most": 1e15}
+SCALING_RANGE: dict[str, float] = {"least": 1e-6, "most": 1e6}
+MOST_WINDOW = 2**31 - 1
+ORIGINAL = "original_max_position_embeddings"
+MOST_TOKEN_ID = 2**31 - 1
 
 
 # -- config.json -> spec -------------------------------------------------------------------------------------
 
 
-def _int(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> Any:
-    value = _look(config, key, default)
-    if value is default and value is not _REQUIRED:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} must be a positive whole number, not {value!r}")
-    return value
-
-
-def _float(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> float:
-    value = _look(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"config.json: {key} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def _bool(config: dict[str, Any], key: str, default: bool) -> bool:
-    value = _look(config, key, default)
-    if not isinstance(value, bool):
-        raise UserError(f"config.json: {key} must be true or false, not {value!r}")
-    return value
-
-
-def _look(config: dict[str, Any], key: str, default: Any) -> Any:
-    value = config.get(key, default)
-    if value is _REQUIRED or (value is None and default is _REQUIRED):
-        raise UserError(f"config.json has no {key!r}, which a {config.get('model_type')!r} model needs; add it")
-    return default if value is None else value
-
-
-def _token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:
+def token_ids(config: Fields, key: str) -> tuple[int, ...]:
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise UserError(f"config.json: {key} must be a token id, a list of token ids or null, not {value!r}")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MOST_TOKEN_ID for i in ids):
+        raise UserError(f"{config.where}: {key} must be a token id, a list of token ids or null, not {shown(value)}")
     return tuple(ids)
 
 
-def _end_ids(config: dict[str, Any]) -> dict[str, Any]:
-    bos, eos = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
+def _end_ids(config: Fields) -> dict[str, Any]:
+    bos, eos = token_ids(config, "bos_token_id"), token_ids(config, "eos_token_id")
     return {"bos_id": next(iter(bos), None), "eos_id": next(iter(eos), None), "extra_eos_ids": eos[1:]}
 
 
-def _refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
+def _refuse_unknown_arithmetic(config: Fields) -> None:
     for key, neutral in _NEUTRAL.items():
-        if key in config and config[key] not in neutral:
+        if key in config and config.get(key) not in neutral:
             raise UserError(
-                f"config.json: {key}={config[key]!r} asks for arithmetic the decoder does not have; "
+                f"config.json: {key}={shown(config.get(key))} asks for arithmetic the decoder does not have; "
                 f"only {' or '.join(repr(n) for n in neutral)} is supported"
             )
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
     if quantized is not None and method not in ("shoestring", "compressed-tensors"):
         raise UserError(
-            f"config.json: quantization_config says the weights are packed by {method!r}, which is not read; "
+            f"config.json: quantization_config says the weights are packed by {shown(method)}, which is not read; "
             "give the folder of the unquantized model (float32, float16 or bfloat16 safetensors)"
         )
 
 
-def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
+def spec_from_hf(values: dict[str, Any]) -> ModelSpec:
     """The ModelSpec of a parsed config.json; UserError where it cannot be computed faithfully."""
-    if not isinstance(config, dict):
-        raise UserError(f"config.json must hold a JSON object, not {type(config).__name__}")
+    if not isinstance(values, dict):
+        raise UserError(f"config.json must hold a JSON object, not {type(values).__name__}")
+    config = Fields(values, "config.json")
     model_type = config.get("model_type")
     if model_type is None:
         raise UserError("config.json has no 'model_type'; this is not the folder of a Hugging Face model")
     if model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; supported: "
+            f"config.json: model_type {shown(model_type)} is not supported; supported: "
             f"{', '.join(MODEL_TYPES)} (SmolLM2 is llama).{suggest(str(model_type), list(MODEL_TYPES))}"
         )
     _refuse_unknown_arithmetic(config)
     return _from_gpt2(config) if model_type == "gpt2" else _from_llama_like(config, model_type)
 
 
-def _from_llama_like(config: dict[str, Any], model_type: str) -> ModelSpec:
+def _from_llama_like(config: Fields, model_type: str) -> ModelSpec:
     act = config.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in _GATES:
         raise UserError(
-            f"config.json: hidden_act={act!r} is not supported for {model_type}; supported: {', '.join(_GATES)}"
+            f"config.json: hidden_act={shown(act)} is not supported for {model_type}; supported: {', '.join(_GATES)}"
         )
-    sizes = {ours: _int(config, theirs) for ours, theirs in _SIZES.items()}
+    sizes = {ours: config.whole(theirs) for ours, theirs in _SIZES.items()}
     num_heads = sizes["num_heads"]
     # `transformers` has other defaults for Mistral (8) and Qwen (32), right for few: the field must be there.
-    kv_default = num_heads if model_type == "llama" or "num_key_value_heads" in config else _REQUIRED
+    kv_default = num_heads if model_type == "llama" or "num_key_value_heads" in config else REQUIRED
     window, first_window_layer = _windows(config, model_type, sizes["num_layers"])
-    attention_bias = model_type in ("llama", "qwen3") and _bool(config, "attention_bias", False)
+    attention_bias = model_type in ("llama", "qwen3") and config.flag("attention_bias", False)
     theta, scaling = _rope(config)
     return ModelSpec(
         **sizes,
         **_end_ids(config),
-        num_kv_heads=_int(config, "num_key_value_heads", kv_default),
+        num_kv_heads=config.whole("num_key_value_heads", kv_default),
         head_dim=_head_dim(config, model_type, sizes["d_model"], num_heads),
-        d_ff=_int(config, "intermediate_size"),
+        d_ff=config.whole("intermediate_size"),
         model_type=model_type,
-        norm_eps=_float(config, "rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", 1e-6, **EPS_RANGE),
         act=cast(Literal["swiglu", "geglu", "geglu_tanh"], _GATES[act]),
         rope_theta=theta,
         rope_scaling=scaling,
         qk_norm=model_type == "qwen3",
         qkv_bias=attention_bias or model_type == "qwen2",
         out_bias=attention_bias,
-        mlp_bias=model_type == "llama" and _bool(config, "mlp_bias", False),
-        tied=_bool(config, "tie_word_embeddings", False),
+        mlp_bias=model_type == "llama" and config.flag("mlp_bias", False),
+        tied=config.flag("tie_word_embeddings", False),
         sliding_window=window,
         first_window_layer=first_window_layer,
     )
 
 
-def _head_dim(config: dict[str, Any], model_type: str, d_model: int, num_heads: int) -> int:
-    head_dim = _int(config, "head_dim", None)
+def _head_dim(config: Fields, model_type: str, d_model: int, num_heads: int) -> int:
+    head_dim = config.whole("head_dim", None)
     if head_dim is not None:
         return head_dim
     if model_type == "qwen3":
@@ -189,18 +167,21 @@ def _divide_width(d_model: int, num_heads: int, width_key: str, heads_key: str) 
     return d_model // num_heads
 
 
-def _windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, int]:
+def _windows(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, int]:
     """(sliding window, first layer that has it)."""
     if model_type == "llama":
         window, first = None, 0
     elif model_type == "mistral":
         # Absent means 4096 in `transformers`; null means no window.
-        window, first = (_int(config, "sliding_window", None) if "sliding_window" in config else 4096), 0
+        window, first = (
+            (config.whole("sliding_window", None, most=MOST_WINDOW) if "sliding_window" in config else 4096),
+            0,
+        )
     else:
-        window = _int(config, "sliding_window", 4096) if _bool(config, "use_sliding_window", False) else None
-        first = config.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise UserError(f"config.json: max_window_layers must be a whole number, not {first!r}")
+        window = (
+            config.whole("sliding_window", 4096, most=MOST_WINDOW) if config.flag("use_sliding_window", False) else None
+        )
+        first = config.whole("max_window_layers", 28, least=0)
     kinds = config.get("layer_types")
     if kinds is not None:
         first = _first_window_layer(kinds, num_layers)
@@ -232,13 +213,13 @@ def _first_window_layer(kinds: Any, num_layers: int) -> int:
     return first
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(config: Fields) -> tuple[float, RopeScaling | None]:
     """Both spellings: rope_theta + rope_scaling (transformers 4) and rope_parameters (transformers 5)."""
     given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     for key, value in given.items():
         if value is not None and not isinstance(value, dict):
-            raise UserError(f"config.json: {key} must be an object or null, not {value!r}")
-    theta = _float(config, "rope_theta", 10000.0)
+            raise UserError(f"config.json: {key} must be an object or null, not {shown(value)}")
+    theta = config.number("rope_theta", 10000.0, **THETA_RANGE)
     found = [_rope_fields(rope, key, theta, config) for key, rope in given.items() if rope]
     if len(found) == 2 and found[0] != found[1]:
         raise UserError(
@@ -247,55 +228,54 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     return found[0] if found else (theta, None)
 
 
-def _rope_fields(
-    rope: dict[str, Any], key: str, theta: float, config: dict[str, Any]
-) -> tuple[float, RopeScaling | None]:
+def _rope_fields(rope: dict[str, Any], key: str, theta: float, config: Fields) -> tuple[float, RopeScaling | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(v, dict) for v in rope.values()):
         raise UserError(f"config.json: {key} differs by layer type; one rotary setting for all layers is supported")
     if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: {key} has rope_type {kind!r}; supported: 'default' and 'llama3'")
+        raise UserError(f"config.json: {key} has rope_type {shown(kind)}; supported: 'default' and 'llama3'")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise UserError(
-            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
+            f"config.json: partial_rotary_factor={shown(rope['partial_rotary_factor'])} is not supported; only 1.0 is"
         )
-    theta = _float(rope, "rope_theta", theta)
+    fields = Fields(
+        {**rope, ORIGINAL: rope.get(ORIGINAL, config.get("max_position_embeddings"))}, f"config.json, {key}"
+    )
+    theta = fields.number("rope_theta", theta, **THETA_RANGE)
     if kind == "default":
         return theta, None
-    original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-    original = _int({"original_max_position_embeddings": original}, "original_max_position_embeddings")
-    factors = {key: _float(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-    scaling = RopeScaling(**factors, original_positions=original)
+    factors = {name: fields.number(name, **SCALING_RANGE) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling = RopeScaling(**factors, original_positions=fields.whole(ORIGINAL, most=MOST_WINDOW))
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UserError(f"config.json: {key} needs high_freq_factor > low_freq_factor")
     return theta, scaling
 
 
-def _from_gpt2(config: dict[str, Any]) -> ModelSpec:
+def _from_gpt2(config: Fields) -> ModelSpec:
     # `transformers` accepts the Llama spellings of these fields for GPT-2 too.
     other = {theirs: _SIZES[ours] for ours, theirs in _GPT2_SIZES.items()}
-    config = {**{k: config[v] for k, v in other.items() if v in config}, **config}
+    config = Fields({**{k: config.get(v) for k, v in other.items() if v in config}, **config.values}, config.where)
     act = config.get("activation_function", "gelu_new")
     if not isinstance(act, str) or act not in _GELU:
         raise UserError(
-            f"config.json: activation_function={act!r} is not supported for gpt2; supported: {', '.join(_GELU)}"
+            f"config.json: activation_function={shown(act)} is not supported for gpt2; supported: {', '.join(_GELU)}"
         )
-    sizes = {ours: _int(config, theirs) for ours, theirs in _GPT2_SIZES.items()}
+    sizes = {ours: config.whole(theirs) for ours, theirs in _GPT2_SIZES.items()}
     return ModelSpec(
         **sizes,
         **_end_ids(config),
         num_kv_heads=sizes["num_heads"],
         head_dim=_divide_width(sizes["d_model"], sizes["num_heads"], "n_embd", "n_head"),
-        d_ff=_int(config, "n_inner", 4 * sizes["d_model"]),
+        d_ff=config.whole("n_inner", 4 * sizes["d_model"]),
         model_type="gpt2",
         norm="layer",
-        norm_eps=_float(config, "layer_norm_epsilon", 1e-5),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5, **EPS_RANGE),
         act=cast(Literal["gelu_tanh", "gelu"], _GELU[act]),
         positions="learned",
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tied=_bool(config, "tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True),
     )
 
 

@@ -14,7 +14,6 @@ How sets are chosen: shrink/skip_sets.py. Who uses which set: serve/engine/skip_
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.json_files import read_object
 from shoestring.model.spec import ModelSpec
 
 Kind = Literal["attn", "mlp"]
@@ -170,13 +170,7 @@ class SkipSet:
 
     @classmethod
     def read(cls, path: Path) -> SkipSet:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read the skip set {path}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise UserError(f"{path} is no JSON ({error}); it cannot be a skip set") from None
-        return cls.from_json(data, str(path))
+        return cls.from_json(read_object(path, remedy="it cannot be a skip set"), str(path))
 
 
 FORMAT = "shoestring skip set 1"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from typing import Any
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
+from shoestring.json_files import MOST_TEXT, Fields, read_object, read_text
 from shoestring.model.chat import render
+from shoestring.model.hf import MOST_TOKEN_ID, token_ids
 from shoestring.model.vocabulary import (
     CONTROL,
     UNKNOWN,
@@ -32,6 +35,7 @@ from shoestring.model.vocabulary import (
     build_bpe,
     gguf_byte_level,
     gguf_sentencepiece,
+    library_errors,
     need,
     plain_post_processor,
     set_byte_level,
@@ -50,6 +54,7 @@ END_MARKS = (
     "</s>",
 )
 
+MOST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest in use have 20,000
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -94,7 +99,7 @@ class Tokenizer:
         if not path.exists():
             raise UserError(f"no tokenizer at {path}: the path does not exist; give a folder or a tokenizer.json")
         folder = path if path.is_dir() else path.parent
-        config = _read_json(folder / "tokenizer_config.json", default={})
+        config = _optional_object(folder / "tokenizer_config.json")
         file = folder / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
             backend = _read_backend(file)
@@ -104,13 +109,13 @@ class Tokenizer:
                 backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
                 config = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, **config}
         _add_configured_tokens(backend, config)
-        names = {**_read_json(folder / "special_tokens_map.json", default={}), **config}
+        names = {**_optional_object(folder / "special_tokens_map.json"), **config}
         special = {k: text for k in _SPECIAL_NAMES if (text := _token_text(names.get(k)))}
         return Tokenizer(
             backend,
             special=special,
             chat_template=_read_chat_template(folder, config),
-            add_bos=config.get("add_bos_token"),
+            add_bos=Fields(config, "tokenizer_config.json").flag("add_bos_token", None),
             more_eos=_generation_eos(folder),
             config=config,
         )
@@ -193,10 +198,12 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Like `encode` for each, on all cores."""
-        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+        with library_errors("the tokenizer cannot encode this text"):
+            return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=special)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        with library_errors("the tokenizer cannot decode these ids"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = True) -> TokenStream:
         """A decoder that takes one id at a time."""
@@ -346,12 +353,13 @@ def _is_byte_token(name: str) -> bool:
 
 
 def _read_backend(file: Path) -> Backend:
-    try:
-        return Backend.from_str(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
+    text = read_text(file)
+    with library_errors(f"{file} is not a tokenizer.json of the tokenizers library"):
+        backend = Backend.from_str(text)
+    # As in `transformers`: how long a text may be is the caller's choice. A padding to 10**12 would end the process.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:
@@ -366,11 +374,11 @@ def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:
             f"no tokenizer in {folder}{sentencepiece}: expected tokenizer.json, vocab.json with merges.txt, "
             "or encoder.json with vocab.bpe"
         )
-    vocab = _read_json(folder / vocab_name)
-    if not isinstance(vocab, dict):
-        raise UserError(f"{folder / vocab_name} is not a JSON object of token texts and ids")
+    vocab = read_object(folder / vocab_name, MOST_TEXT)
+    if bad := next((k for k, v in vocab.items() if type(v) is not int or not 0 <= v <= MOST_TOKEN_ID), None):
+        raise UserError(f"{folder / vocab_name} gives {shown(bad)} the id {shown(vocab[bad])}; ids are whole numbers")
     merges = []
-    lines = (folder / merges_name).read_text(encoding="utf-8").splitlines()
+    lines = read_text(folder / merges_name).splitlines()
     for number, line in enumerate(lines, start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
@@ -386,7 +394,13 @@ def _read_gpt2_files(folder: Path, config: Mapping[str, Any]) -> Backend:
 def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
     """Tokens that only tokenizer_config.json declares; those of tokenizer.json are there already."""
     known = set(backend.get_added_tokens_decoder())
-    declared = config.get("added_tokens_decoder") or {}
+    declared = Fields(config, "tokenizer_config.json").object("added_tokens_decoder", {})
+    for key, entry in declared.items():
+        if not re.fullmatch("[0-9]{1,9}", key) or not isinstance(entry, dict) or not _token_text(entry):
+            raise UserError(
+                f"tokenizer_config.json: added_tokens_decoder has {shown(key)}: {shown(entry)}; expected a token id "
+                "and an object with its 'content'"
+            )
     for key, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         if int(key) in known:
             continue
@@ -395,29 +409,27 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
         (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
         if backend.token_to_id(entry["content"]) != int(key):
             raise UserError(
-                f"tokenizer_config.json gives {entry['content']!r} the id {key}, but the vocabulary gives it "
+                f"tokenizer_config.json gives {shown(entry['content'])} the id {key}, but the vocabulary gives it "
                 f"{backend.token_to_id(entry['content'])}; the two files do not belong together"
             )
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the chat template {file}: {error}") from None
+    if file.exists():
+        return read_text(file, MOST_TEMPLATE)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
+            raise UserError("tokenizer_config.json: chat_template must be a text, or a list of objects with a 'name'")
+        named = {entry["name"]: entry.get("template") for entry in template}
         template = named.get("default") or next(iter(named.values()), None)
-    return template if isinstance(template, str) else None
+    return Fields({"chat_template": template}, "tokenizer_config.json").text("chat_template", None)
 
 
-def _generation_eos(folder: Path) -> list[int]:
-    eos = _read_json(folder / "generation_config.json", default={}).get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [eos]
-    return [i for i in ids if isinstance(i, int)]
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    return token_ids(Fields(_optional_object(file), str(file)), "eos_token_id")
 
 
 def _token_text(entry: Any) -> str | None:
@@ -425,13 +437,8 @@ def _token_text(entry: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read_json(file: Path, default: Any = None) -> Any:
-    if default is not None and not file.is_file():
-        return default
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file} as JSON: {error}") from error
+def _optional_object(file: Path) -> dict[str, Any]:
+    return read_object(file) if file.exists() else {}
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -6,12 +6,13 @@ spell it out; GGUF files give it a name (`tokenizer.ggml.pre`), which is looked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shortened
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -53,11 +54,25 @@ def set_byte_level(backend: Tokenizer, split: str) -> None:
     backend.post_processor = plain_post_processor()
 
 
-def build_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], where: str, **options: Any) -> Tokenizer:
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Errors of the tokenizers library as UserErrors: plain Exceptions, and panics of its Rust code.
+
+    A panic arrives as a BaseException of a class that cannot be imported, so that `except Exception` misses it.
+    """
     try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {shortened(str(error), 300)}") from error
+
+
+def build_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], where: str, **options: Any) -> Tokenizer:
+    with library_errors(f"{where} is not a consistent BPE vocabulary"):
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{where} is not a consistent BPE vocabulary: {error}") from error
 
 
 def gguf_byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from shoestring.json_files import Fields, read_object
 from shoestring.model import Decoder
 from shoestring.report import Table
 from shoestring.runlog import write_atomically
@@ -166,7 +167,7 @@ def compare_drafters(
 ) -> list[dict[str, Any]]:
     """Rows of the trained drafter, an untrained one and n-gram lookup, kept in `path`; read where that is there."""
     if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return Fields(read_object(path), str(path)).list("rows")
     rows = []
     for name in COMPARED:
         row: dict[str, Any] = {"drafter": name}

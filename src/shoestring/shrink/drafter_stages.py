@@ -10,7 +10,6 @@ Each stage leaves files and does nothing where they exist, so that a stopped run
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from shoestring.model import Decoder, LoadedModel
 from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
 from shoestring.runlog import RunLog, check_run_folder, check_unfinished
 from shoestring.serve import Sampling
-from shoestring.serve.speculative.draft_model import DraftModel, trim_head
+from shoestring.serve.speculative.draft_model import DraftModel, read_vocab_ids, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
@@ -303,7 +302,7 @@ def make_drafter(name: str, cfg: DrafterSettings, loaded: LoadedModel, folder: P
         device, dtype = target.embed.weight.device, target.compute_dtype
         return open_drafter(str(folder / "model"), target, device=str(device), dtype=dtype)
     untrained = cfg.shape.build(target).eval().requires_grad_(False)
-    vocab_ids = json.loads((folder / "model" / "drafter.json").read_text(encoding="utf-8"))["vocab_ids"]
+    vocab_ids = read_vocab_ids(folder / "model", target.spec.vocab_size)
     if vocab_ids is not None:
         trim_head(untrained, vocab_ids)
     untrained.to(target.compute_dtype)

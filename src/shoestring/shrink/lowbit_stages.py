@@ -28,6 +28,7 @@ from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer
 from shoestring.formats import Dense, Format, FormatLinear, packed_state, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.formats.range_gradient import with_range_gradient
+from shoestring.json_files import Fields, read_object
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
@@ -284,7 +285,7 @@ def make_objective(
     gamma = cfg.gamma
     kept = run.folder / "gamma.json"
     if gamma is None and kept.is_file():
-        gamma = float(json.loads(kept.read_text())["gamma"])
+        gamma = Fields(read_object(kept), str(kept)).number("gamma", least=0.0, most=1.0)
     if gamma is None:
         gamma = teacher_confidence(live, one_epoch(data, cfg.steps), run.mesh)
         if run.mesh.is_main:

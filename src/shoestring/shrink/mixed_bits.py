@@ -38,6 +38,7 @@ from shoestring.errors import UserError, during
 from shoestring.formats import Dense, Format, FormatLinear, GridFormat, parse_format
 from shoestring.formats.convert import Rule
 from shoestring.host.block_offload import activation_store, on_device
+from shoestring.json_files import LARGE, Fields, json_lines, parse_json
 from shoestring.model.blocks import BlocksModel, block_of, block_prefixes
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import Calibration, embed_all
@@ -313,14 +314,15 @@ def _read(file: Path | None, tokens_NT: Tensor, measure: str) -> dict[str, float
     known: dict[str, float] = {}
     if file is None or not file.is_file():
         return known
-    for line in file.read_text().splitlines():
+    for number, line in json_lines(file):
         try:
-            data = json.loads(line)
-        except ValueError:
+            data = parse_json(line, f"{file}:{number}")
+        except UserError:
             continue
-        if data["of"] != _stamp(tokens_NT, measure):
+        if not isinstance(data, dict) or data.get("of") != _stamp(tokens_NT, measure):
             raise UserError(f"{file} was measured on another text or in another way: delete it and start again")
-        known[data["trial"]] = data["damage"]
+        fields = Fields(data, f"{file}:{number}")
+        known[fields.text("trial")] = fields.number("damage", least=-LARGE)
     return known
 
 

@@ -27,6 +27,7 @@ from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer
 from shoestring.formats import Slorb, Sparse24, convert, pack
 from shoestring.formats.convert import Rule
 from shoestring.host.block_offload import BlockOffload, check_spill
+from shoestring.json_files import Fields, read_object
 from shoestring.mesh import MeshConfig
 from shoestring.model import Decoder, LoadedModel, Tokenizer, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
@@ -350,7 +351,7 @@ def report_pruned(run: ShrinkRun, coverage: Coverage, *, trained: bool) -> None:
     eval_table(log.evaluations(), "Dense, pruned, retrained").print()
     counted = [[in_words(k), v] for k, v in coverage.to_json().items()]
     sections: list[Section] = [Table("Coverage", ["", "counted"], counted)]
-    layers = json.loads((folder / "layers.json").read_text())["layers"]
+    layers = Fields(read_object(folder / "layers.json"), f"{folder}/layers.json").list("layers")
     known = [(i, e["output_error"]) for i, e in enumerate(layers) if e["output_error"] is not None]
     if known:
         series = Series("one-shot", [i for i, _ in known], [e for _, e in known])

@@ -27,10 +27,11 @@ from typing import Any, TextIO
 import torch
 
 from shoestring.errors import UserError
+from shoestring.json_files import MOST_TEXT, Fields, json_lines, parse_json, read_json, read_object
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 from shoestring.paths import expand
-from shoestring.runlog import OpenProgressBar, RunLog
+from shoestring.runlog import OpenProgressBar, RunLog, read_jsonl
 from shoestring.serve.engine.engine import Engine, Request, eos_ids_of
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.train.corpus import documents
@@ -176,13 +177,12 @@ def _whole_lines(path: Path) -> int:
 
 
 def _check_not_empty(path: Path, sampling: Sampling) -> None:
-    with path.open(encoding="utf-8") as file:
-        if not any(json.loads(line)["completion"].strip() for line in file):
-            path.unlink()
-            raise UserError(
-                f"the model ended every text at once (temperature {sampling.temperature}): there is nothing to train "
-                "on. Give prompts that it would go on with"
-            )
+    if not any(str(row.get("completion", "")).strip() for row in read_jsonl(path)):
+        path.unlink()
+        raise UserError(
+            f"the model ended every text at once (temperature {sampling.temperature}): there is nothing to train "
+            "on. Give prompts that it would go on with"
+        )
 
 
 def _key(prompts: list[str], sampling: Sampling, model: Decoder) -> str:
@@ -199,10 +199,8 @@ def _key_path(out: Path) -> Path:
 
 
 def _read_key(out: Path) -> str | None:
-    try:
-        return str(json.loads(_key_path(out).read_text())["key"])
-    except (OSError, ValueError, KeyError):
-        return None
+    path = _key_path(out)
+    return Fields(read_object(path), str(path)).text("key", None) if path.is_file() else None
 
 
 # -- prompts -------------------------------------------------------------------------------------------------
@@ -243,14 +241,11 @@ def _beginnings(source: str) -> list[str]:
 
 
 def _listed_prompts(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            rows = json.loads(text)
-        else:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"prompts={path} cannot be read: {error}") from None
+    remedy = "repair it or give other prompts"
+    if path.suffix == ".json":
+        rows = read_json(path, MOST_TEXT, remedy)
+    else:
+        rows = [parse_json(line, f"prompts={path}:{number}", remedy) for number, line in json_lines(path)]
     if not isinstance(rows, list):
         raise UserError(f"prompts={path} holds a {type(rows).__name__}; give a list of objects or strings")
     return [p for p in map(_prompt_of, rows) if p]

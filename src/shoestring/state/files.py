@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, room
+from shoestring.json_files import read_object
 
 SHARD_BYTES = 5 * 10**9
 CHUNK = 1 << 24  # bytes hashed and written at a time: a chunk is still in the cache when it is written
@@ -81,7 +82,7 @@ class TensorFiles:
             raise _no_weights(folder, stem)
 
     def _open_shards(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise UserError(f"{index} has no 'weight_map' of tensor names to file names; download it again")
         opened: dict[str, Any] = {}
@@ -148,19 +149,6 @@ def _no_weights(folder: Path, stem: str) -> UserError:
     return UserError(
         f"{folder} has no weights: expected {stem}.safetensors, or shards with {stem}.safetensors.index.json"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or a UserError that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download or save it again") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
-import json
 import mmap
 import os
 import re
@@ -25,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shortened, shown, suggest
+from shoestring.json_files import json_lines, kind_of, parse_json
 from shoestring.paths import expand
 
 PYTHON = "python"
@@ -35,6 +35,9 @@ END_OF_TEXT = "<|endoftext|>"
 _BLOCK = 1 << 20  # bytes read at a time
 _MIN_CHUNK = 2048  # characters: a text without marks is cut at blank lines into pieces of at least this
 _MAX_CHUNK = 32768  # ... and at a line end, then anywhere, where no blank line comes for so long
+_MOST_UNFOLDED = 1 << 28  # bytes that a row group of a parquet file may have, however small the file is
+_MOST_EMPTY = 100_000  # documents without text, one after the other
+_MOST_DOCUMENT = 1 << 30  # characters
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")
 
 
@@ -81,11 +84,16 @@ def read_files(
 ) -> Iterator[Document]:
     reading = reading if reading is not None else Reading()
     seen: set[bytes] = set()
+    num_empty = 0
     for file in files:
         try:
             for document in _read_file(file.path):
                 if not document.text.strip():
+                    num_empty += 1
+                    if num_empty > _MOST_EMPTY:
+                        raise UserError(f"{file.path} has {num_empty:,} documents without text in a row; clean it")
                     continue
+                num_empty = 0
                 if skip_bad:  # the same file is often vendored into several packages
                     digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
                     if digest in seen:
@@ -223,6 +231,8 @@ def _read_text(path: Path) -> Iterator[str]:
     buffer = ""
     for block in _decoded(path):
         buffer += block
+        if len(buffer) > _MOST_DOCUMENT:
+            raise UserError(f"{path} has a document of more than {_MOST_DOCUMENT:,} characters; mark where texts end")
         if marked:
             *whole, buffer = buffer.split(END_OF_TEXT)
             yield from (text.strip("\n") for text in whole)
@@ -259,18 +269,9 @@ def _contains(path: Path, wanted: bytes) -> bool:
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except UnicodeDecodeError as error:
-                    raise _not_utf8(path, offset + error.start) from None
-                except ValueError as error:
-                    raise UserError(f"{path}:{number} is not JSON: {error}") from None
-                yield _document_of(row, f"{path}:{number}")
-            offset += len(line)
+    for number, line in json_lines(path):
+        where = f"{path}:{number}"
+        yield _document_of(parse_json(line, where, "repair or delete the line"), where)
 
 
 def _read_parquet(path: Path) -> Iterator[Document]:
@@ -281,19 +282,47 @@ def _read_parquet(path: Path) -> Iterator[Document]:
         raise UserError("reading .parquet needs pyarrow: pip install 'shoestring[data]'") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            names = set(table.schema_arrow.names)
-            columns = ["text"] if "text" in names else ["prompt", "completion"]
-            if not names.issuperset(columns):
-                raise UserError(
-                    f"{path} has the columns {sorted(names)}; a corpus needs text, or prompt and completion"
-                )
-            number = 0
-            for batch in table.iter_batches(batch_size=1024, columns=columns):
-                for row in batch.to_pylist():
+            columns = _text_columns(path, table.schema_arrow)
+            _check_unfolded(path, table.metadata)
+        number = 0
+        # Equal texts are stored once: as a dictionary and row by row, a batch takes what the file has, not what it
+        # unfolds to.
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=columns) as table:
+            for batch in table.iter_batches(batch_size=1024, columns=columns, use_threads=False):
+                texts = [batch.column(name).dictionary for name in columns]
+                for places in zip(*(batch.column(name).indices.to_pylist() for name in columns), strict=True):
                     number += 1
-                    yield _document_of(row, f"{path}, row {number}")
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+                    found = (None if at is None else text[at].as_py() for text, at in zip(texts, places, strict=True))
+                    yield _document_of(dict(zip(columns, found, strict=True)), f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} is not a readable parquet file: {shortened(reason, 200)}") from error
+
+
+def _text_columns(path: Path, schema: Any) -> list[str]:
+    kinds = {field.name: str(field.type) for field in schema}
+    columns = ["text"] if "text" in kinds else ["prompt", "completion"]
+    if not set(kinds).issuperset(columns) or len(kinds) < len(schema):
+        raise UserError(f"{path} has the columns {shown(sorted(kinds))}; a corpus needs text, or prompt and completion")
+    for name in columns:
+        if not re.fullmatch("(large_)?string(_view)?|dictionary<values=(large_)?string.*", kinds[name]):
+            raise UserError(f"{path}: the column {name} is {shortened(kinds[name], 100)}; a corpus needs texts there")
+    return columns
+
+
+def _check_unfolded(path: Path, about: Any) -> None:
+    """Text shrinks to a fourth, seldom to a tenth. A page is unfolded whole before its first row can be read."""
+    for group in range(about.num_row_groups):
+        columns = [about.row_group(group).column(i) for i in range(about.num_columns)]
+        stored, unfolded = (
+            sum(c.total_compressed_size for c in columns),
+            sum(c.total_uncompressed_size for c in columns),
+        )
+        if unfolded > _MOST_UNFOLDED and unfolded > 1000 * stored:
+            raise UserError(
+                f"{path} unfolds {stored:,} bytes to {unfolded:,}, which no text does; it is damaged or made to fill "
+                "the memory"
+            )
 
 
 def _document_of(row: Any, where: str) -> Document:
@@ -303,7 +332,7 @@ def _document_of(row: Any, where: str) -> Document:
             return Document(text)
         if isinstance(prompt, str) and isinstance(completion, str):
             return Document(completion, prompt)
-    found = f"the fields {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+    found = f"the fields {shown(sorted(row))}" if isinstance(row, dict) else kind_of(row)
     raise UserError(
         f"{where} has {found}; expected an object with a string 'text', or strings 'prompt' and 'completion'"
     )

@@ -38,7 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
+from shoestring.json_files import Fields, read_object
 from shoestring.mesh import Mesh
 from shoestring.model.collectives import gather_last
 from shoestring.model.transformer import Head
@@ -299,13 +300,21 @@ class _Cache:
     @classmethod
     def open(cls, folder: Path | str) -> Self:
         manifest = _read_manifest(Path(folder), cls.kind)
-        columns = {name: (str(kind), int(width)) for name, (kind, width) in manifest["fields"].items()}
-        columns["filled"] = ("u1", 0)
+        given = Fields(manifest, f"{folder}/manifest.json")
+        columns: Columns = {"filled": ("u1", 0)}
+        for name, column in given.object("fields").items():
+            match column:
+                case [("u1" | "<u2" | "<u4" | "<f2" | "<f4") as kind, int(width)] if name.isidentifier() and width >= 0:
+                    columns[name] = (kind, width)
+                case _:
+                    raise UserError(f"{given.where}: the field {shown(name)} is {shown(column)}; build the cache again")
         held: dict[str, Any] = {
             "folder": Path(folder),
-            "arrays": _map(Path(folder), columns, manifest["num_targets"], "r"),
+            "arrays": _map(Path(folder), columns, given.whole("num_targets"), "r"),
             "resident": None,
         }
+        if missing := [f.name for f in fields(cls) if f.name not in held and f.name not in given]:
+            raise UserError(f"{given.where} has no {missing[0]!r}; build the cache again")
         return cls(**held, **{f.name: manifest[f.name] for f in fields(cls) if f.name not in held})
 
     @property
@@ -410,9 +419,4 @@ def _map(folder: Path, columns: Columns, num_targets: int, mode: Any) -> dict[st
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    return read_object(path, remedy="delete the cache and build it again") if path.exists() else None

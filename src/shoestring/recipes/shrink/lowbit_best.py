@@ -44,6 +44,7 @@ from typing import Any
 
 from shoestring.errors import during, in_run
 from shoestring.formats.convert import Rule
+from shoestring.json_files import read_object
 from shoestring.model import load_model, save_model
 from shoestring.runlog import resumable, write_atomically
 from shoestring.shrink import lowbit_stages as stages
@@ -77,7 +78,7 @@ def main(cfg: Config) -> Path:
 
 def shrink(cfg: Config, rules: list[Rule], rates: Rates, run: ShrinkRun) -> None:
     run_once(run.mesh, run.folder, "prepared", lambda: make_start(cfg, rules, run))
-    notes = json.loads((run.folder / "blockwise.json").read_text())
+    notes = read_object(run.folder / "blockwise.json")
     if cfg.bits_budget is not None:
         rules = stages.rules_of(notes["mixed_bits"])
     rates = rates.softer(stages.part_of(cfg, rules))

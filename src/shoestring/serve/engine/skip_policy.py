@@ -25,7 +25,6 @@ serve/speculative/layer_skip_drafter.py.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.json_files import read_object
 from shoestring.model.skip import Kind, SkipSet, StandIn, Sublayer, Watch
 from shoestring.model.spec import ModelSpec
 from shoestring.serve.engine.request import Request
@@ -127,8 +127,8 @@ def open_policy(text: str, spec: ModelSpec) -> SkipPolicy:
     """The policy in a file of `shoestring run shrink/skip_set`, or in several joined by '+': one per context."""
     found = []
     for path in map(Path, text.split("+")):
-        skip = SkipSet.read(path).check(spec)
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_object(path, remedy="it cannot be a skip set")
+        skip = SkipSet.from_json(data, str(path)).check(spec)
         found.append((path, skip, data))
     if len(found) == 1:
         path, skip, data = found[0]

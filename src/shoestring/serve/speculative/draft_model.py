@@ -13,7 +13,6 @@ Shapes: N requests, G drafts, V vocabulary, M tokens of a trimmed head.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
+from shoestring.json_files import read_object
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
 from shoestring.serve.engine.draft_chain_graph import max_chain_rows
@@ -274,14 +274,14 @@ def read_vocab_ids(folder: Path, vocab_size: int) -> list[int] | None:
     path = folder / DRAFTER_FILE
     if not path.is_file():
         return None
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8"))["vocab_ids"]
-        if ids is None:
-            return None
-        good = len(set(ids)) == len(ids) > 0 and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); write the drafter again") from error
-    if not good:
+    saved = read_object(path, remedy="write the drafter again")
+    if "vocab_ids" not in saved:
+        raise UserError(f"{path} has no 'vocab_ids'; write the drafter again")
+    ids = saved["vocab_ids"]
+    if ids is None:
+        return None
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    if not whole or not ids or len(set(ids)) != len(ids):
         raise UserError(
             f"{path}: vocab_ids must be different token ids from 0 to {vocab_size - 1}; write the drafter again"
         )
