@@ -139,7 +139,9 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
         return _PARSERS[hint](text)
     except ValueError:
         example = {int: "; write for example 2000", float: "; write for example 1e-3", bool: "; write for example true"}
-        raise UserError(f"{key}={shown(text)} is not a value of type {type_name(hint)}{example.get(hint, '')}") from None
+        raise UserError(
+            f"{key}={shown(text)} is not a value of type {type_name(hint)}{example.get(hint, '')}"
+        ) from None
 
 
 # -- parsing ---------------------------------------------------------------------------------------
