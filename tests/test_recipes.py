@@ -255,6 +255,14 @@ def test_a_run_folder_is_never_overwritten(cli: Callable[..., str], corpus: Path
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
+def test_a_quick_demo_does_less_where_nothing_else_is_said() -> None:
+    quick = demo.quickened(demo.Config(quick=True, steps=7))
+    assert (quick.steps, quick.max_mb, quick.eval_tokens) == (7, demo.QUICK["max_mb"], demo.QUICK["eval_tokens"])
+    assert demo.QUICK["max_mb"] < demo.Config().max_mb and demo.QUICK["eval_tokens"] < demo.Config().eval_tokens
+    told = demo.time_spent({"train small": 400.0, "write page": 0.2, "chat pretrained": 500.0})
+    assert "15.0 minutes: chat pretrained 500 s, train small 400 s." in told and "quick=true" in told
+
+
 def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     options = ["steps=3", f"data={corpus}", "d_model=64", "eval_tokens=256", "pretrained=false", "device=cpu"]
     out = cli("demo", *options, f"run={tmp_path / 'demo'}")
