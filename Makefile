@@ -55,7 +55,7 @@ check: lint
 # The notice is about another program of the theme's authors.
 docs: $(STAMP)
 	$(BIN)/python docs/generate_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -d build/site"
 
 # A torch without CUDA has a local version (+cpu), which other indexes do not know. Names of places stay out.

@@ -20,7 +20,8 @@ from mkdocs.structure.files import File, Files
 REPO = Path(__file__).resolve().parents[1]
 PROJECT_PAGES = (
     *("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"),
-    *("benchmarks/README.md", "experiments/README.md", "experiments/LOG.md"),
+    "benchmarks/README.md",
+    *sorted(path.relative_to(REPO).as_posix() for path in (REPO / "experiments").glob("*.md")),
 )
 README = "README.md"  # docs/index.md takes its place
 # Fenced code, a link, inline code: what comes first in the text wins, so that links may contain code and code links.

@@ -22,7 +22,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href"}  # wha
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="mkdocs-material is not installed")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "-d", str(folder)]
     # The variable silences a notice of the theme's authors.
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=REPO, env=quiet, capture_output=True, text=True)
