@@ -51,13 +51,15 @@ def lowbit_rows() -> str:
         c = n["config"]
         if n["metric"] == "time" and n["case"] in cases and (c["n"], c["k"]) == (out, width) and c["rows"] <= 256:
             found[n["case"]][c["rows"]] = n["ratio"]
-    bits = next(n["quality"]["bits_per_weight"] for n in newest("decode") if n["config"]["blocks"] == "int4:g128")
+    fewer = next(
+        n["ratio"] for n in newest("memory") if (n["case"], n["metric"]) == ("int4:g128, head bf16", "linear_weights")
+    )
     marks = [Marks(name, sorted(found[case].items()), color) for case, (name, color) in cases.items()]
     rows = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    limit = Level(f"bandwidth limit: 16 / {bits:.2f} = {16 / bits:.2f}x fewer bytes", 16 / bits, below=True)
+    limit = Level(f"bandwidth limit: {fewer:.2f}x fewer bytes", fewer, below=True)
     return xy_plot(
         "4-bit matrix products: speed against the number of rows",
-        f"int4, one scale and zero point per 128 weights ({bits:.2f} bits), a weight of {out:,} x {width:,}, {GPU}; "
+        f"int4, one scale and zero point per 128 weights, a weight of {out:,} x {width:,}, {GPU}; "
         "CUDA graphs, weights come from memory",
         [
             Panel(
