@@ -23,7 +23,7 @@ MAY_INSTALL = as=; [ "$$(id -u)" = 0 ] || as="sudo -n"; command -v apt-get > /de
 # Test processes, one thread each; a file's tests stay together and share what they built.
 WORKERS ?= 2
 # The tests of make check: of every layer the files that take a few seconds, about 95 seconds of processor time in all.
-CHECKED ?= $(patsubst %,tests/test_%.py, config device errors house_rules pages paths runlog wheel) tests/hardware \
+CHECKED ?= $(patsubst %,tests/test_%.py, config device errors house_rules install_files pages paths runlog) tests/hardware \
 	$(addprefix tests/kernels/, lowbit/test_packing.py sparse24/test_masks.py runtime) \
 	$(addprefix tests/formats/, test_tables.py test_int8_activations.py test_docs.py test_learned_grid.py) \
 	tests/state/test_boxes.py \

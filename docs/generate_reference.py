@@ -39,8 +39,8 @@ def cli_page() -> str:
     lines = [
         GENERATED,
         "# Every verb and option\n",
-        "`python -m shoestring` is the same program. `shoestring --version` prints the versions of what matters, "
-        "`-h` or `--help` after a verb what stands here. [The command line](../cli.md) explains and gives examples.\n",
+        "`shoestring VERB --help` prints what stands here; `shoestring --version` prints versions. "
+        "[The command line, explained](../cli.md) has examples. `python -m shoestring` is the same program.\n",
     ]
     for name, function in _verbs(app):
         lines += [f"## {name}\n", f"{inspect.getdoc(function)}\n", *_verb(name, function)]
