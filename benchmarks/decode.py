@@ -351,6 +351,12 @@ def table() -> str:
                 f"\n\nPrefill of {n['config']['context']:,} tokens, {n['config']['model']}, bf16: "
                 f"{n['value']:,.0f} tokens/s, {n['quality']['mfu']:.0%} of 989 TFLOP/s."
             )
+    eager = [n["value"] for n in recorded(BENCH) if n["case"] == "transformers, eager" and n["config"]["batch"] == 1]
+    if eager:
+        text += (
+            f"\n\nHF eager launches every kernel from Python, so it depends on the host's CPU ({min(eager):.1f} to "
+            f"{max(eager):.1f} tokens/s in the recorded runs of one request): HF static is the peer to compare with."
+        )
     return text + provenance([*lines, *found.values()])
 
 

@@ -57,3 +57,20 @@ def test_the_tests_of_make_check_exist() -> None:
 def test_the_readme_of_a_folder_lists_its_scripts(folder: str) -> None:
     listed = set(re.findall(r"^\| `(\w+)`", (REPO / folder / "README.md").read_text(), flags=re.MULTILINE))
     assert listed == {p.stem for p in (REPO / folder).glob("*.py")} - {"__init__"}
+
+
+def prose(page: Path) -> str:
+    """A page without its generated tables."""
+    return re.sub(r"<!-- results:.*?<!-- /results -->", "", page.read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", sorted((REPO / "docs/methods").glob("*.md")), ids=lambda p: p.stem)
+def test_method_pages_are_short_and_say_when_not_to_use_the_method(page: Path) -> None:
+    """What does not fit belongs on the method's lab page in experiments/."""
+    text = prose(page)
+    assert len(text.split()) <= 1250
+    assert "## When not to use it" in text and "](../figures/" in text and "shoestring " in text
