@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +19,8 @@ from serving import running  # noqa: E402
 
 from shoestring.serve import Engine  # noqa: E402
 from shoestring.serve.engine.logit_rules import SamplingWithRules, TokenHistory, VerifyWithRules  # noqa: E402
-from shoestring.serve.http.grammar import Grammars  # noqa: E402
+from shoestring.serve.http import grammar  # noqa: E402
+from shoestring.serve.http.grammar import Grammars, PriorityThreads  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError  # noqa: E402
 from shoestring.serve.speculative.verify import coupled  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
@@ -99,3 +104,114 @@ def test_without_the_library_the_client_is_told(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ApiError, match="llguidance") as refused:
         grammars.of({"type": "json_object"})
     assert refused.value.status == 400 and refused.value.param == "response_format"
+
+
+# -- limits --------------------------------------------------------------------------------------------
+
+
+def properties(num: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(num)}}
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"const": "x" * 1_000_000}, "more than 65536 characters"),
+        ({"enum": [f"value {i}" for i in range(20_000)]}, "more than 65536 characters"),
+        ({"type": "string", "pattern": "ab?" * 3000}, "a string of 9000 characters"),
+        ({"items": {"anyOf": [properties(501)]}}, "501 properties"),
+        ({"items": {"type": "integer", "multipleOf": 99991}}, "multipleOf above 10000"),
+    ],
+    ids=["const", "enum", "pattern", "properties", "multipleOf"],
+)
+def test_schemas_beyond_the_limits_are_refused_before_they_cost_anything(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        Grammars(chat_tokenizer(), 300, [0]).of(json_schema(schema))
+    assert refused.value.status == 400 and refused.value.code == "schema_too_complex"
+
+
+def test_a_grammar_that_becomes_too_complex_midway_is_an_error_and_not_an_early_end(
+    chats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(grammar.LIBRARY_LIMITS, "max_items_in_row", 50)
+    schema = properties(20)  # the first token is fine
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
+    with pytest.raises(openai.BadRequestError, match="too complex to go on"):
+        chats.create(response_format=json_schema(schema), **ask)
+    assert chats.create(**ask).choices[0].finish_reason in ("stop", "length")
+
+
+def test_hostile_schemas_do_not_hold_up_others(chats: Any) -> None:
+    """The slowest schemas within the limits, new ones all the time, beside a stream and newcomers."""
+    hostile = [
+        {"type": "array", "items": {"const": "x" * 8000}, "minItems": 50},
+        properties(490),
+        {"type": "array", "items": {"type": "integer", "multipleOf": 9973}, "minItems": 50},
+        {"const": "x" * 1_000_000},
+    ]
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    chats.create(response_format=FORMAT, max_tokens=1, **ask)  # the table of the vocabulary
+    stop = threading.Event()
+
+    def attack(which: int) -> None:
+        num = 0
+        while not stop.is_set():
+            num += 1
+            schema = {**hostile[which], "title": f"{num}"}  # never seen before
+            with contextlib.suppress(openai.BadRequestError):
+                chats.create(response_format=json_schema(schema), max_tokens=20, **ask)
+
+    threads = [threading.Thread(target=attack, args=[i]) for i in range(len(hostile))]
+    for thread in threads:
+        thread.start()
+    gaps, firsts, end = [], [], time.monotonic() + 1.5
+    stream = chats.create(stream=True, extra_body={"ignore_eos": True}, max_tokens=3000, **ask)
+    next(iter(stream))
+    while time.monotonic() < end:
+        began = time.monotonic()
+        for _ in itertools.islice(stream, 10):
+            gaps.append(time.monotonic() - began)
+            began = time.monotonic()
+        began = time.monotonic()
+        chats.create(max_tokens=1, **ask)
+        firsts.append(time.monotonic() - began)
+    stream.close()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len(gaps) >= 10 and max(gaps) < 1.0
+    assert max(firsts) < 2.0
+
+
+def test_schemas_are_kept_and_slow_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    grammars = Grammars(chat_tokenizer(), 300, [0])
+    kept, slow = json_schema({"title": "kept"}), json_schema({"title": "slow"})
+    assert grammars.must_compile(kept) and not grammars.must_compile(None)
+    assert grammars.of(kept) is grammars.of(kept) and not grammars.must_compile(kept)
+    monkeypatch.setattr(grammar, "COMPILE_LIMIT_S", 0.0)
+    assert grammars.of(kept) is not None
+    with pytest.raises(ApiError, match="takes too long to compile"):
+        grammars.of(slow)
+    assert not grammars.must_compile(slow)
+    with pytest.raises(ApiError, match="takes too long to compile"):
+        grammars.of(slow)
+    monkeypatch.setattr(grammar, "NUM_COMPILED", 1)
+    with pytest.raises(ApiError):
+        grammars.of(json_schema({"title": "third"}))
+    assert grammars.must_compile(kept)
+
+
+def test_of_waiting_jobs_the_cheapest_is_next() -> None:
+    threads, gate = PriorityThreads("test", 1), threading.Event()
+    order: list[float] = []
+    first = threads.submit(0.0, lambda: gate.wait(30))
+    rest = [threads.submit(cost, lambda cost=cost: order.append(cost)) for cost in (3.0, 1.0, 2.0)]
+    gate.set()
+    for job in (first, *rest):
+        job.result(30)
+    assert order == [1.0, 2.0, 3.0]

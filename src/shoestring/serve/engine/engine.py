@@ -71,6 +71,8 @@ from shoestring.serve.speculative.verify import (
 
 __all__ = ["Completion", "Drafter", "Engine", "Output", "Prompt", "Request", "Stats", "TextCodec"]
 
+LATE_WAIT_S = 0.005  # that a step waits for what its verification lacks before it leaves a request out
+IDLE_WAIT_S = 0.02  # that a step waits where every request lacks something
 FIXED_DRAFTS = 4  # per request and step, where lengths cannot be chosen by measured time
 
 Prompt = str | Sequence[int]
@@ -173,6 +175,12 @@ class Engine:
         return self.scheduler.running
 
     @property
+    def _stepping(self) -> list[Request]:
+        """The running requests that do not sit out."""
+        late = self.scheduler.late
+        return [r for r in self.running if r not in late] if late else self.running
+
+    @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
@@ -229,6 +237,8 @@ class Engine:
         if self.draft_controller is not None and not self._warmed_up and self.busy:
             self.warm_up()
         outputs = self._expire()
+        if self.scheduler.late:
+            self._rejoin()
         launched, self._launched_ahead = self._launched_ahead, None
         if launched is None or not any(launched.alive):
             if self.waiting and not self.running:
@@ -237,6 +247,8 @@ class Engine:
             scheduled = self.scheduler.schedule()
             self._record_schedule(scheduled)
             if not scheduled.work:
+                if self.scheduler.late:
+                    self._rejoin(IDLE_WAIT_S)
                 return outputs
             prefills = bool(scheduled.admitted) or not all(r.ready for r, _ in scheduled.work)
             if prefills:
@@ -251,7 +263,9 @@ class Engine:
 
     def _compute(self, work: Work, began: float, prefills: bool) -> list[Output]:
         """A step that needs logits on the host, or that verifies nothing."""
-        logits_RV, checked, similarities = self._forward(work)
+        self.verify.prepare([check_for(r) for r, _ in split_by_completion(work)[0]])
+        logits_RV, reached, similarities = self._forward(work)
+        logits_RV, checked, failed = self._leave_out_late(logits_RV, reached)
         gained: list[list[int]] = []
         if checked:
             gained = self.verify(logits_RV, [check_for(r) for r in checked])
@@ -259,8 +273,44 @@ class Engine:
             num_rows = sum(num for _, num in work)
             self._record_time(num_rows, began, sum(map(len, gained)), prefills=prefills)
         for similarity in similarities:
-            similarity.count({r.id: len(new) for r, new in zip(checked, gained, strict=True)})
-        return [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
+            num_gained = {r.id: len(new) for r, new in zip(checked, gained, strict=True)}
+            similarity.count({r.id: num_gained.get(r.id, 0) for r in reached})
+        committed = [self._commit(r, new) for r, new in zip(checked, gained, strict=True)]
+        return committed + [self._fail(r, error) for r, error in failed]
+
+    def _leave_out_late(
+        self, logits_RV: Tensor, reached: list[Request]
+    ) -> tuple[Tensor, list[Request], list[tuple[Request, UserError]]]:
+        """The rows that can be verified now, their requests, and the requests that cannot go on. Of the others, drafts
+        are cut, or the request sits out: its last row will be computed again. Nothing of that changes a text."""
+        ready = self.verify.ready_rows([check_for(r) for r in reached], LATE_WAIT_S)
+        if ready == [1 + len(r.drafts) for r in reached]:
+            return logits_RV, reached, []
+        rows: list[int] = []
+        checked: list[Request] = []
+        failed: list[tuple[Request, UserError]] = []
+        first = 0
+        for request, num in zip(reached, ready, strict=True):
+            num_rows, draft = 1 + len(request.drafts), request.draft
+            if isinstance(num, UserError):
+                failed.append((request, num))
+            elif num == 0:
+                self.scheduler.late.add(request)
+                request.draft, request.num_computed = NO_DRAFT, len(request.tokens) - 1
+            else:
+                checked.append(request)
+                rows += range(first, first + num)
+                if num < num_rows:
+                    probs_GV = None if draft.probs_GV is None else draft.probs_GV[: num - 1]
+                    request.draft = Draft(draft.tokens[: num - 1], probs_GV)
+            first += num_rows
+        return logits_RV[torch.tensor(rows, device=logits_RV.device, dtype=torch.int64)], checked, failed
+
+    def _rejoin(self, wait_s: float = 0.0) -> None:
+        """Let those late requests compute again whose next token can be chosen, or that cannot go on."""
+        late = [r for r in self.running if r in self.scheduler.late]
+        ready = self.verify.ready_rows([check_for(r) for r in late], wait_s)
+        self.scheduler.late = {r for r, num in zip(late, ready, strict=True) if num == 0}
 
     # -- steps whose tokens are chosen on the device --------------------------------------------------------
     def _launch(self, work: Work, began: float, prefills: bool) -> LaunchedStep | None:
@@ -286,7 +336,7 @@ class Engine:
         """Launch the next step before the tokens of `launched` are known on the host, if only those tokens could change
         it: it reads them on the device. A row of a request that turns out to have ended is wasted."""
         requests = launched.requests
-        if self.scheduler.admits or not all(launched.alive) or len(requests) != len(self.running):
+        if self.scheduler.admits or not all(launched.alive) or len(requests) != len(self._stepping):
             return None
         if any(r.drafts or self._room(r) < 2 for r in requests) or self._drafts_next():
             return None
@@ -310,7 +360,7 @@ class Engine:
         """Whether the next step of the running requests would have drafts."""
         if self.drafter is None or not self.num_drafts:
             return False
-        return self.draft_controller is None or self.draft_controller.would_draft(len(self.running), self.prospects)
+        return self.draft_controller is None or self.draft_controller.would_draft(len(self._stepping), self.prospects)
 
     def _complete(self, launched: LaunchedStep) -> list[Output]:
         """Wait for the tokens of a launched step and commit them to the requests that still run."""
@@ -367,8 +417,8 @@ class Engine:
         n = self.num_drafts
         if self.draft_controller is not None:
             calm = not self.scheduler.admits and all(r.ready for r in self.running)
-            n = self.draft_controller.choose(len(self.running), self.prospects) if calm else 0
-        ready = [r for r in self.running if r.ready and self._room(r) > 1] if n else []
+            n = self.draft_controller.choose(len(self._stepping), self.prospects) if calm else 0
+        ready = [r for r in self._stepping if r.ready and self._room(r) > 1] if n else []
         if not ready:
             return
         asked = ready if self.draft_controller is None else self.draft_controller.drafted_requests(ready)
@@ -391,10 +441,10 @@ class Engine:
         """For the draft-length controller, about the running requests that may gain more than one token: drafts that
         the row budget and a text have room for, tokens that a text may still gain on average, and whether the drafter
         has to read texts first."""
-        rooms = {r: num for r in self.running if (num := self._room(r)) > 1}
+        rooms = {r: num for r in self._stepping if (num := self._room(r)) > 1}
         if not rooms:
             return Prospects(0, 0.0)
-        limit = max(0, min(self.chunk // len(self.running), max(rooms.values())) - 1)
+        limit = max(0, min(self.chunk // len(self._stepping), max(rooms.values())) - 1)
         found = Prospects(limit, sum(rooms.values()) / len(rooms))
         if self.drafter is None:
             return found
@@ -478,6 +528,11 @@ class Engine:
                 return "stop"
         return "length" if self._room(request) == 0 else None
 
+    def _fail(self, request: Request, error: UserError) -> Output:
+        request.error, before = error, len(request.text)
+        self._finish(request, "error")
+        return Output(request, [], request.text[before:], "error")
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         if request.text_stream is not None:
@@ -492,7 +547,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete all prompts (one Sampling for all, or one each), as many at once as there is room for."""
+        """Complete all prompts (one Sampling for all, or one each), as many at once as there is room for. Raises the
+        error of the first request that the engine had to end."""
         # All are checked before the first runs: a bad prompt does not cost the time of the good ones.
         asked = zip(prompts, samplings_for(prompts, sampling), strict=True)
         requests = [self._request(p, s) for p, s in asked]
@@ -503,6 +559,9 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         return [completion_of(r) for r in requests]
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
@@ -519,6 +578,8 @@ class Engine:
                 if len(request.text) > sent:
                     piece, sent = request.text[sent:], len(request.text)
                     yield piece
+                elif request.error is not None:
+                    raise request.error
                 elif request.finish_reason is not None:
                     return
                 else:

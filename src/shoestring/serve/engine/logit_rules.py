@@ -5,6 +5,9 @@ log-probabilities of what was drawn. The engine knows nothing of either: it hand
 sampling to its verifier, and `VerifyWithRules(verify)` changes the logits first and records afterwards. Row i of a
 request with drafts is changed as if its first i drafts had been written, so drafts do not change the text.
 
+The masks of a grammar come from other threads. The verifier asks for them before the forward (`prepare`) and reports
+after it how many have come (`ready_rows`); the engine verifies those rows only.
+
     logit - presence * [token was written] - frequency * times written + bias
     repetition penalty r (prompt and text): logit / r where positive, logit * r where negative
 
@@ -16,6 +19,7 @@ Shapes: R rows, V vocabulary, D model width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.model import collectives
 from shoestring.model.transformer import Decoder, Head
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
@@ -65,11 +70,22 @@ class TokenHistory:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-class Grammar(Protocol):
-    """Which tokens may come next. `allowed` must not depend on calls for other rows."""
+class GrammarLimitExceeded(UserError):
+    """The text cannot go on because its grammar became too complex; the server answers 400."""
 
-    def allowed(self, written: Sequence[int], vocab: int) -> Tensor | None:
-        """[V] bool: the tokens that may follow `written`; None allows all."""
+
+class Grammar(Protocol):
+    """Which tokens may come next. Masks are computed on other threads."""
+
+    def begin(self, written: Sequence[int], drafts: Sequence[int]) -> None:
+        """Start to compute the masks after `written` and after each of the drafts, where that was not done yet."""
+
+    def num_ready(self, written: Sequence[int], drafts: Sequence[int], until: float) -> int:
+        """How many of these masks exist, from the first; waits for the others until this time (time.monotonic). Raises
+        GrammarLimitExceeded."""
+
+    def allowed(self, written: Sequence[int], drafts: Sequence[int], vocab: int) -> Tensor | None:
+        """[V] bool: the tokens that may follow `written` and all of `drafts`, once they are known; None allows all."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,22 @@ class VerifyWithRules(Verifier):
         asked = [c.sampling for c in checks if isinstance(c.sampling, SamplingWithRules)]
         return any(s.changes_logits or s.num_logprobs is not None for s in asked) or self._inner.needs_logits(checks)
 
+    def prepare(self, checks: Sequence[Check]) -> None:
+        for check in checks:
+            if (grammar := _grammar_of(check)) is not None:
+                grammar.begin(_written(check), check.drafts)
+
+    def ready_rows(self, checks: Sequence[Check], wait_s: float) -> list[int | UserError]:
+        until, found = time.monotonic() + wait_s, list[int | UserError]()
+        for check in checks:
+            grammar = _grammar_of(check)
+            try:
+                ready = None if grammar is None else grammar.num_ready(_written(check), check.drafts, until)
+                found.append(check.num_rows if ready is None else ready)
+            except GrammarLimitExceeded as error:
+                found.append(error)
+        return found
+
     def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
         for check, new in zip(checks, gained, strict=True):
             if isinstance(check.sampling, SamplingWithRules):
@@ -114,17 +146,27 @@ def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:
     for check in checks:
         sampling = check.sampling
         if isinstance(sampling, SamplingWithRules) and sampling.changes_logits:
-            prompt = sampling.history.prompt
-            written = sampling.history.tokens[: check.position - len(prompt)]
+            written = _written(check)
             for i in range(check.num_rows):
                 so_far = [*written, *check.drafts[:i]]
-                out_RV[row + i] = apply_row_rules(out_RV[row + i], sampling.rules, prompt, so_far)
+                out_RV[row + i] = apply_row_rules(out_RV[row + i], sampling.rules, sampling.history.prompt, so_far)
                 if sampling.grammar is not None:
-                    allowed_V = sampling.grammar.allowed(so_far, out_RV.shape[1])
+                    allowed_V = sampling.grammar.allowed(written, check.drafts[:i], out_RV.shape[1])
                     if allowed_V is not None:
                         out_RV[row + i].masked_fill_(~allowed_V.to(out_RV.device), -torch.inf)
         row += check.num_rows
     return out_RV
+
+
+def _grammar_of(check: Check) -> Grammar | None:
+    return check.sampling.grammar if isinstance(check.sampling, SamplingWithRules) else None
+
+
+def _written(check: Check) -> list[int]:
+    """The new tokens before the check's drafts."""
+    assert isinstance(check.sampling, SamplingWithRules)
+    history = check.sampling.history
+    return history.tokens[: check.position - len(history.prompt)]
 
 
 def apply_row_rules(logits_V: Tensor, rules: LogitRules, prompt: Sequence[int], written: Sequence[int]) -> Tensor:

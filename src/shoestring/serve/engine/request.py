@@ -15,12 +15,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.model.skip import SkipSet
 from shoestring.serve.engine.block_pool import BlockTable
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.serve.speculative.verify import COUPLED, VerifyRule
 
-FinishReason = Literal["stop", "length", "abort", "deadline"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 
 class PendingDrafts:
@@ -109,6 +110,7 @@ class Request:
     num_cached: int = 0  # prompt tokens that the prefix cache held when it was first admitted
     text: str = ""  # released so far; never shrinks
     finish_reason: FinishReason | None = None
+    error: UserError | None = None  # why the engine ended it, with the finish reason "error"
     # Sublayers to leave out (skip_policy.py): `skip` below position switch_at, `late_skip` from there on.
     skip: SkipSet | None = None
     late_skip: SkipSet | None = None

@@ -9,6 +9,8 @@
 3. Then prefills in progress, oldest first.
 4. Then the queue, in order, each with all the blocks of its text at once, unless a request was preempted.
 
+A request whose next token cannot be chosen yet is `late` and gets no row; it keeps its blocks and its place.
+
 So a long prompt never stalls decoding requests, and none starves: the oldest request always gets its row (it may take
 every other block, and a request that can never fit is refused on arrival), so it ends, and the next becomes the oldest.
 
@@ -61,6 +63,7 @@ class Scheduler:
         self.max_requests, self.chunk, self.max_waiting = max_requests, chunk, max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.late: set[Request] = set()  # of the running ones
 
     @property
     def admits(self) -> bool:
@@ -100,8 +103,8 @@ class Scheduler:
         """The ready requests that get a row, each with a block for it."""
         decoding: list[Request] = []
         for request in list(self.running):
-            if request.table is None or not request.ready:
-                continue  # preempted just now, or in prefill
+            if request.table is None or not request.ready or request in self.late:
+                continue  # preempted just now, in prefill, or sits out
             if len(decoding) == self.chunk:
                 request.draft = NO_DRAFT
                 continue
@@ -151,5 +154,6 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         assert request.table is not None
         self.running.remove(request)
+        self.late.discard(request)
         self.pool.close(request.table)
         request.table, request.num_computed, request.draft = None, 0, NO_DRAFT

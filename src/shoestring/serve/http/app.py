@@ -159,7 +159,7 @@ class Api:
                 request,
                 len(content),
                 lambda: parse_chat(body, self.tokenizer, self.limits, self.grammars),
-                "grammar" if body.response_format is not None else None,
+                "grammar" if self.grammars.must_compile(body.response_format) else None,
             )
         return await self._respond(request, parsed)
 

@@ -33,7 +33,7 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.serve.engine.engine import Engine, Output, Request
-from shoestring.serve.engine.logit_rules import SamplingWithRules, TokenLogprob
+from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
 from shoestring.serve.engine.scheduler import QueueFull, check_queue
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
@@ -335,6 +335,9 @@ class EngineThread:
             if output.finish_reason == "deadline":
                 self._fail(choice, deadline_error(choice))
                 continue
+            if output.finish_reason == "error":
+                self._fail(choice, _engine_error(output.request.error))
+                continue
             num = len(output.token_ids)
             logprobs = choice.sampling.history.logprobs[choice.num_sent : choice.num_sent + num]
             choice.num_sent += num
@@ -463,6 +466,13 @@ def deadline_error(choice: PendingChoice) -> ApiError:
         code="deadline_exceeded",
         headers={"x-should-retry": "false"},
     )
+
+
+def _engine_error(error: UserError | None) -> ApiError:
+    """Why the engine ended one request; the others go on."""
+    assert error is not None
+    assert isinstance(error, GrammarLimitExceeded)
+    return ApiError(400, str(error), param="response_format", code="schema_too_complex")
 
 
 def kv_usage(engine: Engine) -> float:

@@ -1,9 +1,15 @@
 """JSON by construction: `response_format` as a mask over the next token.
 
 The grammar and its matcher are those of the `llguidance` library, which is optional
-(pip install 'shoestring[grammar]'). A `JsonGrammar` follows one text. It returns the tokens that may follow
+(pip install 'shoestring[grammar]'). A `JsonGrammar` follows one text. It gives the tokens that may follow
 what was written, drafts included, and gets to that state by rolling its matcher back to the common prefix. So it does
 not matter which drafts were accepted.
+
+A schema can be made to cost seconds, so nothing of this runs on the engine thread or the event loop. Schemas are
+compiled on a worker thread (request_workers.py). Masks are computed on a few threads of their own, the quickest first,
+while the engine computes the logits; the library releases the GIL for both. A text whose mask is late sits out steps
+(engine.py). The library cannot be interrupted, but its time is bounded by limits: those it has itself, and those of
+`check_schema` for what it does not count. A request beyond them is refused, or ended midway, with an error.
 
 Whitespace between values is bounded: a model could otherwise write line breaks for ever.
 
@@ -12,22 +18,46 @@ Left out: regular expressions, Lark grammars and tool calls, which the library c
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
+import os
+import queue
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.engine.logit_rules import GrammarLimitExceeded
 from shoestring.serve.http.request_schema import ApiError
-
-log = logging.getLogger("shoestring.serve")
 
 ANY_OBJECT = {"type": "object"}
 WHITESPACE = r"[ \n\t]{0,24}"
+
+# A schema within these compiles in about a second at most (2 cores, 49k tokens), and its masks take less than 0.1 s.
+MAX_SCHEMA_CHARACTERS = 1 << 16
+MAX_SCHEMA_STRING = 1 << 13  # a mask takes 2 us for each character of a string that the text is within
+MAX_PROPERTIES = 500  # of one object; compiling takes time with their square
+MAX_MULTIPLE = 10_000  # of multipleOf; compiling takes 30 us and 0.3 kB for each number below it
+COMPILE_LIMIT_S = 5.0  # a schema that took longer is refused, also when it comes again
+LIBRARY_LIMITS = {
+    "initial_lexer_fuel": 100_000,
+    "max_grammar_size": 20_000,
+    "max_items_in_row": 4_000,  # each property that may come next takes four
+    "verbose_errors": False,
+}
+NUM_COMPILED = 32  # schemas that are kept: most clients send the same one again
+NUM_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
+
+Made = TypeVar("Made")
+MakeGrammar = Callable[[], "JsonGrammar"]
 
 
 class Grammars:
@@ -35,62 +65,154 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._lock = threading.Lock()
         self._table: Any = None
+        self._lock = threading.Lock()  # guards _compiled
+        self._compiled: OrderedDict[str, MakeGrammar | ApiError] = OrderedDict()  # least recently used first
+        self._mask_threads = PriorityThreads("shoestring-mask", NUM_MASK_THREADS)
 
-    def of(self, response_format: dict[str, Any] | None) -> Callable[[], JsonGrammar] | None:
+    def must_compile(self, response_format: dict[str, Any] | None) -> bool:
+        """Whether `of` would take a while. Anything wrong that can be seen at once is a 400."""
+        text = wanted_schema(response_format)
+        with self._lock:
+            return text is not None and text not in self._compiled
+
+    def of(self, response_format: dict[str, Any] | None) -> MakeGrammar | None:
         """What makes a grammar per text; None for plain text. Anything wrong is a 400."""
-        schema = wanted_schema(response_format)
-        if schema is None:
+        text = wanted_schema(response_format)
+        if text is None:
             return None
+        with self._lock:
+            found = self._compiled.get(text)
+        if found is None:
+            found = self._compile(text)
+        with self._lock:
+            self._compiled[text] = found
+            self._compiled.move_to_end(text)
+            if len(self._compiled) > NUM_COMPILED:
+                self._compiled.popitem(last=False)
+        if isinstance(found, ApiError):
+            raise found.with_traceback(None)
+        return found
+
+    def _compile(self, schema: str) -> MakeGrammar | ApiError:
+        """The first mask, often the slowest, is computed here, for all texts of the schema."""
         try:
             import llguidance
         except ModuleNotFoundError:
-            raise _refused(
+            return _refused(
                 "JSON formats need the package llguidance on the server (pip install 'shoestring[grammar]'); "
                 'without it ask for JSON in the prompt and use {"type": "text"}'
-            ) from None
+            )
         if not self._eos_ids:
-            raise _refused("this model has no end-of-text token, so an answer of this format could not end")
+            return _refused("this model has no end-of-text token, so an answer of this format could not end")
+        table, began = self._vocabulary(llguidance), time.monotonic()
         try:
             options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
-            raise _refused(f"the JSON schema cannot be used: {_first_line(error)}") from None
-        matcher = llguidance.LLMatcher(self._vocabulary(llguidance), grammar, log_level=0)
-        if matcher.is_error():
-            raise _refused(f"the JSON schema cannot be used: {_first_line(matcher.get_error())}")
-        return lambda: JsonGrammar(matcher.deep_copy(), self._eos_ids)
+            return _refused(f"the JSON schema cannot be used: {_first_line(error)}")
+        limits: Any = llguidance.LLParserLimits(**LIBRARY_LIMITS)
+        matcher = llguidance.LLMatcher(table, grammar, log_level=0, limits=limits)
+        first = None if matcher.is_error() else matcher.deep_copy()
+        mask = None if first is None else first.compute_bitmask()
+        if first is None or mask is None or first.is_error():
+            reason = _first_line((matcher if first is None else first).get_error())
+            return _refused(f"the JSON schema cannot be used: {reason}")
+        if time.monotonic() - began > COMPILE_LIMIT_S:
+            return _refused("the JSON schema takes too long to compile; make it simpler", "schema_too_complex")
+        return lambda: JsonGrammar(matcher.deep_copy(), self._mask_threads, mask)
 
     def _vocabulary(self, llguidance: Any) -> Any:
-        with self._lock:
-            if self._table is None:
-                size = max(self._vocab_size, self._tokenizer.vocab_size)
-                text = self._tokenizer.backend.to_str()
-                self._table = llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
-            return self._table
+        if self._table is None:
+            size = max(self._vocab_size, self._tokenizer.vocab_size)
+            text = self._tokenizer.backend.to_str()
+            self._table = llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
+        return self._table
+
+
+@dataclass(frozen=True)
+class MaskJob:
+    """The masks after a text and after each draft that follows it. A text only grows, so its length names it."""
+
+    written: list[int]
+    drafts: tuple[int, ...]
+    masks: list[Future[bytes | None]]  # one more than drafts; None: the text is not of the grammar
+
+    def num_shared(self, num_written: int, drafts: Sequence[int]) -> int:
+        """Masks of this job that are also those of another, from the first."""
+        if num_written != len(self.written):
+            return 0
+        pairs = zip(self.drafts, drafts, strict=False)
+        return 1 + len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 class JsonGrammar:
-    """The `Grammar` of one text. Owned by the thread that steps the engine."""
+    """The `Grammar` of one text. The engine thread asks; a mask thread, one at a time, has the matcher."""
 
-    def __init__(self, matcher: Any, eos_ids: Sequence[int]) -> None:
-        self._matcher, self._eos_ids = matcher, list(eos_ids)
+    def __init__(self, matcher: Any, threads: PriorityThreads, first_mask: bytes) -> None:
+        self._matcher, self._threads = matcher, threads
         self._consumed: list[int] = []
+        self._seconds = 0.0  # that the latest mask took
+        self._lock = threading.Lock()  # guards _job and _at_work
+        self._at_work = False
+        first: Future[bytes | None] = Future()
+        first.set_result(first_mask)
+        self._job = MaskJob([], (), [first])
 
-    def allowed(self, written: Sequence[int], vocab: int) -> Tensor | None:
-        if not self._go_to(list(written)):
+    def begin(self, written: Sequence[int], drafts: Sequence[int]) -> None:
+        with self._lock:
+            num = self._job.num_shared(len(written), drafts)
+            if num == len(drafts) + 1:
+                return
+            masks = self._job.masks[:num] + [Future() for _ in range(len(drafts) + 1 - num)]
+            self._job = MaskJob(list(written), tuple(drafts), masks)
+            if self._at_work:
+                return  # the thread takes this job next
+            self._at_work = True
+        self._threads.submit(self._seconds, self._work)
+
+    def num_ready(self, written: Sequence[int], drafts: Sequence[int], until: float) -> int:
+        self.begin(written, drafts)
+        for num, mask in enumerate(self._job.masks[: len(drafts) + 1]):
+            try:
+                mask.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                return num
+        return len(drafts) + 1
+
+    def allowed(self, written: Sequence[int], drafts: Sequence[int], vocab: int) -> Tensor | None:
+        self.begin(written, drafts)
+        mask = self._job.masks[len(drafts)].result()
+        if mask is None:
             return None  # after a draft that the row before does not allow: this row is not used
-        mask = bytearray(self._matcher.compute_bitmask())
+        flags = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+        return torch.from_numpy(flags)[:vocab].bool()
+
+    def _work(self) -> None:
+        """On a mask thread: compute what the latest job lacks."""
+        while True:
+            with self._lock:
+                job = self._job
+                row = next((i for i, mask in enumerate(job.masks) if not mask.done()), None)
+                if row is None:
+                    self._at_work = False
+                    return
+            began = time.monotonic()
+            try:
+                job.masks[row].set_result(self._mask([*job.written, *job.drafts[:row]]))
+            except Exception as error:
+                job.masks[row].set_exception(error)
+            self._seconds = time.monotonic() - began
+
+    def _mask(self, written: list[int]) -> bytes | None:
+        mask = self._matcher.compute_bitmask() if self._go_to(written) else None
         if self._matcher.is_error():
-            # The grammar exceeded the library's limits: the text can only end.
-            log.warning("a grammar failed midway: %s", _first_line(self._matcher.get_error()))
-            allowed_V = torch.zeros(vocab, dtype=torch.bool)
-            allowed_V[self._eos_ids] = True
-            return allowed_V
-        bits = torch.frombuffer(mask, dtype=torch.uint8)
-        flags = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        return flags.flatten()[:vocab].bool()
+            raise GrammarLimitExceeded(
+                "the JSON schema is too complex to go on with: "
+                f"{_first_line(self._matcher.get_error())}; make it simpler, with fewer optional properties or shorter "
+                "strings"
+            )
+        return mask
 
     def _go_to(self, written: list[int]) -> bool:
         """Bring the matcher to the state after `written`; False where the grammar has no such text."""
@@ -106,24 +228,89 @@ class JsonGrammar:
         return num == len(rest)
 
 
-def wanted_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | bool | None:
-    """The JSON schema that a response_format asks for; None for plain text."""
+class PriorityThreads:
+    """A few threads for jobs of very different length: of those that wait, the one of least cost is next. They start
+    with the first job and end with the process."""
+
+    def __init__(self, name: str, num: int) -> None:
+        self._name, self._num = name, num
+        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._order = itertools.count()  # of jobs of equal cost
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def submit(self, cost: float, function: Callable[[], Made]) -> Future[Made]:
+        future: Future[Made] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        with self._lock:
+            if not self._threads:
+                names = [f"{self._name}-{i}" for i in range(self._num)]
+                self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+                for thread in self._threads:
+                    thread.start()
+        self._jobs.put((cost, next(self._order), run))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()[2]()
+
+
+def wanted_schema(response_format: dict[str, Any] | None) -> str | None:
+    """The JSON schema that a response_format asks for, as JSON; None for plain text."""
     if response_format is None or response_format.get("type") == "text":
         return None
     kind = response_format.get("type")
     if kind == "json_object":
-        return ANY_OBJECT
+        return json.dumps(ANY_OBJECT)
     if kind != "json_schema":
         raise _refused('response_format needs a type: "text", "json_object" or "json_schema"')
     given = response_format.get("json_schema")
     schema = given.get("schema") if isinstance(given, dict) else None
     if not isinstance(schema, dict):
         raise _refused("response_format json_schema needs json_schema.schema, an object")
-    return schema
+    check_schema(schema)
+    return json.dumps(schema)
 
 
-def _refused(message: str) -> ApiError:
-    return ApiError(400, message, param="response_format")
+def check_schema(schema: dict[str, Any]) -> None:
+    """Refuse what the library would take too long for, in a pass that stops early."""
+    size, rest = 0, [schema]
+    while rest:
+        node = rest.pop()
+        size += len(node) + 2 if isinstance(node, str | dict | list) else 4
+        if size > MAX_SCHEMA_CHARACTERS:
+            raise _too_large(f"it has more than {MAX_SCHEMA_CHARACTERS} characters")
+        if isinstance(node, str) and len(node) > MAX_SCHEMA_STRING:
+            raise _too_large(f"it has a string of {len(node)} characters; {MAX_SCHEMA_STRING} are allowed")
+        if isinstance(node, list):
+            rest += node
+        elif isinstance(node, dict):
+            _check_keywords(node)
+            rest += [*node, *node.values()]
+
+
+def _check_keywords(node: dict[str, Any]) -> None:
+    properties, multiple = node.get("properties"), node.get("multipleOf")
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise _too_large(f"it has an object of {len(properties)} properties; {MAX_PROPERTIES} are allowed")
+    if isinstance(multiple, int | float) and abs(multiple) > MAX_MULTIPLE:
+        raise _too_large(f"it has a multipleOf above {MAX_MULTIPLE}")
+
+
+def _too_large(reason: str) -> ApiError:
+    return _refused(f"the JSON schema is too large: {reason}", code="schema_too_complex")
+
+
+def _refused(message: str, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param="response_format", code=code)
 
 
 def _first_line(error: object) -> str:

@@ -36,6 +36,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoestring.errors import UserError
 from shoestring.serve.engine.sampling import Sampling, gumbel_noise, keep_likely, sample
 
 RuleName = Literal["coupled", "token", "block"]
@@ -106,6 +107,14 @@ class Verifier:
         """False: the tokens that plain decoding chooses after each row are enough (`accept`), so the engine may choose
         them on the device and not call this object. A function of the caller's own may change logits: it needs them."""
         return self._verify is not verify or any(c.drafts and c.rule.needs_logits for c in checks)
+
+    def prepare(self, checks: Sequence[Check]) -> None:
+        """Called before the forward whose logits will be verified: begin what can be computed meanwhile."""
+
+    def ready_rows(self, checks: Sequence[Check], wait_s: float) -> list[int | UserError]:
+        """How many rows of each check can be verified now, after waiting for the rest up to wait_s seconds in all; or
+        why the request must end. The engine verifies those rows only; 0: the request sits out the step."""
+        return [check.num_rows for check in checks]
 
     def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
         """The tokens of a step that was verified without a call of this object."""
