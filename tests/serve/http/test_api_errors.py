@@ -314,7 +314,7 @@ def most_new_tokens(path: str, body: dict[str, Any]) -> int:
     return min(CONTEXT, default if given is None else given)
 
 
-@fuzzed(100)
+@fuzzed(50)  # tests/fuzz has more
 @given(bodies())
 def test_no_body_makes_the_server_fail(http: Any, service: Any, given_body: tuple[str, dict[str, Any]]) -> None:
     path, body = given_body
@@ -361,7 +361,7 @@ def token_bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(token_bodies())
 def test_no_body_makes_tokenizing_fail(http: Any, service: Any, given_body: tuple[str, dict[str, Any]]) -> None:
     path, body = given_body

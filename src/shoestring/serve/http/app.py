@@ -21,7 +21,7 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -243,24 +243,26 @@ class Api:
             self.engine_thread.cancel(choices)
 
     def _cancel_on_disconnect(self, request: Request, collector: OutputCollector, choices: list[PendingChoice]) -> None:
-        """Cancel the choices when the client disconnects. Starlette reports a finished response the same way, so the
-        task always ends. An engine that is stuck in a step does not keep the deadline; then it is kept here."""
+        """Cancel the choices when the client disconnects. An engine that is stuck in a step does not keep the deadline;
+        then it is kept here."""
+        gone = request.scope["shoestring"]["gone"]
 
         async def watch() -> None:
-            try:
-                async with asyncio.timeout(choices[0].deadline + LATE_S - time.monotonic()):
-                    while (await request.receive())["type"] != "http.disconnect":
-                        pass
-            except TimeoutError:
-                for choice in choices:
-                    collector.put(choice.index, ChoiceDelta(error=deadline_error(choice)))
+            await asyncio.wait({gone}, timeout=choices[0].deadline + LATE_S - time.monotonic())
+            if gone.done():
+                self.engine_thread.cancel(choices)
+                collector.close()
                 return
-            self.engine_thread.cancel(choices)
-            collector.close()
+            for choice in choices:
+                collector.put(choice.index, ChoiceDelta(error=deadline_error(choice)))
 
-        task = asyncio.create_task(watch())
+        self._keep(watch())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._watchers.add(task)  # the event loop holds tasks only weakly
         task.add_done_callback(self._watchers.discard)
+        return task
 
     # -- other routes --------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
@@ -362,9 +364,15 @@ class Api:
 
     # -- reading --------------------------------------------------------------------------------------------
     async def _work(self, request: Request, size: int, work: Callable[[], T], lane: Lane | None = None) -> T:
-        """`work()` on a worker thread; `size` is what it is about, in bytes."""
+        """`work()` on a worker thread; `size` is what it is about, in bytes. Not begun if the client leaves."""
         lane = lane or ("light" if size <= LIGHT_BYTES else "heavy")
-        return await self.workers.run(lane, request.scope["shoestring"]["client"], size, work)
+        note = request.scope["shoestring"]
+        job = asyncio.ensure_future(self.workers.run(lane, note["client"], size, work))
+        await asyncio.wait({job, note["gone"]}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            job.cancel()
+            raise ClientDisconnect
+        return job.result()
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
@@ -385,7 +393,9 @@ class Api:
                     code="body_timeout",
                     headers={"Connection": "close"},
                 ) from None
-            request.scope["shoestring"]["arrived"] = time.monotonic()  # latencies count from here
+            note = request.scope["shoestring"]
+            note["arrived"] = time.monotonic()  # latencies count from here
+            note["gone"] = self._keep(_until_gone(request))
             yield b"".join(parts)
         finally:
             self._bodies_bytes -= sum(map(len, parts))
@@ -426,6 +436,12 @@ class Api:
                 param="model",
                 code="model_not_found",
             )
+
+
+async def _until_gone(request: Request) -> None:
+    """Until the client disconnects, or has its whole response: Starlette reports that the same way."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class RequestMiddleware:

@@ -7,7 +7,7 @@ asked for. Here
 - a client that reads nothing for `read_timeout_s` seconds is disconnected;
 - of more than `max_connections`, the one that has waited for its client the longest is closed. Requests that have
   arrived whole are never closed: where all are such, the new connection gets a 503;
-- a body in thousands of tiny chunks is refused: each costs as much to parse as a large one.
+- a body in hundreds of tiny chunks is refused: each costs as much to parse as a large one.
 
 The time for a body is the handler's (app.py), which can answer with an error.
 """
@@ -29,8 +29,8 @@ from shoestring.serve.http.responses import written
 
 log = logging.getLogger("shoestring.serve")
 
-SMALL_CHUNK = 512  # bytes
-MAX_SMALL_CHUNKS = 4096  # in one body
+SMALL_CHUNK = 256  # bytes
+MAX_SMALL_CHUNKS = 256  # in one body
 SPARE_FILES = 64  # file descriptors for everything but connections
 
 
