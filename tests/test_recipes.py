@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from shoestring.model import Decoder, ModelSpec, save_model
 from shoestring.recipes import demo
 from shoestring.runlog import read_jsonl
+from shoestring.state.run_lock import hold_run
 from shoestring.train.pretraining import ModelConfig, new_spec
 
 TINY = ["size=tiny", "d_model=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "d_ff=128", "vocab_size=320"]
@@ -279,6 +281,50 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
     page = (tmp_path / "demo" / "report.html").read_text()
     assert page.count("<svg") == 2 and "def main(" in page
     assert all(f"[{number}/{len(demo.STAGES)}] " in out for number in range(1, len(demo.STAGES) + 1))
+
+
+@pytest.mark.ranks
+def test_a_lost_rank_is_one_line_that_says_how_to_go_on(
+    cli: Callable[..., str], run_ranks: Callable[..., str], corpus: Path, tmp_path: Path
+) -> None:
+    """Stopped: `mesh.timeout_s` bounds the wait in every group. Killed: one line with the command, which works."""
+    run = tmp_path / "run"
+    settings = [f"data={corpus}", "steps=6", "save_every=2", "mesh.dp=2", f"run={run}", *TINY, *SHORT]
+    script = Path(__file__).with_name("train") / "ranks_lost.py"
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(2, script, str(tmp_path), "run", "train/dense", *settings, timeout=120)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert len(seen) == 2 and all(text.startswith("lost another process of this job (") for text, _ in seen)
+    assert "(Timed out waiting 1000ms for" in seen[0][0] and seen[0][1] > 0.9
+    assert all(seconds < 8 for _, seconds in seen)
+    said = [line.strip() for line in str(failed.value).splitlines()]
+    assert "--- rank 0, exit 2:" in said and "--- rank 1, exit -9:" in said, said
+    (line,) = (line for line in said if line.startswith("error: "))
+    assert line.startswith("error: lost another process of this job (Connection ")
+    again = f"torchrun --nproc-per-node 2 -m shoestring run train/dense resume={run}"
+    assert line.endswith(f"go on with `{again}`") and "Traceback" not in str(failed.value)
+    out = cli("run", "train/dense", f"resume={run}", "mesh.dp=1")
+    assert "step-00000002 at step 2" in out
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_is_being_written_is_not_resumed(cli: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cli("run", "train/dense", f"data={corpus}", "steps=2", "save_every=1", f"run={run}", *TINY, *SHORT)
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    with hold_run(run):
+        assert f"{run} is in use by process {os.getpid()} on " in cli("run", "train/dense", f"resume={run}", fails=True)
+    for part in (run / "checkpoints" / "step-00000002").glob("*.safetensors"):
+        part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
+    damaged = cli("run", "train/dense", f"resume={run}", "steps=3", fails=True)
+    assert "is damaged" in damaged and "resume_from=previous goes on from step-00000001" in damaged
+    changed = {p for p in files if p.read_bytes() != files[p]}
+    assert all("step-00000002" in str(p) for p in changed), changed
+    assert "resume=FOLDER" in cli("run", "train/dense", f"data={corpus}", "resume_from=previous", fails=True)
+    out = cli("run", "train/dense", f"resume={run}", "steps=3", "resume_from=previous")
+    assert "at step 1" in out and "step-00000002.set-aside" in out
+    assert json.loads((run / "config.json").read_text())["config"]["resume_from"] == "newest"
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3]
 
 
 @pytest.mark.ranks

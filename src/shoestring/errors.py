@@ -1,13 +1,14 @@
 """What a user is meant to read when something goes wrong.
 
 `UserError` is a ValueError whose message says what was given, what is allowed and what to change. The command
-line prints it as one line and exits with 2, and so do benches (`as_command`). Memory that runs out is not a
-defect either: `memory_as_user_error` turns it into such a line. Every other exception is a defect of Shoestring and
-keeps its traceback.
+line prints it as one line and exits with 2, and so do benches (`as_command`). Memory that runs out and another process
+that is gone are no defects either: `memory_as_user_error` and `lost_peer_as_user_error` turn them into such lines.
+Every other exception is a defect of Shoestring and keeps its traceback.
 """
 
 import dataclasses
 import errno
+import os
 import re
 import sys
 import traceback
@@ -134,6 +135,58 @@ def memory_line(error: BaseException, config: object = None) -> str | None:
     return f"out of {which} memory{size}{_place(error)}: {_remedy(which, config)}{_way_on(error, config)}"
 
 
+# -- other processes that are gone -------------------------------------------------------------------
+
+# torch.distributed's own classes, and what gloo writes into a plain RuntimeError.
+PEER_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+PEER_WORDS = (
+    *("gloo/transport", "connection closed by peer", "connection reset by peer", "caused pair closure"),
+    *("nccl communicator was aborted", "store has been closed"),
+)
+PEER_REASON = re.compile(r"connection (closed|reset) by peer|timed out[^\n.;]*|broken pipe", re.IGNORECASE)
+
+
+@contextmanager
+def lost_peer_as_user_error(recipe: str | None = None, config: object = None) -> Iterator[None]:
+    """A collective inside that fails because another process ended or hangs is a UserError, which says how to go on
+    where the run of this recipe has a folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = lost_peer(error)
+        if reason is None:
+            raise
+        raise UserError(
+            f"lost another process of this job ({reason}): it ended, is stuck or cannot be reached, and its own output "
+            f"says more; {_restart(error, recipe, config)}"
+        ) from error
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """In a few words, how the connection to another process failed; None for every other error."""
+    for e in _chain(error):
+        said = str(e)
+        known = any(c.__name__ in PEER_CLASSES for c in type(e).__mro__)
+        if known or (isinstance(e, RuntimeError) and any(words in said.lower() for words in PEER_WORDS)):
+            found = PEER_REASON.search(said)
+            return found[0] if found else " ".join(said.split())[:120]
+    return None
+
+
+def _restart(error: BaseException, recipe: str | None, config: object) -> str:
+    folder = _folder_of_run(error, config)
+    if recipe is None or folder is None:
+        return "start all of them again"
+    num, here = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nodes = f"--nnodes {num // here} " if num > here else ""
+    return f"go on with `torchrun {nodes}--nproc-per-node {here} -m shoestring run {recipe} resume={folder}`"
+
+
+# -- how to go on ------------------------------------------------------------------------------------
+
+
 def _remedy(which: str, config: object) -> str:
     settings = _settings(config)
     given = [f"{name} (now {settings[name]})" for name in SMALLER if settings.get(name)]
@@ -156,16 +209,28 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _way_on(error: BaseException, config: object) -> str:
-    settings = _settings(config)
-    if "resume" not in settings:
+    if "resume" not in _settings(config):
         return ""
-    noted = [n.removeprefix(RUN) for n in _notes(error) if n.startswith(RUN)]
-    folder = next((f for f in (*noted, settings["resume"], settings.get("run")) if f), None)
-    if folder is None:
+    if _named_folder(error, config) is None:
         return "; what a run has finished is kept: resume=FOLDER goes on, folders are in runs/"
-    if not (Path(folder) / "config.json").is_file():  # it had not begun
+    folder = _folder_of_run(error, config)
+    if folder is None:
         return ""
     return f"; what is finished is kept, resume={folder} goes on with it and says which settings must stay"
+
+
+def _folder_of_run(error: BaseException, config: object) -> str | None:
+    """The folder that `resume=` can go on with; None where the run has not begun."""
+    folder = _named_folder(error, config)
+    return folder if folder is not None and (Path(folder) / "config.json").is_file() else None
+
+
+def _named_folder(error: BaseException, config: object) -> str | None:
+    settings = _settings(config)
+    if "resume" not in settings:
+        return None
+    noted = [n.removeprefix(RUN) for n in _notes(error) if n.startswith(RUN)]
+    return next((f for f in (*noted, settings["resume"], settings.get("run")) if f), None)
 
 
 def _place(error: BaseException) -> str:

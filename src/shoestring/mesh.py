@@ -3,7 +3,8 @@
 Three axes, outermost first: `replica` (whole copies of the sharded state, kept equal by the trainer's
 reducer; never given to fully_shard), `dp` (FSDP2 shards over it; 1 = not applied) and `tp` (tensor parallel).
 A batch is split over replica x dp; tensor-parallel ranks see the same rows. One process touches no process
-group at all, so the same code runs in a notebook.
+group at all, so the same code runs in a notebook. A process that ends or hangs does not hold the others for ever: every
+group has the time-out `timeout_s`, and errors.py says what a lost process means to the user.
 
 torch is imported inside functions: this module sits below everything and must be free to import.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shoestring.device import pick_device
@@ -31,6 +33,9 @@ class MeshConfig:
     dp: int = field(default=1, metadata={"help": "processes that share each batch and shard the state (FSDP2)"})
     tp: int = field(default=1, metadata={"help": "processes that share each matrix (tensor parallel)"})
     replica: int = field(default=1, metadata={"help": "whole copies of the sharded state"})
+    timeout_s: float = field(
+        default=1800.0, metadata={"help": "seconds that a process waits for another one before it gives up"}
+    )
 
     @property
     def num_processes(self) -> int:
@@ -131,6 +136,8 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     sizes = (cfg.replica, cfg.dp, cfg.tp)
     if min(sizes) < 1:
         raise UserError(f"mesh axes must be at least 1, got replica={cfg.replica} dp={cfg.dp} tp={cfg.tp}")
+    if not cfg.timeout_s > 0:
+        raise UserError(f"mesh.timeout_s={cfg.timeout_s} is not possible; give more than 0 seconds")
     wanted = cfg.num_processes
     if wanted != world_size:
         raise UserError(
@@ -148,7 +155,11 @@ def open_mesh(cfg: MeshConfig | None = None, device: str = "auto") -> Mesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    timeout = timedelta(seconds=cfg.timeout_s)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", rank=rank, world_size=world_size)
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     device_mesh = init_device_mesh(place.type, sizes, mesh_dim_names=AXES)
+    for group in device_mesh.get_all_groups():  # made with torch's own time-out, not with that of the group above
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     return Mesh(rank, world_size, place, cfg.replica, cfg.dp, cfg.tp, device_mesh)

@@ -2,6 +2,7 @@
 
 A run folder is
     config.json     the resolved config, the command and the versions
+    .lock           who writes here (state/run_lock.py)
     metrics.jsonl   one JSON object per logged step: step, time, scalars
     tb/             the same scalars as TensorBoard events (when tensorboard is installed)
     checkpoints/    step-00000100/ ...
@@ -30,6 +31,8 @@ from shoestring.errors import Interrupted, UserError
 from shoestring.json_files import json_lines, kind_of, parse_json, read_object
 
 PLAIN_PROGRESS_SECONDS = 10.0
+# Settings of one command, not of the run: config.json has them like this.
+AS_SAVED: dict[str, Any] = {"resume": None, "resume_from": "newest"}
 
 
 class RunLog:
@@ -41,7 +44,7 @@ class RunLog:
         self._tensorboard: Any = None
         self._purge_step: int | None = None
         if self.folder is not None and main:
-            _make(self.folder, exist_ok=True)
+            make_run_folder(self.folder, exist_ok=True)
             (self.folder / "metrics.jsonl").touch()  # also without metrics: it is what marks a run folder
             self.history = read_jsonl(self.folder / "metrics.jsonl")
 
@@ -210,13 +213,13 @@ def new_run_folder(name: str, base: Path | str = "runs") -> Path:
     while True:
         folder = Path(base) / (stem if count == 1 else f"{stem}-{count}")
         try:
-            _make(folder)
+            make_run_folder(folder)
             return folder
         except FileExistsError:
             count += 1
 
 
-def _make(folder: Path, exist_ok: bool = False) -> None:
+def make_run_folder(folder: Path, exist_ok: bool = False) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except FileExistsError:
@@ -281,6 +284,12 @@ def check_run_folder(settings: dict[str, Any], deciding: Iterable[str] = ()) -> 
                 f"resume={folder} was started with {key}={saved.get(key)}, what it has done so far does not fit "
                 f"{key}={settings[key]}; leave {key} out or start a new run"
             )
+
+
+def check_resume_from(settings: dict[str, Any]) -> None:
+    """Which checkpoint to go on from says nothing where there is none."""
+    if settings["resume"] is None and settings["resume_from"] != AS_SAVED["resume_from"]:
+        raise UserError(f"resume_from={settings['resume_from']} is for resume=FOLDER; give both, or leave it out")
 
 
 def check_unfinished(resume: str | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shoestring.errors import UserError
+from shoestring.mesh import Mesh
 from shoestring.state.checkpoint import (
     Checkpointer,
     flatten,
@@ -20,6 +23,7 @@ from shoestring.state.checkpoint import (
     load_checkpoint,
     prune,
     save_checkpoint,
+    seed_rng,
     step_folder,
     unflatten,
 )
@@ -282,6 +286,68 @@ def test_a_crash_while_replacing_puts_the_old_one_back(tmp_path: Path) -> None:
     run, data = new_run(1)
     assert Checkpointer(tmp_path, every=2).resume(run, {"data": data}) and run.step == 2
     assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "no manifest", "no part"])
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_used_when_told(damage: str, tmp_path: Path) -> None:
+    run, data = new_run()
+    train(run, data, 4, Checkpointer(tmp_path, every=2))
+    newest = step_folder(tmp_path, 4)
+    part = newest / "part-00000.safetensors"
+    if damage == "flipped":
+        part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
+    elif damage == "cut":
+        os.truncate(part, 100)
+    else:
+        (part if damage == "no part" else newest / "manifest.json").unlink()
+    held = {p.name: p.read_bytes() for p in newest.iterdir()}
+
+    run, data = new_run(1)
+    with pytest.raises(UserError) as refused:
+        Checkpointer(tmp_path, every=2).resume(run, {"data": data})
+    said = str(refused.value)
+    assert said.startswith("the checkpoint step-00000004 cannot be used: ") and "delete" not in said
+    assert said.endswith("; resume_from=previous goes on from step-00000002 and sets this one aside")
+    assert run.step == 0 and names(tmp_path) == ["step-00000002", "step-00000004"]
+
+    run, data = new_run(1)
+    previous = Checkpointer(tmp_path, every=2, resume_from="previous")
+    assert previous.resume(run, {"data": data}) and run.step == 2
+    assert names(tmp_path) == ["step-00000002", "step-00000004.set-aside"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step-00000004.set-aside").iterdir()} == held
+    assert run.log.lines[-1] == (
+        f"the newer checkpoint step-00000004 is set aside as {tmp_path / 'step-00000004.set-aside'}"
+    )
+    train(run, data, 4, previous)
+    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000004.set-aside"]
+
+    shutil.rmtree(step_folder(tmp_path, 2))
+    (newest / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"no other one is there: start a new run, or get this one from a backup"):
+        Checkpointer(tmp_path, every=2).resume(*new_run_with_parts())
+    with pytest.raises(UserError, match=r"resume_from=previous: .*step-00000004 is the only checkpoint"):
+        Checkpointer(tmp_path, every=2, resume_from="previous").resume(*new_run_with_parts())
+
+
+def new_run_with_parts() -> tuple[Run, dict[str, Any]]:
+    run, data = new_run()
+    return run, {"data": data}
+
+
+def test_a_seed_covers_the_generators_that_are_saved(tmp_path: Path) -> None:
+    def losses(seed: int, before: int) -> list[float]:
+        run, data = new_run()
+        torch.manual_seed(before)  # what the process has drawn until then
+        checkpointer = Checkpointer(tmp_path / str(seed), every=0, seed=seed)
+        assert not checkpointer.resume(run, {"data": data})
+        return train(run, data, 3)
+
+    assert losses(5, before=1) == losses(5, before=2) != losses(6, before=1)
+    shares = []
+    for dp_rank in range(2):
+        seed_rng(5, Mesh(dp_rank, 2, torch.device("cpu"), dp=2))
+        shares.append(float(torch.rand(())))
+    assert shares[0] != shares[1]
 
 
 def test_a_checkpoint_that_does_not_fit_is_explained(tmp_path: Path) -> None:

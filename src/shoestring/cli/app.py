@@ -4,7 +4,7 @@ Verbs are thin: they parse, import what they need when they need it (so that --h
 function and print. What goes wrong ends in one of four ways:
     UserError           one line `error: ...` on stderr, exit code 2
     Interrupted         one line that says where the run was saved and how to continue, exit code 2
-    out of memory, disk full, no permission, ...   one line, exit code 2
+    out of memory, disk full, no permission, another process lost, ...   one line, exit code 2
     anything else       the traceback and one line asking to report it, exit code 1
 Under torchrun the other ranks print nothing but errors of their own.
 """
@@ -30,7 +30,7 @@ from shoestring.cli.terminal import (
     stream_text,
     user_lines,
 )
-from shoestring.errors import Interrupted, UserError, is_users, memory_as_user_error, room
+from shoestring.errors import Interrupted, UserError, is_users, lost_peer_as_user_error, memory_as_user_error, room
 
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
@@ -416,7 +416,7 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
         if _rank() > 0:  # every rank reads the same command; one of them answers
             raise typer.Exit(2) from None
         raise
-    with memory_as_user_error(config), stoppable():
+    with memory_as_user_error(config), lost_peer_as_user_error(name, config), stoppable():
         recipe.main(config)
 
 
@@ -447,7 +447,7 @@ def run_cli(argv: list[str] | None = None) -> int:
     # click's UsageError, wherever this version of typer keeps it
     usage_error = cast(type[Exception], typer.BadParameter.__base__)
     try:
-        with memory_as_user_error():
+        with memory_as_user_error(), lost_peer_as_user_error():
             args = help_of_recipe(sys.argv[1:] if argv is None else argv)
             result = app(args=args, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0

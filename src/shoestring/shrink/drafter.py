@@ -29,7 +29,7 @@ from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.verify import Check, verify
 from shoestring.shrink.drafter_objectives import DraftDistill, Generate, LiveScores, OnPolicy, Selection
 from shoestring.shrink.self_text import read_prompts
-from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.checkpoint import Checkpointer, ResumeFrom
 from shoestring.train.data import TokenData
 from shoestring.train.optim import adamw, warmup_cosine
 from shoestring.train.shards import Corpus, TokenShards
@@ -80,6 +80,8 @@ class Schedule:
     clip: float = 1.0
     save_every: int = 0
     eval_every: int = 0
+    seed: int = 0  # of the generators that checkpoints keep
+    resume_from: ResumeFrom = "newest"
 
 
 def score_text(
@@ -149,7 +151,8 @@ def distil(
     run = Run(drafter, adamw(drafter, lr=schedule.lr, weight_decay=schedule.weight_decay), mesh, log)
     saver = None
     if checkpoints is not None:
-        saver = Checkpointer(checkpoints, every=schedule.save_every, last=schedule.steps)
+        how: dict[str, Any] = {"seed": schedule.seed, "resume_from": schedule.resume_from}
+        saver = Checkpointer(checkpoints, every=schedule.save_every, last=schedule.steps, **how)
     train(
         run,
         data,

@@ -21,7 +21,7 @@ from shoestring.evals.model_row import corpus_of_run, need_tokenizer
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, LoadedModel
 from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
-from shoestring.runlog import RunLog, check_run_folder, check_unfinished
+from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check_unfinished
 from shoestring.serve import Sampling
 from shoestring.serve.speculative.draft_model import DraftModel, read_vocab_ids, trim_head
 from shoestring.serve.speculative.drafter import Drafter
@@ -41,6 +41,8 @@ from shoestring.shrink.drafter_acceptance import acceptance_table, compare_draft
 from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, is_drafter, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill, pick_loss
 from shoestring.shrink.self_text import generate_text
+from shoestring.state.checkpoint import ResumeFrom
+from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
@@ -48,7 +50,7 @@ from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 RECIPE = "shrink/drafter"
 RESIDENT_BYTES = 8e9  # scores up to this size stay on the GPU
 # DrafterSettings that do not decide what finished stages hold.
-FREE = ("device", "save_every", "eval_every", "run", "resume")
+FREE = ("device", "save_every", "eval_every", "run", "resume", "resume_from")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class DrafterSettings:
     eval_every: int = option(100, "steps between looks at the validation split; 0 is off", least=0)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-drafter-DATE")
     resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
     @property
     def shape(self) -> DrafterShape:
@@ -107,7 +110,8 @@ class DrafterSettings:
 
     def training_schedule(self, steps: int) -> Schedule:
         warmup = min(self.warmup, max(1, steps // 10))
-        return Schedule(steps, self.lr, warmup, save_every=self.save_every, eval_every=self.eval_every)
+        often = {"save_every": self.save_every, "eval_every": self.eval_every}
+        return Schedule(steps, self.lr, warmup, **often, seed=self.seed, resume_from=self.resume_from)
 
 
 # -- before --------------------------------------------------------------------------------------------------
@@ -119,6 +123,9 @@ def check(cfg: DrafterSettings) -> None:
     settings = to_json(cfg)
     check_run_folder(settings, [key for key in settings if key not in FREE])
     check_unfinished(cfg.resume)
+    check_resume_from(settings)
+    if cfg.resume is not None:
+        check_not_held(Path(cfg.resume))
     pick_loss(cfg.loss)
     if not 0 <= cfg.on_policy <= 1 or not 0 < cfg.fraction <= 1:
         raise UserError(

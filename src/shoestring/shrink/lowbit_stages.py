@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from shoestring.config import option, to_json
 from shoestring.device import pick_dtype
-from shoestring.errors import UserError, during
+from shoestring.errors import UserError, during, in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens
 from shoestring.formats import Dense, Format, FormatLinear, packed_state, parse_format
 from shoestring.formats.convert import Rule
@@ -34,11 +35,14 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
 from shoestring.model.parallel import ParallelConfig
 from shoestring.runlog import (
+    AS_SAVED,
     RunLog,
     check_outputs,
+    check_resume_from,
     check_run_folder,
     check_unfinished,
     open_run_folder,
+    resumable,
     write_atomically,
 )
 from shoestring.serve.engine.sampling import Sampling
@@ -51,7 +55,8 @@ from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, read_rules, report_before_after
-from shoestring.state.checkpoint import Checkpointer, check_steps
+from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
+from shoestring.state.run_lock import check_not_held, hold_run
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData, rows_per_pass
@@ -60,7 +65,7 @@ from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 
 # What a resumed run may change; everything else is in its finished stages already.
 FREE = (
-    *("run", "resume", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
+    *("run", "resume", "resume_from", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
     *("steps", "out"),
 )
 # Folders that a finished run does not need.
@@ -100,6 +105,7 @@ class LowbitSettings:
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     run: str | None = option(None, "folder for this run; none makes one under runs/")
     resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,9 @@ def check(cfg: LowbitSettings) -> list[Rule]:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     settings = to_json(cfg)
     check_run_folder(settings, [key for key in settings if key not in FREE])
+    check_resume_from(settings)
+    if cfg.resume is not None:
+        check_not_held(Path(cfg.resume))
     check_unfinished(cfg.resume)
     if cfg.resume is not None:
         check_steps(cfg.steps, Path(cfg.resume))
@@ -195,7 +204,10 @@ def check_rows(cfg: LowbitSettings, mesh: Mesh, num_windows: int) -> None:
     check_room(read_prompts(cfg.prompts, cfg.num_prompts), tokenizer, cfg.max_new, least)
 
 
-def open_run(cfg: LowbitSettings, recipe: str, check_model: Callable[[Decoder], object], num_windows: int) -> ShrinkRun:
+@contextmanager
+def open_run(
+    cfg: LowbitSettings, recipe: str, check_model: Callable[[Decoder], object], num_windows: int
+) -> Iterator[ShrinkRun]:
     """The run, once everything has been said about its data and its model's weights: only then is there a folder."""
     mesh = open_mesh(cfg.mesh, cfg.device)
     with torch.device("meta"):
@@ -205,10 +217,11 @@ def open_run(cfg: LowbitSettings, recipe: str, check_model: Callable[[Decoder], 
     if mesh.is_main and cfg.resume is None:
         # Loaded for the check alone and dropped: no process holds it while training. The first stage loads it again.
         check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)
-    folder = mesh.broadcast_object(open_run_folder(recipe, to_json(cfg)) if mesh.is_main else None)
-    log = RunLog(folder, main=mesh.is_main)
-    log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
-    return ShrinkRun(recipe, folder, log, mesh, compute)
+    folder = on_main(mesh, open_run_folder, recipe, to_json(cfg))
+    with in_run(folder), resumable(recipe, folder), hold_run(folder, mesh):
+        log = RunLog(folder, main=mesh.is_main)
+        log.save_config({"recipe": recipe, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
+        yield ShrinkRun(recipe, folder, log, mesh, compute)
 
 
 # -- text and teacher ----------------------------------------------------------------------------------------
@@ -414,7 +427,8 @@ def parallel_of(cfg: LowbitSettings, run: ShrinkRun) -> ParallelConfig:
 
 def training_options(cfg: LowbitSettings, run: ShrinkRun) -> dict[str, Any]:
     """What both give to `train` beside the objective and the rates."""
-    checkpointer = Checkpointer(run.folder / "checkpoints", every=cfg.save_every, last=cfg.steps)
+    how: dict[str, Any] = {"last": cfg.steps, "seed": cfg.seed, "resume_from": cfg.resume_from}
+    checkpointer = Checkpointer(run.folder / "checkpoints", every=cfg.save_every, **how)
     options = {
         "steps": cfg.steps,
         "clip": cfg.clip,

@@ -32,14 +32,23 @@ from shoestring.mesh import MeshConfig
 from shoestring.model import Decoder, LoadedModel, Tokenizer, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, in_words, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, open_run_folder, read_config, resumable, write_atomically
+from shoestring.runlog import (
+    RunLog,
+    check_free,
+    check_resume_from,
+    open_run_folder,
+    read_config,
+    resumable,
+    write_atomically,
+)
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk
 from shoestring.shrink.prune import PRUNERS, Pruner, SparseGpt, plan_pruning, prune, store_branches, take_branches
 from shoestring.shrink.prune24_retrain import Coverage, Retrain, build_student, check_coverage, retrain
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, load_where_it_fits
-from shoestring.state.checkpoint import Checkpointer, check_steps
+from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps
+from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.pretraining import few_documents, validation_data, validation_loss
 from shoestring.train.shards import Corpus, tokenize_corpus
@@ -119,6 +128,7 @@ class Prune24Settings:
     flip_every: int = option(10, "steps between measurements of the flip rate", least=1)
     run: str | None = option(None, "folder for this run; none makes runs/shrink-prune24-DATE")
     resume: str | None = option(None, "a stopped run folder to go on with; its settings are taken over")
+    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
 
 # -- before --------------------------------------------------------------------------------------------------
@@ -150,7 +160,9 @@ def check(cfg: Prune24Settings) -> None:
     pruner(cfg)
     if cfg.train != "none":
         check_training(cfg)
+    check_resume_from(to_json(cfg))
     if cfg.resume is not None:
+        check_not_held(Path(cfg.resume))
         check_steps(cfg.steps, open_run_folder(RECIPE, to_json(cfg), DECIDING))  # before any text is read
     elif cfg.run is not None:
         check_free(Path(cfg.run))
@@ -309,7 +321,9 @@ def train_student(
         teacher,
         data,
         settings,
-        checkpointer=Checkpointer(folder / "checkpoints", every=cfg.save_every),
+        checkpointer=Checkpointer(
+            folder / "checkpoints", every=cfg.save_every, seed=cfg.seed, resume_from=cfg.resume_from
+        ),
         log_every=cfg.log_every,
         evaluate=validation_loss(held_out) if held_out else None,
         eval_every=cfg.eval_every,

@@ -25,6 +25,7 @@ from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_by_damage
 from shoestring.shrink.quantize import METHODS, Method, usual_inputs
+from shoestring.state.run_lock import check_not_held
 
 # PtqSettings that finished blocks, and the perplexity before, depend on.
 DECIDING = (
@@ -102,6 +103,8 @@ def check_settings(cfg: PtqSettings) -> None:
         raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     settings = to_json(cfg)
     check_run_folder(settings, DECIDING)
+    if cfg.resume is not None:
+        check_not_held(Path(cfg.resume))
     check_unfinished(cfg.resume)
     check_outputs(settings, "out", "dense_out")
     check_spill(cfg.spill)

@@ -30,6 +30,7 @@ from shoestring.runlog import RunLog, write_atomically
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quantize import QuantizeReport
 from shoestring.state.files import DTYPES, TensorFiles
+from shoestring.state.run_lock import LOCK, is_held
 from shoestring.train.shards import tokenize_corpus
 
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
@@ -46,7 +47,8 @@ class ShrinkRun:
 
 def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) -> None:
     """Run a long action on the first rank while the others wait for its mark, not in a collective that would
-    time out. An action that is done is not done again."""
+    time out. An action that is done is not done again. The first rank holds the run's lock; where it does not any more,
+    it has ended."""
     done, failed = folder / f"{name}.done", folder / f"{name}.failed"
     if mesh.is_main:
         if done.is_file():
@@ -65,6 +67,8 @@ def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) 
         # A mark older than this start belongs to an earlier run.
         if failed.is_file() and failed.stat().st_mtime > began - 1:
             raise UserError(f"the first process could not finish {name}: {failed.read_text()}")
+        if (folder / LOCK).is_file() and not is_held(folder) and not done.is_file():
+            raise UserError(f"the first process ended before {name} was finished; its own output says why")
         time.sleep(0.2)
 
 

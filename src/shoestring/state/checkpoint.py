@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,11 @@ from shoestring.errors import UserError
 from shoestring.mesh import Mesh
 from shoestring.state.manifest import MANIFEST, Manifest, decode_value, encode_value
 from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state
-from shoestring.state.storage import GONE, NEW, GoneError, SafeReader, SafeWriter, hidden, sweep
+from shoestring.state.storage import ADVICE, GONE, NEW, GoneError, SafeReader, SafeWriter, hidden, sweep
 
 PRIVATE = "private"
-_STEP = re.compile(r"step-([0-9]{8,})")
+ResumeFrom = Literal["newest", "previous"]
+_STEP = re.compile(r"step-[0-9]{8,}")
 _PRIVATE_NAME = re.compile(r"(^|\.)private@")
 
 
@@ -222,6 +223,13 @@ def agree(mesh: Mesh | None, action: Callable[[], Any]) -> Any:
     return result
 
 
+def on_main(mesh: Mesh | None, action: Callable[..., Any], *args: Any) -> Any:
+    """Run on rank 0 only and hand its result to all; an error is raised on all."""
+    if mesh is None:
+        return action(*args)
+    return mesh.broadcast_object(agree(mesh, lambda: action(*args) if mesh.is_main else None))
+
+
 def _alone(mesh: Mesh | None) -> bool:
     return mesh is None or mesh.world_size == 1
 
@@ -251,13 +259,20 @@ def step_folder(folder: Path | str, step: int) -> Path:
     return Path(folder) / f"step-{step:08d}"
 
 
+def step_folders(folder: Path | str) -> list[Path]:
+    """The checkpoints, oldest first; also those that something has damaged since they were written."""
+    folder = Path(folder)
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((p for p in found if _STEP.fullmatch(p.name) and p.is_dir()), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def _complete(folder: Path | str) -> list[tuple[int, Path]]:
     """(step, path) of the complete checkpoints, oldest first."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    found = [(m, p) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()]
-    return sorted((int(m[1]), p) for m, p in found)
+    return [(_step_of(p), p) for p in step_folders(folder) if (p / MANIFEST).is_file()]
 
 
 def latest(folder: Path | str) -> Path | None:
@@ -291,6 +306,22 @@ def prune(folder: Path | str, keep: int) -> list[Path]:
     return doomed
 
 
+def _set_aside(path: Path) -> Path:
+    """Under a name that is no checkpoint's, so that no later run takes it for the newest; nothing is deleted."""
+    names = (path.with_name(f"{path.name}.set-aside{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
+    target = next(p for p in names if not p.exists())
+    return path.rename(target)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None where they are what was saved."""
+    try:
+        SafeReader(path).verify()
+    except UserError as error:
+        return str(error).removesuffix(f"; {ADVICE}")
+    return None
+
+
 # -- a training run ------------------------------------------------------------------------------------------
 
 
@@ -316,16 +347,33 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def seed_rng(seed: int, mesh: Mesh | None) -> None:
+    """All generators of `rng_state`, another start for each share of the batch."""
+    torch.manual_seed((seed * 1_000_003 + (0 if mesh is None else mesh.dp_rank)) % 2**63)
+
+
 class Checkpointer:
     """Saves a run into `folder`/step-00000100, ... every `every` steps (0: when asked) and keeps `keep`.
 
     A checkpoint holds the step, the model (frozen and integer tensors too), the optimizer, the random
-    generators of each rank, and `state_dict()` of every part of the run (data, objective, hooks, ...).
+    generators of each rank, and `state_dict()` of every part of the run (data, objective, hooks, ...). With `seed`, a
+    run that starts anew begins with these generators in a known state. `resume_from="previous"` goes on from the
+    checkpoint before the newest, which is set aside: never without being told.
     """
 
-    def __init__(self, folder: Path | str, *, every: int, keep: int = 2, last: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        every: int,
+        keep: int = 2,
+        last: int | None = None,
+        seed: int | None = None,
+        resume_from: ResumeFrom = "newest",
+    ) -> None:
         if every < 0 or keep < 1:
             raise UserError(f"a checkpointer needs every >= 0 and keep >= 1, got every={every} keep={keep}")
+        self.seed, self.resume_from = seed, resume_from
         self.folder = Path(folder).absolute()
         self.every = every
         self.keep = keep
@@ -337,8 +385,8 @@ class Checkpointer:
         return bool(self.every and step % self.every == 0) or step == self.last
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return latest(self.folder)
+        """The newest checkpoint, whatever state it is in."""
+        return next(reversed(step_folders(self.folder)), None)
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         """Called by the trainer after every optimizer step; run.step counts the finished steps."""
@@ -350,20 +398,47 @@ class Checkpointer:
         path = step_folder(self.folder, run.step)
         if self.saved_step == run.step:
             return path
-        self._on_main(run.mesh, sweep, self.folder)
+        on_main(run.mesh, sweep, self.folder)
         state = agree(run.mesh, lambda: self._state(run, parts))
         # A folder of this name can only stem from a future that this run did not resume from.
         save_checkpoint(path, state, run.mesh, step=run.step, overwrite=True)
         self.saved_step = run.step
-        self._on_main(run.mesh, prune, self.folder, self.keep)
+        on_main(run.mesh, prune, self.folder, self.keep)
         return path
 
     def resume(self, run: RunLike, parts: dict[str, Any]) -> bool:
         """Load the newest checkpoint into the run and its parts; False when there is none."""
-        self._on_main(run.mesh, sweep, self.folder)
-        path = self._on_main(run.mesh, latest, self.folder)  # rank 0 decides: all load the same one
-        if path is None:
+        on_main(run.mesh, sweep, self.folder)
+        paths = on_main(run.mesh, step_folders, self.folder)  # rank 0 decides: all load the same one
+        if not paths:
+            if self.seed is not None:
+                seed_rng(self.seed, run.mesh)
             return False
+        if self.resume_from == "newest":
+            self._load(paths[-1], run, parts, before=paths[-2] if len(paths) > 1 else None)
+            return True
+        if len(paths) < 2:
+            raise UserError(f"resume_from=previous: {paths[0]} is the only checkpoint; leave resume_from out")
+        self._load(paths[-2], run, parts)
+        kept = on_main(run.mesh, _set_aside, paths[-1])
+        if run.log is not None:
+            run.log.say(f"the newer checkpoint {paths[-1].name} is set aside as {kept}")
+        return True
+
+    def _load(self, path: Path, run: RunLike, parts: dict[str, Any], before: Path | None = None) -> None:
+        try:
+            self._fill(path, run, parts)
+        except UserError as error:
+            damage = on_main(run.mesh, _damage, path)
+            if damage is None:  # sound, and of other settings
+                raise
+            if before is None:
+                remedy = "no other one is there: start a new run, or get this one from a backup"
+            else:
+                remedy = f"resume_from=previous goes on from {before.name} and sets this one aside"
+            raise UserError(f"the checkpoint {path.name} cannot be used: {damage}; {remedy}") from error
+
+    def _fill(self, path: Path, run: RunLike, parts: dict[str, Any]) -> None:
         saved = agree(run.mesh, lambda: SafeReader(path).manifest)
         prefix = "optimizer.state."
         names = {n for n in (*saved.tensors, *saved.values) if n.startswith(prefix)}
@@ -382,13 +457,6 @@ class Checkpointer:
         if run.log is not None:
             elsewhere = f"; {len(absent)} entries private to other ranks start anew" if absent else ""
             run.log.say(f"resumed from {path} at step {run.step}{elsewhere}")
-        return True
-
-    def _on_main(self, mesh: Mesh | None, action: Callable[..., Any], *args: Any) -> Any:
-        """Run on rank 0 only and hand its result to all; an error is raised on all."""
-        if mesh is None:
-            return action(*args)
-        return mesh.broadcast_object(agree(mesh, lambda: action(*args) if mesh.is_main else None))
 
     def _state(self, run: RunLike, parts: dict[str, Any]) -> dict[str, Any]:
         return {

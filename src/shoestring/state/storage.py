@@ -335,7 +335,7 @@ class SafeReader(StorageReader):
         try:
             return safe_open(self.path / part, framework="pt")
         except (SafetensorError, OSError) as e:
-            raise UserError(f"{self.path / part} is not a safetensors file ({e}); {_ADVICE}") from e
+            raise UserError(f"{self.path / part} is not a safetensors file ({e}); {ADVICE}") from e
 
     def verify(self, parts: Iterable[str] | None = None) -> None:
         """Check bytes, names, shapes and dtypes of the parts (default: all) against the manifest."""
@@ -347,9 +347,9 @@ class SafeReader(StorageReader):
                     while chunk := f.read(CHUNK):
                         digest.update(chunk)
             except OSError as e:
-                raise UserError(f"cannot read {file} ({e.strerror or e}); {_ADVICE}") from e
+                raise UserError(f"cannot read {file} ({e.strerror or e}); {ADVICE}") from e
             if digest.hexdigest() != info.sha256:
-                raise UserError(f"{file} is damaged: its checksum is not the one in {MANIFEST}; {_ADVICE}")
+                raise UserError(f"{file} is damaged: its checksum is not the one in {MANIFEST}; {ADVICE}")
             self._verify_header(part)
 
     def _verify_header(self, part: str) -> None:
@@ -359,17 +359,17 @@ class SafeReader(StorageReader):
         with self._open(part) as f:
             if set(f.keys()) != set(expected):
                 odd = sorted(set(f.keys()) ^ set(expected))[:3]
-                raise UserError(f"{self.path / part} does not hold the tensors of {MANIFEST}: {odd}; {_ADVICE}")
+                raise UserError(f"{self.path / part} does not hold the tensors of {MANIFEST}: {odd}; {ADVICE}")
             for key, (dtype, shape) in expected.items():
                 held = f.get_slice(key)
                 if DTYPES.get(held.get_dtype()) != dtype or tuple(held.get_shape()) != shape:
                     raise UserError(
                         f"{self.path / part}: {key!r} is {held.get_dtype()} {held.get_shape()}, {MANIFEST} "
-                        f"says {DTYPE_NAMES[dtype]} {list(shape)}; {_ADVICE}"
+                        f"says {DTYPE_NAMES[dtype]} {list(shape)}; {ADVICE}"
                     )
 
 
-_ADVICE = "delete this checkpoint and use an earlier one"
+ADVICE = "delete this checkpoint and use an earlier one"
 
 
 def split_parts(sizes: dict[str, int], num_ranks: int) -> list[tuple[str, ...]]:

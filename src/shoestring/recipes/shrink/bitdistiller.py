@@ -21,14 +21,14 @@ Leaves:  a run folder with the packed model/ (or out=), self_text.jsonl, checkpo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from shoestring.config import option
-from shoestring.errors import during, in_run
+from shoestring.errors import during
 from shoestring.formats.convert import Rule
 from shoestring.model import load_model, save_model
-from shoestring.runlog import resumable
 from shoestring.shrink import lowbit_stages as stages
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.qat import build_student
@@ -52,8 +52,8 @@ class Config(stages.LowbitSettings):
 def main(cfg: Config) -> Path:
     rules = stages.check(cfg)
     trained_rules = stages.range_rules(rules) if cfg.range_gradient else rules
-    run = stages.open_run(cfg, "shrink/bitdistiller", lambda model: stages.check_rules(model, rules), cfg.calib_windows)
-    with in_run(run.folder), resumable(run.recipe, run.folder):
+    check = partial(stages.check_rules, rules=rules)
+    with stages.open_run(cfg, "shrink/bitdistiller", check, cfg.calib_windows) as run:
         shrink(cfg, rules, trained_rules, run)
     return run.folder
 

@@ -25,10 +25,11 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import need_tokenizer, ready
 from shoestring.model import load_model
-from shoestring.runlog import RunLog, open_run_folder, resumable
+from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink import drafter_stages as stages
 from shoestring.shrink.drafter_stages import RECIPE
 from shoestring.shrink.self_text import check_room
+from shoestring.state.run_lock import hold_run
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ def main(cfg: Config) -> Path:
         check_room(prompts, need_tokenizer(loaded), cfg.new_tokens, cfg.batch * cfg.context + 1)
     settings = to_json(cfg)
     folder = open_run_folder(RECIPE, settings)
-    with in_run(folder), resumable(RECIPE, folder):
+    with in_run(folder), resumable(RECIPE, folder), hold_run(folder):
         log = RunLog(folder)
-        log.save_config({"recipe": RECIPE, "config": {**settings, "resume": None, "run": str(folder)}})
+        log.save_config({"recipe": RECIPE, "config": {**settings, **AS_SAVED, "run": str(folder)}})
         corpus = stages.make_text(cfg, loaded, prompts, whole, folder, log)
         stages.train_drafter(cfg, loaded, corpus, folder, log)
         rows = stages.measure_stage(cfg, loaded, held_out, folder, log)

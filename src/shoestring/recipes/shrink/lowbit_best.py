@@ -42,11 +42,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoestring.errors import during, in_run
+from shoestring.errors import during
 from shoestring.formats.convert import Rule
 from shoestring.json_files import read_object
 from shoestring.model import load_model, save_model
-from shoestring.runlog import resumable, write_atomically
+from shoestring.runlog import write_atomically
 from shoestring.shrink import lowbit_stages as stages
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import choose_by_damage
@@ -70,8 +70,7 @@ def main(cfg: Config) -> Path:
     stages.block_settings(cfg, rules)
     stages.trained_rules(cfg, [("*", f) for f in stages.pick_candidates(cfg)] or rules)
     num = max(cfg.windows or 0, 0 if cfg.bits_budget is None else cfg.damage_windows)
-    run = stages.open_run(cfg, "shrink/lowbit_best", lambda model: stages.check_model(cfg, rules, model), num)
-    with in_run(run.folder), resumable(run.recipe, run.folder):
+    with stages.open_run(cfg, "shrink/lowbit_best", lambda model: stages.check_model(cfg, rules, model), num) as run:
         shrink(cfg, rules, rates, run)
     return run.folder
 

@@ -37,11 +37,13 @@ from shoestring.formats import convert
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder, load_model
 from shoestring.model.folder import LoadedModel, read_spec
-from shoestring.runlog import RunLog, open_run_folder, resumable
+from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink import prune24_stages as stages
 from shoestring.shrink.prune24_retrain import gather
 from shoestring.shrink.prune24_stages import RECIPE
 from shoestring.shrink.shrink_run import ShrinkRun, run_once
+from shoestring.state.checkpoint import on_main
+from shoestring.state.run_lock import hold_run
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ def main(cfg: Config) -> Path:
         blank = Decoder(spec)
         convert(blank, rules)  # layers that cannot be 2:4 are said before there is a folder
     calib_NT = stages.check_texts(cfg, LoadedModel(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
-    folder = mesh.broadcast_object(open_run_folder(RECIPE, to_json(cfg), ()) if mesh.is_main else None)
-    with in_run(folder), resumable(RECIPE, folder):
+    folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
+    with in_run(folder), resumable(RECIPE, folder), hold_run(folder, mesh):
         run = ShrinkRun(RECIPE, folder, RunLog(folder, main=mesh.is_main), mesh, pick_dtype(cfg.dtype, mesh.device))
-        run.log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+        run.log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
         evaluated = stages.EvaluatedText(cfg.model, cfg.text, cfg.calib_context, cfg.max_tokens)
         given = (cfg, run, rules, method, calib_NT, evaluated)
         run_once(mesh, folder, "pruned", lambda: stages.prune_one_shot(*given))

@@ -47,6 +47,7 @@ from shoestring.shrink.shrink_run import (
     report_before_after,
     save_quantized,
 )
+from shoestring.state.run_lock import hold_run
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,11 @@ def main(cfg: Config) -> Path:
 
     folder = open_run_folder("shrink/ptq", to_json(cfg))
     files, num_blocks = BlockFiles(folder / "blocks"), len(loaded.model.blocks)
-    with in_run(folder), resumable("shrink/ptq", folder, lambda: f" after {files.count()} of {num_blocks} blocks"):
+    with (
+        in_run(folder),
+        resumable("shrink/ptq", folder, lambda: f" after {files.count()} of {num_blocks} blocks"),
+        hold_run(folder),
+    ):
         log = RunLog(folder)
         log.save_config({"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
         log.truncate_after(0)

@@ -28,8 +28,9 @@ from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.parallel import ParallelConfig
 from shoestring.report import Section
-from shoestring.runlog import RunLog, check_free, open_run_folder, read_config
-from shoestring.state.checkpoint import Checkpointer, check_steps
+from shoestring.runlog import AS_SAVED, RunLog, check_free, check_resume_from, open_run_folder, read_config
+from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
+from shoestring.state.run_lock import check_not_held, hold_run
 from shoestring.train import pretraining
 from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData
@@ -73,6 +74,7 @@ class Config(pretraining.ModelConfig, CorpusConfig):
     save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0)
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
+    resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
 
 
 def main(cfg: Config) -> Path:
@@ -92,9 +94,11 @@ def pretrain(
     """The whole run. Recipes for other ways to train give Formats for the layers (`rules`), hooks, plots, more settings
     that a resumed run must not change, and what is made of model/ on the first rank, which returns commands to try."""
     if cfg.resume is not None:
+        check_not_held(Path(cfg.resume))
         check_steps(cfg.steps, open_run_folder(recipe, to_json(cfg), (*DECIDING, *deciding)))
     elif cfg.run is not None:
         check_free(Path(cfg.run))
+    check_resume_from(to_json(cfg))
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     mesh = open_mesh(cfg.mesh, cfg.device)
     if cfg.graph:
@@ -108,17 +112,18 @@ def pretrain(
     held_out = pretraining.validation_data(corpus, mesh, **rows)
 
     # Everything that can be wrong with the settings has been said: only now is there a folder.
-    folder = mesh.broadcast_object(open_run_folder(recipe, to_json(cfg), ()) if mesh.is_main else None)
-    with in_run(folder):
+    folder = on_main(mesh, open_run_folder, recipe, to_json(cfg), ())
+    with in_run(folder), hold_run(folder, mesh):
         log = RunLog(folder, main=mesh.is_main)
         saved = read_config(folder)
-        log.save_config({"recipe": recipe, "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+        log.save_config({"recipe": recipe, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
         params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
         if cfg.eval_every and held_out is None:
             log.say(f"no validation: {pretraining.few_documents(corpus, cfg.context)}")
         last = cfg.steps if cfg.save_every else None
-        checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, last=last)
+        options: dict[str, Any] = {"last": last, "seed": cfg.seed, "resume_from": cfg.resume_from}
+        checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, **options)
         if cfg.resume is not None and checkpointer.newest() is None:
             log.say(f"{folder} has no checkpoint yet: starting from the first step")
             log.truncate_after(0)
