@@ -2,8 +2,8 @@
 
     library = load_library(source)      # None where there is no compiler, or it fails (a warning says why)
 
-The compiler is $CXX, else c++, g++ or clang++. Compiled code is kept where kernels.nvrtc keeps its own, by a hash of
-source, options, compiler version and processor. Calls through ctypes release the interpreter's lock.
+The compiler is $CXX, else c++, g++ or clang++. Compiled code is kept by a hash of source, options, compiler version and
+processor, and checked before it is loaded (compiled_cache.py). Calls through ctypes release the interpreter's lock.
 
 Not torch.utils.cpp_extension: it includes torch's headers (a minute of compiling) and needs ninja.
 Left out on purpose: Windows; OpenMP, whose runtime would be a second one beside torch's.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -22,7 +21,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from shoestring.paths import cache_folder
+from shoestring.kernels.runtime.compiled_cache import cached_code
 
 # What lets loops over floats become vector code, one by one: -ffast-math would forget nan, and change how the
 # whole process rounds small numbers.
@@ -38,7 +37,7 @@ def load_library(source: str) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(_compiled(source, compiler)))
+        return _load(_compiled(source, compiler))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         warnings.warn(f"{compiler} could not compile a kernel, which costs speed only: {said}", stacklevel=2)
@@ -51,28 +50,33 @@ def find_compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def _compiled(source: str, compiler: str) -> Path:
+def _compiled(source: str, compiler: str) -> bytes:
     options = [*OPTIONS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     version = _output([compiler, "--version"])
     key = "\0".join((source, *options, version, _processor()))
-    path = cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    if path.exists():
-        return path
+
+    def compile() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="shoestring-") as folder:
+            made = Path(folder) / "kernel.so"
+            _output([compiler, *options, "-x", "c++", "-", "-o", str(made)], source)
+            return made.read_bytes()
+
+    return cached_code(key, ".so", compile)
+
+
+def _load(code: bytes) -> ctypes.CDLL:
+    """A library of these very bytes: from memory where the system can, else from a file that nobody else can reach."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = path.parent
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # kept for this process only
-        folder = Path(tempfile.mkdtemp(prefix="shoestring-"))
-        path = folder / path.name
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so")
-    os.close(handle)
-    try:
-        _output([compiler, *options, "-x", "c++", "-", "-o", temporary], source)
-        Path(temporary).replace(path)  # whole or not at all, also with several processes
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return path
+        # Never closed: the loader knows a library by its path, and a number that is used again would be this one.
+        handle = os.memfd_create("shoestring-kernel")
+        with os.fdopen(os.dup(handle), "wb") as file:
+            file.write(code)
+        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+    except (AttributeError, OSError):  # not Linux, or it does not run code from memory
+        with tempfile.TemporaryDirectory(prefix="shoestring-") as folder:
+            made = Path(folder) / "kernel.so"
+            made.write_bytes(code)
+            return ctypes.CDLL(str(made))
 
 
 def _output(command: list[str], given: str = "") -> str:

@@ -4,8 +4,9 @@
     kernel.launch(grid, block, shared_bytes, args, cluster=2)     # on torch's current stream; capturable in a graph
 
 Compiled code is kept under $SHOESTRING_CACHE (else $XDG_CACHE_HOME/shoestring, else ~/.cache/shoestring), by a hash of
-source, options, architecture and compiler version. A kernel that is launched for the first time inside a graph
-capture would have to load its code there, which CUDA refuses: run once before capturing.
+source, options, architecture and compiler version, and checked before it is used (compiled_cache.py). A kernel that is
+launched for the first time inside a graph capture would have to load its code there, which CUDA refuses: run once
+before capturing.
 
 Not torch.cuda._compile_kernel: it is private, keeps nothing on disk and cannot launch clusters or dependent grids.
 Left out on purpose: C++ templates with mangled names (macros do), includes (sources are joined), linking.
@@ -15,10 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.paths import cache_folder
+from shoestring.kernels.runtime.compiled_cache import cached_code
 
 NUM_REGISTERS, MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 4, 8, 9  # CU_FUNC_ATTRIBUTE_*
 CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
@@ -107,7 +106,6 @@ def _check(code: int, doing: str) -> None:
 
 # -- compiling -----------------------------------------------------------------------------------------------
 SOURCES = Path(__file__).parents[1]  # kernels/: sources stand beside the Python that launches them
-DIGEST = hashlib.sha256().digest_size
 
 
 @functools.cache
@@ -155,28 +153,11 @@ def _nvrtc_text(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
 
 
 def cached_cubin(source: str, options: Sequence[str]) -> bytes:
-    """As compile_cubin, from the disk when it was compiled before. A folder that cannot be written is no error, and a
-    file that a full disk or a crash cut short is compiled anew: it begins with the digest of the rest."""
+    """As compile_cubin, from the disk when it was compiled before."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc(nvrtc_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     key = "\0".join((source, *options, f"{major.value}.{minor.value}"))
-    path = cache_folder() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-    try:
-        kept = path.read_bytes()
-        if kept[:DIGEST] == hashlib.sha256(kept[DIGEST:]).digest():
-            return kept[DIGEST:]
-    except OSError:
-        pass
-    cubin = compile_cubin(source, options)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as f:
-            f.write(hashlib.sha256(cubin).digest() + cubin)
-        Path(temporary).replace(path)  # whole or not at all, also with several processes
-    except OSError:
-        pass
-    return cubin
+    return cached_code(key, ".cubin", lambda: compile_cubin(source, options))
 
 
 # -- launching -----------------------------------------------------------------------------------------------
