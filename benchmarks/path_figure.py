@@ -66,11 +66,10 @@ def path() -> str:
             out.append(f'<path class="tip" d="M{begin + 24} {y - 6:.0f}l12 6l-12 6z"/>')
     y, right = top + height + 34, 24 + 3 * width + 96
     for i in range(3):
-        x = 24 + i * (width + 48) + width / 2
-        out.append(
-            f'<path class="flow" d="M{x:.0f} {y - 28}v22"/><path class="tip" d="M{x - 6:.0f} {y - 10}l6 10l6 -10z"/>'
-        )
-        out.append(f'<path class="tip" d="M{x - 6:.0f} {y - 24}l6 -9l6 9z"/>')
+        middle = 24 + i * (width + 48) + width / 2
+        tip = f'<path class="tip" d="M{middle - 6:.0f} {y - 10}l6 10l6 -10z"/>'
+        out.append(f'<path class="flow" d="M{middle:.0f} {y - 28}v22"/>{tip}')
+        out.append(f'<path class="tip" d="M{middle - 6:.0f} {y - 24}l6 -9l6 9z"/>')
     out.append(f'<rect class="store" x="24" y="{y}" width="{right - 24}" height="52" rx="8"/>')
     out.append(
         f'<text class="item" x="{(24 + right) / 2:.0f}" y="{y + 22}" text-anchor="middle">'
