@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoestring.errors import UserError
-from shoestring.paths import cache_folder, expand
+from shoestring.paths import cache_folder, expand, find_model
 
 
 def nobody(*_: object) -> Path:
@@ -32,3 +32,11 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache_folder() == Path("/else/shoestring")
     monkeypatch.setenv("SHOESTRING_CACHE", "~/mine")
     assert cache_folder() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "ä" * 128, "a/" * 2048, "a\0b", "\ud800"])
+def test_paths_that_no_file_system_has(name: str) -> None:
+    for use in (expand, find_model):
+        with pytest.raises(UserError, match="cannot be a path"):
+            use(name)
+    assert expand("x" * 255) == Path("x" * 255)

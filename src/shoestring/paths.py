@@ -5,15 +5,76 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shortened
+from shoestring.json_files import read_object
+
+MOST_NAME, MOST_PATH = 255, 4095  # bytes, of Linux' file systems
 
 
 def expand(path: str | Path) -> Path:
-    """~ is the user's home; a ~ that is nobody's is an ordinary name, which the caller will not find."""
+    """~ is the user's home; a ~ that is nobody's is an ordinary name, which the caller will not find.
+
+    UserError where no file system can have such a path.
+    """
+    check_path(path)
     try:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def check_path(path: str | Path) -> None:
+    """UserError for names that the system would refuse in the middle of the work: too long, or with a NUL in them."""
+    text = os.fsencode(path) if _encodes(path) else b"\0"
+    if b"\0" in text or len(text) > MOST_PATH or any(len(part) > MOST_NAME for part in text.split(b"/")):
+        raise UserError(
+            f"{shortened(repr(str(path)), 100)} cannot be a path: names have at most {MOST_NAME} bytes, paths "
+            f"{MOST_PATH}, and none a NUL; give another"
+        )
+
+
+def _encodes(path: str | Path) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair that came from no file name
+        return False
+    return True
+
+
+def find_model(path: str | Path) -> Path:
+    """The model folder that a path means (a run's is in its model/), or the .gguf file; UserError where there is none.
+
+    Imports nothing heavy: commands ask before they load anything.
+    """
+    if not str(path):
+        raise UserError("the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file")
+    path = expand(path)
+    if not path.exists():
+        kinds = "a .gguf file or a model folder" if path.suffix == ".gguf" else _KINDS
+        raise UserError(f"{path} does not exist; give {kinds} on this machine")
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"{path} is a pipe or a device; give a .gguf file")
+        return path
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file")
+    is_run = (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
+    if (path / "model" / "config.json").is_file() and (is_run or not (path / "config.json").is_file()):
+        return path / "model"
+    if is_run:
+        found = sorted(p.name for p in path.glob("checkpoints/step-*"))
+        have = f"its checkpoints are {', '.join(found[-3:])}" if found else "it has no checkpoint either"
+        recipe = read_object(path / "config.json").get("recipe") if (path / "config.json").is_file() else None
+        raise UserError(
+            f"{path} is a run without a finished model ({have}); finish it with "
+            f"`shoestring run {recipe or 'RECIPE'} resume={path}`, which writes model/"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} has no config.json; give {_KINDS}")
+    return path
+
+
+_KINDS = "a Hugging Face folder, a run folder or a .gguf file"
 
 
 def cache_folder() -> Path:

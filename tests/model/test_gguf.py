@@ -339,7 +339,7 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metadata": {"block_count": None}}, r"no metadata llama\.block_count"),
+        ({"metadata": {"block_count": None}}, r"metadata of llama has no 'block_count'"),
         ({"metadata": {"feed_forward_length": [128, 64]}}, "differs per layer"),
         ({"metadata": {"expert_count": 8}}, "mixture of 8 experts"),
         ({"metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}}, "'yarn'"),
@@ -351,6 +351,19 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
         ({"extra": {"blk.0.ssm_a.weight": np.ones(4, np.float32)}}, r"blk\.0\.ssm_a\.weight is not part"),
         ({"extra": {"blk.0.ffn_norm.bias": np.ones(64, np.float32)}}, r"ffn_norm\.bias is not part"),
         ({"extra": {"cls.weight": np.ones(4, np.float32)}}, r"cls\.weight is not part"),
+        ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count must be a positive whole number, not 0"),
+        ({"metadata": {"attention.head_count_kv": 0}}, r"head_count_kv must be a positive"),
+        ({"metadata": {"attention.head_count": "4"}}, r"head_count must be a positive"),
+        ({"metadata": {"block_count": 9999}}, "asks for 9999 layers"),
+        ({"metadata": {"embedding_length": 64.0}}, "embedding_length must be a positive whole number"),
+        (
+            {"metadata": {"attention.layer_norm_rms_epsilon": float("nan")}},
+            "epsilon must be a number from 1e-12 to 0.1",
+        ),
+        ({"metadata": {"attention.layer_norm_rms_epsilon": 0.0}}, "epsilon must be a number"),
+        ({"metadata": {"rope.freq_base": -10000.0}}, r"freq_base must be a number from 1 to 1e\+15, not -10000"),
+        ({"metadata": {"rope.freq_base": float("inf")}}, r"freq_base must be a number"),
+        ({"metadata": {"attention.sliding_window": -5.0}}, "sliding_window must be a whole number"),
         ({"arch": "gemma3"}, "'gemma3'; supported in GGUF files: llama"),
     ],
 )
@@ -393,6 +406,49 @@ def test_damaged_files(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
             load_gguf(path)
     with pytest.raises(UserError, match="cannot read"):
         load_gguf(tmp_path / "absent.gguf")
+
+
+def test_tensors_lie_one_behind_the_other(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    whole = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama")).read_bytes()
+    name = b"blk.1.attn_norm.weight"
+    at = whole.index(name) + len(name) + 4 + 8 + 4  # behind dims and type
+    offset = struct.unpack("<Q", whole[at : at + 8])[0]
+    path = tmp_path / "moved.gguf"
+    for moved in (offset - 32, offset + 32, 0, offset + 4):  # over its neighbours, over a gap, not aligned
+        path.write_bytes(whole[:at] + struct.pack("<Q", moved) + whole[at + 8 :])
+        with pytest.raises(UserError, match=r"is damaged: tensor .* begins at byte"):
+            load_gguf(path)
+    assert run_cli(["inspect", str(path)]) == 2
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match="a pipe"):
+        load_gguf(tmp_path / "pipe.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens", [1, 2]),
+        ("tokens", "abc"),
+        ("merges", [["a", "b"]]),
+        ("scores", [float("nan")]),
+        ("token_type", ["a"]),
+        ("bos_token_id", -1),
+        ("eos_token_id", "0"),
+        ("unknown_token_id", 99),
+        ("add_bos_token", 3),
+        ("tokens", ["x" * 5000, "y"]),
+    ],
+)
+def test_vocabularies_of_the_wrong_type(key: str, value: Any) -> None:
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "a"],
+        "tokenizer.ggml.scores": [0.0, -1.0],
+        "tokenizer.ggml.token_type": [2, 1],
+    }
+    assert Tokenizer.from_gguf(fields).vocab_size == 2
+    with pytest.raises(UserError, match=f"tokenizer.ggml.{key}|the GGUF vocabulary"):
+        Tokenizer.from_gguf({**fields, f"tokenizer.ggml.{key}": value})
 
 
 @pytest.mark.parametrize("call", ["__init__", "_get"])

@@ -31,6 +31,7 @@ from shoestring.cli.terminal import (
     user_lines,
 )
 from shoestring.errors import Interrupted, UserError, is_users, lost_peer_as_user_error, memory_as_user_error, room
+from shoestring.paths import check_path, find_model
 
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel
@@ -135,6 +136,7 @@ def generate(
     int8_activations: Int8Option = False,
 ) -> None:
     """Continue a text, streaming it to the terminal; torchrun -m shoestring generate ... shares the model out."""
+    find_model(model)  # before anything heavy is imported
     from shoestring.evals.model_row import need_tokenizer
     from shoestring.serve import Sampling
 
@@ -169,6 +171,7 @@ def chat(
     int8_activations: Int8Option = False,
 ) -> None:
     """Talk to a chat model, with its own chat template. Also reads one message per line from a pipe."""
+    find_model(model)
     from shoestring.evals.model_row import need_tokenizer
     from shoestring.model.chat import fault
     from shoestring.serve import Sampling
@@ -228,11 +231,15 @@ def serve(
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file instead of the model's.")] = None,
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First check checksums, and that all weights are numbers.")
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     int8_activations: Int8Option = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible API, with a playground for the browser."""
+    find_model(model)
     from shoestring.device import pick_device, pick_dtype
     from shoestring.serve.http.server import ServeOptions, main
 
@@ -260,6 +267,10 @@ def serve(
         int8_activations=int8_activations,
     )
     place = pick_device(device)
+    if verify:
+        from shoestring.model.verify import check_intact
+
+        check_intact(model)
     length = max_context or 2048
     main(
         model,
@@ -288,6 +299,7 @@ def evaluate(
     int8_activations: Int8Option = False,
 ) -> None:
     """Perplexity, task accuracy and speed; results of a run are kept in its evals.jsonl."""
+    find_model(model)
     from shoestring.evals.model_row import evaluate_row, is_run, measure_task, text_tokens
     from shoestring.evals.perplexity import usual_context
     from shoestring.evals.tasks import read_task
@@ -319,15 +331,27 @@ def inspect(
         str | None, typer.Option(help="The model it was made from: how far each layer's weight has moved.")
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="One row per weight, not per kind.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything: checksums, and weights that are NaN or infinite.")
+    ] = False,
 ) -> None:
     """What a run, a model, a checkpoint or a GGUF file holds: parameters, formats, sizes, metrics."""
-    from shoestring.cli.inspect import errors_table, summarize
+    check_path(path)
+    if not Path(path).exists():
+        raise UserError(f"{path} does not exist; give a run, a model folder, a checkpoint folder or a .gguf file")
+    from shoestring.cli.inspect import errors_table, summarize, verified_table
 
     tables = summarize(Path(path), each_layer=layers)
     if against is not None:
         tables.append(errors_table(path, against))
+    problems: list[str] = []
+    if verify:
+        table, problems = verified_table(Path(path))
+        tables.append(table)
     for table in tables:
         table.print()
+    if problems:
+        raise UserError(f"{problems[0]}; do not use it, copy or download it again")
 
 
 @app.command()
@@ -342,6 +366,7 @@ def export(
     ] = "auto",
 ) -> None:
     """Write a model folder that others load: dense weights, or integers that vLLM and transformers read."""
+    find_model(model)
     from shoestring.device import pick_dtype
     from shoestring.evals.model_row import megabytes_on_disk
     from shoestring.model.folder import export_model
@@ -407,9 +432,12 @@ def bench_serve(
 
 
 def _run_recipe(name: str, overrides: list[str]) -> None:
-    from shoestring.recipes.find import load_recipe, resolve_config
+    from shoestring.recipes.find import builtin_recipes, load_recipe, resolve_config
 
     try:
+        if name in builtin_recipes():
+            for model in (item.removeprefix("model=") for item in overrides if item.startswith("model=")):
+                find_model(model)  # before the recipe's imports, which take seconds
         recipe = load_recipe(name)
         config = resolve_config(recipe, overrides)
     except UserError:

@@ -102,14 +102,12 @@ def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
 
 
 def _gguf(path: Path, each_layer: bool) -> list[Table]:
-    from shoestring.model.gguf import read_metadata
+    from shoestring.model.gguf import open_gguf, read_metadata
 
-    fields = read_metadata(path)  # first: it explains what is wrong with a bad file
-    from gguf import GGUFReader
-
+    fields = read_metadata(path)
     stored = [
         Stored(t.name, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name, 8.0 * int(t.n_bytes))
-        for t in GGUFReader(path).tensors
+        for t in open_gguf(path).tensors
     ]
     skipped = ("tokenizer.ggml.", "tokenizer.chat_template", "GGUF.")
     facts = {k: v for k, v in fields.items() if not k.startswith(skipped) and not isinstance(v, list)}
@@ -253,6 +251,28 @@ def _facts(title: str, facts: dict[str, Any], stored: list[Stored]) -> Table:
     weights, bits = sum(s.weights for s in stored), sum(s.bits for s in stored)
     total = {"parameters": weights, "MB": bits / 8e6, "bits per parameter": bits / max(weights, 1)}
     return Table(title, ["", ""], [[k, v] for k, v in {**facts, **total}.items()])
+
+
+# -- whether it is what was written ------------------------------------------------------------------
+
+
+def verified_table(path: Path) -> tuple[Table, list[str]]:
+    """What --verify has read, and the problems that it found; a run's model and all its checkpoints."""
+    from shoestring.model.verify import verify
+
+    is_run = (path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir()
+    places = [p.parent for p in sorted(path.glob("*/config.json"))] if is_run else [path]
+    places += [p.parent for p in sorted(path.glob("checkpoints/*/manifest.json"))] if is_run else []
+    rows: list[list[Any]] = []
+    problems: list[str] = []
+    for place in places:
+        found = verify(place)
+        checksums = f"{len(found.checked)} fit"
+        if found.unknown:
+            checksums += f", {len(found.unknown)} weight files have none"
+        rows.append([str(place), checksums, found.num_tensors, "; ".join(found.problems) or "none"])
+        problems += found.problems
+    return Table("Verified", ["path", "checksums", "tensors read", "problems"], rows), problems
 
 
 # -- against the model it was made from --------------------------------------------------------------

@@ -1,73 +1,43 @@
-"""Chat templates: the Jinja programs that come with chat models, run in a sandbox.
+"""Chat templates: the Jinja programs that come with chat models, run in a sandbox with limits.
 
-A template is a stranger's program, so it runs in Jinja's immutable sandbox: it can neither reach Python's internals nor
-change what it is given. The filters and globals are those that `transformers` offers, so that the same template gives
-the same text. Left out: tools and documents (passed as none), and the mask of assistant tokens.
+A template is a stranger's program. It runs in Jinja's immutable sandbox, and the sandbox in a process of its own
+(chat_process.py) with a limit of memory, output and time: a template that never ends costs its request an error and the
+process, nothing else. One process serves all templates and threads; it is started for the first chat.
+
+The filters and globals are those that `transformers` offers, so that the same template gives the same text. Left out:
+tools and documents (passed as none), and the mask of assistant tokens.
 """
 
 from __future__ import annotations
 
-import datetime
+import atexit
+import contextlib
 import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from shoestring.errors import UserError, shortened, shown
 
-from shoestring.errors import UserError
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks assistant text for training; rendered as what is inside."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes <, > and & for HTML; models were tuned on text without that.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment.from_string(template)
+SECONDS = 5.0  # for one chat; templates in use take a millisecond
+MOST_CHARACTERS = 1 << 24  # of a rendered chat
+MOST_BYTES = 1 << 30  # of the process's memory
+START_SECONDS = 60.0
 
 
 def fault(template: str) -> str | None:
     """Why a template cannot be read ("line 3: ..."), or None. Which chats it accepts, only rendering shows."""
-    if not template.strip():
-        return "it is empty"
     try:
-        _compile(template)
-    except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {(error.message or '').rstrip('.')}"
-    except SyntaxError as error:
-        return error.msg  # of the Python that Jinja makes ('break' outside loop); its lines say nothing
-    except RecursionError:
-        return "it is nested too deeply"
-    return None
+        found: str | None = _process.ask({"template": template, "chat": None})["fault"]
+        return found
+    except _NoAnswer as error:
+        return str(error)
 
 
 def render(
@@ -76,14 +46,103 @@ def render(
     """The chat as text. Anything that goes wrong inside the template is a UserError with the template's own words."""
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise UserError(f"message {position} of the chat is {message!r}; each needs a 'role' and a 'content'")
-    broken = fault(template)
-    if broken is not None:
-        raise UserError(f"the model's chat template is broken, {broken}")
+            raise UserError(f"message {position} of the chat is {shown(message)}; each needs a 'role' and a 'content'")
+    chat = {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **special,
+    }
     try:
-        return _compile(template).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special
+        found = _process.ask({"template": template, "chat": chat})
+    except _NoAnswer as error:
+        raise UserError(f"the model's chat template does not end well with this chat: {error}") from None
+    if "fault" in found:
+        raise UserError(f"the model's chat template is broken, {found['fault']}")
+    if "error" in found:
+        raise UserError(f"the model's chat template does not accept this chat: {shortened(found['error'], 500)}")
+    return found["text"]
+
+
+class _NoAnswer(Exception):
+    """The process was ended, by us or by its limits."""
+
+
+class _TemplateProcess:
+    """chat_process.py behind a pipe; one question at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process id that started it: a fork must not use its parent's pipe
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            line = json.dumps(question).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"the chat is not plain JSON ({error}); give texts, numbers, lists and objects") from None
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                return json.loads(self._line(process, SECONDS))
+            except BrokenPipeError:
+                self.close()
+                raise _NoAnswer("it needs too much memory or time") from None
+            except BaseException:
+                self.close()  # half an answer must not become the next one's beginning
+                raise
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        script = Path(__file__).with_name("chat_process.py")
+        limits = [str(MOST_BYTES), str(MOST_CHARACTERS), str(SECONDS + 1)]
+        self._process = subprocess.Popen(
+            # -P: the folder of the script is no place to import from. Own session: Ctrl-C is not for it.
+            [sys.executable, "-P", str(script), *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
-    except Exception as error:  # a template can raise whatever Python raises
-        reason = f"{error}" or type(error).__name__
-        raise UserError(f"the model's chat template does not accept this chat: {reason}") from error
+        self._owner = os.getpid()
+        try:
+            self._line(self._process, START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        return self._process
+
+    def _line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
+        assert process.stdout is not None
+        ends, found = time.monotonic() + seconds, bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not found.endswith(b"\n"):
+                if not selector.select(max(0.0, ends - time.monotonic())):
+                    raise _NoAnswer(f"it takes more than {seconds:g} seconds")
+                piece = os.read(process.stdout.fileno(), 1 << 20)
+                if not piece:
+                    raise _NoAnswer("it needs too much memory or time")
+                found += piece
+        return bytes(found)
+
+    def close(self) -> None:
+        """End the process; the next question starts another."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+_process = _TemplateProcess()
+atexit.register(_process.close)

@@ -31,7 +31,7 @@ from shoestring.model.hf import spec_from_hf, token_ids
 from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
-from shoestring.paths import expand
+from shoestring.paths import find_model
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.files import TensorFiles
 
@@ -107,6 +107,17 @@ def read_spec(path: str | Path) -> tuple[ModelSpec, Tokenizer | None]:
     """What a folder or .gguf file holds, without building it: for callers that build sharded and fill later."""
     _, source = _open_source(path)
     return source.spec, source.tokenizer()
+
+
+def described(path: str | Path) -> Decoder | None:
+    """The model of a folder without weights, on the meta device: for checks that should not wait until gigabytes are
+    read. None for a .gguf file, which is read whole for its shapes.
+    """
+    folder = find_model(path)
+    if folder.is_file():
+        return None
+    with torch.device("meta"):
+        return Decoder(spec_from_hf(read_object(folder / "config.json")))
 
 
 class _WeightSource(Protocol):
@@ -229,38 +240,8 @@ class _FolderSource:
 
 
 def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
-    if not str(path):
-        raise UserError("the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file")
-    path = expand(path)
-    if path.suffix == ".gguf" and not path.is_dir():
-        if not path.is_file():
-            raise UserError(f"{path} does not exist; give a .gguf file or a model folder")
-        return path, _GgufSource(path)
-    folder = find_model_folder(path)
-    return folder, _FolderSource(folder)
-
-
-def find_model_folder(path: Path) -> Path:
-    if not path.exists():
-        raise UserError(
-            f"{path} does not exist; give a Hugging Face folder, a run folder or a .gguf file on this machine"
-        )
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file")
-    is_run = (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
-    if (path / "model" / "config.json").is_file() and (is_run or not (path / "config.json").is_file()):
-        return path / "model"
-    if is_run:
-        found = sorted(p.name for p in path.glob("checkpoints/step-*"))
-        have = f"its checkpoints are {', '.join(found[-3:])}" if found else "it has no checkpoint either"
-        recipe = read_object(path / "config.json").get("recipe") if (path / "config.json").is_file() else None
-        raise UserError(
-            f"{path} is a run without a finished model ({have}); finish it with "
-            f"`shoestring run {recipe or 'RECIPE'} resume={path}`, which writes model/"
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} has no config.json; give a Hugging Face model folder, a run folder or a .gguf file")
-    return path
+    found = find_model(path)
+    return found, _GgufSource(found) if found.suffix == ".gguf" and found.is_file() else _FolderSource(found)
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:

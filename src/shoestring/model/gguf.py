@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, out_of_memory
+from shoestring.errors import UserError, out_of_memory, shown
+from shoestring.json_files import Fields
 from shoestring.model.attention import rope_frequencies
+from shoestring.model.hf import EPS_RANGE, MOST_WINDOW, THETA_RANGE
 from shoestring.model.hf_names import GGUF_BLOCK, GGUF_TOP
 from shoestring.model.layer_plan import RopePlan
 from shoestring.model.spec import ModelSpec, RopeScaling
@@ -40,14 +42,19 @@ BLOCK_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 _WHOLE = {theirs: ours for ours, theirs in GGUF_TOP.items()}
 _PER_BLOCK = {theirs: ours for ours, theirs in GGUF_BLOCK.items()}
 _ROPE_FACTORS = "rope_freqs.weight"
+_ARRAY = 9  # the format's number for a list
 # How short and changed bytes surface deep inside the reader. Not memory that runs out: the file is good then.
-_DAMAGE = (ValueError, LookupError, OverflowError, RecursionError)
+_DAMAGE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+# Above these a length is damaged; believing it would count for hours through the weights of a large file.
+_MOST_VALUES = 1 << 24  # of all metadata; the largest vocabularies have a million
+_MOST_STRING = 1 << 24  # bytes
+_MOST_ENTRIES = 1 << 17  # keys, tensors
 
 
 def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer]:
     """The model in a GGUF file: its spec, its weights in fp32 under our names, its tokenizer."""
     path = Path(path)
-    reader = _open(path)
+    reader = open_gguf(path)
     fields = _fields(path, reader)
     tensors = {t.name: t for t in reader.tensors}
     for name, tensor in tensors.items():
@@ -62,9 +69,11 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
     tokenizer = Tokenizer.from_gguf(fields)
     shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}
     spec = _spec(path, fields, shapes, tokenizer)
-    factors = _dequantize(tensors.pop(_ROPE_FACTORS)) if _ROPE_FACTORS in tensors else None
+    factors = dequantize(path, tensors.pop(_ROPE_FACTORS)) if _ROPE_FACTORS in tensors else None
     spec = _with_rope_factors(path, spec, factors)
 
+    if spec.num_layers > len(tensors):  # before as many layers are described
+        raise UserError(f"{path}: its metadata asks for {spec.num_layers} layers, it has {len(tensors)} tensors")
     with torch.device("meta"):
         expected = {name: tuple(t.shape) for name, t in Decoder(spec).state_dict().items()}
     names = {gguf_name: _our_name(path, gguf_name) for gguf_name in tensors}
@@ -74,12 +83,11 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
     for gguf_name, ours in names.items():
         if ours not in expected:
             raise UserError(f"{path}: tensor {gguf_name} is not part of a {_architecture(path, fields)} decoder")
-        weight = _dequantize(tensors[gguf_name])
-        if tuple(weight.shape) != expected[ours]:
+        if shapes[gguf_name] != expected[ours]:
             raise UserError(
-                f"{path}: tensor {gguf_name} has the shape {tuple(weight.shape)}, its metadata "
-                f"asks for {expected[ours]}"
+                f"{path}: tensor {gguf_name} has the shape {shapes[gguf_name]}, its metadata asks for {expected[ours]}"
             )
+        weight = dequantize(path, tensors[gguf_name])
         if fields["general.architecture"] == "llama" and (heads := _rotated_heads(spec, ours)):
             weight = unpermute_rope_rows(weight, heads)
         state[ours] = weight
@@ -89,7 +97,7 @@ def load_gguf(path: str | Path) -> tuple[ModelSpec, dict[str, Tensor], Tokenizer
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The key/value part of a GGUF file as Python values."""
     path = Path(path)
-    return _fields(path, _open(path))
+    return _fields(path, open_gguf(path))
 
 
 def find_smollm2() -> Path | None:
@@ -120,7 +128,10 @@ def _rotated_heads(spec: ModelSpec, name: str) -> int:
     return spec.num_heads if match[1] == "q" else spec.num_kv_heads
 
 
-def _open(path: Path) -> GGUFReader:
+def open_gguf(path: Path) -> GGUFReader:
+    """The parsed header, with the tensors as views of the mapped file; each lies where the format says."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is a folder, a pipe or a device; give a .gguf file")
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -141,6 +152,29 @@ def _open(path: Path) -> GGUFReader:
         the file is silently short, so that a damaged length would be counted out element by element.
         """
 
+        num_values = 0
+
+        def _get_str(self, offset: int) -> Any:
+            _check_most("the length of a text", int(self._get(offset, np.uint64)[0]), _MOST_STRING)
+            return super()._get_str(offset)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if int(raw_type) == _ARRAY:
+                kind = int(self._get(orig_offs, np.uint32)[0])
+                if kind == _ARRAY:
+                    raise ValueError("lists of lists")
+                self.num_values += int(self._get(orig_offs + 4, np.uint64)[0])
+                _check_most("the length of a list", self.num_values, _MOST_VALUES)
+            return super()._get_field_parts(orig_offs, raw_type)
+
+        def _build_fields(self, offs: int, count: int) -> int:
+            _check_most("the number of keys", int(count), _MOST_ENTRIES)
+            return super()._build_fields(offs, count)
+
+        def _build_tensor_info(self, offs: int, count: int) -> Any:
+            _check_most("the number of tensors", int(count), _MOST_ENTRIES)
+            return super()._build_tensor_info(offs, count)
+
         def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **options: Any) -> Any:
             if isinstance(self.data, np.memmap):
                 self.data = self.data.view(np.ndarray)  # type: ignore[assignment]
@@ -158,7 +192,29 @@ def _open(path: Path) -> GGUFReader:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     if reader.byte_order == "S":
         raise UserError(f"{path} is stored in the other byte order; get a little-endian GGUF file")
+    _check_places(path, reader)
     return reader
+
+
+def _check_most(what: str, given: int, most: int) -> None:
+    if given > most:
+        raise ValueError(f"{what} is {given:,}")
+
+
+def _check_places(path: Path, reader: GGUFReader) -> None:
+    """Tensors lie one behind the other, aligned and inside the file: no two share bytes, none is left out."""
+    end, alignment = int(reader.data_offset), int(reader.alignment)
+    for tensor in sorted(reader.tensors, key=lambda t: int(t.data_offset)):
+        if not 1 <= len(tensor.shape) <= 4 or int(tensor.n_elements) < 1:
+            raise UserError(f"{path}: tensor {shown(tensor.name)} has no elements or too many dims; get it again")
+        if int(tensor.data_offset) != end:
+            raise UserError(
+                f"{path} is damaged: tensor {shown(tensor.name)} begins at byte {int(tensor.data_offset)}, the one "
+                f"before it ends at {end}; get it again"
+            )
+        end += -(-int(tensor.n_bytes) // alignment) * alignment
+        if int(tensor.data_offset) + int(tensor.n_bytes) > path.stat().st_size:
+            raise UserError(f"{path} is cut off inside tensor {shown(tensor.name)}; get it again")
 
 
 def _fields(path: Path, reader: GGUFReader) -> dict[str, Any]:
@@ -186,42 +242,43 @@ def _architecture(path: Path, fields: dict[str, Any]) -> str:
 def _spec(path: Path, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], tokenizer: Tokenizer) -> ModelSpec:
     arch = _architecture(path, fields)
 
-    def get(key: str, default: Any = None) -> Any:
-        value = fields.get(f"{arch}.{key}", default)
-        if value is None:
-            raise UserError(f"{path} has no metadata {arch}.{key}; the file is incomplete")
-        if isinstance(value, list):
-            raise UserError(f"{path}: {arch}.{key} differs per layer ({value[:4]}...), which the decoder cannot build")
-        return value
-
-    if get("expert_count", 0):
-        raise UserError(f"{path} holds a mixture of {get('expert_count')} experts; only dense models can be read")
-    scaling = get("rope.scaling.type", "none")
-    if scaling != "none" and get("rope.scaling.factor", 1.0) != 1.0:
-        raise UserError(f"{path} scales rotary positions by {scaling!r}; only none and Llama-3 scaling are supported")
-    d_model, num_heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", d_model // num_heads)
-    if get("rope.dimension_count", head_dim) != head_dim:
+    for key, value in fields.items():
+        if key.startswith(f"{arch}.") and isinstance(value, list):
+            raise UserError(f"{path}: {key} differs per layer ({shown(value[:4])}), which the decoder cannot build")
+    given = Fields({k.removeprefix(f"{arch}."): v for k, v in fields.items()}, f"{path}, metadata of {arch}")
+    if given.whole("expert_count", 0, least=0):
+        raise UserError(f"{path} holds a mixture of {given.get('expert_count')} experts; only dense models can be read")
+    scaling = given.text("rope.scaling.type", "none")
+    if scaling != "none" and given.number("rope.scaling.factor", 1.0) != 1.0:
         raise UserError(
-            f"{path} rotates {get('rope.dimension_count')} of {head_dim} dims per head; only whole heads are supported"
+            f"{path} scales rotary positions by {shown(scaling)}; only none and Llama-3 scaling are supported"
+        )
+    d_model, num_heads = given.whole("embedding_length"), given.whole("attention.head_count")
+    head_dim = given.whole("attention.key_length", d_model // num_heads)
+    if given.whole("attention.value_length", head_dim) != head_dim:
+        raise UserError(f"{path} has values and keys of different widths, which the decoder cannot build")
+    if given.whole("rope.dimension_count", head_dim) != head_dim:
+        raise UserError(
+            f"{path} rotates {given.get('rope.dimension_count')} of {head_dim} dims per head; only whole heads are "
+            "supported"
         )
     vocab_size = shapes["token_embd.weight"][0]
     if tokenizer.vocab_size > vocab_size:
         raise UserError(f"{path} has {tokenizer.vocab_size} tokens but only {vocab_size} embedding rows; it is damaged")
-    window = fields.get(f"{arch}.attention.sliding_window") or None
+    window = given.whole("attention.sliding_window", None, least=0, most=MOST_WINDOW) or None
     return ModelSpec(
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=get("block_count"),
+        num_layers=given.whole("block_count"),
         num_heads=num_heads,
-        num_kv_heads=get("attention.head_count_kv", num_heads),
+        num_kv_heads=given.whole("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        d_ff=get("feed_forward_length"),
-        max_positions=get("context_length"),
+        d_ff=given.whole("feed_forward_length"),
+        max_positions=given.whole("context_length"),
         model_type="mistral" if arch == "llama" and window else arch,
         # Stored as fp32; 9.999999747378752e-06 was meant as 1e-05 and is written back to config.json as that.
-        norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),
-        rope_theta=float(get("rope.freq_base", 10000.0)),
+        norm_eps=float(f"{given.number('attention.layer_norm_rms_epsilon', **EPS_RANGE):.7g}"),
+        rope_theta=given.number("rope.freq_base", 10000.0, **THETA_RANGE),
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         out_bias="blk.0.attn_output.bias" in shapes,
@@ -259,9 +316,14 @@ def _our_name(path: Path, name: str) -> str:
     raise UserError(f"{path}: tensor {name} is not part of a dense Llama-family decoder; the model cannot be read")
 
 
-def _dequantize(tensor: Any) -> Tensor:
+def dequantize(path: Path, tensor: Any) -> Tensor:
+    """The values of a tensor of `open_gguf`, in fp32."""
     import numpy as np
-    from gguf.quants import dequantize
+    from gguf.quants import dequantize as decode
 
-    # A copy: F32 tensors are views of the read-only file, which may be deleted while the model lives.
-    return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+    try:
+        with np.errstate(all="ignore"):  # NaN scales of a damaged block
+            # A copy: F32 tensors are views of the read-only file, which may be deleted while the model lives.
+            return torch.from_numpy(np.array(decode(tensor.data, tensor.tensor_type), dtype=np.float32))
+    except NotImplementedError as error:
+        raise UserError(f"{path}: tensor {shown(tensor.name)} cannot be decoded ({error})") from None

@@ -33,6 +33,7 @@ from shoestring.model.vocabulary import (
     USER_DEFINED,
     added_tokens,
     build_bpe,
+    check_vocabulary,
     gguf_byte_level,
     gguf_sentencepiece,
     library_errors,
@@ -155,6 +156,7 @@ class Tokenizer:
     @staticmethod
     def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         """From GGUF metadata (key -> value): byte-level BPE ("gpt2") or SentencePiece BPE ("llama")."""
+        check_vocabulary(fields)
         kind = need(fields, "tokenizer.ggml.model")
         if kind == "gpt2":
             backend, add_bos = gguf_byte_level(fields)
@@ -162,7 +164,7 @@ class Tokenizer:
             backend, add_bos = gguf_sentencepiece(fields), True
         else:
             raise UserError(
-                f"the GGUF vocabulary is of kind {kind!r} (tokenizer.ggml.model); "
+                f"the GGUF vocabulary is of kind {shown(kind)} (tokenizer.ggml.model); "
                 "'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE) can be read"
             )
         tokens = fields["tokenizer.ggml.tokens"]
@@ -175,7 +177,7 @@ class Tokenizer:
         special = {}
         for name, key in zip(_SPECIAL_NAMES, ("bos", "eos", "unknown", "padding"), strict=True):
             token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
-            if token_id is not None and 0 <= token_id < len(tokens):
+            if token_id is not None and token_id < len(tokens):
                 special[name] = tokens[token_id]
         turn_ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom")]
         return Tokenizer(

@@ -6,13 +6,15 @@ spell it out; GGUF files give it a name (`tokenizer.ggml.pre`), which is looked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from shoestring.errors import UserError, shortened
+from shoestring.errors import UserError, shortened, shown
+from shoestring.model.hf import MOST_TOKEN_ID
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -26,6 +28,13 @@ _GGUF_SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
+_GGUF_LISTS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("tokens", "merges"), (str, "texts")),
+    "scores": (float, "numbers"),
+    "token_type": (int, "whole numbers"),
+}
+_GGUF_FLAGS = tuple(f"tokenizer.ggml.{key}" for key in ("add_bos_token", "add_eos_token", "add_space_prefix"))
+MOST_LETTERS = 4096  # of a token; how it can be cut is tried at every letter
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -75,14 +84,33 @@ def build_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], where: str, 
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
 
 
+def check_vocabulary(fields: Mapping[str, Any]) -> None:
+    """The types of a GGUF file's tokenizer metadata; UserError names the first key that is another."""
+    for key, (kind, name) in _GGUF_LISTS.items():
+        value = fields.get(f"tokenizer.ggml.{key}")
+        if value is not None and not (isinstance(value, list) and all(type(v) is kind for v in value)):
+            raise UserError(f"tokenizer.ggml.{key} of the GGUF file is not a list of {name}; it is damaged")
+    long = [t for t in fields.get("tokenizer.ggml.tokens") or () if len(t) > MOST_LETTERS]
+    if long or not all(math.isfinite(s) for s in fields.get("tokenizer.ggml.scores") or ()):
+        raise UserError("the GGUF vocabulary has scores that are no numbers, or endless tokens; it is damaged")
+    for key, value in fields.items():
+        known = key.startswith("tokenizer.") and value is not None
+        if known and key.endswith("_token_id") and (type(value) is not int or not 0 <= value <= MOST_TOKEN_ID):
+            raise UserError(f"{key} of the GGUF file is {shown(value)}, not a token id; it is damaged")
+        if known and key in _GGUF_FLAGS and not isinstance(value, bool):
+            raise UserError(f"{key} of the GGUF file is {shown(value)}, not true or false; it is damaged")
+        if known and key == "tokenizer.chat_template" and not isinstance(value, str):
+            raise UserError(f"{key} of the GGUF file is not a text; it is damaged")
+
+
 def gguf_byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     tokens = need(fields, "tokenizer.ggml.tokens")
     merges = need(fields, "tokenizer.ggml.merges")
     pre = fields.get("tokenizer.ggml.pre", "default")
-    if pre not in _GGUF_SPLITS:
+    if not isinstance(pre, str) or pre not in _GGUF_SPLITS:
         raise UserError(
-            f"the GGUF vocabulary cuts text in the way {pre!r} (tokenizer.ggml.pre), which is not known here; known: "
-            f"{', '.join(_GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
+            f"the GGUF vocabulary cuts text in the way {shown(pre)} (tokenizer.ggml.pre), which is not known here; "
+            f"known: {', '.join(_GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
         )
     split = _GGUF_SPLITS[pre]
     # A merge may start with a space of its own, never end with one: cut at the first space behind the first character.
@@ -111,6 +139,8 @@ def gguf_sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
             ranked += [(-score, vocab[left], left, right) for left, right in cuts if left in normal and right in normal]
     ranked.sort(key=lambda row: row[:2])
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    if unknown >= len(tokens):
+        raise UserError(f"tokenizer.ggml.unknown_token_id is {unknown}, the GGUF vocabulary has {len(tokens)} tokens")
     backend = build_bpe(
         vocab,
         [(left, right) for _, _, left, right in ranked],

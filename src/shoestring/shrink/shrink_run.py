@@ -23,8 +23,8 @@ from shoestring.formats import Format, parse_format, unpack
 from shoestring.host.block_offload import fits_on_device
 from shoestring.mesh import Mesh
 from shoestring.model import LoadedModel, load_model, save_model
-from shoestring.model.folder import find_model_folder, read_spec
-from shoestring.paths import expand
+from shoestring.model.folder import read_spec
+from shoestring.paths import find_model
 from shoestring.report import Curves, Scatter, Section, Series, Table, Text, eval_table, run_sections, write_report
 from shoestring.runlog import RunLog, write_atomically
 from shoestring.shrink.calibrate import windows
@@ -119,7 +119,7 @@ def offload_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
     """
     if Path(path).suffix == ".gguf":  # de-quantized when it is read
         return compute
-    folder = find_model_folder(expand(path))
+    folder = find_model(path)
     if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
         return compute  # packed already, or no weights: loading it says so
     files = TensorFiles(folder)
@@ -152,10 +152,6 @@ def calibration_windows(
         tokens = tokenize_corpus(source, tokenizer=tokenizer, **options).train.head(MAX_TOKENS)
     context = fitting_context("calib_context", context, loaded)
     return windows(tokens.to(torch.int64), num_windows, context)
-
-
-def has_calibration_text(model: str, calib: str | None) -> bool:
-    return calib is not None or corpus_of_run(Path(model))[0] is not None
 
 
 # -- what it leaves ------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from shoestring.errors import UserError, room
 from shoestring.json_files import read_object
 
 SHARD_BYTES = 5 * 10**9
+CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
 CHUNK = 1 << 24  # bytes hashed and written at a time: a chunk is still in the cache when it is written
 
 # safetensors' names of the dtypes that both it and torch know.
@@ -74,7 +75,7 @@ class TensorFiles:
         self._file_of: dict[str, Any] = {}  # tensor name -> opened file
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         if single.is_file():
-            opened = _open(single)
+            opened = open_tensors(single)
             self._file_of = dict.fromkeys(opened.keys(), opened)
         elif index.is_file():
             self._open_shards(index)
@@ -93,7 +94,7 @@ class TensorFiles:
                     raise UserError(f"{index} names the file {file!r}; only files beside it are read")
                 if not (index.parent / file).is_file():
                     raise UserError(f"{index.parent / file} is missing, but {index.name} lists it; download it again")
-                opened[file] = _open(index.parent / file)
+                opened[file] = open_tensors(index.parent / file)
                 held[file] = set(opened[file].keys())
             if name not in held[file]:
                 raise UserError(
@@ -120,7 +121,8 @@ class TensorFiles:
         return file.get_slice(name)[index]
 
 
-def _open(path: Path) -> Any:
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, mapped; UserError where it is none."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -296,6 +298,7 @@ class AtomicFolder:
         self.target = target
         self.temp = target.parent / f".{target.name}.new-{os.getpid()}"
         self.error: str | None = None
+        self._checksums: dict[str, str] = {}  # of files that were hashed while they were written
         with self.guard():
             _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +330,7 @@ class AtomicFolder:
         writer: TensorWriter | None = None
         if self.error is None:
             with self.guard():
-                writer = TensorWriter(self.temp / name, infos, metadata={"format": "pt"})
+                writer = TensorWriter(self.temp / name, infos, metadata={"format": "pt"}, checksum=True)
 
         def write(t: Tensor) -> None:
             if writer is not None and self.error is None:
@@ -339,12 +342,21 @@ class AtomicFolder:
             if writer is not None and self.error is None:
                 with self.guard():
                     writer.close()
+                    self._checksums[name] = writer.sha256
         finally:
             if writer is not None:
                 writer.abandon()
 
     def finish(self) -> None:
         """Put the new folder in the place of the old one."""
+        files = {
+            file.name: {
+                "bytes": file.stat().st_size,
+                "sha256": self._checksums.get(file.name) or hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+            for file in sorted(self.temp.iterdir())
+        }
+        write_json(self.temp / CHECKSUMS, {"algorithm": "sha256", "files": files})
         for file in self.temp.iterdir():
             sync(file)
         replace_folder(self.temp, self.target, self.target.parent / f".{self.target.name}.old-{os.getpid()}")

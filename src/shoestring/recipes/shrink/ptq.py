@@ -32,6 +32,7 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import pack
+from shoestring.model.folder import described
 from shoestring.runlog import RunLog, open_run_folder, resumable
 from shoestring.shrink import ptq_stages as stages
 from shoestring.shrink.block_files import BlockFiles
@@ -41,7 +42,6 @@ from shoestring.shrink.quantize import plan
 from shoestring.shrink.shrink_run import (
     calibration_windows,
     error_sections,
-    has_calibration_text,
     load_where_it_fits,
     read_rules,
     report_before_after,
@@ -61,6 +61,8 @@ def main(cfg: Config) -> Path:
     method = stages.pick_method(cfg)
     candidates = read_candidates(cfg.bits_budget, cfg.candidates, cfg.damage_windows, cfg.rules)
     device = pick_device(cfg.device)
+    if (shape := described(cfg.model)) is not None and not candidates:
+        plan(shape, rules)
     loaded, onload_device = load_where_it_fits(cfg.model, device, pick_dtype(cfg.dtype, device), cfg.stream)
     if candidates:
         assert cfg.bits_budget is not None
@@ -68,7 +70,7 @@ def main(cfg: Config) -> Path:
     else:
         plan(loaded.model, rules)
     calib_NT = None
-    if cfg.method != "rtn" or candidates or has_calibration_text(cfg.model, cfg.calib):
+    if cfg.method != "rtn" or candidates or cfg.calib is not None:
         calib = (cfg.calib, cfg.calib_windows, cfg.calib_context, cfg.method)
         calib_NT = calibration_windows(loaded, cfg.model, *calib)
     calibration = stages.pick_calibration(cfg, method, onload_device)

@@ -23,6 +23,7 @@ from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import Dense, Format, convert, pack, unpack
 from shoestring.formats.convert import assign, format_linears, tied_names, weight_modules
 from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.folder import described
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quantize import HEADS
 from shoestring.shrink.shrink_run import read_rules, report_before_after
@@ -51,6 +52,8 @@ def main(cfg: Config) -> Path:
     check_outputs(settings, "out", "dense_out")
     check_run_folder(settings)
     device = pick_device(cfg.device)
+    if (shape := described(cfg.model)) is not None:
+        check_source(shape, rules, cfg.model)
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
     check_source(loaded.model, rules, cfg.model)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
@@ -81,7 +84,7 @@ def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> 
             raise UserError(
                 f"{path} is packed already ({name} is {layer.format.label}): quantize the model it was made from"
             )
-        if not layer.weight.isfinite().all():
+        if not layer.weight.is_meta and not layer.weight.isfinite().all():
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model {path}")
         try:
             chosen.get(name, Dense()).check(layer.shape)
