@@ -166,6 +166,20 @@ class Engine:
         if request.finish_reason is None:
             self._finish(request, "abort")
 
+    def pause(self, request: Request) -> None:
+        """Take a request out of the engine, between two steps; its blocks are free at once. Its text does not depend on
+        this: `resume` continues it, mostly from the prefix cache."""
+        if request.table is not None:
+            request.num_preempted += 1
+            self.stats.num_preemptions += 1
+        self.scheduler.remove(request)
+        if self.drafter is not None:
+            self.drafter.release(request)
+
+    def resume(self, request: Request) -> None:
+        """Queue a paused request again."""
+        self.scheduler.add(request)
+
     @property
     def waiting(self) -> deque[Request]:
         return self.scheduler.waiting

@@ -75,10 +75,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """The request is over: its blocks are free at once."""
+        """The request is over or paused: its blocks are free at once."""
         if request.table is not None:
             self._stop(request)
-        else:
+        elif request in self.waiting:  # not so where it was paused before
             self.waiting.remove(request)
 
     def schedule(self) -> ScheduledStep:

@@ -99,8 +99,7 @@ class Api:
         self.engine_thread, self.tokenizer, self.settings = engine_thread, tokenizer, settings
         vocab = engine.model.spec.vocab_size
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
-        max_texts = engine_thread.max_running + engine_thread.max_queue
-        self.limits = Limits(vocab, engine.max_context, max_texts, eos_ids, tokenizer.spelling())
+        self.limits = Limits(vocab, engine.max_context, engine_thread.max_texts, eos_ids, tokenizer.spelling())
         self.grammars = Grammars(tokenizer, vocab, eos_ids)
         self.created = int(time.time())
         self._token_bytes = token_bytes(tokenizer)
@@ -182,6 +181,7 @@ class Api:
         choices = [
             PendingChoice(
                 *(parsed.prompts[i // parsed.n], sampling, collector, i, deadline, score, parsed.no_new_tokens),
+                client=request.scope["shoestring"]["client"],
                 arrived=arrived,
             )
             for i, sampling in enumerate(parsed.samplings)
@@ -321,9 +321,11 @@ class Api:
             return JSONResponse({"status": "stuck", "reason": f"a step takes {seconds:.0f} s already"}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
-        return Response(self.engine_thread.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        client = request.scope["shoestring"]["client"]
+        text = await self.workers.run("render", client, 0, self.engine_thread.metrics.render)  # some milliseconds
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self) -> Response:
         """The state that the playground shows, as JSON."""

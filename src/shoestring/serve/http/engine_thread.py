@@ -1,17 +1,18 @@
 """The thread that owns the engine: how requests get in and tokens get out.
 
-The engine is not thread-safe, so only this thread calls it. One turn of its loop: read the inbox, step the engine, hand
-out the outputs. Other threads send messages through the inbox; the thread answers through the `OutputCollector` of each
-client, on that client's event loop.
+The engine is not thread-safe, so only this thread calls it. One turn of its loop: read the inbox, let texts into the
+engine, step it, hand out the outputs. Texts wait in a `WaitingLine`, so that clients share the engine fairly. Other
+threads send messages through the inbox; the thread answers through the `OutputCollector` of each client, on that
+client's event loop.
 
 A collector keeps what its reader has not taken yet and hands it over merged, one `ChoiceDelta` per choice. A client
 that does not read therefore never stalls the others and never holds more than its own text. One turn hands over a
 bounded number of tokens, because writing them out happens on the event loop.
 
-The engine ends requests at their deadline; prompts that wait to be scored are not in the engine yet and are checked
-here. A step that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive`
-turns False and nothing is accepted any more. A step that never returns holds this thread, so `abort_all` reaches the
-clients without it, `seconds_in_step` tells others, and app.py checks deadlines once more.
+The engine ends requests at their deadline; texts that wait to be scored or to enter the engine are checked here. A step
+that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive` turns False and
+nothing is accepted any more. A step that never returns holds this thread, so `abort_all` reaches the clients without
+it, `seconds_in_step` tells others, and app.py checks deadlines once more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,10 +35,11 @@ import torch
 from shoestring.errors import UserError
 from shoestring.serve.engine.engine import Engine, Output, Request
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
-from shoestring.serve.engine.scheduler import QueueFull, check_queue
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
+from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way
 
+OTHERS_SHARE = 4  # a 4th of the queue is kept for other clients than the one that fills it
 log = logging.getLogger("shoestring.serve")
 
 
@@ -136,6 +138,7 @@ class PendingChoice:
     deadline: float = math.inf  # on the engine's clock, time.monotonic
     score_prompt: int | None = None  # log-probabilities of the prompt, with this many alternatives
     no_new_tokens: bool = False  # a Sampling cannot say max_tokens=0
+    client: str = ""  # with whom it shares its part of the engine
     # When its body had been read, when it was first scheduled, when its first and its latest tokens were handed out.
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -170,7 +173,9 @@ class EngineThread:
         self.snapshot = EngineSnapshot()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
-        self._to_score: deque[PendingChoice] = deque()
+        self._to_score: WaitingLine[PendingChoice] = WaitingLine()
+        self._score_from = 0.0  # not before, while texts are computed
+        self._line: WaitingLine[PendingChoice] = WaitingLine()
         self._outputs: list[tuple[PendingChoice, ChoiceDelta]] = []
         self._lock = threading.Lock()  # guards _open and _closed
         self._open: set[PendingChoice] = set()  # submitted and not done
@@ -204,27 +209,37 @@ class EngineThread:
         """Why nothing new is accepted, if so."""
         return self._closed
 
+    @property
+    def max_texts(self) -> int:
+        """Open texts of one client: a part of the queue is kept for the others."""
+        return self.max_running + self.max_queue - self.max_queue // OTHERS_SHARE
+
     def submit(self, choices: Sequence[PendingChoice]) -> None:
-        """Take all of them or none; a full queue is a 429, a closed one a 503."""
+        """Take all of them or none; a full queue is a 429, a closed one a 503. All are of one client."""
         room = self.max_running + self.max_queue
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            if len(choices) > room:
+            if len(choices) > self.max_texts:
                 raise ApiError(
-                    400, f"this request asks for {len(choices)} texts at once; the server takes at most {room}"
+                    400,
+                    f"this request asks for {len(choices)} texts at once; the server takes at most {self.max_texts}",
                 )
-            try:
-                check_queue(self.num_open - self.max_running, len(choices), self.max_queue)
-            except QueueFull:
+            own = sum(choice.client == choices[0].client for choice in self._open)
+            full = None
+            if self.num_open + len(choices) > room:
+                full = f"the queue is full ({self.num_open} texts, at most {room})"
+            elif own + len(choices) > self.max_texts:
+                full = f"your part of the queue is full ({own} texts, at most {self.max_texts})"
+            if full is not None:
                 self.metrics.rejected.inc()
                 wait = self._seconds_per_choice * max(1, self.num_open - self.max_running) / self.max_running
                 raise ApiError(
                     429,
-                    f"the queue is full ({self.num_open} texts, at most {room}); try again later",
+                    f"{full}; try again later",
                     code="queue_full",
                     headers={"Retry-After": str(min(60, max(1, math.ceil(wait))))},
-                ) from None
+                )
             self._open.update(choices)
         self._inbox.put(("add", list(choices), None))
 
@@ -258,9 +273,10 @@ class EngineThread:
                 torch.cuda.set_device(self.engine.runner.device)  # the current GPU is a property of each thread
             while self._read_inbox():
                 self._step_began = time.monotonic()
-                self._expire_unscored()
-                if self._to_score:
-                    self._score(self._to_score.popleft())
+                self._expire_waiting()
+                if self._to_score and (time.monotonic() >= self._score_from or not self.engine.busy):
+                    self._score(self._to_score.pop(self._to_score.next_client(Counter())))
+                self._let_in()
                 if self.engine.busy:
                     self._hand_out(self.engine.step())
                 self._publish()
@@ -275,7 +291,7 @@ class EngineThread:
 
     def _read_inbox(self) -> bool:
         """Process all messages, waiting for one if the engine is idle; False: the loop must end."""
-        wait = not (self.engine.busy or self._to_score)
+        wait = not (self.engine.busy or self._to_score or self._line)
         while True:
             try:
                 kind, choices, reason = self._inbox.get(block=wait)
@@ -295,7 +311,7 @@ class EngineThread:
 
     def _add(self, choice: PendingChoice) -> None:
         if choice.score_prompt is not None:
-            self._to_score.append(choice)
+            self._to_score.push(choice)
             return
         if choice.no_new_tokens:
             now = self.engine.clock()
@@ -304,16 +320,42 @@ class EngineThread:
             self._emit(choice, ChoiceDelta(finish_reason="length"))
             self._close_choice(choice, "length")
             return
+        self._line.push(choice)
+
+    def _let_in(self) -> None:
+        """Fill the engine from the line; where it is full, texts of clients with many give way to those with few."""
+        while self._line:
+            num_running = Counter(choice.client for choice in self._choices.values())
+            client = self._line.next_client(num_running)
+            if len(self._choices) >= self.max_running:
+                greedy = who_gives_way(num_running, client)
+                if greedy is None:
+                    return
+                self._pause(max((c for c in self._choices.values() if c.client == greedy), key=lambda c: c.arrived))
+            self._enter(self._line.pop(client))
+
+    def _enter(self, choice: PendingChoice) -> None:
         try:
-            choice.request = self.engine.add(choice.prompt, choice.sampling, deadline=choice.deadline, checked=True)
+            if choice.request is None:
+                choice.request = self.engine.add(choice.prompt, choice.sampling, deadline=choice.deadline, checked=True)
+            else:
+                self.engine.resume(choice.request)
         except UserError as error:
             self._fail(choice, ApiError(400, str(error)))
             return
         self._choices[choice.request.id] = choice
 
+    def _pause(self, choice: PendingChoice) -> None:
+        assert choice.request is not None
+        self.engine.pause(choice.request)
+        del self._choices[choice.request.id]
+        self._line.push(choice, first=True)
+
     def _score(self, choice: PendingChoice) -> None:
-        """Compute the log-probabilities of a prompt, then continue as for any other choice."""
+        """Compute the log-probabilities of a prompt, then continue as for any other choice. It is a pass over the whole
+        prompt, for which every text waits; afterwards texts have as much time for their steps."""
         assert choice.score_prompt is not None
+        began = time.monotonic()
         self._start(choice, self.engine.clock())
         try:
             scored = self.engine.runner.prompt_logprobs(choice.prompt, choice.score_prompt)
@@ -321,6 +363,7 @@ class EngineThread:
             log.exception("log-probabilities of a prompt failed")
             self._fail(choice, ApiError(500, "computing the prompt's log-probabilities failed"))
             return
+        self._score_from = 2 * time.monotonic() - began
         self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
         choice.score_prompt = None
         self._add(choice)
@@ -382,9 +425,9 @@ class EngineThread:
             self.metrics.prompt_tokens.inc(len(choice.prompt))
             self.metrics.prompt_length.observe(len(choice.prompt))
 
-    def _expire_unscored(self) -> None:
+    def _expire_waiting(self) -> None:
         now = self.engine.clock()
-        for choice in [c for c in self._to_score if now >= c.deadline]:
+        for choice in [c for c in (*self._to_score, *self._line) if now >= c.deadline]:
             self._fail(choice, deadline_error(choice))
 
     def _fail(self, choice: PendingChoice, error: ApiError) -> None:
@@ -396,8 +439,8 @@ class EngineThread:
             return
         if choice.request is not None:
             self.engine.abort(choice.request)
-        elif choice in self._to_score:
-            self._to_score.remove(choice)
+        self._to_score.remove(choice)
+        self._line.remove(choice)
         self._close_choice(choice, reason)
 
     def _close_choice(self, choice: PendingChoice, reason: str) -> None:
@@ -427,7 +470,7 @@ class EngineThread:
                 self._fail(choice, reason)
         if stops:  # not this message's to answer
             self._inbox.put(("stop", (), None))
-        for choice in (*self._choices.values(), *self._to_score):
+        for choice in (*self._choices.values(), *self._to_score, *self._line):
             try:
                 self._fail(choice, reason)
             except Exception:  # an engine that failed may fail to abort as well
@@ -442,7 +485,7 @@ class EngineThread:
         stats = self.engine.stats
         self.snapshot = EngineSnapshot(
             num_running=len(self.engine.running),
-            num_waiting=len(self.engine.waiting) + len(self._to_score),
+            num_waiting=len(self.engine.waiting) + len(self._to_score) + len(self._line),
             kv_usage=kv_usage(self.engine),
             num_prompt_tokens=self._num_prompt_tokens,
             num_new_tokens=stats.num_new_tokens,
