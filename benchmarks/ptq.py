@@ -73,7 +73,8 @@ def _table(lines: list[dict[str, Any]], columns: Sequence[str]) -> str:
     config = next(n["config"] for n in lines if n["case"] != "dense" and "@" not in n["case"])
     said = (
         f"\n\nPerplexity of {config['model']} on the first {config['tokens']:,} tokens of the WikiText-2 test text "
-        f"(tokenised edition), context {config['context']}; unquantized {dense['value']:.2f}. Calibrated on "
+        f"(tokenised edition), context {config['context']}; full precision (the file's Q4_1 weights, "
+        f"de-quantized) {dense['value']:.2f}. Calibrated on "
         f"{config['calibration_tokens']:,} tokens of the validation text."
     )
     if any("@" in m for m in methods):

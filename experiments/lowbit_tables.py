@@ -35,12 +35,13 @@ TEXTS = {
 }
 COLUMNS = {"rtn": "rounding", "clip": "clip search", "awq": "AWQ", "gptq": "GPTQ", "gptq+clip": "GPTQ + clip",
            "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}  # fmt: skip
-# The windows of lowbit_subjects.
+# The windows of lowbit_subjects, which clip search, AWQ and GPTQ see.
 CALIBRATED = {
-    SMOLLM2: "16,384 tokens of the validation text",
-    KEPT: "16,384 tokens of its training text",
-    STORIES: "8,192 tokens of its training text",
+    SMOLLM2: (16_384, "the validation text"),
+    KEPT: (16_384, "its training text"),
+    STORIES: (8_192, "its training text"),
 }
+CALIBRATING = ("clip", "awq", "gptq", "gptq+clip")
 SOURCES = {SMOLLM2: " (the file's Q4_1 weights, de-quantized)"}
 MODELS = (SMOLLM2, KEPT, STORIES)
 GROUPS = (64, 192)
@@ -291,7 +292,8 @@ def _table(best: dict[tuple[str, str, str], Found], model: str, *, all_grids: bo
         f"\n\nPerplexity on {config['tokens']:,} tokens of {TEXTS[model]}, context {config['context']:,}; full "
         f"precision{SOURCES.get(model, '')} {_number(dense)}."
     )
-    said += f" Clip search, AWQ and GPTQ: calibrated on {CALIBRATED[model]}."
+    tokens, text = CALIBRATED[model]
+    said += f" In brackets: calibration tokens ({tokens:,} of {text})."
     if "model_tokens" in config:
         said += (
             f" The model (seed {config['model_seed']}, {config['parameters'] / 1e6:.0f}M parameters, a vocabulary of "
@@ -305,8 +307,14 @@ def _table(best: dict[tuple[str, str, str], Found], model: str, *, all_grids: bo
     asked = [label for group in ASKED.get(model, ()) for label in (*grids(group), *float_grids(group))]
     if absent := [label for label in asked if all_grids and all(of != label for _, of in here)]:
         said += f" Not measured at all: {', '.join(sorted(absent, key=_order))}."
-    header = [model, "bits/weight", *(COLUMNS[m] for m in columns)]
+    header = [model, "bits/weight", *(_named(m, model) for m in columns)]
     return markdown(header, rows) + said + provenance(lines)
+
+
+def _named(method: str, model: str) -> str:
+    """With the tokens that it was calibrated on, in thousands."""
+    calibrated = f" ({CALIBRATED[model][0] // 1024}k)" if method in CALIBRATING else ""
+    return COLUMNS.get(method, method) + calibrated
 
 
 def _shown(found: Found) -> str:
@@ -330,7 +338,7 @@ def accuracies() -> str:
     rows = [
         [
             label,
-            COLUMNS.get(m, m),
+            _named(m, SMOLLM2),
             _shown(best[SMOLLM2, m, label]),
             *(best[SMOLLM2, m, label].accuracy(t) for t in tasks),
         ]
@@ -342,7 +350,10 @@ def accuracies() -> str:
         return "Not measured yet."
     header = ["format", "method", "perplexity", *(t[9:].replace("_openai", "") + ", %" for t in tasks)]
     items = max(n["config"]["items"] for f in best.values() for n in f.lines)
-    return markdown(header, rows) + f"\n\n{SMOLLM2}; the first {items} questions of each set."
+    return (
+        markdown(header, rows)
+        + f"\n\n{SMOLLM2}; the first {items} questions of each set. In brackets: calibration tokens."
+    )
 
 
 def settings() -> str:

@@ -93,6 +93,7 @@ CODED = {
 }
 CASES = ("dense", *ONE_SHOT, "sparsegpt+slorb", *CODED, *TRAINED)
 NAMES = {
+    "dense": "full precision (the file's Q4_1 weights, de-quantized)",
     "magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "sparsegpt+slorb": "SparseGPT + SLoRB",
     "sparsegpt+int4:rtn": "SparseGPT, kept values rounded to int4:g32",
     "sparsegpt+int4:gptq": "SparseGPT, kept values to int4:g32 by GPTQ",
@@ -396,7 +397,7 @@ def _table(lines: list[dict[str, Any]]) -> str:
         name = NAMES.get(n["case"], n["case"])
         rows.append([name, f"{config['bits']:.3g}", f"{n['value']:,.1f}", times, accuracy, trained])
     config = lines[-1]["config"]
-    header = [MODEL, "bits/weight", "perplexity", "of dense", "LAMBADA, %", "training tokens"]
+    header = [MODEL, "bits/weight", "perplexity", "of full precision", "LAMBADA, %", "training tokens"]
     said = (
         f"\n\nWikiText-2 test text (tokenised edition), first {config['tokens']:,} tokens, context "
         f"{config['context']}; {config['items']} LAMBADA items; calibrated on {calibrated(lines)} tokens "

@@ -133,7 +133,7 @@ def test_a_model_that_was_kept_is_shrunk_on_its_own_corpus(
     assert all(np.isfinite(n["value"]) for n in lines) and len({n["value"] for n in lines}) == len(lines)
     assert all(n["quality"]["valid"] != n["quality"]["perplexity"] for n in lines)  # of another part
     shown = lowbit_tables.table()
-    columns = "bits/weight | rounding | clip search | AWQ | GPTQ | BitDistiller | ours"
+    columns = "bits/weight | rounding | clip search (16k) | AWQ (16k) | GPTQ (16k) | BitDistiller | ours"
     assert f"GPT-2's small shape, trained here | {columns}" in shown and "(seed 7, " in shown
     assert config["weights"] == fingerprint(model)[:8]
 
