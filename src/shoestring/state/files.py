@@ -16,7 +16,10 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,8 @@ from shoestring.json_files import read_object
 
 SHARD_BYTES = 5 * 10**9
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
+FORGOTTEN_S = 24 * 3600.0  # a hidden folder of another machine that is this old belongs to no process any more
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<host>.+)-(?P<pid>[0-9]+)")
 CHUNK = 1 << 24  # bytes hashed and written at a time: a chunk is still in the cache when it is written
 
 # safetensors' names of the dtypes that both it and torch know.
@@ -286,6 +291,41 @@ def replace_folder(new: Path, target: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def hidden_name(target: Path, kind: str) -> Path:
+    """Beside the target: "new" while it is written, "old" while it is replaced. Says which process it belongs to."""
+    return target.parent / f".{target.name}.{kind}-{socket.gethostname()}-{os.getpid()}"
+
+
+def sweep_leftovers(folder: Path) -> None:
+    """Clean up in `folder` after processes that were killed while they wrote model folders there: half-written ones are
+    deleted, one that was being replaced by a folder that never came is put back. What holds anything else stays."""
+    for path in folder.iterdir():
+        made = _HIDDEN.fullmatch(path.name)
+        if made is None or path.is_symlink() or not path.is_dir():
+            continue
+        with contextlib.suppress(OSError):  # of somebody else, or gone in the meantime
+            target = folder / made["name"]
+            if _is_in_use(path, made["host"], int(made["pid"])):
+                continue
+            if made["kind"] == "old" and not target.exists():
+                path.rename(target)
+            elif not _foreign(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_in_use(path: Path, host: str, pid: int) -> bool:
+    if host != socket.gethostname():  # of a file system that several machines share
+        newest = max((p.stat().st_mtime for p in (path, *path.iterdir())), default=0.0)
+        return time.time() - newest < FORGOTTEN_S
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 class AtomicFolder:
     """A model folder, written beside `target` and renamed when it is complete.
 
@@ -296,10 +336,12 @@ class AtomicFolder:
     def __init__(self, target: Path, num_bytes: int) -> None:
         """`num_bytes`: about how much will be written; too little room is noticed before the work."""
         self.target = target
-        self.temp = target.parent / f".{target.name}.new-{os.getpid()}"
+        self.temp = hidden_name(target, "new")
         self.error: str | None = None
         self._checksums: dict[str, str] = {}  # of files that were hashed while they were written
         with self.guard():
+            if target.parent.is_dir():
+                sweep_leftovers(target.parent)
             _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self.temp, ignore_errors=True)
@@ -359,7 +401,7 @@ class AtomicFolder:
         write_json(self.temp / CHECKSUMS, {"algorithm": "sha256", "files": files})
         for file in self.temp.iterdir():
             sync(file)
-        replace_folder(self.temp, self.target, self.target.parent / f".{self.target.name}.old-{os.getpid()}")
+        replace_folder(self.temp, self.target, hidden_name(self.target, "old"))
 
     def clean(self) -> None:
         shutil.rmtree(self.temp, ignore_errors=True)
@@ -370,10 +412,15 @@ def _check_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise UserError(f"{target} exists and is a file; choose another folder to save the model in")
-    entries = sorted(target.iterdir())
-    if not entries:
+    if not any(target.iterdir()):
         return
-    foreign = [e.name for e in entries if e.is_dir() or not any(fnmatch.fnmatch(e.name, p) for p in _MODEL_FILES)]
+    foreign = _foreign(target)
     if foreign or not (target / "config.json").is_file():
         why = f"it holds {foreign[0]!r}" if foreign else "it has no config.json"
         raise UserError(f"{target} exists and is not only a model folder ({why}); choose another folder or empty it")
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What in the folder is no part of a model folder, by name."""
+    entries = sorted(folder.iterdir())
+    return [e.name for e in entries if e.is_dir() or not any(fnmatch.fnmatch(e.name, p) for p in _MODEL_FILES)]
