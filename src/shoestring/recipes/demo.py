@@ -4,8 +4,9 @@ Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
          shoestring demo steps=1000 max_mb=20      a better small model, in more time
 Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
-Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Half of it is training, a quarter SmolLM2. quick=true:
-         under 3 minutes. On a machine with other work it takes as much longer; the last lines say what took the time
+Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Most of it is training. quick=true takes 215 s of
+         processor time: under 3 minutes on 2 such cores. A machine with other work takes longer; the last lines say
+         what took the time
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
          installed), about the same at 4 and 3 bits, 79 when rounded to 2 bits and 77 when trained block by block, 77
          with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M goes from 15.3 to 19.8 on the
