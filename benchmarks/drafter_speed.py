@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.drafter_tables import BENCH, LONGER, REFILLED
+from benchmarks.drafter_tables import BENCH, LONGER, REFILLED, TRAINED, UNTRAINED
 from benchmarks.drafter_watch import Pauses, Proposed, Watched, watch
 from benchmarks.results import record, significant, spread
 from shoestring.device import pick_device, pick_dtype
@@ -59,8 +59,7 @@ from shoestring.shrink.drafter_acceptance import engine_for
 
 NUM_DRAFTS = 4
 BATCHES = (1, 4, 16, 64)
-SERVED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")
-UNTRAINED = "first layers, untrained"
+SERVED = TRAINED
 PLAIN_AGAIN = "none: plain decoding against itself"
 TURNS, FEW_TURNS = 4, 3  # counted ones of the trained drafter, and of others beside it
 SINGLE_TURNS = 4  # of drafters one at a time, at most

@@ -14,6 +14,8 @@ PEER = "peer"
 REFILLED, CLOSED = "refilled", "closed"  # where a text ends another begins, or none
 FEW_STEPS = 100
 NOTHING = "Not measured yet."
+TRAINED = ("DistillSpec", "LK", "AdaSPEC", "LK hybrid")  # the first that was served stands for trained drafters
+LOOKUP, UNTRAINED = "n-gram lookup", "first layers, untrained"
 BUDGETS = ("no training", "equal steps", "equal compute", LONGER)
 
 
@@ -179,6 +181,27 @@ def _did(steps: dict[str, int] | None) -> str:
     if not drafted:
         return f"none but {probes} probe{'s' * (probes > 1)}" if probes else "none"
     return f"{(probes + drafted) / sum(steps.values()):.0%}"
+
+
+def newest_target() -> str:
+    """The target that was served last."""
+    return [n for n in newest(BENCH) if n["config"]["budget"] == "batches"][-1]["config"]["target"]
+
+
+def speeds(target: str, text: str = "greedy") -> dict[str, dict[int, dict[str, Any]]]:
+    """Lines by drafter and number of requests, each load with a controller of its own."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for n in newest(BENCH):
+        c = n["config"]
+        if c["budget"] == "batches" and (c["target"], c["text"]) == (target, text) and not c.get("controller"):
+            found.setdefault(c["drafter"], {})[c["batch"]] = n
+    return found
+
+
+def accepted(target: str) -> dict[str, dict[str, float]]:
+    """What is known of each drafter's acceptance, the newest line of each."""
+    lines = [n for n in newest(BENCH) if n["config"]["target"] == target and n["config"]["budget"] != "batches"]
+    return {n["case"]: n["quality"] for n in lines if n["quality"].get("acceptance") is not None}
 
 
 def targets() -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from benchmarks.results import markdown, newest, recorded
+from benchmarks import drafter_tables
+from benchmarks.results import markdown, recorded
 
 GPU, CPU = "H200", "2 CPU cores (aarch64)"
 
@@ -116,27 +117,22 @@ def decode() -> list[str]:
 
 
 def speculation() -> list[str]:
-    lines = [n for n in newest("drafter") if n["config"]["budget"] == "batches"]
-    target = lines[-1]["config"]["target"]
-    found = {
-        n["config"]["batch"]: n["ratio"]
-        for n in lines
-        if n["config"]["target"] == target
-        and n["config"]["drafter"] == "DistillSpec"
-        and "controller" not in n["config"]
-        and n["config"]["text"] == "greedy"
-    }
-    own, lookup = (
-        find("drafter", case, "tokens_per_s", target=target)["quality"] for case in ("DistillSpec", "n-gram lookup")
-    )
+    target = drafter_tables.newest_target()
+    found, kept = drafter_tables.speeds(target), drafter_tables.accepted(target)
+    trained = next(name for name in drafter_tables.TRAINED if name in found)
+    sizes = [b for b in (1, 16, 64) if b in found[trained]]
+    speed = " / ".join(f"{found[trained][b]['ratio']:.1f}x" for b in sizes)
+
+    def shown(name: str) -> str:
+        return " and ".join(f"{kept[case][name]:.2f}" for case in (trained, drafter_tables.LOOKUP) if case in kept)
+
     return [
-        "speculative decoding, 1 / 16 / 64 requests, greedy text",
+        f"speculative decoding, {' / '.join(map(str, sizes))} requests, greedy text",
         target.replace(", 4096 tokens", ""),
         GPU,
-        "same engine without a drafter",
-        f"{found[1]:.1f}x / {found[16]:.1f}x / {found[64]:.1f}x; accepts {own['acceptance']:.2f} of greedy and "
-        f"{own['sampled_acceptance']:.2f} of sampled drafts (n-gram: {lookup['acceptance']:.2f}, "
-        f"{lookup['sampled_acceptance']:.2f})",
+        "same engine without a drafter; n-gram lookup",
+        f"{speed}; accepted drafts, ours and n-gram: greedy "
+        f"{shown('acceptance')}, sampled {shown('sampled_acceptance')}",
         link("drafter", "methods/drafter.md"),
     ]
 
