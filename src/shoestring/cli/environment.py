@@ -114,11 +114,11 @@ def gpu_kernels() -> list[list[str]]:
     import torch
 
     from shoestring.kernels.lowbit.lowbit_linear import chip_refusal, library_refusal
+    from shoestring.kernels.runtime.triton_backend import triton_refusal
     from shoestring.kernels.sparse24 import cusparselt
 
-    triton = None if version("triton") else "triton is not installed: pip install 'shoestring[gpu]'"
     chip = chip_refusal(torch.cuda.current_device())
-    reasons = (triton, chip or library_refusal(), cusparselt.refusal())
+    reasons = (triton_refusal(), chip or library_refusal(), cusparselt.refusal())
     return [row(what, by, reason) for (what, by), reason in zip(GPU_KERNELS, reasons, strict=True)]
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+NOT_INSTALLED = "triton is not installed (pip install 'shoestring[gpu]')"
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
@@ -31,9 +32,14 @@ def of_the_machine(answer: Answer) -> Answer:
 
 def triton_usable(t: Tensor) -> bool:
     if t.is_cuda:
-        return _has_triton() or fall_back("triton is not installed (pip install 'shoestring[gpu]')")
+        return _has_triton() or fall_back(NOT_INSTALLED)
     # The interpreter's bf16 dot is wrong and fp64 is not supported by every kernel: fp16 and fp32 only.
     return interpreting() and _has_triton() and t.dtype in (torch.float16, torch.float32)
+
+
+def triton_refusal() -> str | None:
+    """Why Triton kernels cannot run on a GPU, or None."""
+    return None if _found_triton() else NOT_INSTALLED
 
 
 def interpreting() -> bool:
