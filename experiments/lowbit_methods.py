@@ -22,7 +22,7 @@ from experiments.time_budget import OutOfTime, TimeBudget
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, Format, Parts, convert, formats_of, pack, parse_format, unpack
-from shoestring.formats.convert import Rule, format_linears
+from shoestring.formats.convert import Rule, format_linears, store_states
 from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
@@ -32,16 +32,7 @@ from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import MixedBits, choose_formats, measure_damage
-from shoestring.shrink.qat import (
-    FallingRates,
-    Rates,
-    clip_weights,
-    hold_grids,
-    learned_rules,
-    part_for,
-    read_grids,
-    relative_adamw,
-)
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, learned_rules, part_for, read_grids, relative_adamw
 from shoestring.shrink.quantize import HEADS, METHODS, quantize, usual_inputs
 from shoestring.train.batched_formats import BatchedFormats
 from shoestring.train.cakld import CachedCakld, Cakld
@@ -288,7 +279,7 @@ def learn_grids(
     """
     grids = read_grids(model)
     convert(model, learned_rules(rules), skip=skip)
-    hold_grids(model, grids)
+    store_states(model, grids)
     for name, w in (masters or {}).items():
         model.get_submodule(name).weight.copy_(w)  # type: ignore[operator, union-attr]
 

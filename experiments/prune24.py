@@ -38,13 +38,13 @@ from shoestring.errors import as_command
 from shoestring.evals.perplexity import perplexity
 from shoestring.evals.tasks import run_task
 from shoestring.formats import Dense, parse_format
-from shoestring.formats.convert import format_linears
+from shoestring.formats.convert import format_linears, store_states
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, Tokenizer, load_model, save_model
 from shoestring.model.parallel import CompileMode, ParallelConfig
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import Calibration, walk, windows
-from shoestring.shrink.prune import PRUNERS, prune, store_branches, take_branches
+from shoestring.shrink.prune import PRUNERS, prune, take_branches
 from shoestring.shrink.prune24_retrain import (
     Retrain,
     build_student,
@@ -184,7 +184,7 @@ def from_start(bench: Bench, format: str, work: Path, compute: torch.dtype, mode
     folder, branch_file = start_folder(bench, BOOSTED if "slorb" in format else PLAIN, work)
     parallel = ParallelConfig(compile=mode, compute_dtype=compute)
     student = build_student(folder, [("*", parse_format(format))], open_mesh(MeshConfig()), parallel)
-    store_branches(student, {n: {"low": t} for n, t in load_file(branch_file).items()})
+    store_states(student, {n: {"low": t} for n, t in load_file(branch_file).items()})
     return student
 
 

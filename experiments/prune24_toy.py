@@ -21,12 +21,13 @@ from torch import Tensor
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.formats import parse_format
+from shoestring.formats.convert import store_states
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.parallel import init_weights
 from shoestring.runlog import RunLog
 from shoestring.shrink.calibrate import walk
-from shoestring.shrink.prune import PRUNERS, prune, store_branches, take_branches
+from shoestring.shrink.prune import PRUNERS, prune, take_branches
 from shoestring.shrink.prune24_retrain import Retrain, build_student, check_coverage, retrain
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, warmup_cosine
@@ -117,7 +118,7 @@ class Toy:
         start, label, settings = TRAINED[case]
         rules = [("*", parse_format(label))]
         student = build_student(self.folder / start, rules, self.mesh)
-        store_branches(student, self.branches[start])
+        store_states(student, self.branches[start])
         chosen = Retrain(**{"steps": RETRAIN_STEPS, "lr": 2e-3, "warmup": 5, **settings})
         log = RunLog(None, quiet=True)
         run = Run(student, chosen.optimizer(student), self.mesh, log)

@@ -177,6 +177,12 @@ def tokens(num_windows: int = 6, context: int = 32) -> Tensor:
     return torch.randint(0, 96, (num_windows, context), generator=torch.Generator().manual_seed(1))
 
 
+def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:
+    """Mean square of (other - w) x over calibration inputs with mean x x^T = hessian, relative to that of w x."""
+    d, w, h = (other - w).float(), w.float(), hessian.float()
+    return float(((d @ h) * d).sum() / ((w @ h) * w).sum())
+
+
 def correlated(width: int = 128, num_tokens: int = 2048) -> Tensor:
     """Inputs of a linear layer whose channels depend on each other and differ in size."""
     gen = torch.Generator().manual_seed(2)

@@ -17,6 +17,7 @@ from experiments.lowbit_methods import learn_grids
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, convert, parse_format
+from shoestring.formats.convert import store_states
 from shoestring.mesh import open_mesh
 from shoestring.model import load_model
 from shoestring.runlog import RunLog, read_jsonl
@@ -24,7 +25,7 @@ from shoestring.shrink import blockwise
 from shoestring.shrink.blockwise import Blockwise, train_blocks
 from shoestring.shrink.calibrate import Calibration, walk
 from shoestring.shrink.clip import Clip
-from shoestring.shrink.qat import FallingRates, Rates, clip_weights, hold_grids, part_for, read_grids, relative_adamw
+from shoestring.shrink.qat import FallingRates, Rates, clip_weights, part_for, read_grids, relative_adamw
 from shoestring.shrink.shrink_run import run_once
 from shoestring.train.cakld import Cakld
 from shoestring.train.step import Run
@@ -140,7 +141,7 @@ def test_learned_grids_start_where_the_method_left_them() -> None:
     scale = layer.trained_state()["scale"]
     with torch.no_grad():
         scale.mul_(1.5)
-    hold_grids(model, grids)
+    store_states(model, grids)
     assert torch.equal(scale, grids["blocks.1.mlp.up"]["scale"])
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.formats import GridFormat, parse_format
 from shoestring.formats.groups import split
-from shoestring.shrink.chosen_grid import ChosenGrid, output_error, round_to_nearest, snap_to_grid, state_of
+from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid, state_of
 from shoestring.shrink.clip import Clip, clip_ranges
 from shoestring.shrink.gptq import Gptq, block_width, gptq, inverse_factor
-from tiny import correlated, random_weight
+from tiny import correlated, output_error, random_weight
 
 LABELS = ["int4:g64", "int3:g32", "int2:g64", "nf3:s2:g64", "nf3:s1:g64", "nf2:s2:g0", "fp4:s2:g32"]
 every_format = pytest.mark.parametrize("label", LABELS)

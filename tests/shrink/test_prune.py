@@ -17,10 +17,9 @@ from shoestring.kernels.sparse24.masks import is_24, mask24
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import Calibration, Statistics, walk
-from shoestring.shrink.chosen_grid import output_error
 from shoestring.shrink.prune import PRUNERS, SparseGpt, Wanda, fit_branch, plan_pruning, prune, sparsegpt
 from shoestring.shrink.quantize import QuantizeReport
-from tiny import GPT2, QWEN2, correlated, loud_model, random_weight, tokens
+from tiny import GPT2, QWEN2, correlated, loud_model, output_error, random_weight, tokens
 
 every_method = pytest.mark.parametrize("name", list(PRUNERS))
 

@@ -17,12 +17,12 @@ from shoestring.model import load_model
 from shoestring.runlog import read_jsonl
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.calibrate import walk, windows
-from shoestring.shrink.chosen_grid import output_error, round_to_nearest, snap_to_grid, state_of
+from shoestring.shrink.chosen_grid import round_to_nearest, snap_to_grid, state_of
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq, gptq, inverse_factor
 from shoestring.shrink.prune import SparseGpt, prune, take_branches
 from shoestring.shrink.quantize import METHODS, quantize
-from tiny import correlated, random_weight
+from tiny import correlated, output_error, random_weight
 
 SECOND = ["int4:g32", "int3:g16", "int4:sym:g32", "int2:g32", "nf3:s2:g32", "nf4:s1:g32", "nf2:s2:g0", "fp4:s2:g32"]
 every_second = pytest.mark.parametrize("second", SECOND)

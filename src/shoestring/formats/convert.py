@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError, suggest
-from shoestring.formats.base import Format
+from shoestring.formats.base import Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.linear import FormatLinear
 from shoestring.formats.registry import from_json
@@ -229,6 +229,18 @@ def init_state(model: nn.Module) -> None:
 # -- pack ----------------------------------------------------------------------------------------------------
 def format_linears(model: nn.Module) -> Iterator[tuple[str, FormatLinear]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, FormatLinear))
+
+
+def format_linear(model: nn.Module, name: str) -> FormatLinear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, FormatLinear), name
+    return layer
+
+
+def store_states(model: nn.Module, states: Mapping[str, Parts]) -> None:
+    """Overwrite the state of the named layers: chosen grids, fitted branches."""
+    for name, state in states.items():
+        format_linear(model, name).store_state(state)
 
 
 def formats_of(model: nn.Module) -> dict[str, Format]:

@@ -169,6 +169,14 @@ class FormatLinear(nn.Linear):
         else:
             self.register_buffer(name, value)
 
+    @torch.no_grad()
+    def store_state(self, state: Parts) -> None:
+        """Overwrite parts of the state in place with logical tensors; a sharded layer takes its shard."""
+        for name, t in state.items():
+            held = getattr(self, f"weight_{name}")
+            whole = t.reshape(held.shape).to(local(held).device, held.dtype)
+            local(held).copy_(local(like_weight(whole, held)))
+
     # -- packing ---------------------------------------------------------------------------------------------
     @torch.no_grad()
     def encode(self, dtype: torch.dtype) -> Parts:

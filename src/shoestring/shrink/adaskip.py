@@ -25,7 +25,7 @@ from shoestring.serve.engine.skip_policy import AdaSkip
 
 @dataclass(frozen=True)
 class Idleness:
-    """How little each sublayer changes the residual stream, over a calibration text."""
+    """How little each sublayer changes the residual stream: means over a calibration text."""
 
     similarity: dict[Sublayer, float]  # mean cosine of the stream before and after
     ratio: dict[Sublayer, float]  # mean |after| / |before|
@@ -48,18 +48,18 @@ def measure_idleness(model: Decoder, tokens_NT: Tensor) -> Idleness:
     return Idleness({s: m[0] for s, m in means.items()}, {s: m[1] for s, m in means.items()})
 
 
-def adaskip(idleness: Idleness, num_skipped: int, *, name: str = "adaskip") -> AdaSkip:
-    """The offline set with its threshold for the online part."""
+def adaskip(idleness: Idleness, num_skipped: int) -> AdaSkip:
+    """The set of the most similar sublayers, with the threshold of the online part."""
     ranked = sorted(idleness.similarity, key=lambda s: -idleness.similarity[s])
     chosen = ranked[: _check_num(num_skipped, len(ranked))]
-    fixed = SkipSet({s: StandIn(torch.tensor([idleness.ratio[s]])) for s in chosen}, name=name)
+    fixed = SkipSet({s: StandIn(torch.tensor([idleness.ratio[s]])) for s in chosen}, name="adaskip")
     beta = min(idleness.similarity[s] for s in chosen)
     layers = range(len(ranked) // 2)
     return AdaSkip(fixed, beta, tuple(idleness.ratio[Sublayer(layer, "mlp")] for layer in layers))
 
 
 def num_for_alpha(num_layers: int, alpha: float) -> int:
-    """AdaSkip's own count for an acceleration ratio: 2 (M - M / alpha) sublayers."""
+    """The number of sublayers that AdaSkip skips for an acceleration of alpha: 2 (M - M / alpha)."""
     return max(1, round(2 * (num_layers - num_layers / alpha)))
 
 
@@ -67,13 +67,13 @@ def num_for_alpha(num_layers: int, alpha: float) -> int:
 
 
 def early_exit(num_layers: int, num_skipped: int) -> SkipSet:
-    """The last sublayers, from the end; nothing stands in for them."""
+    """The last sublayers, without stand-ins."""
     num = _check_num(num_skipped, 2 * num_layers)
     return SkipSet(all_sublayers(num_layers)[2 * num_layers - num :], name="early exit")
 
 
 def unified(num_layers: int, num_skipped: int) -> SkipSet:
-    """Whole layers in even steps (half a layer where the number is odd); nothing stands in for them."""
+    """Evenly spaced whole layers (one half layer where the number is odd), without stand-ins."""
     num = _check_num(num_skipped, 2 * num_layers)
     count = -(-num // 2)
     layers = [int((i + 0.5) * num_layers / count) for i in range(count)]

@@ -1,20 +1,20 @@
-"""AWQ: widen the input channels that carry large activations before rounding, and fold the inverse away.
+"""AWQ: scale up input channels with large activations before rounding, and fold the inverse into what produces them.
 
-A linear layer computes W x = (W S)(S^-1 x) for any diagonal S. With s = (mean |x|)^alpha per channel the
-weights of loud channels get a finer share of their group's grid; S^-1 goes into whatever produces x:
+A linear layer computes W x = (W S)(S^-1 x) for any diagonal S. With s = (mean |x|)^alpha per channel the weights of
+channels with large inputs get a larger part of their group's grid. S^-1 is folded into the module that produces x:
 
     attn_norm -> q, k, v      mlp_norm -> gate, up (or up)      v -> o      up -> down (gated only)
 
-alpha is searched over {0, 1/n, ...}: the one with the least output error, sum over the layers of
-tr(D H D^T), D = Q(W S) S^-1 - W. alpha = 0 changes nothing and is always tried. Then the ranges are clipped,
-both ends by the same factor.
+alpha is the value of {0, 1/n, ...} with the least output error, the sum over the layers of tr(D H D^T) with
+D = Q(W S) S^-1 - W. alpha = 0 changes nothing and is always tried. Then the ranges are clipped, both ends by the same
+factor.
 
-All four folds are exact in real arithmetic: with grouped-query attention the heads that share a value head
-share s (the published code leaves v -> o out there), and up -> down is skipped where a non-linearity stands
-between. In floating point the logits move by rounding errors.
+All four folds are exact in real arithmetic; in floating point the logits move by rounding errors. With grouped-query
+attention the heads that share a value head share s (the published code leaves v -> o out there). up -> down is left out
+where a non-linearity is between them.
 
-Different from the published code: the objective is the output error of the layers themselves, on every
-calibration token through H; theirs is the attention module's output for q, k and v.
+The published objective is the attention module's output for q, k and v; ours is the layers' own output error, on every
+calibration token through H.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoestring.shrink.clip import Clip
 @dataclass(frozen=True)
 class Awq:
     ratios: int = 20  # values of alpha, from 0 in steps of 1 / ratios
-    rows: int = 256  # of each layer, evenly spaced, that the search looks at; enough to tell alphas apart
+    rows: int = 256  # of each layer, evenly spaced, that the search uses
     clip: Clip | None = Clip(search="symmetric")  # noqa: RUF009 - frozen
 
     name = "awq"
@@ -90,7 +90,7 @@ def best_scale(
     for i in range(1, ratios):
         s = magnitude.pow(i / ratios).clamp(min=1e-4)
         scales.append(source.expand(s / (s.max() * s.min()).sqrt()))
-    # Compared at the end, so that a GPU is waited for once.
+    # One transfer for all errors: the host waits for the GPU once.
     states = {name: state_of(formats[name], w) for name, w in weights.items()}  # type: ignore[arg-type]
     errors = torch.stack([_error(weights, h, formats, states, s) for s in scales]).tolist()
     best = 0
@@ -118,7 +118,7 @@ def _error(
 
 @torch.no_grad()
 def fold_scale(linears: dict[str, FormatLinear], source: InputSource, s: Tensor) -> None:
-    """Readers' columns times s, the source divided by it: the function of the block stays the same."""
+    """Multiply the readers' columns by s and divide the source by it: the block computes the same function."""
     for name in source.readers:
         linears[name].weight.mul_(s.to(linears[name].weight.dtype))
     own, weight, bias = source.reduce(s), source.source.weight, source.source.bias

@@ -1,7 +1,7 @@
-"""Block after block by any method, with finished blocks on disk, so that a killed run continues at the next block.
+"""Apply a method to one block after the other, with finished blocks on disk: a killed run continues at the next block.
 
-A block is one safetensors file: its weights as chosen (and whatever a method folded into norms), the grids, and the
-layers' errors as JSON in the header. A file is written under another name and renamed, so a file that exists is
+A block is one safetensors file: its chosen weights (and norms, where a method folds scales into them), the grids, and
+the layers' errors as JSON in the header. It is written under a temporary name and renamed, so a file that exists is
 complete. A resumed run gives the same model, bit for bit, as one that never stopped.
 """
 
@@ -30,7 +30,7 @@ Step = TypeVar("Step", bound=BlockStep)
 
 @dataclass(frozen=True)
 class FinishedBlock:
-    """What a method made of a block, beside the weights in it. Layers go by their names in the model."""
+    """The result of a method for one block, besides the weights in it; keys are layer names in the model."""
 
     grids: dict[str, Parts] = field(default_factory=dict)  # or other state of the layers' Formats
     errors: list[LayerError] = field(default_factory=list)
@@ -38,7 +38,7 @@ class FinishedBlock:
 
     @property
     def error(self) -> float:
-        """For progress: of the block's outputs, or the mean over its layers' outputs."""
+        """For progress: that of the block's outputs, or the mean over its layers."""
         known = [e.output_error for e in self.errors if e.output_error is not None]
         return self.notes.get("after", sum(known) / max(1, len(known)))
 
@@ -51,7 +51,7 @@ class BlockFiles:
         return self.folder / f"block-{index:05d}.safetensors"
 
     def count(self) -> int:
-        """Blocks that are finished: 0 up to the first file that is not there."""
+        """The number of finished blocks: the index of the first missing file."""
         index = 0
         while self.path(index).is_file():
             index += 1
@@ -75,7 +75,7 @@ class BlockFiles:
             ) from error
 
     def load(self, index: int, block: nn.Module) -> FinishedBlock:
-        """Fill the block with the weights that were chosen; returns what `save` was given."""
+        """Fill the block with the chosen weights; returns what `save` was given."""
         path = self.path(index)
         device = next(block.parameters()).device
         state: Parts = {}
@@ -109,10 +109,11 @@ def finish_blocks(
     files: BlockFiles | None,
     progress: BlockProgress | None,
 ) -> Generator[tuple[dict[str, F], FinishedBlock], None, None]:
-    """work(step, block, its layers' Formats, prefix of their names) for each step, or what `files` has of the block.
+    """Call work(step, block, Formats of its layers, prefix of their names) for each step, or load the block from
+    `files`.
 
-    Yields (Formats by full name, what was made) while the block is still on its device. A walk that an error
-    interrupts is closed, so that its block is offloaded when the error is seen.
+    Yields (Formats by full name, the finished block) while the block is still on its device. An error closes the walk,
+    which offloads its block.
     """
     prefixes = block_prefixes(model)
     num_finished = files.count() if files is not None else 0

@@ -3,34 +3,29 @@
     report = train_blocks(model, [("*", parse_format("int2"))], windows(tokens, 64, 512), Blockwise())
     pack(model)
 
-Post-training methods choose each weight once. Here every decoder block is trained on the calibration text
-(EfficientQAT's Block-AP; OmniQuant before it): with F the full block, Q the block with its layers on learned
-grids (formats, grid="learned"), x the full model's activations before it and x' what the student sees,
+EfficientQAT's Block-AP (OmniQuant before it). With F the full block, Q the block with its layers on learned grids
+(formats, grid="learned"), x the full model's activations before it and x' what the quantized block reads,
 
     minimise  |Q(x') - F(x)|^2     over the weights, the scales, the zero points and the norms inside the block
 
-x' are the outputs of the finished quantized blocks (inputs="quantized": later blocks make up for the errors of
-earlier ones), or x itself (inputs="full"). Training starts from the grid of another method (`init`) and from
-the weights before rounding; AWQ's folding is kept. With train="grid" the weights stay as they are: a learned
-clip, which needs little text.
+x' are the outputs of the finished quantized blocks (inputs="quantized": later blocks compensate the errors of earlier
+ones), or x itself (inputs="full"). Training starts from the grid of another method (`init`), with AWQ's folding kept,
+and from the weights before rounding. With train="grid" the weights stay as they are: a learned clip, which needs little
+text.
 
-The loss counts every token alike: its error is divided by the mean square of its target, because the norm
-that reads it divides too. Plain squares (loss="square") are the published ones; a handful of tokens with huge
-activations then outweigh all the others.
+loss="token" divides each token's error by the mean square of its target, as the norm that reads it does. Plain squares
+(loss="square") are the published loss; a few tokens with huge activations then outweigh all others.
 
-Learning rates have units, so that they fit any layer and any number of bits: weights move by parts of the
-layer's rounding error (root mean square, at the start), scales by parts of their mean, zero points by codes,
-norms and biases by parts of their root mean square. Some windows are held out; after every pass over
-the others the block is measured on them, and the best state wins, the untrained one included: a block never
-ends worse on them than it started.
+Learning rates are relative, so that they fit any layer and any number of bits: weights move by parts of the layer's
+rounding error (root mean square, at the start), scales by parts of their mean, zero points by codes, norms and biases
+by parts of their root mean square. The block is measured on held-out windows after every pass over the others, and the
+best state is kept, the untrained one included.
 
-Memory: the whole model in its dtype, or with Calibration(onload_device=device) one block of it; one block in fp32
-with its gradients and moments; two stores of activations (files beyond `memory_gb`); and with keep_masters, on the
-host, the fp32 weights of all blocks. A finished block is final: it is written to `files`, and a stopped run continues
-at the next one with the same bits.
+Memory: the whole model in its dtype, or with Calibration(onload_device=device) one block of it; one block in fp32 with
+gradients and moments; two stores of activations (files beyond `memory_gb`); with keep_masters, on the host, the fp32
+weights of all blocks. Finished blocks are written to `files`; a stopped run continues at the next one, bit for bit.
 
-Left out on purpose: several processes; training across blocks (that is end-to-end training, with any
-objective, on the formats this leaves).
+Not supported: several processes.
 """
 
 from __future__ import annotations
@@ -53,7 +48,7 @@ from shoestring.runlog import RunLog
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlock
 from shoestring.shrink.calibrate import BlockStep, Calibration, Statistics, block_linears, embed_all, walk
-from shoestring.shrink.chosen_grid import LayerErrors, store_grid
+from shoestring.shrink.chosen_grid import LayerErrors
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import (
     HEADS,
@@ -105,7 +100,7 @@ class Blockwise:
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """What one block has to learn: from `seen` to `target`, both [windows, context, width]."""
+    """Inputs `seen` and outputs `target` of one block, both [windows, context, width]."""
 
     seen: Tensor
     target: Tensor
@@ -129,8 +124,8 @@ def train_blocks(
 ) -> QuantizeReport:
     """Quantize in place, as `quantize` does; the layers end with a fixed grid, ready for `pack`.
 
-    progress(blocks done, blocks, error of the block's outputs, relative). `files`: where finished blocks are
-    kept; those that are there already are taken.
+    progress(blocks done, blocks, relative error of the block's outputs). `files`: where finished blocks are kept; those
+    that exist are loaded.
     """
     settings, calibration = settings or Blockwise(), calibration or Calibration()
     model.check_inputs(tokens_NT)
@@ -152,7 +147,7 @@ class TrainingStep(BlockStep):
 def walk_pairs(
     model: BlocksModel, tokens_NT: Tensor, calibration: Calibration, start: int
 ) -> Generator[TrainingStep, None, None]:
-    """Block after block with its inputs, the full block's outputs, and its layers' statistics on these inputs.
+    """One block after the other: its inputs, the full block's outputs, and its layers' statistics on these inputs.
 
     The caller changes the block between two steps. Blocks before `start` come without statistics.
     """
@@ -195,7 +190,7 @@ def train_block(
     linears = {n: m for n, m in block_linears(block).items() if n in formats}
     for name, layer in linears.items():
         layer.set_format(formats[name].learn_grid())  # type: ignore[arg-type]
-        store_grid(layer, start.grids[prefix + name])
+        layer.store_state(start.grids[prefix + name])
     trained = parameter_groups(block, linears, start.rounding, settings)
     before, after = fit(block, targets, trained, settings, index, prefix)
     compute = targets.seen.dtype
@@ -213,7 +208,7 @@ def train_block(
             old, hessian = start.weights[name].float(), start.statistics[name].hessian
             errors.add(prefix + name, formats[name], old, used.float(), hessian)
         for name, p in block.named_parameters():
-            p.grad = None  # of the last step: as large as the weights, and of no use
+            p.grad = None  # as large as the weights
             p.data = p.data.to(dtypes[name])
             p.requires_grad_(True)
     return FinishedBlock(made, errors.read(), {"before": before, "after": after})
@@ -236,7 +231,7 @@ def start_grids(
     prefix: str,
     sources: Sequence[InputSource],
 ) -> InitialGrids:
-    """Grids by `method`; the weights stay unrounded (GPTQ's are its own: rounding is part of them)."""
+    """Grids by `method`. The weights stay unrounded, except GPTQ's, whose compensation is part of them."""
     if isinstance(method, Awq):
         statistics = method.scale_inputs(block, sources, statistics, formats)
         method = method.clip or Rtn()
@@ -253,7 +248,7 @@ def start_grids(
 def parameter_groups(
     block: nn.Module, linears: dict[str, FormatLinear], rounding: dict[str, Tensor], settings: Blockwise
 ) -> list[dict[str, object]]:
-    """What is trained, each with its own learning rate; everything else of the block is frozen."""
+    """One group per trained tensor, with its learning rate; everything else of the block is frozen."""
     rates: list[tuple[nn.Parameter, Tensor]] = []
     for layer_name, layer in linears.items():
         for name, p in layer.trained_state().items():
@@ -268,7 +263,7 @@ def parameter_groups(
     for p in block.parameters():
         p.requires_grad_(False)
     groups: list[dict[str, object]] = []
-    # Read together: a GPU is waited for once.
+    # One transfer: the host waits for the GPU once.
     values = torch.stack([rate.double() for _, rate in rates]).tolist() if rates else []
     for (p, _), rate in zip(rates, values, strict=True):
         if rate > 0:
@@ -318,17 +313,17 @@ def fit(
             optimizer.step()
             step += 1
         error = measure(block, targets, judge, settings)
-        # NaN is never less: a run that diverges keeps the best state it had.
+        # False for NaN: a run that diverges keeps its best state.
         if error < best:
             best, state = error, snapshot(groups)
-    passes.replay = None  # it and what it replays hold each other
+    passes.replay = None  # breaks a reference cycle that holds the graph's memory
     restore(groups, state)
     return before, best
 
 
 class Passes:
-    """Forward and backward of a batch, gradients in the parameters: full batches as a CUDA graph on a GPU, whose
-    launches would otherwise take most of the time."""
+    """Forward and backward of a batch. On a GPU full batches replay a CUDA graph: launches would take most of the
+    time."""
 
     def __init__(
         self, block: nn.Module, targets: BlockTargets, groups: list[dict[str, object]], settings: Blockwise
@@ -395,7 +390,7 @@ def quantize_blocks(
     files: BlockFiles,
     log: RunLog,
 ) -> QuantizeReport:
-    """Block after block by the method; finished ones are in `files`."""
+    """`quantize` or `train_blocks`, with a progress bar and the error of each block in the log."""
     with during(method.name), log.progress(len(model.blocks), f"{method.name} by block") as bar:
 
         def progress(done: int, total: int, error: float) -> None:

@@ -1,23 +1,20 @@
-"""What every linear layer sees on a calibration text, one block at a time.
+"""Statistics of the inputs of every linear layer on a calibration text, one block at a time.
 
     for step in walk(model, windows(tokens, 16, 512)):
         step.statistics["attn.q"].hessian      # X^T X of the inputs of blocks.<step.index>.attn.q
         ...                                    # change the block's weights here
 
-The embedding runs once; then block after block reads its inputs from one store of activations and writes its
-outputs back into it, so that memory holds one block's activations whatever the depth. A store above
-`memory_gb` is a memory-mapped file. Between two blocks the caller may change the block just yielded: with
-inputs="quantized" the block then runs again and the next one sees the changed outputs (errors propagate and
-can be compensated), with inputs="full" it sees those of the unchanged block, which takes one pass instead of
-two.
+The embedding runs once. Then each block reads its inputs from one store of activations and writes its outputs back, so
+that memory holds the activations of one block whatever the depth. A store above `memory_gb` is a memory-mapped file.
+The caller may change the block just yielded. With inputs="quantized" the block then runs again, and the next one sees
+the changed outputs. With inputs="full" the next one sees the outputs of the unchanged block: one pass instead of two.
 
-Layers that see the very same tensor (query, key and value; gate and up) share one Statistics.
+Layers that read the same tensor (query, key and value; gate and up) share one Statistics.
 
-With Calibration(onload_device=device) the model stays in the host's memory (host/block_offload.py): a block is on the
-device from its statistics until the next block's turn, and goes back with its changes. Close the walk if you leave it
-early.
+With Calibration(onload_device=device) the model stays in host memory (host/block_offload.py). A block is on the device
+from its statistics until the next step, and goes back with its changes. Close the walk if you leave it early.
 
-Left out on purpose: several processes, attention masks between documents, and anything about methods.
+Not supported: several processes, attention masks between documents.
 """
 
 from __future__ import annotations
@@ -109,13 +106,13 @@ class Collector:
             handle.remove()
 
     def forget_inputs(self) -> None:
-        """Call between two forward passes: tensors of the last one are no longer compared with."""
+        """Call between two forward passes: drops the tensors of the last one."""
         self._seen = []
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0]
-            # Held while they are compared, so that a new tensor cannot have the identity of an old one.
+            # _seen keeps the tensors alive, so that a new one cannot reuse the identity of an old one.
             first = next((n for t, n in self._seen if t is x), None)
             self.source.setdefault(name, first or name)
             if first is None:
@@ -199,8 +196,7 @@ class BlockPasses:
 def embed_all(
     model: BlocksModel, inputs: Tensor, calibration: Calibration, stack: ExitStack, num_stores: int = 1
 ) -> tuple[list[Tensor], BlockPasses]:
-    """Stores with what the first block reads of all inputs, and what runs blocks over them. The stores together stay
-    in memory up to the calibration's memory_gb."""
+    """Stores that hold the first block's inputs, and the BlockPasses over them. The stores share memory_gb."""
     model.check_inputs(inputs)
     device = calibration.onload_device or model.device
     share = replace(calibration, memory_gb=calibration.memory_gb / num_stores)
@@ -220,10 +216,10 @@ def embed_all(
 def walk(
     model: BlocksModel, inputs: Tensor, calibration: Calibration | None = None, *, start: int = 0
 ) -> Generator[BlockStep, None, None]:
-    """Yield the statistics of one block after the other; see the module docstring.
+    """Yield the statistics of one block after the other.
 
     inputs: token ids [windows, context], or whatever else the model reads. Blocks before `start` are yielded without
-    statistics, for a caller that has their weights already.
+    statistics, for a caller that has their weights.
     """
     calibration = calibration or Calibration()
     full = calibration.inputs == "full"
@@ -231,7 +227,7 @@ def walk(
         (store,), passes = embed_all(model, inputs, calibration, stack)
         for index, block in enumerate(model.blocks):
             with on_device(block, calibration.onload_device, model.compute_dtype, keep=True):
-                # The generator is suspended outside of no_grad: the caller's grad mode stays its own.
+                # Yields outside of no_grad, which would otherwise change the caller's grad mode.
                 statistics: dict[str, Statistics] = {}
                 if index >= start:
                     statistics = passes.collect(index, store, calibration, write=full)

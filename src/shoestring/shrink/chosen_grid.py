@@ -1,8 +1,7 @@
-"""A grid that a method chose for a weight, and how to hand it to the layer.
+"""The grid that a method chose for a weight, and the errors of layers that were moved onto their grids.
 
-A `ChosenGrid` is the weight moved onto its grid, and the grid: what `find_grid` of the Format gave, per [out,
-groups]. `hold` writes the grid into a layer whose Format keeps it as state, so that `pack` stores exactly what
-the method chose.
+A `ChosenGrid` is the weight on its grid, and the grid: what `find_grid` of the Format gave, per [out, groups]. Stored
+as the state of a layer with a fixed grid (FormatLinear.store_state), it is exactly what `pack` writes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoestring.formats import Format, FormatLinear, GridFormat, Parts
+from shoestring.formats import Format, GridFormat, Parts
 from shoestring.formats.groups import extremes, split
 
 
@@ -26,7 +25,7 @@ class ChosenGrid:
 
 
 def state_of(format: Format, w: Tensor) -> Parts:
-    """The Format's state without the grid: its table, if it has one."""
+    """The part of the Format's state that does not depend on the weight: its table, if it has one."""
     return {name: aux.tensor for name, aux in format.state(w).items() if aux.kind == "whole"}
 
 
@@ -40,18 +39,10 @@ def round_to_nearest(w: Tensor, format: GridFormat, state: Parts) -> ChosenGrid:
     return snap_to_grid(w, format.find_grid(*extremes(split(w, format.group))), format, state)
 
 
-@torch.no_grad()
-def store_grid(layer: FormatLinear, grid: Parts) -> None:
-    """Put a chosen grid into a layer that already has the chosen weight and its Format with a fixed grid."""
-    for name, t in grid.items():
-        kept = getattr(layer, f"weight_{name}")
-        kept.copy_(t.reshape(kept.shape))
-
-
-# -- how far a layer moved -------------------------------------------------------------------------------------
+# -- errors of layers ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LayerError:
-    """How far a layer's weights and its outputs on the calibration text moved, as relative mean squares."""
+    """Changes of a layer's weights and of its outputs on the calibration text, as relative mean squares."""
 
     name: str
     format: str
@@ -61,7 +52,7 @@ class LayerError:
 
 
 class LayerErrors:
-    """The errors of several layers, measured one by one and read together: a GPU is waited for once."""
+    """The errors of several layers; `read` transfers all of them at once, so that the host waits for a GPU once."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[str, Format, tuple[int, int], bool]] = []
@@ -91,10 +82,3 @@ class LayerErrors:
 
 def _part(lost: float, size: float) -> float:
     return lost / size if size > 0 else 0.0
-
-
-def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:
-    """Mean square of (other - w) x over the calibration inputs, relative to that of w x."""
-    d, w, h = (other - w).float(), w.float(), hessian.float()
-    reference = float(((w @ h) * w).sum())
-    return float(((d @ h) * d).sum()) / reference if reference > 0 else 0.0

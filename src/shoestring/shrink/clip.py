@@ -1,20 +1,17 @@
-"""Asymmetric clip search: the range of each group that hurts the layer's output least.
+"""Asymmetric clip search: the range of each group with the least output error of the layer.
 
 Per group of a row with weights w, over candidates low = b * min(w), high = a * max(w):
 
     minimise  mean over tokens of ((Q(w) - w) . x)^2  =  d^T H d,     d = Q(w) - w,  H = mean of x x^T
 
-where Q rounds to the grid of [low, high] and what lies beyond goes to its ends. BitDistiller searches 10 x 10
-pairs (a, b) in {1, 0.95, ..., 0.55} on 512 tokens; in terms of H the same objective sees every token and
-costs one small product per trial. Two further choices:
+where Q rounds to the grid of [low, high] and clamps to its ends. BitDistiller searches 10 x 10 pairs (a, b) in
+{1, 0.95, ..., 0.55} on 512 tokens; through H the same objective uses every token, at one small product per trial.
 
     search="alternate"   a first, then b for the best a: 19 trials instead of 100 (the default)
-    objective="row"      group after group, counting the error of the whole row: the groups' errors may cancel
+    objective="row"      one group after the other with the error of the whole row: errors of groups may cancel
 
-The unclipped range is always a candidate, so the objective never gets worse than without clipping.
-
-Left out on purpose: the query and key projections are rounded as they are (as published: their output error
-says little about the attention scores). `skip=()` changes this.
+The unclipped range is always a candidate, so clipping never increases the objective. Query and key projections are not
+clipped, as published (their output error says little about the attention scores); `skip=()` changes this.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.chosen_grid import ChosenGrid, round_to_nearest, snap_to_grid
 
-# Elements of one batch of trials: small enough for a CPU's cache, large enough to fill a GPU.
+# Elements in one batch of trials: fits a CPU's cache, fills a GPU.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
@@ -79,7 +76,7 @@ def clip_ranges(
 
 
 def _over_rows(w: Tensor, blocks: Tensor, format: GridFormat, state: Parts, settings: Clip) -> tuple[Tensor, Tensor]:
-    """Every (row, group) by itself, in chunks of rows."""
+    """Every (row, group) independently, in chunks of rows."""
     num_trials = settings.steps**2 if settings.search == "full" else settings.steps
     rows = max(1, CHUNK.get(w.device.type, 1 << 24) // (w.shape[1] * num_trials))
     found = []
@@ -93,7 +90,7 @@ def _over_rows(w: Tensor, blocks: Tensor, format: GridFormat, state: Parts, sett
 def _row_ranges(
     w: Tensor, h: Tensor, blocks: Tensor, low: Tensor, high: Tensor, format: GridFormat, state: Parts, settings: Clip
 ) -> tuple[Tensor, Tensor]:
-    """One sweep over the groups: each takes the range that is best given the errors of all the others."""
+    """One sweep over the groups: each takes the best range given the errors of all others."""
     w_g = split(w, format.group)
     low, high = low.clone(), high.clone()
     d = snap_to_grid(w, format.find_grid(low, high), format, state).weight - w.float()
@@ -112,7 +109,7 @@ def _row_ranges(
 
 @cache
 def factors(settings: Clip, device: torch.device) -> Tensor:
-    """What ranges are shrunk by, [1, trials, 1, 1]. Made once: nothing may be sent to a GPU during a capture."""
+    """The factors on a range, [1, trials, 1, 1]. Cached: a graph capture allows no transfer to the GPU."""
     return torch.tensor(shrinks(settings), device=device).view(1, -1, 1, 1)
 
 
@@ -131,7 +128,7 @@ def search_ranges(
     the row adds to the gradient (None: each group by itself). `start` is one more candidate.
     """
     low, high = extremes(w_g)
-    if format.symmetric:  # moving one end alone would move nothing
+    if format.symmetric:  # one end alone does not change a symmetric grid
         high = torch.maximum(-low, high)
         low = -high
     factor = factors(settings, w_g.device)
@@ -142,7 +139,7 @@ def search_ranges(
             lows = torch.cat([start[0].unsqueeze(1), lows], dim=1)
             highs = torch.cat([start[1].unsqueeze(1), highs], dim=1)
         error = trial_errors(w_g, lows, highs, blocks, others, format, state)
-        pick = error.argmin(dim=1, keepdim=True).unsqueeze(-1)  # the first of equals: the wider range
+        pick = error.argmin(dim=1, keepdim=True).unsqueeze(-1)  # the first of equal errors: the wider range
         return lows.gather(1, pick).squeeze(1), highs.gather(1, pick).squeeze(1)
 
     if settings.search == "symmetric" or format.symmetric:
@@ -150,7 +147,7 @@ def search_ranges(
     if settings.search == "full":
         return best(lows.repeat_interleave(settings.steps, dim=1), highs.repeat(1, settings.steps, 1, 1))
     _, high = best(low.unsqueeze(1).expand_as(lows), highs)
-    # The first of `lows` is unclipped, so this round starts from what the first one found.
+    # The first of `lows` is unclipped, so the result of the first round is a candidate.
     return best(lows, high.unsqueeze(1).expand_as(lows))
 
 

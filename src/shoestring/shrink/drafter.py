@@ -1,13 +1,13 @@
-"""From a model to its drafter: text, the target's opinion of it, and training on that.
+"""From a model to its drafter: prompts, generated text, the target's scores of it, and training.
 
     prompts   pieces of a corpus, or a list of prompts           `piece_prompts`, `listed_prompts`
-    text      what the target writes after them                  `self_text.generate_text`
+    text      the target's completions of them                   `self_text.generate_text`
     scores    the target's top-k on that text, computed once     `train.teacher_cache`
-    drafter   trained by an objective of drafter_objectives.py   `distil`, for AdaSPEC after a reference drafter of
-              the same start, whose loss on each token is one number in a ScalarCache (`reference_losses`)
+    drafter   trained by an objective of drafter_objectives.py   `distil`
+              (AdaSPEC first trains a reference drafter and keeps its loss on each token: `reference_losses`)
 
-Each step leaves files and does nothing when they are there, so that a stopped run goes on where it was.
-Left out: several processes (a drafter and its text are small).
+Each step writes files and is skipped where they exist, so that a stopped run continues. Not supported: several
+processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoestring.train.trainer import train
 
 
 def piece_prompts(shards: TokenShards, tokenizer: Tokenizer, num: int, length: int) -> list[str]:
-    """Evenly spaced pieces of a corpus, `length` tokens each, as text."""
+    """Evenly spaced pieces of a corpus as text, `length` tokens each."""
     last = len(shards) - length
     if last < 0 or num < 1:
         raise UserError(
@@ -71,7 +71,7 @@ def listed_prompts(path: str, num: int, num_held_out: int) -> tuple[list[str], l
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast; the same for a reference and its drafter."""
+    """Steps and learning rate; the same for a reference and its drafter."""
 
     steps: int
     lr: float
@@ -121,8 +121,8 @@ def make_objective(
     num_new: int = 64,
     seed: int = 0,
 ) -> DraftDistill | OnPolicy:
-    """DistillSpec with any loss, AdaSPEC where a reference is given, on the drafter's own text for a share of the
-    micro-batches where `on_policy` is not 0 (`target` then scores it)."""
+    """DistillSpec with any loss; AdaSPEC where a reference is given. `on_policy` is the share of micro-batches on the
+    drafter's own text, which `target` scores."""
     selection = None
     if reference is not None:
         selection = Selection(lambda micro: reference.lookup(micro.index_BT), fraction)
@@ -147,7 +147,7 @@ def distil(
     checkpoints: Path | None = None,
     evaluate: Callable[[Run], dict[str, float]] | None = None,
 ) -> Decoder:
-    """Train the drafter in place, going on from its newest checkpoint where there is one."""
+    """Train the drafter in place, from its newest checkpoint where there is one."""
     run = Run(drafter, adamw(drafter, lr=schedule.lr, weight_decay=schedule.weight_decay), mesh, log)
     saver = None
     if checkpoints is not None:
@@ -170,8 +170,8 @@ def distil(
 def forced_acceptance(
     target: Decoder, corpus: Corpus, context: int, *, rows: int, k: int, vocab_ids: Sequence[int] | None
 ) -> Callable[[Run], dict[str, float]] | None:
-    """Mean acceptance and KL on the validation split's text, scored once; for curves, not for claims: on a given
-    text a drafter never has to live with its own mistakes. None: the split is too small."""
+    """Mean acceptance and KL on the validation split's text, for curves. Teacher forced, so higher than in decoding,
+    where a drafter reads its own mistakes. None: the split is too small."""
     num_rows = min(rows, max(0, len(corpus.val) - 1) // context)
     if not num_rows:
         return None
@@ -195,8 +195,8 @@ def forced_acceptance(
 # -- the drafter's own text ---------------------------------------------------------------------------------
 
 
-def engine_writer(vocab_ids: Sequence[int] | None, vocab_size: int, temperature: float = 1.0) -> Generate:
-    """Continues rows with the model being trained; a trimmed drafter writes only what it can say."""
+def engine_writer(vocab_ids: Sequence[int] | None, vocab_size: int) -> Generate:
+    """Continues rows with the model being trained; a trimmed drafter samples from its own vocabulary."""
     barred_V = None
     if vocab_ids is not None:
         barred_V = torch.ones(vocab_size, dtype=torch.bool)
@@ -217,11 +217,10 @@ def engine_writer(vocab_ids: Sequence[int] | None, vocab_size: int, temperature:
             chunk=max(512, rows * length),
             prefix_cache=False,
             verify=within,
-            graphs=False,  # the weights change with every step: nothing is worth capturing
+            graphs=False,  # the weights change with every step
         )
         samplings = [
-            Sampling(temperature=temperature, seed=seed + row, max_tokens=num_new, ignore_eos=True)
-            for row in range(rows)
+            Sampling(temperature=1.0, seed=seed + row, max_tokens=num_new, ignore_eos=True) for row in range(rows)
         ]
         texts = engine.generate(prompts_BP.tolist(), samplings)
         written = torch.tensor([c.token_ids for c in texts], device=prompts_BP.device)

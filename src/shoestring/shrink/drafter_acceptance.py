@@ -1,14 +1,14 @@
-"""How good a drafter is: guesses kept, tokens per pass of the target, tokens per second, through the real engine.
+"""How good a drafter is: accepted drafts, tokens per pass of the target, tokens per second, through the real engine.
 
-    acceptance        of the guesses that were looked at, the share that was kept. A guess behind a wrong one is never
-                      looked at, so this estimates the chance alpha that a guess is right, whatever the number of
-                      guesses per step. (Kept / drafted, as engines often report, falls with that number.)
-    accepted_length   tokens a request gains per pass of the target: 1 + kept guesses
-    at                the same chance for the first, second, ... guess
-    tokens_per_s      of the whole run, prompts read included
+    acceptance        accepted drafts as a share of the verified ones. A draft behind a rejected one is not verified, so
+                      this estimates the chance alpha that a draft is right, whatever the draft length. (Accepted /
+                      drafted, as engines often report, falls with the draft length.)
+    accepted_length   tokens a request gains per pass of the target: 1 + accepted drafts
+    at                acceptance of the first, second, ... draft
+    tokens_per_s      of the whole run, prefill included
 
-`measure_acceptance` uses a fixed number of guesses, so that drafters compare; `measure_rate` leaves the number to
-the draft-length controller, as a server does.
+`measure_acceptance` uses a fixed draft length, so that drafters compare; `measure_rate` leaves it to the draft-length
+controller, as a server does.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ COMPARED = ("drafter", "before training", "ngram")
 
 
 class Counting(Drafter):
-    """A drafter that keeps count of how another one's guesses fare, place by place."""
+    """Wraps a drafter and counts verified and accepted drafts by position."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.tested: list[int] = []  # by place: guesses whose predecessors were all right
+        self.tested: list[int] = []  # by position: drafts whose predecessors were all accepted
         self.kept: list[int] = []
         self.num_rounds = 0  # passes of the target for a request that was past its prompt
 
@@ -49,7 +49,7 @@ class Counting(Drafter):
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.drafter.observe(request, num_drafted, num_accepted)
         if len(request.tokens) - num_accepted - 1 == request.num_prompt:
-            return  # the pass that read the prompt's end: nothing could be guessed yet
+            return  # the last pass of the prefill, which has no drafts
         self.num_rounds += 1
         missing = num_drafted - len(self.tested)
         self.tested += [0] * missing
@@ -85,8 +85,8 @@ def measure_acceptance(
     max_requests: int = 8,
     engine: Engine | None = None,
 ) -> Acceptance:
-    """Greedy, or drawn at a temperature and judged by the token rule, whose chance is sum min(p, q). `engine`: one of
-    the target's, made for such prompts, that has no requests now; its graphs are there already."""
+    """Greedy under the coupled rule, or sampled under the token rule, which accepts with sum min(p, q). `engine`: an
+    idle one of the target to reuse, with its graphs."""
     counting = Counting(drafter)
     rule: RuleName = "coupled" if temperature == 0 else "token"
     if engine is None:
@@ -107,42 +107,25 @@ def measure_acceptance(
     )
 
 
-def measure_rate(
-    target: Decoder,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int = 64,
-    max_requests: int = 1,
-    num_drafts: int | None = None,
-    temperature: float = 0.0,
-    repeats: int = 1,
-    warm: bool = True,
-) -> list[float]:
-    """Tokens per second, per repeat, under the coupled rule; `num_drafts` None: chosen by the engine as it goes.
-
-    One engine for all: what it learns (step costs, acceptance) stays, as in a server. `warm` runs once unmeasured.
-    """
-    engine = engine_for(target, prompts, max_tokens, max_requests)
-    engine.use_drafter(drafter, num_drafts)
-    if warm:
-        _run(engine, prompts, max_tokens, temperature)
-    rates = []
-    for _ in range(repeats):
-        before = engine.stats.num_new_tokens
-        seconds = _run(engine, prompts, max_tokens, temperature)
-        rates.append((engine.stats.num_new_tokens - before) / seconds)
-    return rates
+def measure_rate(target: Decoder, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+    """Greedy tokens per second, one request at a time, after a warm-up run in which the engine learns its step costs
+    and the acceptance."""
+    engine = engine_for(target, prompts, max_tokens, max_requests=1)
+    engine.use_drafter(drafter, None)
+    _run(engine, prompts, max_tokens, temperature=0.0)
+    before = engine.stats.num_new_tokens
+    seconds = _run(engine, prompts, max_tokens, temperature=0.0)
+    return (engine.stats.num_new_tokens - before) / seconds
 
 
 def engine_for(target: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, max_requests: int) -> Engine:
-    """Without a drafter. Without the prefix cache, so that a repeat does the work of the first time."""
+    """An engine without a drafter, and without a prefix cache, which would make repeats cheaper."""
     context = min(target.spec.max_positions, max(map(len, prompts)) + max_tokens)
     return Engine(target, max_requests=max_requests, max_context=context, prefix_cache=False)
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> float:
-    """Seconds to complete all prompts. Texts go on behind their end, so that every run has the same length."""
+    """Seconds to complete all prompts. Ends of text are ignored, so that every run has the same length."""
     samplings = [
         Sampling(temperature=temperature, seed=i, max_tokens=max_tokens, ignore_eos=True) for i in range(len(prompts))
     ]
@@ -165,7 +148,7 @@ def compare_drafters(
     num_drafts: int,
     max_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Rows of the trained drafter, an untrained one and n-gram lookup, kept in `path`; read where that is there."""
+    """Rows for the trained drafter, an untrained one and n-gram lookup; written to `path`, or read where it exists."""
     if path.is_file():
         return Fields(read_object(path), str(path)).list("rows")
     rows = []
@@ -176,10 +159,9 @@ def compare_drafters(
             found = measure_acceptance(target, make_drafter(name), prompts, num_drafts=num_drafts, **options)
             row[label] = found.to_json()
         rows.append(row)
-    plain = measure_rate(target, None, prompts[:4], max_tokens=max_tokens)[0]
+    plain = measure_rate(target, None, prompts[:4], max_tokens)
     for row in rows:
-        drafter = make_drafter(row["drafter"])
-        row["tokens_per_s"] = measure_rate(target, drafter, prompts[:4], max_tokens=max_tokens)[0]
+        row["tokens_per_s"] = measure_rate(target, make_drafter(row["drafter"]), prompts[:4], max_tokens)
         row["speedup"] = row["tokens_per_s"] / plain
     content = {"num_prompts": len(prompts), "num_drafts": num_drafts, "tokens_per_s_alone": plain, "rows": rows}
     write_atomically(path, json.dumps(content, indent=1) + "\n")

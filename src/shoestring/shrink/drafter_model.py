@@ -1,13 +1,13 @@
-"""What a drafter looks like before it learns: two shapes, and a vocabulary that may be trimmed.
+"""Drafters before training: two shapes, and a vocabulary that may be trimmed.
 
-`first_layers(target, n)`   the target's embedding, first n blocks, last norm and head: it starts out knowing the
-                            tokens, but its head was made for hidden states of the last layer
+`first_layers(target, n)`   the target's embedding, first n blocks, last norm and head: it knows the tokens, but its
+                            head was made for hidden states of the last layer
 `fresh(spec, ...)`          a small decoder of its own width with random weights and the target's tokenizer
-`frequent_tokens(...)`      the most frequent tokens of a text: a drafter's head then needs few rows, which is most
-                            of its work when the vocabulary is large
+`frequent_tokens(...)`      the most frequent tokens of a text, for a smaller head: with a large vocabulary the head is
+                            most of a drafter's work
 
-A drafter folder is an ordinary model folder with the full vocabulary, so that every tool can read it, and
-drafter.json: {"version", "vocab_ids": null or sorted ids, ...}. `serve.open_drafter` cuts the head when it opens.
+A drafter folder is an ordinary model folder with the full vocabulary, so that every tool can read it, plus
+drafter.json: {"version", "vocab_ids": null or sorted ids, ...}. `serve.open_drafter` cuts the head on loading.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def first_layers(target: Decoder, num_layers: int) -> Decoder:
     return drafter
 
 
-def fresh(
-    target: ModelSpec, *, num_layers: int, d_model: int, head_dim: int = 64, d_ff: int = 0, seed: int = 0
-) -> Decoder:
+def fresh(target: ModelSpec, *, num_layers: int, d_model: int, head_dim: int = 64, seed: int = 0) -> Decoder:
     """A Llama-shaped drafter of its own width, with the target's tokens and context."""
     if num_layers < 1 or d_model < 1 or d_model % head_dim:
         raise UserError(
@@ -68,7 +66,7 @@ def fresh(
         num_heads=d_model // head_dim,
         num_kv_heads=d_model // head_dim,
         head_dim=head_dim,
-        d_ff=d_ff or 64 * -(-d_model * 8 // 3 // 64),
+        d_ff=64 * -(-d_model * 8 // 3 // 64),
         max_positions=target.max_positions,
         bos_id=target.bos_id,
         eos_id=target.eos_id,
@@ -81,14 +79,14 @@ def fresh(
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """The settings that decide a drafter before it is trained."""
+    """The settings of an untrained drafter."""
 
     layers: int
     d_model: int | None  # None: the target's first layers
     seed: int = 0
 
     def check(self, target: ModelSpec) -> None:
-        """Raised before hours of text are generated for a drafter that cannot be built."""
+        """UserError for a drafter that `build` cannot make, before hours of text are generated for it."""
         if self.d_model is None and not 1 <= self.layers < target.num_layers:
             raise UserError(
                 f"layers={self.layers}: the model has {target.num_layers}; take 1 to {target.num_layers - 1} of "
@@ -101,7 +99,7 @@ class DrafterShape:
             )
 
     def build(self, target: Decoder) -> Decoder:
-        """The drafter before training, in fp32 masters, computing like the target."""
+        """The untrained drafter with fp32 masters, in the target's compute dtype."""
         if self.d_model is None:
             drafter = first_layers(target, self.layers)
         else:
@@ -115,7 +113,7 @@ class DrafterShape:
 
 
 def frequent_tokens(tokens: np.ndarray, num: int, vocab_size: int, always: Iterable[int] = ()) -> list[int]:
-    """The `num` most frequent ids of a text, sorted; `always` (the end of a text, say) is among them."""
+    """The `num` most frequent ids of a text, sorted; `always` (the end of a text, say) are included."""
     always = sorted(set(always))
     if not len(always) < num <= vocab_size:
         raise UserError(
@@ -123,7 +121,7 @@ def frequent_tokens(tokens: np.ndarray, num: int, vocab_size: int, always: Itera
         )
     counts = np.bincount(np.asarray(tokens), minlength=vocab_size).astype(np.int64)
     counts[always] = np.iinfo(np.int64).max
-    # A stable sort: equally frequent tokens are taken by id, on every machine.
+    # Stable: equally frequent tokens are taken by id, on every machine.
     return sorted(int(i) for i in np.argsort(-counts, kind="stable")[:num])
 
 
@@ -133,15 +131,10 @@ def coverage(tokens: np.ndarray, vocab_ids: Iterable[int]) -> float:
 
 
 def save_drafter(
-    folder: Path,
-    drafter: Decoder,
-    tokenizer: Tokenizer | None,
-    vocab_ids: list[int] | None,
-    dtype: torch.dtype | None = None,
-    **notes: Any,
+    folder: Path, drafter: Decoder, tokenizer: Tokenizer | None, vocab_ids: list[int] | None, **notes: Any
 ) -> Path:
-    """An ordinary model folder and drafter.json, which is written last: a folder that has one is whole."""
-    save_model(folder, drafter, tokenizer, dtype=dtype)
+    """A model folder and drafter.json, which is written last: a folder that has one is complete."""
+    save_model(folder, drafter, tokenizer)
     content = {"version": VERSION, "vocab_ids": vocab_ids, **notes}
     write_atomically(folder / DRAFTER_FILE, json.dumps(content, indent=1) + "\n")
     return folder

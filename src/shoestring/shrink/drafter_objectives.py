@@ -1,22 +1,20 @@
-"""Objectives that make a drafter: distil what the target says about a text into a small model.
+"""Objectives that train a drafter: distil the target's predictions on a text into a small model.
 
-`DraftDistill`  any loss below over the target's top-k, cached or computed on the spot. With a
-                `Selection` it is AdaSPEC: only the tokens count where the drafter is furthest behind a reference
-                drafter that was trained on all of them. The sum is still divided by all counted tokens.
-`OnPolicy`      DistillSpec on the drafter's own text: a share of the micro-batches is cut to a prompt, continued
-                by the drafter, and what it wrote is scored by the target. No gradient runs through the choice of
-                tokens. The other micro-batches go to another objective as they are.
+`DraftDistill`  any loss below over the target's top-k, cached or computed on the spot. With a `Selection` it is
+                AdaSPEC: only the tokens count on which the drafter is furthest behind a reference drafter that was
+                trained on all of them. The sum is still divided by all counted tokens.
+`OnPolicy`      DistillSpec on the drafter's own text: a share of the micro-batches is cut to a prompt, continued by the
+                drafter, and scored by the target. The sampled tokens carry no gradient. The other micro-batches go to
+                another objective unchanged.
 
 `scores(micro)` gives the target's TopK of every position: `cache.lookup` of a TeacherCache, or `LiveScores`.
 A trimmed vocabulary (`vocab_ids`) trains the head's rows of those tokens only; the embedding keeps all of them.
-
-AdaSPEC runs the head twice: first without gradients, for the losses that decide, then over the chosen rows only.
-Its threshold is that of a micro-batch, as published: with a few dozen tokens it is noisy.
+AdaSPEC runs the head twice: without gradients for the losses that select, then over the selected rows only. Its
+threshold is that of a micro-batch, as published, and noisy with a few dozen tokens.
 
 The losses measure how far the drafter's distribution q is from the target's p, per token. Only the target's k likeliest
-tokens are known one by one, the rest as one mass. So both distributions are compared over k + 1 cells: the known tokens
-that the drafter can say, and everything else (`rest`). Over cells a divergence is never larger than over tokens, and
-equal to it when k is the vocabulary.
+tokens are known one by one, so both are compared over k + 1 cells: the known tokens that the drafter has, and all
+others (`rest`). A divergence over cells is at most the one over tokens, and equal to it when k is the vocabulary.
 
     kl           sum p log(p / q)                                DistillSpec's and AdaSPEC's usual choice
     reverse_kl   sum q log(q / p)
@@ -25,12 +23,11 @@ equal to it when k is the vocabulary.
     lk           -log a                                          "LK losses" (arXiv 2602.23881)
     lk_hybrid    w KL(p || q) + (1 - w)(1 - a),  w = exp(-3 a), w without gradient
 
-with a = sum min(p, q), the chance that a guess drawn from q passes the token rule. Guesses in the rest count as
-rejected: a is a lower bound that misses at most the rest's mass. The gradient of 1 - a vanishes where q has no
-mass on p's tokens, which is why `tvd` alone fails from a cold start; 1/a in `lk` and the KL in `lk_hybrid` fix it.
+with a = sum min(p, q), the chance that a draft sampled from q passes the token rule. Drafts in the rest count as
+rejected: a is a lower bound that misses at most the rest's mass. The gradient of 1 - a vanishes where q has no mass on
+p's tokens, so `tvd` alone fails from a cold start; 1/a in `lk` and the KL in `lk_hybrid` fix that.
 
-Left out: a head sharded over tensor-parallel ranks (a drafter is small).
-Shapes: N tokens, K known tokens, V vocabulary, M tokens the drafter can say.
+Shapes: N tokens, K known tokens, V vocabulary, M tokens the drafter has.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ LEAST = 1e-9  # probabilities below count as this in a logarithm
 
 @dataclass(frozen=True)
 class Cells:
-    """Target and drafter over K + 1 cells, the last of which is the rest. Rows sum to 1."""
+    """Target and drafter over K + 1 cells, the last of them the rest. Rows sum to 1."""
 
     p_NC: Tensor
     q_NC: Tensor
@@ -81,8 +78,8 @@ def cells(
 ) -> Cells:
     """The drafter's logits beside the target's known tokens.
 
-    `place_V[id]` is a token's column in the logits, -1 where the drafter cannot say it; None: columns are ids.
-    Stored log-probabilities are rounded; they are scaled to a sum of 1 here.
+    `place_V[id]` is a token's column in the logits, -1 where the drafter does not have it; None: columns are ids.
+    Stored log-probabilities are rounded, so they are normalised again.
     """
     logits = logits_NM if logits_NM.dtype == torch.float64 else logits_NM.float()
     column_NK = ids_NK if place_V is None else place_V[ids_NK]
@@ -142,8 +139,8 @@ def pick_loss(name: str) -> Loss:
 def select_tokens(gap_N: Tensor, fraction: float) -> Tensor:
     """AdaSPEC: the tokens whose gap (drafter's loss - reference's loss) is at least its (1 - fraction) quantile.
 
-    Equal to `gap >= torch.quantile(gap, 1 - fraction)`, ties at the threshold kept, for any number of tokens: an
-    interpolated quantile lies above its lower neighbour, so the upper one decides.
+    Equal to `gap >= torch.quantile(gap, 1 - fraction)`, which is limited to 16M tokens: an interpolated quantile lies
+    above its lower neighbour, so the upper neighbour is the threshold. Ties are kept.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction={fraction} of the tokens is not allowed; give more than 0 and at most 1")
@@ -158,7 +155,7 @@ def select_tokens(gap_N: Tensor, fraction: float) -> Tensor:
 
 
 class Known(NamedTuple):
-    """What the target says about N counted tokens."""
+    """The target's predictions of N counted tokens."""
 
     ids_NK: Tensor
     logp_NK: Tensor
@@ -185,8 +182,6 @@ class DraftDistill(Objective):
     ) -> None:
         self.scores, self.loss, self.selection, self.chunk = scores, pick_loss(loss), selection, chunk
         self.vocab_ids = None if vocab_ids is None else torch.tensor(sorted(vocab_ids))
-        if selection is not None and not 0 < selection.fraction <= 1:
-            raise UserError(f"fraction={selection.fraction} must be more than 0 and at most 1")
 
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
         if micro.num_counted == 0:
@@ -204,7 +199,7 @@ class DraftDistill(Objective):
             hidden_ND, known = hidden_ND[chosen_N], Known(*(t[chosen_N] for t in known))
 
         def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            # Inside the chunked head nothing is recorded; the gradient of a chunk is taken here, at once.
+            # chunked_head runs without autograd and takes the gradient of each chunk from here.
             with torch.enable_grad():
                 z = logits.detach().float().requires_grad_()
                 value = self.loss(_cells(z, known, lo, hi, place_V)).sum()
@@ -215,7 +210,7 @@ class DraftDistill(Objective):
 
     @torch.no_grad()
     def losses(self, model: nn.Module, micro: Micro, loss: str = "kl") -> Tensor:
-        """[B, T] losses of a drafter's tokens, 0 where they do not count: what a Selection's reference holds."""
+        """[B, T] losses of a drafter, 0 where a token does not count: what Selection.reference returns."""
         found_BT = torch.zeros(micro.targets_BT.shape, device=micro.targets_BT.device)
 
         def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
@@ -233,7 +228,7 @@ class DraftDistill(Objective):
         return counted, Known(*parts)
 
     def _trim(self, head: Head) -> tuple[Head, Tensor | None]:
-        """The rows of the tokens the drafter can say, and where each token's row is (-1: nowhere)."""
+        """The head's rows of the drafter's tokens, and the row of each token (-1: none)."""
         if head.group is not None:
             raise UserError("a drafter cannot be trained tensor-parallel; leave mesh.tp at 1")
         if self.vocab_ids is None:
@@ -252,7 +247,7 @@ def _cells(z: Tensor, known: Known, lo: int, hi: int, place_V: Tensor | None) ->
 def token_losses(
     hidden_ND: Tensor, head: Head, known: Known, loss: Loss, place_V: Tensor | None = None, chunk: int = 0
 ) -> Tensor:
-    """Loss of every token [N], without gradients and without all logits at once."""
+    """Loss of every token [N], without gradients, in chunks of logits."""
     weight = head.weight_VD.detach().to(hidden_ND.dtype)
     chunk = chunk or default_chunk(max(1, len(hidden_ND)), weight.shape[0], hidden_ND.element_size())
     parts = [
@@ -262,11 +257,11 @@ def token_losses(
     return torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
 
 
-# -- the target on the spot ---------------------------------------------------------------------------------
+# -- live scores ---------------------------------------------------------------------------------------------
 
 
 class LiveScores:
-    """The target's top-k of a micro-batch, computed now: for text that no cache knows."""
+    """The target's top-k of a micro-batch, computed on the spot."""
 
     def __init__(self, target: nn.Module, k: int = 64) -> None:
         self.target, self.k = target.eval(), k
@@ -305,8 +300,8 @@ class OnPolicy(Objective):
         num_new: int = 64,
         seed: int = 0,
     ) -> None:
-        """`own` judges the drafter's text (with LiveScores), `other` the micro-batches that stay as they are.
-        Which ones do is a function of the rows and the seed, so that a resumed run does the same."""
+        """`own` is the objective on the drafter's text (with LiveScores), `other` that on unchanged micro-batches. The
+        choice is a function of the rows and the seed, so that a resumed run repeats it."""
         if not 0 < share <= 1 or num_new < 1:
             raise UserError(f"share={share} must be in (0, 1] and num_new={num_new} at least 1")
         self.generate, self.own, self.other = generate, own, other
@@ -316,7 +311,7 @@ class OnPolicy(Objective):
         return self.written(micro) * micro.tokens_BT.shape[0] or self.other.count(micro)
 
     def written(self, micro: Micro) -> int:
-        """New tokens per row that the drafter writes for this micro-batch; 0: none."""
+        """New tokens per row that the drafter generates for this micro-batch; 0: none."""
         draw = self._key(micro) / 2**64
         return min(self.num_new, micro.tokens_BT.shape[1] - 1) if draw < self.share else 0
 
@@ -333,6 +328,5 @@ class OnPolicy(Objective):
         return self.own(model, Micro(text_BT[:, :-1], targets_BT, index_BT, rows * num_new))
 
     def _key(self, micro: Micro) -> int:
-        # Rows travel to a device after they were counted; their first index is read back, one number.
         said = f"{self.seed} {int(micro.index_BT[0, 0])} {int(micro.index_BT[-1, 0])}".encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")

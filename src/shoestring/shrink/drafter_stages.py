@@ -1,11 +1,11 @@
-"""The stages of shrink/drafter: prompts, text, training, acceptance on prompts that were held out, report.
+"""The stages of shrink/drafter: prompts, text, training, acceptance on held-out prompts, report.
 
-check(cfg), check_shape(cfg, target)    every mistake in the settings, before text is generated
+check(cfg), check_shape(cfg, target)    all checks of the settings, before text is generated
 make_prompts, make_text                 prompts and the corpus to distil on
 train_drafter(cfg, ...)                 model/: scores of the text, a reference drafter for AdaSPEC, training
 measure_stage, finish                   acceptance.json and report.html
 
-Each stage leaves files and does nothing where they exist, so that a stopped run continues where it was.
+Each stage writes files and is skipped where they exist, so that a stopped run continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoestring.evals.model_row import corpus_of_run, need_tokenizer
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, LoadedModel
 from shoestring.report import Curves, Section, Series, Text, run_sections, write_report
-from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check_unfinished
+from shoestring.runlog import RunLog
 from shoestring.serve import Sampling
 from shoestring.serve.speculative.draft_model import DraftModel, read_vocab_ids, trim_head
 from shoestring.serve.speculative.drafter import Drafter
@@ -41,15 +41,15 @@ from shoestring.shrink.drafter_acceptance import acceptance_table, compare_draft
 from shoestring.shrink.drafter_model import DrafterShape, coverage, frequent_tokens, is_drafter, save_drafter
 from shoestring.shrink.drafter_objectives import DraftDistill, pick_loss
 from shoestring.shrink.self_text import generate_text
+from shoestring.shrink.shrink_run import check_start
 from shoestring.state.checkpoint import ResumeFrom
-from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import ScalarCache, TeacherCache
 
 RECIPE = "shrink/drafter"
 RESIDENT_BYTES = 8e9  # scores up to this size stay on the GPU
-# DrafterSettings that do not decide what finished stages hold.
+# DrafterSettings that finished stages do not depend on.
 FREE = ("device", "save_every", "eval_every", "run", "resume", "resume_from")
 
 
@@ -118,14 +118,8 @@ class DrafterSettings:
 
 
 def check(cfg: DrafterSettings) -> None:
-    if not cfg.model:
-        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
     settings = to_json(cfg)
-    check_run_folder(settings, [key for key in settings if key not in FREE])
-    check_unfinished(cfg.resume)
-    check_resume_from(settings)
-    if cfg.resume is not None:
-        check_not_held(Path(cfg.resume))
+    check_start(settings, [key for key in settings if key not in FREE])
     pick_loss(cfg.loss)
     if not 0 <= cfg.on_policy <= 1 or not 0 < cfg.fraction <= 1:
         raise UserError(
@@ -134,7 +128,7 @@ def check(cfg: DrafterSettings) -> None:
 
 
 def check_shape(cfg: DrafterSettings, target: Decoder) -> None:
-    """Said before hours of text are generated for a drafter that cannot be built."""
+    """Checks against the model, before hours of text are generated."""
     cfg.shape.check(target.spec)
     rows_per_pass(cfg.batch, cfg.micro)
     if cfg.context > target.spec.max_positions:
@@ -157,7 +151,7 @@ def prompt_source(cfg: DrafterSettings) -> tuple[str, float | None]:
             f"{cfg.model} is no run with a corpus of its own: give prompts=, a .jsonl list or a corpus like the texts "
             "it will be used for"
         )
-    # As much as the run read: another part of a corpus would be tokenised anew.
+    # As much as the run read, so that its tokenised corpus is used.
     return source, max_mb
 
 
@@ -193,7 +187,7 @@ def make_prompts(
 def make_text(
     cfg: DrafterSettings, loaded: LoadedModel, prompts: list[str], whole: Corpus | None, folder: Path, log: RunLog
 ) -> Corpus:
-    """The corpus to distil on: the model's own text, or what the prompts would have been cut from."""
+    """The corpus to distil on: the model's own text, or the corpus of the prompts."""
     if cfg.text == "corpus":
         assert whole is not None
         return whole
@@ -208,7 +202,7 @@ def make_text(
 
 
 def train_drafter(cfg: DrafterSettings, loaded: LoadedModel, corpus: Corpus, folder: Path, log: RunLog) -> None:
-    """model/ in `folder`: scores of the text, the reference's losses where the method has one, training."""
+    """Write model/: score the text, train the reference where the method has one, train the drafter."""
     if is_drafter(folder / "model"):
         return
     target, tokens = loaded.model, corpus.train.tokens
@@ -254,7 +248,7 @@ def train_drafter(cfg: DrafterSettings, loaded: LoadedModel, corpus: Corpus, fol
         steps=cfg.steps,
         train_tokens=len(corpus.train),
     )
-    for part in ("targets", "reference_losses"):  # large, and of no use to a finished drafter
+    for part in ("targets", "reference_losses"):  # large, and no longer needed
         shutil.rmtree(folder / part, ignore_errors=True)
 
 
@@ -268,7 +262,7 @@ def train_reference(
     folder: Path,
     log: RunLog,
 ) -> ScalarCache:
-    """AdaSPEC: a drafter of the same start, distilled on all tokens; only its losses are kept."""
+    """AdaSPEC: a drafter with the same initial weights, distilled on all tokens; only its losses are kept."""
     losses = folder / "reference_losses"
     if (losses / "manifest.json").is_file():
         return ScalarCache.open(losses)
@@ -289,7 +283,7 @@ def train_reference(
 def measure_stage(
     cfg: DrafterSettings, loaded: LoadedModel, held_out: list[str], folder: Path, log: RunLog
 ) -> list[dict[str, Any]]:
-    """The trained drafter beside an untrained one and n-gram lookup, on prompts that were held out."""
+    """The trained drafter, an untrained one and n-gram lookup, on held-out prompts."""
     path = folder / "acceptance.json"
     if not path.is_file():
         log.say(f"measuring on {len(held_out)} prompts that were held out")

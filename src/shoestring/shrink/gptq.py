@@ -1,26 +1,25 @@
-"""GPTQ: round one column after the other, and let the columns to come make up for each error.
+"""GPTQ: round one column after the other, and compensate each error in the columns behind it.
 
-For the output error of a row, w -> (q - w)^T H (q - w), fixing column j at q_j leaves the best correction of
-the columns F behind it in closed form (optimal brain surgeon):
+For the output error of a row, w -> (q - w)^T H (q - w), fixing column j at q_j has a closed-form best correction of the
+columns F behind it (optimal brain surgeon):
 
     w_F  <-  w_F - (w_j - q_j) / U_jj * U_jF,      U = the upper Cholesky factor of (H + damping)^-1
 
-Columns are done in blocks: updates stay inside the block, and one product carries them to the rest. The grid
-of a group is the Format's own, found on the slice as compensated so far when its first column is reached. A
-block is made of whole groups or a group of whole blocks, and updates inside a block are written at once, so
-that this slice is up to date (with blocks of 128 and groups of 64 the published code takes half of the grids
-from stale weights).
+Columns are processed in blocks: updates stay inside the block, and one product applies them to the rest. The grid of a
+group is the Format's own, found on the compensated weights when its first column is reached. A block holds whole groups
+or a group holds whole blocks, so that these weights are up to date (with blocks of 128 and groups of 64 the published
+code takes half of the grids from stale weights).
 
-    act_order      columns with the largest inputs first. Grids are then found on the original weights, because
-                   the columns of a group are met in any order (our storage keeps them in place).
+    act_order      columns with the largest inputs first. Grids are then found on the original weights, because the
+                   columns of a group are not consecutive (our storage keeps them in place).
     static_groups  grids on the original weights without act_order.
     clip           take each group's range from the clip search instead of its extremes.
 
-A weight that is 2:4 already (sparse24+int4) keeps its zeros: what the columns before put there is an error like any
-other, and goes on to the columns behind. This is SparseGPT with the masks given.
+A weight that is already 2:4 (sparse24+int4) keeps its zeros: corrections of pruned columns count as errors and are
+compensated behind them. This is SparseGPT with given masks.
 
-Left out on purpose: setting the weights of inputs that were always 0 in the calibration to 0. They are rounded
-to nearest; another text may use them.
+The published code sets the weights of inputs that were always 0 in the calibration to 0. Here they are rounded to
+nearest: another text may use them.
 """
 
 from __future__ import annotations
@@ -108,11 +107,11 @@ def columns(
     grid: Parts | None = None,
     groups: list[int] | None = None,
 ) -> tuple[Tensor, Parts]:
-    """The sweep: weights on their grids, and the grids; given ones, column j with that of groups[j], or those that it
-    finds when it reaches a group."""
+    """Weights on their grids, and the grids. With `grid`, column j uses grid groups[j]; otherwise the grid of a group
+    is found when its first column is reached."""
     width, step = group_width(w.shape[1], format.group), block_width(group_width(w.shape[1], format.group))
     pruned = w == 0 if isinstance(format, Stacked) else None
-    rest = w.clone()  # columns still to come, compensated
+    rest = w.clone()  # compensated weights
     done = torch.empty_like(rest)
     found: list[Parts] = []
     for start in range(0, w.shape[1], step):

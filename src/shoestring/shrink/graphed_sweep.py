@@ -1,8 +1,8 @@
-"""Column-by-column sweeps (GPTQ, SparseGPT) as CUDA graphs: the layers of a model have few shapes.
+"""Column-by-column sweeps (GPTQ, SparseGPT) as CUDA graphs.
 
-A sweep over a 1536-wide layer starts some 20,000 tiny kernels, one after the other; most of the time goes by between
-them. The first layer of a shape runs as usual, then is captured; the others replay it with their own numbers. The
-captured sweep must give what the first run gave, bit for bit, or it is not used. On a CPU nothing is captured.
+A sweep over a 1536-wide layer launches some 20,000 tiny kernels, and most of the time passes between them. The layers
+of a model have few shapes: the first layer of a shape runs eagerly and is captured, the others replay the graph with
+their own numbers. A graph is used only if it reproduces the eager result bit for bit. On a CPU nothing is captured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 
-# (inputs, outputs) -> graph by what decides the kernels; a dozen of them, small beside a model.
+# Graph, inputs and outputs by shape and settings; None: the capture failed.
 _GRAPHS: dict[Hashable, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None] = {}
 _LIMIT = 12
 

@@ -1,12 +1,12 @@
-"""What shrink/bitdistiller and shrink/lowbit_best share: both let a model write a text, and train a quantized copy of
-the model on it, against the model itself.
+"""What shrink/bitdistiller and shrink/lowbit_best share: the model writes a text, and a quantized copy of it is trained
+on that text against the model itself.
 
-    rules = check(cfg)                          everything that can be said without a look at layers and rows
+    rules = check(cfg)                          checks that need neither layers nor rows
     run = open_run(cfg, RECIPE, check_model, n) the processes, the folder (new or resumed) and its log
     ...                                         the recipe's own stages, and training
     finish(cfg, run, model, corpus, notes)
 
-A run is finished when its report is written. Until then every stage it has done is kept, and it can be resumed.
+A run is finished when its report is written. Until then its finished stages are kept, and it can be resumed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,15 @@ from shoestring.config import option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import UserError, during, in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens
-from shoestring.formats import Dense, Format, FormatLinear, packed_state, parse_format
-from shoestring.formats.convert import Rule
+from shoestring.formats import Dense, Format, packed_state, parse_format
+from shoestring.formats.convert import Rule, format_linear
 from shoestring.formats.range_gradient import with_range_gradient
 from shoestring.json_files import Fields, read_object
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
 from shoestring.model.parallel import ParallelConfig
-from shoestring.runlog import (
-    AS_SAVED,
-    RunLog,
-    check_outputs,
-    check_resume_from,
-    check_run_folder,
-    check_unfinished,
-    open_run_folder,
-    resumable,
-    write_atomically,
-)
+from shoestring.runlog import AS_SAVED, RunLog, check_outputs, open_run_folder, resumable, write_atomically
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import Blockwise, train_blocks
@@ -54,16 +44,16 @@ from shoestring.shrink.mixed_bits import check_candidates, read_candidates
 from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned_rules, part_for, read_grids, save_grids
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
-from shoestring.shrink.shrink_run import ShrinkRun, read_rules, report_before_after
+from shoestring.shrink.shrink_run import ShrinkRun, check_start, read_rules, report_before_after
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
-from shoestring.state.run_lock import check_not_held, hold_run
+from shoestring.state.run_lock import hold_run
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
 from shoestring.train.cuda_graph import GraphedForwardBackward
 from shoestring.train.data import TokenData, rows_per_pass
 from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 
-# What a resumed run may change; everything else is in its finished stages already.
+# What a resumed run may change; finished stages depend on everything else.
 FREE = (
     *("run", "resume", "resume_from", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
     *("steps", "out"),
@@ -149,15 +139,9 @@ class BestSettings(LowbitSettings):
 
 
 def check(cfg: LowbitSettings) -> list[Rule]:
-    """Everything that can be said without a look at layers and rows; the rules."""
-    if not cfg.model:
-        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    """The rules, after the checks that need neither layers nor rows."""
     settings = to_json(cfg)
-    check_run_folder(settings, [key for key in settings if key not in FREE])
-    check_resume_from(settings)
-    if cfg.resume is not None:
-        check_not_held(Path(cfg.resume))
-    check_unfinished(cfg.resume)
+    check_start(settings, [key for key in settings if key not in FREE])
     if cfg.resume is not None:
         check_steps(cfg.steps, Path(cfg.resume))
     rules: list[Rule] = read_rules(cfg.rules, cfg.format)
@@ -179,18 +163,18 @@ def check(cfg: LowbitSettings) -> list[Rule]:
 
 
 def check_rules(model: Decoder, rules: list[Rule]) -> None:
-    """Whether its layers can get these formats, and one of them does."""
+    """UserError unless the layers can hold these formats, and one of them is not dense."""
     if not plan(model, rules):
         raise UserError("every layer stays dense: give a format with fewer bits, for example format=int2:g64")
 
 
 def range_rules(rules: list[Rule]) -> list[Rule]:
-    """With BitDistiller's gradient; layers that stay dense have no range."""
+    """The rules with BitDistiller's gradient, except for dense layers."""
     return [(glob, f if isinstance(f, Dense) else with_range_gradient(f)) for glob, f in rules]
 
 
 def check_rows(cfg: LowbitSettings, mesh: Mesh, num_windows: int) -> None:
-    """Whether the text has the rows of a step and `num_windows` to look at, or can have them once it is written."""
+    """UserError unless the text has, or can have once it is written, the rows of a step and `num_windows` windows."""
     if cfg.data is not None:
         corpus = load_corpus(cfg, Path(), RunLog(None, main=mesh.is_main))
         token_data(cfg, corpus, mesh)
@@ -208,14 +192,14 @@ def check_rows(cfg: LowbitSettings, mesh: Mesh, num_windows: int) -> None:
 def open_run(
     cfg: LowbitSettings, recipe: str, check_model: Callable[[Decoder], object], num_windows: int
 ) -> Iterator[ShrinkRun]:
-    """The run, once everything has been said about its data and its model's weights: only then is there a folder."""
+    """Check the data and the model's weights, then make the run folder."""
     mesh = open_mesh(cfg.mesh, cfg.device)
     with torch.device("meta"):
-        check_model(Decoder(read_spec(cfg.model)[0]))  # shapes and names, before any text is read
+        check_model(Decoder(read_spec(cfg.model)[0]))  # shapes and names
     check_rows(cfg, mesh, num_windows)
     compute = pick_dtype(cfg.dtype, mesh.device)
     if mesh.is_main and cfg.resume is None:
-        # Loaded for the check alone and dropped: no process holds it while training. The first stage loads it again.
+        # Loaded for the check and dropped, so that no process holds it while training.
         check_model(load_model(cfg.model, device=mesh.device, dtype=compute).model)
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg))
     with in_run(folder), resumable(recipe, folder), hold_run(folder, mesh):
@@ -228,7 +212,7 @@ def open_run(
 
 
 def write_text(cfg: LowbitSettings, loaded: LoadedModel, run: ShrinkRun) -> None:
-    """The row "before", and self_text.jsonl where the model writes its own text."""
+    """Evaluate the row "before", and write self_text.jsonl where the model writes its own text."""
     if cfg.text is not None and not run.log.evaluations():
         evaluate(cfg, loaded, "before", run.log)
     if cfg.prompts is not None:
@@ -263,7 +247,7 @@ def token_data(cfg: LowbitSettings, corpus: Corpus, mesh: Mesh) -> TokenData:
 
 
 def some_rows(cfg: LowbitSettings, corpus: Corpus, num: int, log: RunLog) -> Tensor:
-    """[num, context] rows of the text to look at, or as many as it has: a model may write less than it might."""
+    """[num, context] rows of the text, or as many as it has: completions may be shorter than allowed."""
     has = max(1, len(corpus.train) // cfg.context)
     if num > has:
         log.say(f"{has} rows of the text are looked at, not {num}: it has no more")
@@ -271,7 +255,7 @@ def some_rows(cfg: LowbitSettings, corpus: Corpus, num: int, log: RunLog) -> Ten
 
 
 def cache_teacher(cfg: LowbitSettings, run: ShrinkRun, data: TokenData) -> TeacherCache:
-    """The teacher's top-k for every target that training will see; the teacher is gone when this returns."""
+    """The teacher's top-k for every target of the training steps; the teacher is freed on return."""
     teacher = build_teacher(cfg.model, run.mesh, run.compute)
     with during("the full model's cache"):
         cache = build_cache(
@@ -295,8 +279,7 @@ def make_objective(
     if teacher == "cached":
         return CachedCakld(cache_teacher(cfg, run, data), cfg.gamma)
     live = build_teacher(cfg.model, run.mesh, run.compute)
-    gamma = cfg.gamma
-    kept = run.folder / "gamma.json"
+    gamma, kept = cfg.gamma, run.folder / "gamma.json"
     if gamma is None and kept.is_file():
         gamma = Fields(read_object(kept), str(kept)).number("gamma", least=0.0, most=1.0)
     if gamma is None:
@@ -312,7 +295,7 @@ def make_objective(
 def clip_start(
     loaded: LoadedModel, rules: list[Rule], seen_NT: Tensor, settings: Clip, memory_gb: float, run: ShrinkRun
 ) -> None:
-    """BitDistiller's start: groups clamped to searched ranges. A finished block is kept, and not done again."""
+    """BitDistiller's start: groups clamped to searched ranges, with finished blocks on disk."""
     files = BlockFiles(run.folder / "blocks")
     calibration = Calibration(inputs="full", memory_gb=memory_gb)
     steps = walk(loaded.model, seen_NT, calibration, start=files.count())
@@ -329,9 +312,8 @@ def blockwise_start(
     run: ShrinkRun,
     notes: dict[str, Any],
 ) -> None:
-    """blockwise/: the weights before rounding after every block was trained; grids.safetensors and blockwise.json
-    beside it. A finished block is kept, and not done again.
-    """
+    """Train block by block, and write blockwise/ (the weights before rounding), grids.safetensors and
+    blockwise.json."""
     model, folder = loaded.model, run.folder
     with during("training block by block"), run.log.progress(len(model.blocks), "block by block") as bar:
         report = train_blocks(
@@ -347,8 +329,7 @@ def blockwise_start(
     write_atomically(folder / "blockwise.json", json.dumps({**report.to_json(), **notes}, indent=1) + "\n")
     with torch.no_grad():
         for name, w in report.masters.items():
-            layer = model.get_submodule(name)
-            assert isinstance(layer, FormatLinear)
+            layer = format_linear(model, name)
             layer.set_format(Dense())
             layer.weight.copy_(w)
     save_model(folder / "blockwise", model, loaded.tokenizer)
@@ -364,7 +345,7 @@ def part_of(cfg: BestSettings, rules: list[Rule]) -> float:
 
 
 def is_derived(cfg: BestSettings, rules: list[Rule]) -> bool:
-    """Whether scales follow their weights, as BitDistiller's, instead of being trained."""
+    """Whether scales are derived from the weights (BitDistiller) instead of trained."""
     if cfg.grids is not None:
         return cfg.grids == "derived"
     usual = cfg.windows is None and cfg.init is None and cfg.bits_budget is None
@@ -381,7 +362,7 @@ def check_grids(cfg: BestSettings) -> None:
 
 
 def check_model(cfg: BestSettings, rules: list[Rule], model: Decoder) -> None:
-    """Whether its weights can get these formats, or with a budget each of the candidates."""
+    """UserError unless the layers can hold these formats, or with a budget each of the candidates."""
     if cfg.bits_budget is None:
         check_rules(model, rules)
     else:
@@ -403,13 +384,13 @@ def rules_of(mix: dict[str, Any]) -> list[Rule]:
 
 
 # By bits: the method whose grids training starts from, and the rows of the block-wise stage. At 3 bits that stage
-# is good for the text it is trained on and bad for others (docs/methods/bitdistiller.md).
+# overfits to its text (docs/methods/bitdistiller.md).
 STARTS = {2: ("awq", 512), 3: ("clip", 0), 4: ("awq", 512)}
-NUM_SEEN = 32  # rows that the grids are chosen on where nothing is trained block by block
+NUM_SEEN = 32  # rows that grids are chosen on without block-wise training
 
 
 def block_settings(cfg: BestSettings, rules: list[Rule]) -> tuple[Blockwise, int]:
-    """Of the block-wise stage, and the rows it sees."""
+    """The settings of the block-wise stage, and its number of rows."""
     init, num = STARTS[min(4, max(2, coarsest(format for _, format in rules)))]
     init, num = init if cfg.init is None else cfg.init, num if cfg.windows is None else cfg.windows
     settings = Blockwise(init=init, epochs=cfg.epochs, batch=cfg.block_batch, seed=cfg.seed, keep_masters=True)
@@ -426,20 +407,19 @@ def parallel_of(cfg: LowbitSettings, run: ShrinkRun) -> ParallelConfig:
 
 
 def training_options(cfg: LowbitSettings, run: ShrinkRun) -> dict[str, Any]:
-    """What both give to `train` beside the objective and the rates."""
+    """The arguments of `train` that both recipes share."""
     how: dict[str, Any] = {"last": cfg.steps, "seed": cfg.seed, "resume_from": cfg.resume_from}
-    checkpointer = Checkpointer(run.folder / "checkpoints", every=cfg.save_every, **how)
-    options = {
+    return {
         "steps": cfg.steps,
         "clip": cfg.clip,
         "log_every": cfg.log_every,
         "forward_backward": GraphedForwardBackward() if cfg.compile == "off" else None,
+        "checkpointer": Checkpointer(run.folder / "checkpoints", every=cfg.save_every, **how),
     }
-    return {**options, "checkpointer": checkpointer}
 
 
 def finish(cfg: LowbitSettings, run: ShrinkRun, model: Decoder, corpus: Corpus, notes: dict[str, Any]) -> None:
-    """Pack and save on all ranks; evaluate and report on the first. Cut short, it can be done again."""
+    """Pack and save on all ranks; evaluate and report on the first. Can be repeated after an interruption."""
     out = Path(cfg.out) if cfg.out else run.folder / "model"
     state = packed_state(model, dtype=model.compute_dtype)
     save_model(out, model, corpus.tokenizer, weights=state, mesh=run.mesh)
@@ -450,7 +430,7 @@ def finish(cfg: LowbitSettings, run: ShrinkRun, model: Decoder, corpus: Corpus, 
             loaded = load_model(out, device=run.mesh.device, dtype=model.compute_dtype)
             evaluate(cfg, loaded, "after", run.log)
         report_before_after(run.recipe, run.log, run.folder, out)
-        for stage in STAGES:  # only now: no resume needs them
+        for stage in STAGES:
             shutil.rmtree(run.folder / stage, ignore_errors=True)
     run.mesh.barrier()
     run.mesh.close()

@@ -4,19 +4,17 @@
     choice = choose_formats(units, budget=3.0)
     quantize(model, choice.rules, ...)           # or train_blocks, or convert
 
-The damage of a Format in a layer is what the whole model's predictions lose when this layer alone has it:
-mean over tokens of KL(full || changed), or the rise of the loss on the text itself. Everything before the
-changed block is computed once, so that a trial costs the blocks from there on. Damages of different layers are
-taken to add up, which is the assumption of this method; what the chosen mix really costs is for an evaluation to
-say. With Calibration(onload_device=device) one block at a time is on the device, beside the output head; all trials of
-a block then go through the others together, so that each of these is moved once for all of them.
+The damage of a Format in a layer is what the model's predictions lose when this layer alone has it: mean over tokens of
+KL(full || changed), or the rise of the loss on the text. Everything before the changed block is computed once, so that
+a trial costs the blocks from there on. The method assumes that damages of different layers add up; an evaluation tells
+what the chosen mix really costs. With Calibration(onload_device=device) one block at a time is on the device, beside
+the output head; all trials of a block then pass through the other blocks together, each of which is moved once.
 
-Choosing is a knapsack: minimise the summed damage with the summed bits, scales, zero points and tables
-included, within the budget. Solved exactly: states (bits, damage) are kept only while no other is better in
-both, and while their Lagrange bound can still beat the best solution known. Should they be more than
-MAX_STATES, the most promising are kept and the result says that it may not be the best.
+Choosing is a knapsack: minimise the summed damage with the summed bits, scales, zero points and tables included, within
+the budget. It is solved exactly: a state (bits, damage) is kept while no other is better in both and its Lagrange bound
+can still beat the best known solution. Beyond MAX_STATES the most promising are kept, and the result has exact=False.
 
-Left out on purpose: several processes, and choices that look at two layers at once.
+Not supported: several processes, and interactions between two layers.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError, during
 from shoestring.formats import Dense, Format, FormatLinear, GridFormat, parse_format
-from shoestring.formats.convert import Rule
+from shoestring.formats.convert import Rule, format_linear
 from shoestring.host.block_offload import activation_store, on_device
 from shoestring.json_files import LARGE, Fields, json_lines, parse_json
 from shoestring.model.blocks import BlocksModel, block_of, block_prefixes
@@ -127,10 +125,9 @@ def measure_damage(
     progress: Callable[[int, int, float], None] | None = None,
     file: Path | None = None,
 ) -> list[LayerGroup]:
-    """Every unit with the damage of every candidate; the model ends as it was.
+    """Every unit with the damage of every candidate; the model is left unchanged.
 
-    progress(trials done, trials, damage). `file` keeps finished trials, one JSON line each: a stopped run does
-    not repeat them.
+    progress(trials done, trials, damage). `file` keeps finished trials, one JSON line each, for a resumed run.
     """
     check_different(candidates)
     model.check_inputs(tokens_NT)
@@ -158,7 +155,7 @@ def measure_damage(
 def turns_of(
     grouped: dict[str, list[str]], candidates: Sequence[Format], prefixes: list[str] | None
 ) -> list[list[tuple[str, Format]]]:
-    """The trials (unit, Format) in order: those of a block together where its prefix is given, else each by itself."""
+    """The trials (unit, Format) in order: grouped by block where prefixes are given, else one by one."""
     turns: dict[object, list[tuple[str, Format]]] = {}
     for trial in itertools.product(grouped, candidates):
         turns.setdefault(trial if prefixes is None else block_of(prefixes, grouped[trial[0]][0]), []).append(trial)
@@ -172,7 +169,7 @@ def _key(unit: str, format: Format) -> str:
 def _unit(
     model: BlocksModel, name: str, members: list[str], candidates: Sequence[Format], known: dict[str, float]
 ) -> LayerGroup:
-    shapes = [_linear(model, m).shape for m in members]
+    shapes = [format_linear(model, m).shape for m in members]
     options = [
         FormatOption(f, sum(f.bits_per_weight(s) * s[0] * s[1] for s in shapes), known[_key(name, f)])
         for f in candidates
@@ -183,7 +180,7 @@ def _unit(
 def units_of(
     model: BlocksModel, candidates: Sequence[Format], units: str = "layer", skip: Sequence[str] = HEADS
 ) -> dict[str, list[str]]:
-    """{unit: its layers}; every mistake of any candidate is raised here, before any work."""
+    """{unit: its layers}; raises UserError for every candidate that does not fit."""
     plans = [plan(model, [("*", f)], skip) for f in candidates if not isinstance(f, Dense)]
     prefixes = block_prefixes(model)
     grouped: dict[str, list[str]] = {}
@@ -194,15 +191,9 @@ def units_of(
     return grouped
 
 
-def _linear(model: BlocksModel, name: str) -> FormatLinear:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, FormatLinear)
-    return layer
-
-
 @dataclass
 class _Trials:
-    """The activations before the block in hand, and the full model's outputs to compare with."""
+    """The activations before the current block, and the full model's outputs to compare with."""
 
     model: BlocksModel
     tokens_NT: Tensor
@@ -224,7 +215,7 @@ class _Trials:
                 for shape in (one, (one[0] * self.together, *one[1:]))
             )
             self.work = work.split(one[0])
-            # Only now: a tied head is the embedding.
+            # After embed_all: a tied head is the embedding, which would be moved twice.
             for module in model.tail_modules():
                 stack.enter_context(on_device(module, calibration.onload_device, model.compute_dtype))
             self.run([((), None)])
@@ -244,14 +235,14 @@ class _Trials:
         return num_windows * (length - 1 if self.measure == "loss" else length)
 
     def run(self, changes: Sequence[Change]) -> None:
-        """What the output head reads after each of the changes, which are all in the next block, into `work`."""
+        """Write into `work` what the output head reads after each of the changes, all of which are in block `at`."""
         model, parts = self.model, self.work[: len(changes)]
         for part in parts:
             part.copy_(self.store)
         for index in range(self.at, len(model.blocks)):
             with on_device(model.blocks[index], self.calibration.onload_device, model.compute_dtype):
                 for part, (layers, format) in zip(parts, changes, strict=True):
-                    changed = [_linear(model, name) for name in layers] if index == self.at else []
+                    changed = [format_linear(model, name) for name in layers] if index == self.at else []
                     with rounded(changed, format):
                         self.passes.run(index, part)
         for part, rows in itertools.product(parts, self.batches):
@@ -276,7 +267,7 @@ class _Trials:
         return total
 
     def damages(self, changes: Sequence[tuple[Sequence[str], Format]]) -> list[float]:
-        """Of each change by itself; all of them are in one block, and blocks come in order."""
+        """The damage of each change by itself. All are in one block; blocks come in rising order."""
         if not changes:
             return []
         changed = block_of(block_prefixes(self.model), changes[0][0][0])
@@ -293,7 +284,7 @@ class _Trials:
 
 @contextmanager
 def rounded(linears: list[FormatLinear], format: Format | None) -> Iterator[None]:
-    """Inside, the layers have weights rounded to the nearest level of the Format; then their own again."""
+    """Within the context the layers' weights are rounded to the nearest level of the Format."""
     kept = [m.weight.detach().clone() for m in linears]
     try:
         for m in linears:
@@ -310,7 +301,7 @@ def _stamp(tokens_NT: Tensor, measure: str) -> str:
 
 
 def _read(file: Path | None, tokens_NT: Tensor, measure: str) -> dict[str, float]:
-    """Finished trials; a last line that was cut off by a kill is left out."""
+    """Finished trials; a last line that a kill cut off is ignored."""
     known: dict[str, float] = {}
     if file is None or not file.is_file():
         return known
@@ -336,7 +327,7 @@ def _append(file: Path | None, trial: str, damage: float, tokens_NT: Tensor, mea
 
 # -- choosing ------------------------------------------------------------------------------------------------
 def check_different(candidates: Sequence[Format]) -> None:
-    """There is a choice, and not only to leave all as it is."""
+    """UserError unless there are different Formats, one of which is not dense."""
     labels = [f.label for f in candidates]
     if len(set(labels)) < len(labels) or all(isinstance(f, Dense) for f in candidates):
         raise UserError(
@@ -345,7 +336,7 @@ def check_different(candidates: Sequence[Format]) -> None:
 
 
 def check_candidates(model: BlocksModel, candidates: Sequence[Format], budget: float) -> None:
-    """Every mistake in candidates and budget, before anything is measured."""
+    """UserError for candidates that do not fit the layers, and for a budget that is too small."""
     nothing: dict[str, float] = defaultdict(float)
     grouped = units_of(model, candidates)
     check_budget([_unit(model, n, members, candidates, nothing) for n, members in grouped.items()], budget)
@@ -399,14 +390,14 @@ def knapsack(
         keep = ((more_used + need[i + 1] <= room) & (bound <= best + slack)).nonzero().flatten()
         if len(keep) > max_states:
             keep, exact = keep[bound[keep].argsort(stable=True)[:max_states]], False
-        # By bits, then by damage: a state stays only if it loses less than every cheaper one.
+        # Sorted by bits, then damage: a state stays only if its damage is below that of every cheaper one.
         keep = keep[more_lost[keep].argsort(stable=True)]
         keep = keep[more_used[keep].argsort(stable=True)]
         least = more_lost[keep].cummin(0).values
         first = torch.ones(len(keep), dtype=torch.bool)
         first[1:] = more_lost[keep][1:] < least[:-1]
         keep = keep[first]
-        if len(keep) == 0:  # only rounding errors can prune the last way to `best`
+        if len(keep) == 0:  # rounding errors pruned the last path to `best`
             return best_picks, exact
         used, lost = more_used[keep], more_lost[keep]
         history.append((parent[keep], option[keep]))
@@ -421,12 +412,10 @@ def knapsack(
 
 
 def lagrange(bits: list[list[float]], damage: list[list[float]], room: float) -> tuple[float, list[int]]:
-    """The price of a bit at which the cheapest choices just fit, and a solution: these choices, improved as long
-    as one unit's step still fits.
-    """
+    """The price of a bit at which the cheapest choices just fit, and these choices, improved greedily while there is
+    room."""
 
     def at_price(price: float) -> list[int]:
-        # Of equals the one with fewer bits.
         return [
             min(range(len(b)), key=lambda j, b=b, d=d: (d[j] + price * b[j], b[j]))  # type: ignore[misc]
             for b, d in zip(bits, damage, strict=True)

@@ -6,21 +6,17 @@
 
     magnitude   keep the two largest |w| of four; needs no text
     wanda       keep the two largest |w_ij| * |x_j|, |x_j| the root of the mean square of input j
-    sparsegpt   choose by |w| / U_jj and let the columns behind make up for what went
+    sparsegpt   choose by |w| / U_jj, and compensate each removed weight in the columns behind it
 
-Block after block: the pruned weights replace the weights at once and the layers get their Format, so that the walk
-shows the next block what the pruned ones before it put out (rounded and with their branches, where the Format has
-those). Masks are those of the weights: what is 0 is pruned. A layer with a SLoRB Format also gets its branch, the S
-that makes up best for the outputs' change,
+One block after the other: the pruned weights replace the weights at once and the layers get their Format, so that the
+next block sees the outputs of the pruned ones (rounded and with their branches, where the Format has those). The mask
+of a weight is where it is not 0. A layer with a SLoRB Format also gets its branch, the S that best restores the
+outputs,
 
     min_S |(W - prune(W) - S P) X|^2        S = D H P^T (P H P^T + damping)^-1,  D = W - prune(W)
 
-(the plain block mean of D where there is no text).
-
-Layers outside the blocks (an output head named in a rule) are pruned by magnitude: nothing is collected there.
-
-Left out on purpose: unstructured pruning, quantizing the kept values in the same sweep, and training
-(recipes/shrink/prune24.py).
+(the block mean of D where there is no text). Layers outside the blocks (an output head named in a rule) are pruned by
+magnitude: they have no statistics.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format, FormatLinear, Parts, Slorb, convert
-from shoestring.formats.convert import Rule
-from shoestring.formats.linear import like_weight, local
+from shoestring.formats.convert import Rule, format_linear, format_linears, store_states
 from shoestring.formats.slorb import block_means
 from shoestring.host.block_offload import on_device
 from shoestring.kernels.sparse24.masks import GROUP, is_24, mask24
@@ -53,7 +48,7 @@ DAMPING = 0.01  # of the mean of a Hessian's diagonal
 
 
 class Pruner(Protocol):
-    """Which two of four weights stay, and what becomes of them."""
+    """Chooses which two of four weights stay, and their values."""
 
     @property
     def name(self) -> str:
@@ -64,7 +59,7 @@ class Pruner(Protocol):
     def needs_text(self) -> bool: ...
 
     def choose(self, w: Tensor, statistics: Statistics | None) -> Tensor:
-        """fp32 2:4 weight. Rows do not depend on each other: layers with the same inputs come as one."""
+        """The fp32 2:4 weight. Rows are independent: layers with the same inputs are concatenated."""
         ...
 
 
@@ -107,7 +102,7 @@ PRUNERS: dict[str, Pruner] = {"magnitude": Magnitude(), "wanda": Wanda(), "spars
 
 
 def wanda_score(w: Tensor, hessian: Tensor) -> Tensor:
-    """|w_ij| * |x_j|; the number of tokens is a common factor and is left out."""
+    """|w_ij| * |x_j|, up to a common factor."""
     return w.float().abs() * hessian.diagonal().clamp(min=0).sqrt().float()
 
 
@@ -129,7 +124,7 @@ def fit_branch(lost: Tensor, hessian: Tensor | None, block: int, damping: float 
 # -- SparseGPT ------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def sparsegpt(w: Tensor, hessian: Tensor, damping: float = 0.01) -> Tensor:
-    """SparseGPT: prune one group of columns after the other, and let the columns to come make up for each loss.
+    """SparseGPT: prune one group of columns after the other, and compensate each loss in the columns behind it.
 
     w [out, in], hessian [in, in] the mean (or sum) of x x^T; returns an fp32 2:4 weight. For the output error of a row,
     w -> (q - w)^T H (q - w), taking column j out (q_j = 0) costs w_j^2 / (H^-1)_jj, and the best correction of the
@@ -137,23 +132,21 @@ def sparsegpt(w: Tensor, hessian: Tensor, damping: float = 0.01) -> Tensor:
 
         w_F  <-  w_F - (w_j - q_j) / U_jj * U_jF,      U = the upper Cholesky factor of (H + damping)^-1
 
-    At the first column of each group of four the two with the largest |w_j| / U_jj stay, on the weights as compensated
-    so far; kept columns have no error of their own and are corrected until they are reached. Equal scores keep the
-    lower index, and -0.0 is zero.
+    At the first column of each group of four the two with the largest |w_j| / U_jj stay, judged by the weights as
+    compensated so far; kept columns are corrected until they are reached. Equal scores keep the lower index.
 
-    Weights of an input that was always 0 on the calibration text go first (the damping alone would not order them so
-    where inputs differ in size). Where two of four have to stay they keep their values: the published code sets all of
-    them to 0, but another text may use them. The factor is computed in fp64, the sweep in fp32, in an order that
-    depends on nothing but the shapes.
+    Weights of inputs that were always 0 on the calibration text are pruned first (damping alone does not ensure this).
+    Where two of them have to stay they keep their values, which another text may use; the published code sets all to 0.
+    The factor is computed in fp64, the sweep in fp32, in an order that depends on the shapes alone.
     """
     factor = inverse_factor(hessian, damping)
-    # Below the score of any input that is used, in the order of their size.
+    # Unused inputs score below all others, and among themselves by weight.
     reach = torch.where(hessian.diagonal() > 0, 1.0, 1e-20).to(factor) / factor.diagonal()
     return sweep("sparsegpt", _sparsegpt_columns, w.float(), factor, reach)[0]
 
 
 def _sparsegpt_columns(w: Tensor, factor: Tensor, reach: Tensor) -> tuple[Tensor]:
-    rest = w.clone()  # columns still to come, compensated
+    rest = w.clone()  # compensated weights
     scale, width = factor.diagonal(), w.shape[1]
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
@@ -164,7 +157,7 @@ def _sparsegpt_columns(w: Tensor, factor: Tensor, reach: Tensor) -> tuple[Tensor
             keep = mask24(part[:, j : j + GROUP] * reach[at : at + GROUP])
             for i in range(GROUP):
                 column = part[:, j + i]
-                # Not a product: a pruned negative weight leaves 0.0, not -0.0.
+                # where, not a product, which would turn pruned negative weights into -0.0.
                 error = torch.where(keep[:, i], torch.zeros_like(column), column) / scale[at + i]
                 column.masked_fill_(~keep[:, i], 0.0)
                 errors[:, j + i] = error
@@ -189,13 +182,11 @@ def prune(
 ) -> QuantizeReport:
     """Prune in place; the layers end with their Format, ready for `pack` or for training.
 
-    `steps`: walk(model, ...); magnitude needs none. progress(blocks done, blocks, mean output error of the block).
-    `files`: where finished blocks are kept; those that are there already are taken, and steps = walk(...,
-    start=files.count()). `onload_device`: that of the walk's Calibration.
+    `steps`: walk(model, ...); magnitude needs none. The other arguments are those of `quantize`.
     """
     method = method or SparseGpt()
     formats, prefixes = plan_pruning(model, rules, skip), block_prefixes(model)
-    before = {n: m.format.label for n, m in model.named_modules() if isinstance(m, FormatLinear)}
+    before = {name: layer.format.label for name, layer in format_linears(model)}
     branches: dict[str, Parts] = {}
     layers: list[LayerError] = []
 
@@ -204,10 +195,10 @@ def prune(
 
     with closing(finish_blocks(model, formats, steps, choose, files, progress)) as blocks:
         for own, made in blocks:
-            # At once: the walk runs the block again, and the next one should see what will be delivered.
+            # Now, because the walk runs the block again: the next one sees what will be delivered.
             for name, format in own.items():
-                _linear(model, name).set_format(format)
-            store_branches(model, made.grids)
+                format_linear(model, name).set_format(format)
+            store_states(model, made.grids)
             branches.update(offload_branches(model, made.grids))
             layers.extend(made.errors)
     left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
@@ -215,25 +206,25 @@ def prune(
         raise UserError(f"{method.name} needs the statistics of a calibration text: give steps=walk(...)")
     for owner, wanted in by_owner(model, left).items():
         with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
-            made = prune_layers({n: _linear(model, n) for n in wanted}, {}, wanted, Magnitude(), "")
+            made = prune_layers({n: format_linear(model, n) for n in wanted}, {}, wanted, Magnitude(), "")
             branches.update(offload_branches(model, made.grids))
             layers.extend(made.errors)
-    # All have their Formats already: the report tells what they had before.
+    # The layers have their Formats; the report names those they had before.
     converted = convert(model, rules, skip=skip)
     converted.changed[:] = [replace(c, before=before.get(c.name, c.before)) for c in converted.changed]
-    store_branches(model, branches)
+    store_states(model, branches)
     counted = count_24(model, model.compute_dtype)
     assert counted["layers_24"] == counted["layers"] == len(formats), counted
     return QuantizeReport(method.name, converted, layers)
 
 
 def offload_branches(model: BlocksModel, branches: dict[str, Parts]) -> dict[str, Parts]:
-    """On the model's own device: the one that its blocks are moved to does not keep their branches."""
+    """The branches on the model's own device, so that they do not fill the onload device."""
     return {name: {part: t.to(model.device) for part, t in parts.items()} for name, parts in branches.items()}
 
 
 def plan_pruning(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, Format]:
-    """{layer: Format} of what will be pruned; every mistake in rules, shapes or weights is raised here."""
+    """{layer: Format} of what will be pruned; raises UserError for every mistake in rules, shapes or weights."""
     found = plan_layers(model, rules, skip, "prune")
     for name, format in found.items():
         pruning = pruning_of(format)
@@ -276,30 +267,13 @@ def prune_layers(
     return FinishedBlock(branches, [by_name[prefix + name] for name in formats])
 
 
-@torch.no_grad()
-def store_branches(model: BlocksModel, branches: dict[str, Parts]) -> None:
-    """Put fitted branches into layers that have their Format already; a sharded model takes its share."""
-    for name, parts in branches.items():
-        layer = _linear(model, name)
-        for part, value in parts.items():
-            held = getattr(layer, f"weight_{part}")
-            local(held).copy_(local(like_weight(value.to(local(held).device), layer.weight)))
-
-
 def take_branches(model: BlocksModel) -> dict[str, Parts]:
-    """The branches by layer; the layers become dense ones whose weights hold zeros."""
+    """The branches by layer; all layers become dense, with zeros in their weights."""
     found = {
-        name: {"low": layer.weight_low.detach()}  # type: ignore[operator]
-        for name, layer in model.named_modules()
-        if isinstance(layer, FormatLinear) and isinstance(layer.format, Slorb)
+        name: {"low": layer.format_state()["low"].detach()}
+        for name, layer in format_linears(model)
+        if isinstance(layer.format, Slorb)
     }
-    for layer in model.modules():
-        if isinstance(layer, FormatLinear):
-            layer.set_format(Dense())
+    for _, layer in format_linears(model):
+        layer.set_format(Dense())
     return found
-
-
-def _linear(model: BlocksModel, name: str) -> FormatLinear:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, FormatLinear)
-    return layer

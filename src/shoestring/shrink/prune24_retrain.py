@@ -4,17 +4,17 @@
     run = retrain(Run(student, ...), teacher, data, Retrain(steps=1000))
     delivered = gather(student)                         # whole, every layer checked to be 2:4
 
-    AST    forward with M * W; masks chosen anew by |W| every 10 steps; the pull on masked weights rises over the
-           first quarter of the steps and stays out of the momentum (train/sparse24_optim.py)
-    CAST   the forward is dense; masked weights are pulled to zero harder and harder, and pruned at the end
-    both   the loss is cross entropy and KL from the dense model itself; all weights are trained, not only pruned ones
+    AST    forward with M * W; new masks by |W| every 10 steps; the decay of masked weights rises over the first
+           quarter of the steps and is kept out of the momentum (train/sparse24_optim.py)
+    CAST   dense forward; masked weights are pulled to zero with rising strength, and pruned at the end
+    both   the loss is cross entropy plus KL from the dense model; all weights are trained, not only pruned ones
 
-The published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1, pull 4e-7. AST's pull
-has the unit of a gradient per weight, CAST's that of a gradient, so a constant means another thing for every model and
-batch; by default both follow the gradient of the first step (FirstPull). In short runs the published constants leave
-AST's masks flipping and CAST's masked weights standing.
+Published settings: AST 0.33 CE + 0.67 KL at T = 2, pull 1e-4; CAST 2/3 CE + 1/3 KL at T = 1, pull 4e-7. AST's pull has
+the unit of a gradient per weight, CAST's that of a gradient, so a constant depends on model and batch; by default both
+are set by the gradient of the first step (FirstPull). In short runs the published constants leave AST's masks flipping
+and CAST's masked weights far from zero.
 
-Left out on purpose: CAST's learned scales per row, AST's loss on hidden states (weighted 0 in its code).
+Not implemented: CAST's learned scales per row, AST's loss on hidden states (weighted 0 in its code).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from shoestring.train.step import Hook, Run, StepCheckpointer
 from shoestring.train.trainer import train
 
 Rule24 = Literal["ast", "cast"]
-# Masked weights have to be gone when CAST cuts them off. With less than three times the gradients' size they are not,
-# in a short run; with more nothing changes any more, up to fifty times (experiments/prune24_toy, experiments/LOG.md).
+# In units of the gradients' root mean square. Below 3 masked weights are not near zero when CAST prunes them, in a
+# short run; between 3 and 50 the result is the same (experiments/prune24_toy, experiments/LOG.md).
 CAST_PULL = 8.0
 
 
@@ -64,7 +64,7 @@ CAST_PULL = 8.0
 class Retrain:
     steps: int
     rule: Rule24 = "ast"
-    lr: float = 2e-4  # the paper's, for 131k tokens a step; good for 16k of them as well
+    lr: float = 2e-4  # the paper's, for 131k tokens a step; works for 16k as well
     warmup: int = 20
     schedule: str = "cosine"
     weight_decay: float = 0.0
@@ -100,7 +100,7 @@ class Retrain:
 
     @property
     def optimizer_share(self) -> float:
-        """Of the steps, until the pull is at its full strength."""
+        """The share of the steps until the pull has its full strength."""
         return self.anneal if self.anneal is not None else 0.25 if self.rule == "ast" else 1.0
 
     def optimizer(self, model: nn.Module) -> SparseAdam:
@@ -114,9 +114,8 @@ class Retrain:
 def build_student(
     source: Path | str, rules: Sequence[Rule], mesh: Mesh, parallel: ParallelConfig | None = None
 ) -> Decoder:
-    """qat.build_student with Formats whose masks are held (sparse24:held): the optimizer and the forward pass look at
-    the same ones.
-    """
+    """qat.build_student for Formats that hold their masks (sparse24:held), which the optimizer and the forward
+    share."""
     for glob, format in rules:
         pruning = pruning_of(format)
         if pruning is not None and not pruning.hold_mask:
@@ -140,8 +139,7 @@ def retrain(
 ) -> Run:
     """Train run.model, whose optimizer is settings.optimizer(model); without a teacher on the text alone.
 
-    `batched`: the weights of small layers are made at once (train/batched_formats.py); for models that are not
-    compiled.
+    `batched`: encode the weights of small layers together (train/batched_formats.py); not for compiled models.
     """
     if settings.rule == "cast":
         start_dense_phase(run.model)
@@ -170,7 +168,7 @@ def retrain(
 
 
 def settle(run: Run) -> None:
-    """What is delivered has the masks of its last weights, and multiplies with them."""
+    """End the dense phase, and refresh the masks from the final weights."""
     end_dense_phase(run.model)
     MaskRefresh(1).refresh(run)
 
@@ -178,8 +176,8 @@ def settle(run: Run) -> None:
 class FirstPull(Hook):
     """Sets the strength of the pull by the gradient of the pruned layers in the first step.
 
-    AST: |gradient| / |weight|, so that masked weights are pulled as hard as an average weight is pushed: they come back
-    where the loss insists. CAST: the root mean square of the gradients times CAST_PULL.
+    AST: |gradient| / |weight|, so that the pull on masked weights equals the average gradient, and a larger gradient
+    can bring one back. CAST: the root mean square of the gradients times CAST_PULL.
     """
 
     def __init__(self, rule: Rule24) -> None:
@@ -213,7 +211,7 @@ def end_dense_phase(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What was counted on the finished weights."""
+    """Counts over the pruned layers of a finished model."""
 
     layers: int
     weights: int
@@ -232,7 +230,7 @@ class Coverage:
 def check_coverage(model: nn.Module, rules: Sequence[Rule], dtype: torch.dtype = torch.float32) -> Coverage:
     """Count every group of four of every layer that a rule converts; UserError names the first that is not 2:4.
 
-    For a whole model (one process); weights are looked at as they will be stored, in `dtype`.
+    For a whole model (one process); weights are counted as they will be stored, in `dtype`.
     """
     chosen, _ = assign(weight_modules(model), rules, ("head", "lm_head"), tied_names(model))
     pruned = {name: model.get_submodule(name) for name, f in chosen.items() if not isinstance(f, Dense)}
@@ -245,7 +243,7 @@ def check_coverage(model: nn.Module, rules: Sequence[Rule], dtype: torch.dtype =
         counts.append(torch.stack([bad, used.sum()]))
         weights += used.numel()
     kept = 0
-    # Read together: a GPU is waited for once.
+    # One transfer: the host waits for the GPU once.
     for (name, linear), (bad, own) in zip(pruned.items(), torch.stack(counts).tolist() if counts else [], strict=True):
         assert isinstance(linear, FormatLinear)
         if bad:
@@ -259,10 +257,8 @@ def check_coverage(model: nn.Module, rules: Sequence[Rule], dtype: torch.dtype =
 
 @torch.no_grad()
 def gather(model: Decoder, rules: Sequence[Rule], mesh: Mesh) -> Decoder | None:
-    """The whole model with its Formats on the CPU of rank 0, None elsewhere; every rank takes part.
-
-    Costs a copy of the model in host memory; a sharded model cannot be checked group by group or packed in place.
-    """
+    """The whole model with its Formats on the CPU of rank 0, None elsewhere; a collective. A sharded model cannot be
+    checked group by group or packed in place."""
     whole: Decoder | None = None
     if mesh.is_main:
         with torch.device("meta"):

@@ -1,10 +1,10 @@
 """The settings and stages of shrink/prune24: checks, one-shot pruning into a folder, training, delivery, report.
 
-check(cfg), check_texts(...)  every mistake that can be found before there is a folder
+check(cfg), check_texts(...)  all checks of the settings and texts, before the run folder is made
 prune_one_shot(run, ...)      oneshot/ and branch.safetensors; block by block, and a stopped run continues
 train_student(cfg, ...)       AST or CAST on the corpus, or on text that the dense model writes (`write_text`)
 load_pruned(run.folder, ...)  the one-shot model with its Formats and branches, for delivery without training
-deliver_pruned(run, ...)      model/ and packed/, after every group of four has been counted
+deliver_pruned(run, ...)      model/ and packed/, after every group of four has been checked
 report_pruned(run, ...)       report.html
 """
 
@@ -25,7 +25,7 @@ from shoestring.config import option, to_json
 from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens, text_tokens
 from shoestring.formats import Slorb, Sparse24, convert, pack
-from shoestring.formats.convert import Rule
+from shoestring.formats.convert import Rule, store_states
 from shoestring.host.block_offload import BlockOffload, check_spill
 from shoestring.json_files import Fields, read_object
 from shoestring.mesh import MeshConfig
@@ -43,10 +43,10 @@ from shoestring.runlog import (
 )
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk
-from shoestring.shrink.prune import PRUNERS, Pruner, SparseGpt, plan_pruning, prune, store_branches, take_branches
+from shoestring.shrink.prune import PRUNERS, Pruner, SparseGpt, plan_pruning, prune, take_branches
 from shoestring.shrink.prune24_retrain import Coverage, Retrain, build_student, check_coverage, retrain
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
-from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, load_where_it_fits
+from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps
 from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, rows_per_pass
@@ -56,7 +56,7 @@ from shoestring.train.sparse24 import check_torch, flip_plots
 from shoestring.train.step import Run
 
 RECIPE = "shrink/prune24"
-SELF = "self.jsonl"  # what the model wrote, in the run's folder
+SELF = "self.jsonl"  # the generated text, in the run folder
 # Prune24Settings that finished blocks and steps depend on.
 DECIDING = (
     "model", "layers", "method", "calib", "calib_windows", "calib_context", "damping", "slorb", "projection", "train",
@@ -135,9 +135,8 @@ class Prune24Settings:
 
 
 def check(cfg: Prune24Settings) -> None:
-    """What can be wrong with the settings, said before there is a folder."""
-    if not cfg.model:
-        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    """UserError for every mistake in the settings, before the run folder is made."""
+    check_model_given(cfg.model)
     if cfg.train == "none":
         saved = {} if cfg.resume is None else read_config(Path(cfg.resume)).get("config", {})
         given, usual = to_json(cfg), {**to_json(Prune24Settings()), **saved}
@@ -169,7 +168,7 @@ def check(cfg: Prune24Settings) -> None:
 
 
 def check_training(cfg: Prune24Settings) -> None:
-    """Before minutes of one-shot pruning, not after them."""
+    """Checks of the training settings, before minutes of one-shot pruning."""
     rows_per_pass(cfg.batch, cfg.micro, cfg.mesh.dp * cfg.mesh.replica)
     if cfg.data == "self":
         assert cfg.prompts is not None
@@ -181,7 +180,8 @@ def check_training(cfg: Prune24Settings) -> None:
 
 
 def check_texts(cfg: Prune24Settings, blank: LoadedModel) -> Tensor | None:
-    """Every text is long enough, and there; the calibration windows, where pruning is still to come and needs them."""
+    """Check that every text exists and is long enough; returns the calibration windows, where pruning still needs
+    them."""
     if cfg.train != "none" and cfg.context > blank.spec.max_positions:
         raise UserError(f"context={cfg.context} is more than the {blank.spec.max_positions} positions of {cfg.model}")
     if cfg.text is not None:
@@ -218,7 +218,7 @@ def retraining(cfg: Prune24Settings) -> Retrain:
 
 @dataclass(frozen=True)
 class EvaluatedText:
-    """What the rows of evals.jsonl are measured on."""
+    """The text that the rows of evals.jsonl are measured on."""
 
     model: str
     text: str | None
@@ -226,7 +226,7 @@ class EvaluatedText:
     max_tokens: int
 
     def measure(self, run: ShrinkRun, loaded: LoadedModel, label: str, offload: BlockOffload | None = None) -> None:
-        """With an offload that names a device, the model stays in the host's memory for this too."""
+        """With an offload that has an onload_device, the model stays in host memory."""
         tokens, name = text_tokens(loaded, self.model, text=self.text) if self.text else (None, "")
         if offload is not None and offload.onload_device is None:
             offload = None
@@ -268,8 +268,8 @@ def prune_one_shot(
     write_atomically(folder / "layers.json", json.dumps(report.to_json(), indent=1) + "\n")
     branches = take_branches(loaded.model)
     save_file({n: parts["low"].contiguous() for n, parts in branches.items()}, folder / "branch.safetensors")
-    loaded.model.to(run.compute)  # what was never on the device: streamed or not, the files are the same
-    save_model(folder / "oneshot", loaded.model, loaded.tokenizer)  # last: it says that all of this is there
+    loaded.model.to(run.compute)  # also what was never on the device: the files do not depend on streaming
+    save_model(folder / "oneshot", loaded.model, loaded.tokenizer)  # last: marks this stage as finished
     shutil.rmtree(files.folder, ignore_errors=True)
 
 
@@ -304,7 +304,7 @@ def train_student(
     parallel = ParallelConfig(cfg.recompute, cfg.compile, run.compute)
     student = build_student(cfg.model if from_dense else folder / "oneshot", rules, mesh, parallel)
     if not from_dense:
-        store_branches(student, read_branches(folder, mesh.device))
+        store_states(student, read_branches(folder, mesh.device))
     share = {"context": cfg.context, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
     data = TokenData(corpus.train, **share, batch=cfg.batch, micro=cfg.micro, seed=cfg.seed)
     held_out = validation_data(corpus, mesh, context=cfg.context, batch=cfg.batch, micro=None)
@@ -340,14 +340,14 @@ def load_pruned(folder: Path, rules: list[Rule], dtype: torch.dtype) -> Decoder:
     """The one-shot model with its Formats, whole, on the CPU of this process."""
     model = load_model(folder / "oneshot", dtype=dtype).model
     convert(model, rules)
-    store_branches(model, read_branches(folder))
+    store_states(model, read_branches(folder))
     return model
 
 
 def deliver_pruned(
     run: ShrinkRun, model: Decoder, rules: list[Rule], tokenizer: Tokenizer | None, **notes: Any
 ) -> Coverage:
-    """model/ and packed/ with pruning.json, after every group of four of every pruned layer has been counted."""
+    """Write model/ and packed/ with pruning.json, after checking every group of four of every pruned layer."""
     model.compute_dtype = run.compute
     coverage = check_coverage(model, rules, run.compute)
     content = {"format": rules[0][1].label, **coverage.to_json(), **notes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,19 +12,18 @@ import torch
 from torch import Tensor
 
 from shoestring.config import option, to_json
-from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart
 from shoestring.formats import Format
 from shoestring.host.block_offload import check_spill
 from shoestring.model.blocks import BlocksModel
-from shoestring.runlog import RunLog, check_outputs, check_run_folder, check_unfinished, write_atomically
+from shoestring.runlog import RunLog, check_outputs, write_atomically
 from shoestring.shrink.blockwise import Blockwise
 from shoestring.shrink.calibrate import Calibration
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_by_damage
 from shoestring.shrink.quantize import METHODS, Method, usual_inputs
-from shoestring.state.run_lock import check_not_held
+from shoestring.shrink.shrink_run import check_start
 
 # PtqSettings that finished blocks, and the perplexity before, depend on.
 DECIDING = (
@@ -98,14 +96,9 @@ class PtqSettings:
 
 
 def check_settings(cfg: PtqSettings) -> None:
-    """What can be said without a look at the model."""
-    if not cfg.model:
-        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
+    """The checks that need no model."""
     settings = to_json(cfg)
-    check_run_folder(settings, DECIDING)
-    if cfg.resume is not None:
-        check_not_held(Path(cfg.resume))
-    check_unfinished(cfg.resume)
+    check_start(settings, DECIDING)
     check_outputs(settings, "out", "dense_out")
     check_spill(cfg.spill)
     check_apart(settings, "calib")
@@ -120,8 +113,11 @@ def pick_calibration(cfg: PtqSettings, method: Method | Blockwise, onload_device
 
 def pick_method(cfg: PtqSettings) -> Method | Blockwise:
     if cfg.method == "blockwise":
-        same = [f.name for f in dataclasses.fields(Blockwise) if hasattr(cfg, f.name)]
-        return Blockwise(batch=cfg.train_batch, **{name: getattr(cfg, name) for name in same})
+        return Blockwise(
+            init=cfg.init, train=cfg.train, epochs=cfg.epochs, batch=cfg.train_batch, lr_weight=cfg.lr_weight,
+            lr_scale=cfg.lr_scale, lr_zero=cfg.lr_zero, lr_norm=cfg.lr_norm, held_out=cfg.held_out, loss=cfg.loss,
+            seed=cfg.seed,
+        )  # fmt: skip
     clip = Clip(objective=cfg.objective)
     if cfg.method in ("gptq", "gptq+clip"):
         with_clip = clip if cfg.method == "gptq+clip" else None
@@ -138,7 +134,7 @@ def choose_mix(
     folder: Path,
     log: RunLog,
 ) -> MixedBits:
-    """The formats of bits_budget, in mixed_bits.json."""
+    """Choose the formats of bits_budget, and write mixed_bits.json."""
     assert cfg.bits_budget is not None
     some = calib_NT[:: max(1, len(calib_NT) // cfg.damage_windows)][: cfg.damage_windows]
     options: dict[str, Any] = {"units": cfg.damage_units, "calibration": calibration}

@@ -2,15 +2,14 @@
 
     clip_weights(model, rules, walk(model, windows))      BitDistiller's start: groups clamped to searched ranges
     build_student(folder, rules, mesh)                    built on meta, cut over the mesh, filled from a folder
-    hold_grids(model, grids)                              grids that another method found, as what training starts from
+    store_states(model, load_grids(path))                 start from the grids that another method found
     relative_adamw(model, rates), FallingRates(...)       learning rates as parts of what they move
 
-What trains and what is trained on is the caller's: train(Run(student, ...), data, CachedCakld(cache), ...).
+The caller trains: train(Run(student, ...), data, CachedCakld(cache), ...). Learning rates are relative, so that they
+fit any layer and any model: weights by parts of their root mean square, scales by parts of their mean, zero points by
+codes.
 
-Learning rates relative to the size of what they move fit any layer and any model: weights by parts of their root
-mean square, scales by parts of their mean, zero points by codes.
-
-Left out on purpose: activations are not quantized; embeddings and the head keep their 16 bits.
+Not supported: quantized activations; embeddings and the head keep their 16 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from shoestring.errors import UserError
 from shoestring.formats import Dense, GridFormat, Parts, convert, init_state
 from shoestring.formats.convert import Rule, format_linears
 from shoestring.formats.groups import split
-from shoestring.formats.linear import full, like_weight, local
+from shoestring.formats.linear import full, local
+from shoestring.formats.quantized import QuantizedFormat
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, load_into
 from shoestring.model.blocks import BlocksModel
@@ -54,10 +54,10 @@ def clip_weights(
     progress: BlockProgress | None = None,
     files: BlockFiles | None = None,
 ) -> None:
-    """Clamp every group of the layers in `rules` to the range that hurts the layer's outputs least, in place.
+    """Clamp every group of the layers in `rules` to the range with the least output error, in place.
 
     steps: walk(model, windows, Calibration(inputs="full")), as published. Query and key stay as they are. `files`:
-    where finished blocks are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
+    where finished blocks are kept; those that exist are loaded, with steps = walk(..., start=files.count()).
     """
     settings = settings or Clip(search="full")
 
@@ -86,7 +86,7 @@ def clip_block(
 def build_student(
     path: Path | str, rules: Sequence[Rule], mesh: Mesh, parallel: ParallelConfig | None = None
 ) -> Decoder:
-    """fp32 masters from `path` with the Formats of `rules`, on this mesh; no rank holds more than its share."""
+    """fp32 masters from `path` with the Formats of `rules`, on this mesh; a rank reads only its shards."""
     with torch.device("meta"):
         model = Decoder(read_spec(path)[0])
         convert(model, rules)
@@ -108,20 +108,8 @@ def build_teacher(path: Path | str, mesh: Mesh, dtype: torch.dtype) -> Decoder:
     return model.eval()
 
 
-@torch.no_grad()
-def hold_grids(model: nn.Module, grids: dict[str, Parts]) -> None:
-    """Put grids [out, groups, ...] into layers that keep theirs as state (fixed or learned), on any mesh."""
-    modules = dict(format_linears(model))
-    for name, grid in grids.items():
-        layer = modules[name]
-        for part, t in grid.items():
-            kept = getattr(layer, f"weight_{part}")
-            whole = t.reshape(full(kept).shape).to(local(kept).device, kept.dtype)
-            local(kept).copy_(local(like_weight(whole, kept)))
-
-
 def read_grids(model: nn.Module) -> dict[str, Parts]:
-    """The grids of layers that keep theirs as state: what `hold_grids` takes."""
+    """The whole grids of layers that keep theirs as state, for `store_states`."""
     return {
         name: {n: full(getattr(layer, f"weight_{n}")).detach().float() for n in ("scale", "zero") if n in names}
         for name, layer in format_linears(model)
@@ -151,7 +139,7 @@ def learned_rules(rules: Sequence[Rule]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Parts of what is moved, per step; 0 freezes. The defaults are for 2 bits."""
+    """Learning rates as parts of what they move; 0 freezes. The defaults are for 2 bits."""
 
     weight: float = 5e-3  # of the root mean square of a layer's weights
     scale: float = 3e-4  # of the mean of a layer's scales
@@ -171,21 +159,21 @@ class Rates:
         return Rates(**{name: value * part for name, value in asdict(self).items()})
 
 
-SOFTER = {2: 1.0, 3: 0.25, 4: 0.25}  # parts of the rates, by bits: the finer the grid, the less has to move
+SOFTER = {2: 1.0, 3: 0.25, 4: 0.25}  # factors on the rates by bits: the finer the grid, the less has to move
 
 
 def part_for(formats: Iterable[object]) -> float:
-    """Of the rates, for the coarsest of these Formats."""
+    """The factor on the rates for the coarsest of these Formats."""
     return SOFTER.get(coarsest(formats), min(SOFTER.values()))
 
 
 def coarsest(formats: Iterable[object]) -> int:
-    """The fewest bits of these Formats; those without bits do not count, and 4 where none has any."""
-    return min((b for f in formats if isinstance(b := getattr(f, "bits", None), int)), default=4)
+    """The fewest bits of the quantized ones among these Formats; 4 where there are none."""
+    return min((f.bits for f in formats if isinstance(f, QuantizedFormat)), default=4)
 
 
-def relative_adamw(model: nn.Module, rates: Rates, *, betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
-    """AdamW without decay in groups of about equal rate (`full_lr`); what has rate 0 is frozen."""
+def relative_adamw(model: nn.Module, rates: Rates) -> torch.optim.AdamW:
+    """AdamW without decay, in groups of about equal rate (`full_lr`); parameters with rate 0 are frozen."""
     units: dict[int, Tensor] = {}
     for _, layer in format_linears(model):
         kept = layer.trained_state()
@@ -198,7 +186,7 @@ def relative_adamw(model: nn.Module, rates: Rates, *, betas: tuple[float, float]
         if id(p) not in units:
             rate = rates.norm if p.ndim == 1 else rates.rest
             units[id(p)] = rate * _size(p) if p.is_floating_point() else torch.zeros((), device=p.device)
-    # Read together: a GPU is waited for once.
+    # One transfer: the host waits for the GPU once.
     known = dict(zip(units, torch.stack([u.double() for u in units.values()]).tolist(), strict=True))
     groups: dict[float, list[nn.Parameter]] = {}
     for p in model.parameters():
@@ -206,13 +194,13 @@ def relative_adamw(model: nn.Module, rates: Rates, *, betas: tuple[float, float]
         if p.is_floating_point():
             p.requires_grad_(lr > 0)
         if lr > 0:
-            # To the next eighth of an octave: a few dozen groups instead of hundreds.
+            # Rounded to an eighth of an octave: a few dozen groups instead of hundreds.
             groups.setdefault(2.0 ** (round(8 * math.log2(lr)) / 8), []).append(p)
     if not groups:
         raise UserError("nothing is left to train: all learning rates are 0")
     fused = True if local(next(iter(groups.values()))[0]).is_cuda else None
     made = [{"params": params, "lr": lr, "full_lr": lr} for lr, params in groups.items()]
-    return torch.optim.AdamW(made, betas=betas, weight_decay=0.0, eps=1e-12, fused=fused)
+    return torch.optim.AdamW(made, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-12, fused=fused)
 
 
 def _size(p: Tensor) -> Tensor:
@@ -220,7 +208,7 @@ def _size(p: Tensor) -> Tensor:
 
 
 class FallingRates(Hook):
-    """Every group's rate: a short warm-up, then along a cosine to `floor` of its full rate at the last step."""
+    """Every group's rate: linear warm-up, then a cosine down to `floor` of its full rate at the last step."""
 
     def __init__(self, steps: int, *, warmup: int = 0, floor: float = 0.05) -> None:
         self.steps, self.warmup, self.floor = steps, warmup, floor
@@ -229,7 +217,7 @@ class FallingRates(Hook):
         self.at(run)
 
     def at(self, run: Run, least: float = 0.0) -> None:
-        """The rates of this step, as if at least a part `least` of the way were behind it."""
+        """Set the rates of this step, or of the part `least` of the schedule where that is later."""
         done = max(least, min(1.0, (run.step - self.warmup) / max(1, self.steps - 1 - self.warmup)))
         part = self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
         if run.step < self.warmup:

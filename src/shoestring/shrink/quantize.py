@@ -3,15 +3,13 @@
     report = quantize(model, [("*", parse_format("nf3"))], walk(model, windows(tokens, 16, 512)), Gptq())
     pack(model)
 
-Block after block: the method sees the layers that a rule gives a Format with a grid, and chooses weights on
-grids; they replace the weights at once, so that the walk can carry their error on. At the end every layer gets
-its Format with the chosen grid as state. What `pack` then stores decodes to exactly what the method chose.
+One block after the other: the method chooses grids and weights for the layers that a rule gives a Format with a grid.
+They replace the weights at once, so that the walk can pass their error on. At the end every layer gets its Format with
+the chosen grid as state; what `pack` then stores decodes to exactly what the method chose. Layers outside the blocks
+(an output head named in a rule) are rounded to nearest: they have no statistics.
 
-Layers outside the blocks (an output head named in a rule) are rounded to nearest: nothing is collected there.
-
-With `onload_device`, for a walk whose blocks are on a device one at a time (host/block_offload.py), a finished block is
-packed before it is offloaded: the grids do not stay on the device, and the model in the host's memory shrinks as the
-work goes on.
+With `onload_device`, for a walk with one block on a device at a time (host/block_offload.py), a finished block is
+packed before it is offloaded: its grids do not stay on the device, and the model in host memory shrinks on the way.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError, during
 from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, Stacked
-from shoestring.formats.convert import Changed, Rule, assign, tied_names, weight_modules
+from shoestring.formats.convert import Changed, Rule, assign, format_linear, tied_names, weight_modules
 from shoestring.host.block_offload import on_device
 from shoestring.kernels.sparse24.masks import is_24
 from shoestring.model.blocks import BlocksModel, InputSource, block_of, block_prefixes
 from shoestring.shrink.awq import Awq
 from shoestring.shrink.block_files import BlockFiles, BlockProgress, F, FinishedBlock, Step, finish_blocks
 from shoestring.shrink.calibrate import BlockStep, Inputs, Statistics, block_linears
-from shoestring.shrink.chosen_grid import ChosenGrid, LayerError, LayerErrors, round_to_nearest, state_of, store_grid
+from shoestring.shrink.chosen_grid import ChosenGrid, LayerError, LayerErrors, round_to_nearest, state_of
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 
-HEADS = ("head", "lm_head")  # left alone unless a rule spells the name, as in `convert`
+HEADS = ("head", "lm_head")  # converted only by a rule that spells the name, as in `convert`
 
 
 class Method(Protocol):
@@ -71,9 +69,7 @@ METHODS: dict[str, Method] = {
 
 
 def usual_inputs(method: Method) -> Inputs:
-    """What the method's authors let a block see: GPTQ the quantized blocks before it, the others the full
-    ones.
-    """
+    """As published: the outputs of quantized blocks for GPTQ, of full ones for the others."""
     return "quantized" if isinstance(method, Gptq) else "full"
 
 
@@ -82,8 +78,8 @@ class QuantizeReport:
     method: str
     converted: ConvertReport
     layers: list[LayerError] = field(default_factory=list)
-    blocks: list[dict[str, float]] = field(default_factory=list)  # what the method has to say about each
-    masters: Parts = field(default_factory=dict)  # weights before rounding, where they were to be kept
+    blocks: list[dict[str, float]] = field(default_factory=list)  # the method's notes on each
+    masters: Parts = field(default_factory=dict)  # weights before rounding, with keep_masters
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -107,10 +103,9 @@ def quantize(
 ) -> QuantizeReport:
     """Quantize in place; the layers end with a fixed grid, ready for `pack`, or packed with `onload_device`.
 
-    `steps`: walk(model, ...), or a list of its steps on the same weights (inputs="full"), which several runs
-    can share. progress(blocks done, blocks, mean output error of the block). `files`: where finished blocks
-    are kept; those that are there already are taken, and steps = walk(..., start=files.count()).
-    `onload_device`: that of the walk's Calibration.
+    `steps`: walk(model, ...), or a list of its steps on the same weights (inputs="full"), which several runs can share.
+    progress(blocks done, blocks, mean output error of the block). `files`: where finished blocks are kept; those that
+    exist are loaded, with steps = walk(..., start=files.count()). `onload_device`: that of the walk's Calibration.
     """
 
     def choose(step: BlockStep, block: nn.Module, formats: dict[str, GridFormat], prefix: str) -> FinishedBlock:
@@ -132,7 +127,7 @@ def quantize_steps(
     files: BlockFiles | None,
     onload_device: torch.device | None,
 ) -> QuantizeReport:
-    """`quantize` with any work on a block that chooses grids for its layers."""
+    """`quantize` with any function `work` that chooses grids for the layers of a block."""
     formats = plan(model, rules, skip)
     grids: dict[str, Parts] = {}
     masters: Parts = {}
@@ -140,7 +135,7 @@ def quantize_steps(
     notes: list[dict[str, float]] = []
     with closing(finish_blocks(model, formats, steps, work, files, progress)) as blocks:
         for own, made in blocks:
-            # Masters are kept on the host, wherever they come from.
+            # Masters are kept on the host.
             masters |= {layer: grid.pop("master").cpu() for layer, grid in made.grids.items() if "master" in grid}
             if onload_device is None:
                 grids.update(made.grids)
@@ -154,15 +149,14 @@ def quantize_steps(
 
 @torch.no_grad()
 def pack_block(model: BlocksModel, formats: dict[str, GridFormat], grids: dict[str, Parts]) -> None:
-    """Pack layers of a block before it is offloaded; it may run once more before, with the weights it had."""
+    """Pack the layers of a block before it is offloaded; the walk may still run it once."""
     for name, format in formats.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, FormatLinear)
+        layer = format_linear(model, name)
         layer.set_format(format.fix_grid())  # type: ignore[arg-type]
-        store_grid(layer, grids[name])
+        layer.store_state(grids[name])
         with during(f"packing {name}"):
             layer.pack(model.compute_dtype)
-        # Decoded, it multiplies as the dense one did; a kernel for packed weights sums in another order.
+        # Decoded, it gives the results of the dense layer; a kernel for packed weights sums in another order.
         layer.keep_decoded(model.compute_dtype)
 
 
@@ -176,7 +170,7 @@ def set_formats(
     skip: Sequence[str],
     onload_device: torch.device | None,
 ) -> tuple[ConvertReport, list[LayerError]]:
-    """Round the layers that no step reached, and give every layer its Format with the chosen grid."""
+    """Round the layers outside of all steps, and give every layer its Format with the chosen grid."""
     left = {n: f for n, f in formats.items() if n not in {e.name for e in layers}}
     rounded, errors = round_layers(model, left, onload_device)
     grids = {**grids, **rounded}
@@ -187,9 +181,9 @@ def set_formats(
     for name, format in chosen.items():
         layer = modules[name]
         assert isinstance(layer, FormatLinear)
-        if not layer.packed:  # else it was offloaded so
+        if not layer.packed:  # pack_block has done the others
             layer.set_format(format)
-            store_grid(layer, grids.get(name, {}))
+            layer.store_state(grids.get(name, {}))
         report.changed.append(Changed(name, layer.shape, Dense().label, format))
     return report, errors
 
@@ -197,15 +191,14 @@ def set_formats(
 def round_layers(
     model: BlocksModel, formats: dict[str, GridFormat], onload_device: torch.device | None
 ) -> tuple[dict[str, Parts], list[LayerError]]:
-    """Round to nearest, block by block; returns grids and errors, no grids where blocks were offloaded packed."""
+    """Round to nearest, block by block; returns grids (none with onload_device: packed at once) and errors."""
     grids: dict[str, Parts] = {}
     errors = LayerErrors()
     for owner, wanted in by_owner(model, formats).items():
         with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
             made: dict[str, Parts] = {}
             for name, format in wanted.items():
-                layer = model.get_submodule(name)
-                assert isinstance(layer, FormatLinear)
+                layer = format_linear(model, name)
                 choice = round_to_nearest(layer.weight, format, _table(format, layer.weight))
                 errors.add(name, format, layer.weight.float(), choice.weight, None)
                 layer.weight.copy_(choice.weight)
@@ -218,7 +211,7 @@ def round_layers(
 
 
 def by_owner(model: BlocksModel, formats: dict[str, F]) -> dict[str, dict[str, F]]:
-    """{what is moved to a device: its layers}: a block, or a layer outside of them."""
+    """{module: its layers}, the modules that move to a device as one: blocks, and layers outside of them."""
     prefixes = block_prefixes(model)
     found: dict[str, dict[str, F]] = {}
     for name, format in formats.items():
@@ -228,9 +221,7 @@ def by_owner(model: BlocksModel, formats: dict[str, F]) -> dict[str, dict[str, F
 
 
 def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS) -> dict[str, GridFormat]:
-    """{layer: Format} of what will be quantized; every mistake in rules, shapes or weights is raised here,
-    before any work.
-    """
+    """{layer: Format} of what will be quantized; raises UserError for every mistake in rules, shapes or weights."""
     found: dict[str, GridFormat] = {}
     for name, format in plan_layers(model, rules, skip, "quantize").items():
         if not isinstance(format, GridFormat):
@@ -245,7 +236,7 @@ def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS)
 
 
 def check_pruned(name: str, format: Stacked, w: Tensor) -> None:
-    """Grids are chosen for the values that pruning has kept."""
+    """UserError unless w is 2:4: grids are chosen for the values that pruning has kept."""
     if format.first.select != "row":
         raise UserError(f"{name}: {format.label} has no grid to choose; use sparse24+{format.second.label}")
     if not w.is_meta and not is_24(w):
@@ -256,7 +247,8 @@ def check_pruned(name: str, format: Stacked, w: Tensor) -> None:
 
 
 def plan_layers(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], verb: str) -> dict[str, Format]:
-    """{layer: Format} of dense layers with finite weights that are to get another Format and can hold it."""
+    """{layer: Format} by the rules; UserError for layers that are not dense, not finite, or of a shape that does not
+    fit."""
     modules = weight_modules(model)
     chosen, _ = assign(modules, rules, skip, tied_names(model))
     for name, format in chosen.items():
@@ -299,8 +291,8 @@ def quantize_block(
         w = torch.cat([linears[n].weight.float() for n in names])
         format, seen = formats[names[0]], statistics[names[0]]
         state = _table(format, w)
-        # Rows do not depend on each other: layers that share inputs and Format are one taller layer, and the
-        # factorisation of their Hessian is done once. Only methods that look at names need them apart.
+        # Rows are independent: layers with the same inputs and Format are one taller layer, whose Hessian is factorised
+        # once. Methods that look at names get them one by one.
         if isinstance(method, Gptq | Rtn):
             whole = method.choose(prefix + names[0], w, seen, format, state)
             made = _split(whole, [linears[n].out_features for n in names])

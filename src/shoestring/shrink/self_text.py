@@ -1,17 +1,16 @@
-"""Text that a model writes itself: prompts completed by our engine, kept as a corpus of prompts and completions.
+"""Text that a model writes itself: prompts completed by our engine, stored as a corpus of prompts and completions.
 
-Data-free distillation (LLM-QAT, BitDistiller) trains a student on the teacher's own samples: no corpus that
-matches the teacher's training data is needed, and every token comes with the distribution it was drawn from.
+Data-free distillation (LLM-QAT, BitDistiller) trains a student on the teacher's own samples: it needs no corpus that
+matches the teacher's training data, and every token comes with the distribution it was sampled from.
 
     prompts = read_prompts("some.txt", 3000)
     generate_text(model, tokenizer, prompts, Path("self.jsonl"), sampling=PAPER)
 
-The file has one {"prompt", "completion"} a line, in the order of the prompts: the ordinary corpus reader reads
-it and does not count the prompts. Sample i is a function of the model, prompt i and (seed, i) alone, because the
-engine's noise is: a killed run goes on at the first line that is missing and ends with the same file as one that
-never stopped.
+The file has one {"prompt", "completion"} per line, in the order of the prompts; the corpus reader does not count
+prompts as targets. Sample i is a function of the model, prompt i and (seed, i) alone: a killed run continues at the
+first missing line and ends with the same file as one that never stopped.
 
-Left out on purpose: chat templates (render the prompts first: Tokenizer.render_chat), filtering, several processes.
+Not supported: chat templates (render the prompts first: Tokenizer.render_chat), filtering, several processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from shoestring.train.corpus import documents
 PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDistiller's settings
 # BitDistiller's prompts from running text: the first 128 characters of paragraphs longer than 512.
 PREFIX, LONG = 128, 512
-GROUPS = 8  # places are filled again when this part of them is free
+GROUPS = 8  # new prompts are added when 1/8 of the requests are free
 PROMPT_KEYS = ("prompt", "instruction", "question", "text", "turns")
 
 
@@ -55,7 +54,7 @@ def generate_text(
 ) -> Path:
     """Complete every prompt and write `out`; `max_requests` of them at a time (None: 16 on a CPU, 256 on a GPU).
 
-    A finished `out` of the same prompts and settings is returned as it is; one of others is an error.
+    A finished `out` of the same prompts and settings is kept; one of others is an error.
     """
     out = Path(out)
     if out.suffix != ".jsonl":
@@ -102,7 +101,7 @@ def _complete(
     with open_bar(len(prompts), "self-generated text") as bar:
         bar.advance(done)
         for number, prompt, text in _completions(model, tokenizer, prompts, done, sampling, max_requests):
-            # The prompt as it was read: with a space cut off its end, so that the completion begins with one.
+            # The prompt without trailing space, as the model read it: the completion begins with the space.
             file.write(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) + "\n")
             if number % 16 == 15:
                 file.flush()
@@ -114,18 +113,18 @@ def _complete(
 def _completions(
     model: Decoder, tokenizer: Tokenizer, prompts: list[str], done: int, sampling: Sampling, max_requests: int | None
 ) -> Iterator[tuple[int, str, str]]:
-    """(number, prompt, completion) in order. At most a few batches wait for a slow one before them."""
+    """(number, prompt, completion) in order. At most 4 * max_requests finished ones wait for a slow one."""
     if done >= len(prompts):
         return
     on_cpu = model.embed.weight.device.type == "cpu"
     max_requests = max_requests or (16 if on_cpu else 256)
     positions = model.spec.max_positions
-    # A prompt that fills the context has no room for an answer: its end is what counts.
+    # A prompt that would leave no room for a completion is cut to its end.
     longest = max(1, positions - min(sampling.max_tokens, positions // 2))
     encoded = [tokenizer.encode(p.rstrip())[-longest:] for p in prompts[done:]]
     context = min(positions, max(map(len, encoded)) + sampling.max_tokens)
-    # Text is only looked at while it is written where a stop string may end it: token by token, decoding is a large
-    # part of what the host does for hundreds of requests.
+    # The engine detokenises only for stop strings: token by token, that is a large part of the host's work for hundreds
+    # of requests.
     engine = Engine(
         model,
         tokenizer if sampling.stop else None,
@@ -135,12 +134,12 @@ def _completions(
         chunk=max(512, 2 * max_requests),
         prefix_cache=False,
     )
-    waiting: list[Request] = []  # in the order of the prompts; the first is the next to be given out
+    waiting: list[Request] = []  # in the order of the prompts
     added = 0
     assert sampling.seed is not None
     while added < len(encoded) or waiting:
-        # Prompts come in groups: a step that reads one costs as much as several that only write, and no step can run
-        # ahead of it. One by one, there would be a prompt to read in nearly every step.
+        # Prompts are added in groups: a step with a prefill costs as much as several decode steps and cannot be
+        # launched ahead. One by one, nearly every step would have a prefill.
         room = max_requests - len(engine.running) - len(engine.waiting)
         if room < -(-max_requests // GROUPS):
             room = 0
@@ -157,8 +156,7 @@ def _completions(
 
 
 def _text(request: Request, tokenizer: Tokenizer) -> str:
-    """What the engine's own stream of text would have given: without the token that ended it, and without a character
-    of which bytes are missing."""
+    """The text that the engine's stream would give: without the end token and without an incomplete character."""
     if request.text_stream is not None:
         return request.text
     ids = request.new_tokens
@@ -166,7 +164,7 @@ def _text(request: Request, tokenizer: Tokenizer) -> str:
 
 
 def _whole_lines(path: Path) -> int:
-    """Lines of an unfinished file; a line that was cut off is removed."""
+    """The number of lines of an unfinished file; an incomplete last line is removed."""
     if not path.is_file():
         return 0
     content = path.read_bytes()
@@ -186,8 +184,7 @@ def _check_not_empty(path: Path, sampling: Sampling) -> None:
 
 
 def _key(prompts: list[str], sampling: Sampling, model: Decoder) -> str:
-    """Of everything that decides the text. The weights go in by a few of their values: another model of the same
-    shape is noticed."""
+    """A hash of everything that decides the text. A sample of the embedding stands for the weights."""
     weight = model.embed.weight.detach()
     drawn = weight.flatten()[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32)
     decided_by = json.dumps([prompts, asdict(sampling), repr(model.spec)])
@@ -225,7 +222,7 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
 
 
 def check_room(prompts: list[str], tokenizer: Tokenizer, max_new: int, least: int) -> None:
-    """Before hours of writing: whether all completions together can have the tokens that are needed."""
+    """UserError, before hours of generation, if the completions cannot have the needed number of tokens."""
     most = sum(len(ids) + max_new + 1 for ids in tokenizer.encode_batch(prompts))
     if most < least:
         raise UserError(

@@ -1,7 +1,5 @@
-"""What the recipes of shrink/ share: the run and its stages, what it starts from, what it leaves.
-
-A run starts from a model that is loaded where it fits, rules for its layers and calibration windows. It leaves the
-packed model, the rows before and after, report.html and commands to try next.
+"""What the recipes of shrink/ share: the run, its inputs (model, rules, calibration windows) and its outputs (packed
+model, rows before and after, report.html).
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +24,11 @@ from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.folder import read_spec
 from shoestring.paths import find_model
 from shoestring.report import Curves, Scatter, Section, Series, Table, Text, eval_table, run_sections, write_report
-from shoestring.runlog import RunLog, write_atomically
+from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check_unfinished, write_atomically
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quantize import QuantizeReport
 from shoestring.state.files import DTYPES, TensorFiles
-from shoestring.state.run_lock import LOCK, is_held
+from shoestring.state.run_lock import LOCK, check_not_held, is_held
 from shoestring.train.shards import tokenize_corpus
 
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
@@ -46,9 +44,8 @@ class ShrinkRun:
 
 
 def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) -> None:
-    """Run a long action on the first rank while the others wait for its mark, not in a collective that would
-    time out. An action that is done is not done again. The first rank holds the run's lock; where it does not any more,
-    it has ended."""
+    """Run a long action on the first rank, once per run folder. The other ranks poll for its mark, because a collective
+    would time out, and for the run's lock, which the first rank holds until it ends."""
     done, failed = folder / f"{name}.done", folder / f"{name}.failed"
     if mesh.is_main:
         if done.is_file():
@@ -64,7 +61,7 @@ def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) 
         return
     began = time.time()
     while not done.is_file():
-        # A mark older than this start belongs to an earlier run.
+        # An older mark is that of an earlier attempt.
         if failed.is_file() and failed.stat().st_mtime > began - 1:
             raise UserError(f"the first process could not finish {name}: {failed.read_text()}")
         if (folder / LOCK).is_file() and not is_held(folder) and not done.is_file():
@@ -72,7 +69,23 @@ def run_once(mesh: Mesh, folder: Path, name: str, action: Callable[[], object]) 
         time.sleep(0.2)
 
 
-# -- what it starts from -------------------------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------------------------
+
+
+def check_start(settings: dict[str, Any], deciding: Iterable[str]) -> None:
+    """The checks with which most recipes begin; `deciding` are the settings that a resumed run may not change."""
+    check_model_given(settings["model"])
+    check_run_folder(settings, deciding)
+    if "resume_from" in settings:  # only recipes with checkpoints have it
+        check_resume_from(settings)
+    if settings["resume"] is not None:
+        check_not_held(Path(settings["resume"]))
+    check_unfinished(settings["resume"])
+
+
+def check_model_given(model: str) -> None:
+    if not model:
+        raise UserError("model= is missing: give a Hugging Face folder, a run folder or a .gguf file")
 
 
 def parse_rules(text: str) -> list[tuple[str, Format]]:
@@ -89,23 +102,23 @@ def parse_rules(text: str) -> list[tuple[str, Format]]:
 
 
 def read_rules(rules: str | None, format: str) -> list[tuple[str, Format]]:
-    """The settings `rules` and `format` of a recipe: the first replaces the second."""
+    """The rules of a recipe's settings: `rules` where it is given, else `format` for all layers."""
     return parse_rules(rules) if rules else [("*", parse_format(format))]
 
 
 def load_where_it_fits(
     model: str, device: torch.device, compute: torch.dtype, stream: Literal["auto", "true", "false"]
 ) -> tuple[LoadedModel, torch.device | None]:
-    """The model, and the device that its blocks are moved to one at a time; None where all of it is there already."""
+    """The model, and the device that its blocks are moved to one at a time (None: the whole model is on the device)."""
     if stream == "false":
         return load_model(model, device=device, dtype=compute), None
-    if Path(model).suffix == ".gguf":  # comes into the host's memory whole, wherever it goes then
+    if Path(model).suffix == ".gguf":  # always read into host memory as a whole
         loaded = load_model(model, dtype=compute)
         if stream == "true" or not fits_on_device(loaded.spec.num_params(), device, compute):
             return loaded, device
         loaded.model.to(device)
         return loaded, None
-    # Decided before a weight is read: what fits on the device never takes the host's memory.
+    # Decided before a weight is read: what fits on the device is not loaded into host memory.
     if stream == "auto" and fits_on_device(read_spec(model)[0].num_params(), device, compute):
         return load_model(model, device=device, dtype=compute), None
     loaded = load_model(model, dtype=offload_dtype(model, compute))
@@ -114,14 +127,14 @@ def load_where_it_fits(
 
 
 def offload_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
-    """What an offloaded model's weights are kept in while its blocks compute in `compute`: the dtype they are stored
-    in where `compute` holds all its numbers, else `compute`, to which they are rounded in any case.
+    """The dtype in host memory of a model whose blocks compute in `compute`: the dtype of its files where `compute`
+    holds all of its values, else `compute`.
     """
     if Path(path).suffix == ".gguf":  # de-quantized when it is read
         return compute
     folder = find_model(path)
     if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
-        return compute  # packed already, or no weights: loading it says so
+        return compute  # packed, or no weights: loading raises
     files = TensorFiles(folder)
     stored: torch.dtype | None = None
     for name in files.names:
@@ -135,8 +148,7 @@ def calibration_windows(
     loaded: LoadedModel, model: str, calib: str | None, num_windows: int, context: int, method: str
 ) -> Tensor:
     """[windows, context] token ids of `calib`, a text or a corpus, or of the corpus that the run `model` was trained
-    on; `method` is for the message where there is neither.
-    """
+    on. `method` is for the error message."""
     source, max_mb = (calib, None) if calib is not None else corpus_of_run(Path(model))
     if source is None:
         raise UserError(
@@ -154,13 +166,13 @@ def calibration_windows(
     return windows(tokens.to(torch.int64), num_windows, context)
 
 
-# -- what it leaves ------------------------------------------------------------------------------------------
+# -- outputs -------------------------------------------------------------------------------------------------
 
 
 def report_before_after(
     recipe: str, log: RunLog, folder: Path, out: Path, *, plots: Sequence[Section] = (), tables: Sequence[Section] = ()
 ) -> None:
-    """The rows before and after on the console and in report.html; what to try next."""
+    """Print the rows before and after, and write report.html."""
     rows = log.evaluations()
     eval_table(rows, "Before and after").print()
     points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
@@ -178,9 +190,9 @@ def report_before_after(
 
 
 def save_quantized(loaded: LoadedModel, report: QuantizeReport, out: Path, dense_out: str | None, **notes: Any) -> None:
-    """The packed model with errors and `notes` in quantization.json, and the dense one where it is wanted."""
+    """Save the packed model with errors and `notes` in quantization.json, and with `dense_out` the dense one."""
     model = loaded.model
-    # What was never on the device is in the checkpoint's dtype: streamed or not, the files are the same.
+    # Also what was never on the device: the files do not depend on streaming.
     model.to(model.compute_dtype)
     save_model(out, model, loaded.tokenizer)
     write_atomically(out / "quantization.json", json.dumps({**report.to_json(), **notes}, indent=1) + "\n")

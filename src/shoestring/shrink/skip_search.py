@@ -1,32 +1,29 @@
 """A skip set by measured damage per measured second, with fitted stand-ins.
 
-Cosine similarity says how little a sublayer changes the stream, not how much the change matters. Here every
-candidate is left out and the damage is measured where it counts, at the output: KL(whole model || without) over
-tokens of a calibration text. A candidate's price is
+Cosine similarity tells how little a sublayer changes the stream, not how much the change matters. Here the damage of
+leaving a candidate out is measured at the output: KL(whole model || without) over tokens of a calibration text. The
+candidate with the lowest price is skipped next,
 
-    (damage with it - damage so far) / seconds that it saves at the wanted context length
+    price = (damage with it - damage so far) / seconds that it saves at the wanted context length
 
-and the cheapest goes first. Prices change as the set grows, so before each choice the `lookahead` candidates that
-looked cheapest are measured again under the set so far (the first round measures all). Only the blocks from
-the candidate on are run: what comes before it is kept.
+Prices change as the set grows, so before each choice the `lookahead` cheapest candidates are measured again under the
+set so far (the first round measures all). A trial runs only the blocks from the candidate on.
 
 A stand-in is fitted by least squares, one scale and a shift per channel,
 
     minimise  sum over tokens of |scale x + shift - y|^2 / |x|^2
 
-because what follows is a norm, which sees relative errors. Attention sinks (in a trained model mostly the first token
-of a window, with a stream fifty times as long as others) are left out of the fit, and the scale is one number
-because of them: a scale per channel, good for all other tokens, ruined them and with them every later attention
-(KL 0.70 instead of 0.16 for one FFN of SmolLM2-135M). x is what the sublayer sees under the set so far, so that
-stand-ins make up for those before them; after the search all are fitted once more, in order, where that helps.
+relative because a norm follows. Attention sinks (mostly the first token of a window, whose stream is fifty times as
+long as others) are left out of the fit. They are also why the scale is one number: a scale per channel, good for all
+other tokens, ruined the sinks and every later attention (KL 0.70 instead of 0.16 for one FFN of SmolLM2-135M). x is the
+input under the set so far, so that stand-ins compensate those before them; after the search all are fitted once more,
+in order, where that lowers the damage.
 
 Seconds (`measure_costs`): a decode step of one row behind `context` positions is timed whole, without any FFN and
-without any attention. The differences, per layer, are what leaving a sublayer out saves on this machine at this
-length. Attention's share grows with the context, an FFN's does not; on a GPU both contain launches. Layers with
-another window are timed apart.
+without any attention; the differences per layer are the savings. Attention's share grows with the context, an FFN's
+does not; on a GPU both include launches. Layers with another window are timed apart.
 
-Left out: low-rank stand-ins, healing the kept layers by training, tensor-parallel models, prefill seconds (a set is
-judged by decoding).
+Not supported: low-rank stand-ins, training the kept layers, tensor-parallel models, prefill seconds.
 
 Shapes: N windows, T tokens, D width, R measured rows, V vocabulary.
 """
@@ -50,7 +47,7 @@ from shoestring.serve.engine.sampling import Sampling
 
 SearchProgress = Callable[[int, int], None]  # sublayers measured and skipped so far
 STEPS = 8  # decode steps launched before the host waits
-SINK = 5.0  # times the median length of the stream: beyond this a token is a sink
+SINK = 5.0  # a token whose stream is longer than this many medians is a sink
 
 
 # -- seconds -------------------------------------------------------------------------------------------------
@@ -72,8 +69,8 @@ class StepCosts:
 
 
 class StepTimer:
-    """Times decode steps of one row behind `context` positions, on a cache of its own. On a GPU several are launched
-    before the host waits, as when decoding: what it does in between is hidden behind them."""
+    """Times decode steps of one row behind `context` positions, on its own KV cache. On a GPU several steps are
+    launched before the host waits, as in decoding."""
 
     def __init__(self, model: Decoder, context: int, block_size: int = 16) -> None:
         positions = model.spec.max_positions
@@ -93,7 +90,7 @@ class StepTimer:
         return time.perf_counter() - began
 
     def best(self, skips: Sequence[SkipSet | None], repeats: int) -> list[float]:
-        """The smallest of `repeats` seconds for each, in turns, so that a busy moment meets all of them."""
+        """The smallest of `repeats` seconds for each, in turns, so that a busy machine slows all of them."""
         for skip in skips:
             self(skip)
         return [min(times) for times in zip(*([self(s) for s in skips] for _ in range(repeats)), strict=True)]
@@ -106,7 +103,7 @@ def measure_costs(model: Decoder, context: int, *, repeats: int = 15) -> StepCos
     step, *without = StepTimer(model, context).best([None, *sets], repeats)
     sublayers: dict[Sublayer, float] = {}
     for part, seconds in zip(parts, without, strict=True):
-        # Noise may make a sublayer look free; a tenth of an even share keeps the ranking finite.
+        # At least a tenth of an even share: with noise a saving may be 0, and the price infinite.
         each = max((step - seconds) / len(part), 0.1 * step / (2 * spec.num_layers))
         sublayers |= dict.fromkeys(part, each)
     return StepCosts(context, step, sublayers)
@@ -126,7 +123,7 @@ def _parts(spec: ModelSpec) -> list[list[Sublayer]]:
 
 @dataclass(frozen=True)
 class Damage:
-    """What leaving sublayers out does to the predictions on the calibration text."""
+    """The change of the predictions on the calibration text when sublayers are left out."""
 
     kl: float  # mean KL(whole || without), nats per token
     agreement: float  # tokens whose likeliest continuation stays the same
@@ -135,7 +132,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """The set after one more sublayer was chosen."""
+    """The set after one more choice."""
 
     skip: SkipSet
     damage: Damage
@@ -143,7 +140,7 @@ class SearchStep:
 
 
 def fit_stand_in(x_RD: Tensor, y_RD: Tensor) -> StandIn:
-    """The least-squares guess of a sublayer's output from its input, sinks left out."""
+    """The least-squares stand-in for a sublayer, without sinks."""
     length_R = x_RD.double().square().mean(-1)
     usual_R = length_R <= SINK**2 * length_R.median()
     x, change = x_RD[usual_R].double(), (y_RD - x_RD)[usual_R].double()
@@ -178,13 +175,13 @@ class Trials:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Back to the whole model. What was measured is remembered, for a search with other seconds."""
+        """Back to the whole model. Measurements stay cached, for a search with other costs."""
         self.use(SkipSet([]))
         self.damage = Damage(0.0, 1.0, 1.0)
 
     @torch.no_grad()
     def use(self, skip: SkipSet) -> None:
-        """Go on from this set; `refit` tells its damage."""
+        """Continue from this set; `refit` measures its damage."""
         self.skipped: dict[Sublayer, StandIn] = dict(skip.skipped)
         self._run_from(0)
 
@@ -211,7 +208,7 @@ class Trials:
 
     @torch.no_grad()
     def refit(self) -> Damage:
-        """Fit every stand-in again, each behind those before it; the old ones stay where that is worse."""
+        """Fit every stand-in again, in order, each under those before it; the old ones stay if that is worse."""
         self._run_from(0)
         old, self.damage = dict(self.skipped), self._compare(self._log_probs(self._inputs[-1]))
         if self.fitted:
@@ -243,7 +240,7 @@ class Trials:
         return fit_stand_in(x.flatten(0, 1), y.flatten(0, 1))
 
     def _run_from(self, start: int) -> None:
-        """Bring the kept streams behind block `start` up to date."""
+        """Recompute the cached streams behind block `start`."""
         del self._inputs[start + 1 :]
         self._run_to(len(self.model.blocks))
 
@@ -282,7 +279,7 @@ def search(
 ) -> list[SearchStep]:
     """Greedy choices until the measured seconds promise `speedup` (or one sublayer is left), in order.
 
-    Stand-ins of the last choice are those of the search; `Trials.refit` polishes them."""
+    The stand-ins are those of the search; `Trials.refit` fits them again."""
     if speedup <= 1:
         raise UserError(f"speedup={speedup} is not allowed; give more than 1")
     price: dict[Sublayer, float] = {}
@@ -317,13 +314,13 @@ def search(
 
 
 def draft_gain(choice: SearchStep, num_drafts: int) -> float:
-    """Expected speed-up of decoding with the set as a drafter (Leviathan et al. 2023, theorem 3.8): tokens per
-    pass over the cost of a pass and its drafts, each draft accepted with the chance of an equal likeliest token."""
+    """Expected speed-up of decoding with the set as a drafter (Leviathan et al. 2023, theorem 3.8): tokens per pass
+    over the cost of a pass and its drafts. The acceptance of a draft is the agreement of the likeliest tokens."""
     a, g = choice.damage.agreement, num_drafts
     tokens = g + 1 if a == 1 else (1 - a ** (g + 1)) / (1 - a)
     return tokens / (1 + g / choice.speedup)
 
 
-def best_drafter(choices: list[SearchStep], longest: int = 8) -> tuple[SearchStep, int, float]:
-    """The choice that gains most as a drafter, the number of drafts and the gain."""
-    return max(((c, g, draft_gain(c, g)) for c in choices for g in range(1, longest + 1)), key=lambda item: item[2])
+def best_drafter(choices: list[SearchStep]) -> tuple[SearchStep, int, float]:
+    """The choice with the largest gain as a drafter, its draft length (1 to 8) and the gain."""
+    return max(((c, g, draft_gain(c, g)) for c in choices for g in range(1, 9)), key=lambda item: item[2])

@@ -1,13 +1,13 @@
-"""From a model and a text to a skip set, in one call; what `shrink/skip_set` runs and what `--skip NAME` needs.
+"""From a model and a text to a skip set in one call, for `shrink/skip_set` and `--skip NAME`.
 
     find_set(model, tokens_NT, SkipGoal("measured", context=2048, speedup=1.3)).to_json()    # a file for --skip FILE
 
 `adaskip`, `early_exit` and `unified` skip the number of sublayers that AdaSkip's formula gives for the speed-up.
-`measured` skips as many as the measured seconds ask for. `lossless` continues the same search up to the speed-up
-and takes the set that promises most as a drafter.
+`measured` skips until the measured seconds reach the speed-up. `lossless` runs the same search and takes the set with
+the largest expected gain as a drafter.
 
-`open_skip` understands what a user writes after --skip. Sets it has to find are kept in the cache folder, by model
-file, method, context and device.
+`open_skip` parses the argument of --skip. Sets that it searches are kept in the cache folder, by model file, method,
+context and device.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def device_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# -- use outside of the engine -------------------------------------------------------------------------------
+# -- without an engine ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def left_out(model: Decoder, skip: SkipSet | None) -> Iterator[Decoder]:
-    """The model without the set's sublayers, for evaluations that know nothing of skipping."""
+    """The model without the set's sublayers, for evaluations that call it directly."""
     if skip is None:
         yield model
         return
@@ -127,10 +127,10 @@ def left_out(model: Decoder, skip: SkipSet | None) -> Iterator[Decoder]:
     try:
         yield model
     finally:
-        del model.forward  # the class's own shows again
+        del model.forward  # restores the method of the class
 
 
-# -- what a user writes after --skip -------------------------------------------------------------------------
+# -- the argument of --skip ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def open_skip(
 ) -> Skips:
     """'none', 'adaskip', 'measured', 'lossless', a file of shrink/skip_set, or lossless:FILE.
 
-    `context` is the length to measure at, `corpus` the calibration text (default: the Python standard library)."""
+    Costs are measured at `context`; `corpus` is the calibration text (default: the Python standard library)."""
     name, _, file = text.partition(":")
     if text == "none":
         return Skips()

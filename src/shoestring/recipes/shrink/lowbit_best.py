@@ -43,14 +43,14 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.errors import during
-from shoestring.formats.convert import Rule
+from shoestring.formats.convert import Rule, store_states
 from shoestring.json_files import read_object
 from shoestring.model import load_model, save_model
 from shoestring.runlog import write_atomically
 from shoestring.shrink import lowbit_stages as stages
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import choose_by_damage
-from shoestring.shrink.qat import FallingRates, Rates, build_student, hold_grids, load_grids, relative_adamw
+from shoestring.shrink.qat import FallingRates, Rates, build_student, load_grids, relative_adamw
 from shoestring.shrink.shrink_run import ShrinkRun, run_once
 from shoestring.train.batched_formats import BatchedFormats
 from shoestring.train.step import Run
@@ -88,7 +88,7 @@ def shrink(cfg: Config, rules: list[Rule], rates: Rates, run: ShrinkRun) -> None
         run.folder / "blockwise", stages.trained_rules(cfg, rules), run.mesh, stages.parallel_of(cfg, run)
     )
     if not stages.is_derived(cfg, rules):
-        hold_grids(model, load_grids(run.folder / "grids.safetensors"))
+        store_states(model, load_grids(run.folder / "grids.safetensors"))
     run.log.say(
         f"{data.tokens_per_step * cfg.steps / 1e6:.2f}M training tokens end to end, gamma {objective.gamma:.3f}"
     )
