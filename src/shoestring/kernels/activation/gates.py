@@ -1,10 +1,9 @@
-"""The gates of gated feed-forward layers: the numbers by which kernels know them, and what each computes.
+"""The gates of gated feed-forward layers: their numbers in kernels, and their definitions. Used by glu.py and its
+Triton source.
 
     swiglu       silu(g)
     geglu        gelu(g) = g Phi(g)
     geglu_tanh   gelu(g) by the approximation with tanh
-
-A module of its own, because both glu.py and its Triton source need the numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ GATES = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2}
 
 
 def activated(gate: Tensor, act: str) -> Tensor:
-    """What a gate multiplies with, in plain torch."""
+    """The activation of a gate, in plain torch."""
     if act == "swiglu":
         return F.silu(gate)
     return F.gelu(gate, approximate={"geglu": "none", "geglu_tanh": "tanh"}[act])

@@ -1,9 +1,9 @@
 """The gated activation between the products of a feed-forward layer: act(gate) * up; kernels in fp32, rounded once.
 
-    glu          gate and up side by side in one tensor, as a decoding step makes them; no gradient
-    glu_pair     gate and up apart, with gradients: one kernel forward, one backward
+    glu          gate and up side by side in one tensor, as in a decoding step; no gradient
+    glu_pair     gate and up as two tensors, with gradients: one kernel forward, one backward
 
-The gates are those of gates.py; feature-major tensors have kernels/sparse24/ffn.py. Shapes: T rows, F inner width.
+Gates: gates.py. Feature-major tensors: kernels/sparse24/ffn.py. Shapes: T rows, F inner width.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def glu(both_T2F: Tensor, act: str = "swiglu") -> Tensor:
 
 
 def glu_pair(gate_TF: Tensor, up_TF: Tensor, act: str) -> Tensor:
-    """act(gate) * up with gradients of both; any number of dims. Plain torch where there is no kernel for these
-    tensors, and under torch.compile, which fuses the plain expression itself.
-    """
+    """act(gate) * up with gradients of both; any number of dims. Plain torch where no kernel fits, and under
+    torch.compile, which fuses the expression itself."""
     alike = gate_TF.shape == up_TF.shape and gate_TF.dtype == up_TF.dtype and gate_TF.dtype in KERNEL_DTYPES
     contiguous = gate_TF.is_contiguous() and up_TF.is_contiguous()
     if torch.compiler.is_compiling() or not alike or not contiguous or not triton_usable(gate_TF):

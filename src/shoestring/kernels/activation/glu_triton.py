@@ -14,7 +14,7 @@ ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_TAU = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
-# They stand on the right of products: the interpreter treats a product that begins with a constexpr as a constexpr.
+# Always on the right of products: the interpreter makes a product that begins with a constexpr a constexpr.
 
 
 @triton.jit
@@ -25,13 +25,13 @@ def _cdf(g):
 
 @triton.jit
 def _tanh_cdf(g, square):
-    """(1 + tanh z) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (g + 0.044715 g^3): nothing cancels far below zero."""
+    """(1 + tanh z) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (g + 0.044715 g^3): no cancellation far below zero."""
     return 1.0 / (1.0 + tl.exp(g * -TWICE_ROOT * (1.0 + square * CUBIC)))
 
 
 @triton.jit
 def _square(g):
-    """g^2, kept finite: by 1000 the sigmoid is 0 or 1, and its slope, 0, times infinity would not be a number."""
+    """g^2, at most 1000, where the sigmoid is 0 or 1: its slope, 0, times infinity would be NaN."""
     return tl.minimum(g * g, 1000.0)
 
 
@@ -84,7 +84,7 @@ def _glu_kernel(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.con
 
 @triton.jit
 def _glu_pair_kernel(gate, up, out, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """Gate and up apart, contiguous, in whatever order."""
+    """Gate and up as two contiguous tensors, in any order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)

@@ -1,16 +1,15 @@
 // Attention of requests with one row each, on sm_90 and later: head norm, rotary positions, the row's own key and value into
-// their block, softmax(q keys^T) values. kernels/attention/decode_attention.py says what is computed; this is how.
+// their block, softmax(q keys^T) values. Defined in kernels/attention/decode_attention.py.
 //
 // A cluster of blocks takes one request and one key/value head; its blocks share the keys of earlier steps evenly. With a
-// single request there is next to no work, so all is arranged around waiting:
+// single request there is little work, so the kernel is built to hide latency:
 //
-//  - keys and values of earlier steps are nobody's result: their first two stages are on the way to shared memory before
-//    grid_wait(), as are the cosines and sines.
-//  - the row's own key never goes through memory: it is the state that the softmax of the first block begins with,
-//    rounded as the cache holds it.
+//  - keys and values of earlier steps do not depend on the previous kernel: their first two stages, and the cosines and
+//    sines, are loaded before grid_wait().
+//  - the row's own key is not read back from memory: the softmax of the first block starts with it, rounded as in the cache.
 //  - each block sends its sums to the block that writes them (distributed shared memory), one barrier of the cluster, and
 //    every block joins the parts of its share of the outputs in the order of the blocks: nothing depends on timing.
-//  - few registers and little shared memory, so that these blocks find room beside the kernel before.
+//  - few registers and little shared memory, so that these blocks fit beside those of the previous kernel.
 //
 // A stage is 32 keys. Scores: 4 lanes a key, 8 keys a warp. Softmax: a warp takes a head, a lane a key. Values: a thread
 // takes two dims of all heads and every PARTS-th key. All sums are in fp32, on the ordinary units: 4 heads do not fill a
@@ -63,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
     const int* table = tables + (u64)tile[0] * table_stride;
     const int row = tile[1], position = tile[2];
     if (tile[3] == 0) {
-        grid_wait();  // being done is passed down the line
+        grid_wait();  // the next kernel relies on this one to wait
         return;
     }
     char* stages = smem;                                          // two of them
@@ -101,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
         if (ROTATE && i < D / 2) cosine[n] = turns[(u64)position * D + i], sine[n] = turns[(u64)position * D + D / 2 + i];
     }
     const u64 own = (((u64)table[position / PAGE] * PAGE + position % PAGE) * groups + group) * D;
-    if (SPLIT > 1) cluster_arrive();  // everyone is there to be sent to
+    if (SPLIT > 1) cluster_arrive();  // all blocks have started, so that sums can be sent to them
     grid_wait();
 
     // ---- q, and in the first block k and v -------------------------------------------------------------------------
@@ -238,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_attention(
 
     // ---- the parts of a block, then those of the cluster, each in order ----------------------------------------------
     wait_all_but<0>();
-    float* const red = (float*)stages;  // nobody needs the stages any more
+    float* const red = (float*)stages;  // the stages are no longer needed
     if (part > 0 && part < PARTS)
         #pragma unroll
         for (int h = 0; h < HEADS; h++)

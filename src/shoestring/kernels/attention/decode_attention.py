@@ -5,13 +5,12 @@ their block of the KV cache, attention over all blocks so far.
     keys[p]    = k; values[p] = v          p the row's position, its place by the request's block table
     out        = softmax(q keys[0..p]^T / sqrt(D)) values[0..p]     as kernels/attention/paged_attention.py
 
-With one request this step has next to no work, and three launches (rope_store, paged_attention and the reduction of its
-splits) are pure latency. The kernel (kernels/attention/decode_attention.cu, through NVRTC) fetches old keys and values
-before the projection of q, k and v is done, and reduces the splits inside a cluster of blocks. It is used behind packed
-products; behind dense ones, which hide launches, it was no gain. (The same in Triton, with the splits reduced by the
-program that finishes last, took as long as the three launches.)
-
-Left out: several rows a request (drafts, prompts), fp32, GPUs before sm_90: those take the three launches.
+With one request there is little work, and three launches (rope_store, paged_attention and the reduction of its splits)
+are pure latency. The kernel (kernels/attention/decode_attention.cu, through NVRTC) fetches old keys and values before
+the projection of q, k and v is done, and reduces the splits inside a cluster of blocks. It is used behind packed
+products; behind dense ones, which hide launches, it gained nothing. (In Triton, with the splits reduced by the program
+that finishes last, it took as long as the three launches.) Several rows per request, fp32 and GPUs before sm_90 take
+the three launches.
 
 Shapes: T rows, H query heads, G key/value heads, D head dim, L tiles, W blocks per table row, P positions per block;
 a row of qkv is [H q heads, G k heads, G v heads]; cos_sin [positions, 2, D/2], cosines and sines.
@@ -33,7 +32,7 @@ from shoestring.kernels.runtime.nvrtc import Kernel, compile_kernel, cuda_source
 
 KEYS, THREADS = 32, 128  # as in the source
 MAX_DIM, MAX_SHARED_HEADS = 256, 16
-BLOCKS = 256  # at most so many in a launch, where the split is free to choose
+BLOCKS = 256  # most blocks of a launch with a split above 1
 
 
 def decode_attention_ref_(
@@ -75,13 +74,13 @@ def shape_usable(head_dim: int, heads: int) -> bool:
     """Whether the kernel takes heads of this dim, so many to a key head."""
     if head_dim % 32 or head_dim > MAX_DIM or heads > MAX_SHARED_HEADS:
         return False
-    # Threads that share dims leave their sums where the stages were, while others may still read what lies behind.
+    # Threads that share dims write their sums over the stages, while others may still read what lies behind them.
     parts = THREADS // (head_dim // 2)
     return 4 * (parts - 1) * heads * head_dim <= stage_bytes(head_dim)
 
 
 def ranks_for(num_tiles: int, num_groups: int) -> int:
-    """Blocks that share the keys of a request and head: as many as a cluster has, unless there are many requests."""
+    """Blocks that share the keys of a request and head: 8, fewer with many requests."""
     ranks = 8
     while ranks > 1 and num_tiles * num_groups * ranks > BLOCKS:
         ranks //= 2
@@ -135,7 +134,7 @@ def decode_attention_(
     window: int | None = None,
     ranks: int | None = None,
 ) -> Tensor:
-    """As decode_attention_ref_ on a GPU where it is usable; rows that no tile names are undefined."""
+    """As decode_attention_ref_ on a GPU where it is usable; rows without a tile are undefined."""
     num_rows, width = qkv_TE.shape
     page, num_groups, head_dim = keys_NPGD.shape[1:]
     num_heads = width // head_dim - 2 * num_groups

@@ -1,24 +1,20 @@
-"""Attention over keys and values that lie in blocks, for decoding, speculation and chunked prompts alike.
+"""Attention over keys and values in blocks, for decoding, speculation and chunked prefill.
 
-The rows of a step are cut into tiles: a tile is up to `rows_per_tile` neighbouring rows of one request,
+The rows of a step are cut into tiles of up to `rows_per_tile` neighbouring rows of one request,
 
     tiles[i] = (row of the block table, first row in q, position of that row, number of rows)
 
-int32, on the device; a tile of 0 rows does nothing, so a captured graph can be padded. A row at position p sees
-the keys at positions 0..p of its request (of the last `window` only, where given); position p lies in block
+int32, on the device; a tile of 0 rows does nothing, so a captured graph can be padded. A row at position p sees the
+keys at positions 0..p of its request (only the last `window`, where given); position p lies in block
 table[p // block_size]. out = softmax(q k^T / sqrt(D)) v per head.
 
-The kernel gives one program a tile, one key/value head and one range of keys: the query heads that share the key
-head are rows of the same matrix product, so keys and values are read once for all of them and for all drafts of
-the request. Few requests alone would leave most of the chip idle, so their keys are cut into up to MAX_SPLITS
-ranges, each a multiple of BLOCK keys, and a second kernel joins the parts by their maxima and sums. How a
-request's keys are cut depends on its own length and the number of ranges only, and nothing is added in an order
-that varies: equal launches give equal bits.
+A program takes one tile, one key/value head and one range of keys. The query heads that share the key head are rows of
+the same matrix product, so keys and values are read once for all of them and for all drafts of the request. A few
+requests would leave most of the GPU idle, so their keys are cut into up to MAX_SPLITS ranges, each a multiple of BLOCK
+keys, and a second kernel joins the parts by their maxima and sums. The ranges depend only on the request's length and
+their number, and sums have a fixed order: equal launches give equal bits.
 
-Left out: fp8 keys and values, sharing of a common prefix between requests.
-
-Shapes: T rows, H query heads, G key/value heads, D head dim, L tiles, W blocks per table row, P positions per
-block.
+Shapes: T rows, H query heads, G key/value heads, D head dim, L tiles, W blocks per table row, P positions per block.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ def paged_attention_ref(
     window: int | None = None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """Rows that no tile names stay as they are in `out_THD`, zero where none is given. At least fp32 throughout."""
+    """Rows without a tile keep their value in `out_THD` (default: 0). Computed in fp32, fp64 for fp64."""
     num_heads, head_dim = q_THD.shape[1:]
     page, num_groups = keys_NPGD.shape[1:3]
     wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -82,11 +78,9 @@ def paged_attention(
     window: int | None = None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """As paged_attention_ref, but rows that no tile names are undefined where no `out_THD` is given; chooses the
-    kernel.
+    """As paged_attention_ref; chooses the kernel. Rows without a tile are undefined where `out_THD` is None.
 
-    `num_splits` is the number of ranges that a request's keys are cut into at most, a power of 2. q may be a view
-    with any row stride.
+    `num_splits`: the most ranges of a request's keys, a power of 2. q may be a view with any row stride.
     """
     if not triton_usable(q_THD):
         return paged_attention_ref(q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, window=window, out_THD=out_THD)
@@ -100,7 +94,7 @@ def paged_attention(
     shared = num_heads // num_groups
     heads = _pow2(shared)
     rows = _pow2(rows_per_tile)
-    rows = max(rows, -(-16 // heads))  # a matrix product has at least 16 rows
+    rows = max(rows, -(-16 // heads))  # tl.dot needs at least 16 rows
     m, d = rows * heads, max(16, _pow2(head_dim))
     num_tiles = tiles_L4.shape[0]
     if out_THD is None:
@@ -113,51 +107,18 @@ def paged_attention(
         part = peak = out_THD  # not touched
     pdl = pdl_options(q_THD)
     _paged_attention_kernel[(num_tiles, num_groups, num_splits)](
-        q_THD,
-        keys_NPGD,
-        values_NPGD,
-        tables_LW,
-        tiles_L4,
-        out_THD,
-        part,
-        peak,
-        head_dim**-0.5,
-        q_THD.stride(0),
-        tables_LW.stride(0),
-        num_groups,
-        0 if window is None else window,
-        HEADS=shared,
-        HEADS_P=heads,
-        ROWS=rows,
-        D=head_dim,
-        D_P=d,
-        PAGE=page,
-        BLOCK=BLOCK,
-        NUM_SPLITS=num_splits,
-        WINDOWED=window is not None,
-        **pdl,
-        num_warps=8 if m >= 128 else 4,
+        q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, out_THD, part, peak, head_dim**-0.5, q_THD.stride(0),
+        tables_LW.stride(0), num_groups, 0 if window is None else window,
+        HEADS=shared, HEADS_P=heads, ROWS=rows, D=head_dim, D_P=d, PAGE=page, BLOCK=BLOCK, NUM_SPLITS=num_splits,
+        WINDOWED=window is not None, **pdl, num_warps=8 if m >= 128 else 4,
         num_stages=2 if q_THD.dtype == torch.float32 else 3,
-    )
+    )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tiles, num_groups, m)](
-            tiles_L4,
-            out_THD,
-            part,
-            peak,
-            num_groups,
-            0 if window is None else window,
-            HEADS=shared,
-            HEADS_P=heads,
-            M=m,
-            D=head_dim,
-            D_P=d,
-            BLOCK=BLOCK,
-            NUM_SPLITS=num_splits,
-            WINDOWED=window is not None,
-            **pdl,
-            num_warps=2 if num_splits > 16 else 1,
-        )
+            tiles_L4, out_THD, part, peak, num_groups, 0 if window is None else window,
+            HEADS=shared, HEADS_P=heads, M=m, D=head_dim, D_P=d, BLOCK=BLOCK, NUM_SPLITS=num_splits,
+            WINDOWED=window is not None, **pdl, num_warps=2 if num_splits > 16 else 1,
+        )  # fmt: skip
     return out_THD
 
 
@@ -172,7 +133,7 @@ def most_programs() -> int:
 
 
 def splits_for(num_tiles: int, num_groups: int) -> int:
-    """Ranges to cut a request's keys into, so that this many tiles fill the chip."""
+    """Ranges per request with which this many tiles fill the GPU."""
     num, most = MAX_SPLITS, most_programs()
     while num > 1 and num_tiles * num_groups * num > most:
         num //= 2

@@ -1,11 +1,10 @@
-"""Between the projection of q, k, v and attention, in one pass: head norm, RoPE, and the new keys and values into
-their blocks of the KV cache.
+"""Head norm, RoPE, and the new keys and values into their blocks of the KV cache, in one pass before attention.
 
 For row t at position p with slot s (its place among all positions of all blocks; s < 0: a padding row):
 
     q, k  <- rms(q) * q_norm, rms(k) * k_norm          where the model has them
-    q, k  <- x cos(p f) + rotate_half(x) sin(p f)             rotate_half((a, b)) = (-b, a) over the halves of a head
-    q stays where it was; keys[s] = k; values[s] = v   (nothing is stored for s < 0)
+    q, k  <- x cos(p f) + rotate_half(x) sin(p f)      rotate_half((a, b)) = (-b, a) over the halves of a head
+    q is written in place; keys[s] = k; values[s] = v  (nothing is stored for s < 0)
 
 Everything is computed in fp32 (fp64 for fp64) and rounded once.
 
@@ -73,27 +72,13 @@ def rope_store_(
     num_heads = num_all - 2 * num_groups
     assert qkv_TE.is_contiguous() and keys_SGD.is_contiguous() and values_SGD.is_contiguous()
     assert head_dim % 2 == 0 and slots_T.dtype == positions_T.dtype == torch.int64
-    heads = 1 if num_rows < 256 else 8  # few rows: spread over the chip; many: fewer, larger programs
+    heads = 1 if num_rows < 256 else 8  # few rows: more programs; many: fewer, larger ones
     _rope_store_kernel[(num_rows, -(-num_all // heads))](
-        qkv_TE,
-        keys_SGD,
-        values_SGD,
-        slots_T,
-        positions_T,
-        qkv_TE if freq is None else freq,
-        qkv_TE if q_norm_D is None else q_norm_D,
-        qkv_TE if k_norm_D is None else k_norm_D,
-        eps,
-        num_heads,
-        num_groups,
-        D=head_dim,
-        HALF_P=1 << (head_dim // 2 - 1).bit_length(),
-        HEADS=heads,
-        ROTATE=freq is not None,
-        NORM=q_norm_D is not None,
-        **pdl_options(qkv_TE),
-        num_warps=1 if heads == 1 else 4,
-    )
+        qkv_TE, keys_SGD, values_SGD, slots_T, positions_T, qkv_TE if freq is None else freq,
+        qkv_TE if q_norm_D is None else q_norm_D, qkv_TE if k_norm_D is None else k_norm_D, eps, num_heads, num_groups,
+        D=head_dim, HALF_P=1 << (head_dim // 2 - 1).bit_length(), HEADS=heads, ROTATE=freq is not None,
+        NORM=q_norm_D is not None, **pdl_options(qkv_TE), num_warps=1 if heads == 1 else 4,
+    )  # fmt: skip
     return qkv_TE[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
 
 

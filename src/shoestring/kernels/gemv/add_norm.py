@@ -18,7 +18,7 @@ MAX_WIDTH = 1 << 15  # a row is held in registers
 
 
 def add_norm_ref_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """The normed rows; x is overwritten with the sum. delta None: nothing is added."""
+    """The normed rows; x is overwritten with the sum. Without delta nothing is added."""
     if delta_TD is not None:
         x_TD += delta_TD
     wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -38,15 +38,8 @@ def add_norm_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: floa
     if num_rows:
         block = 1 << (width - 1).bit_length()
         _add_norm_kernel[(num_rows,)](
-            x_TD,
-            x_TD if delta_TD is None else delta_TD,
-            weight_D,
-            out_TD,
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            ADD=delta_TD is not None,
-            **pdl_options(x_TD),
+            x_TD, x_TD if delta_TD is None else delta_TD, weight_D, out_TD, eps,
+            WIDTH=width, BLOCK=block, ADD=delta_TD is not None, **pdl_options(x_TD),
             num_warps=max(1, min(16, block // 512)),
-        )
+        )  # fmt: skip
     return out_TD

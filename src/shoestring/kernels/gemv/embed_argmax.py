@@ -1,11 +1,11 @@
-"""The two ends of a decoding step: from the tokens of the rows to the residual stream, and from logits to a token.
+"""Both ends of a decoding step: from the tokens of the rows to the residual stream, and from logits to a token.
 
     embed_rows      x = embed[token]; token -1 stands for the token that the previous step chose in this row
-    argmax_token_   argmax of each row, the first of equal ones. A row is searched in pieces by many programs: a plain
-                    argmax gives it to one SM, which takes longer than all layers of a small model.
+    argmax_token_   argmax of each row, the first of equal ones. Many programs search pieces of a row: torch's argmax
+                    uses one SM per row, which takes longer than all layers of a small model.
 
-In torch these are a dozen small kernels. `embed_rows` is launched without PDL on purpose: it begins after all of the
-previous step is done, which later kernels of a step rely on when they read old keys and values early.
+In torch these are a dozen small kernels. `embed_rows` is launched without PDL: it starts after the previous step has
+finished, and later kernels of the step rely on that when they read old keys and values early.
 
 Shapes: T rows, D model width, V vocabulary.
 """

@@ -1,17 +1,16 @@
-"""A dense linear layer on one row, with what stands around it: y = [norm] x W^T [+ bias] [swiglu] [+ residual] [after].
+"""A dense linear layer on one row, fused with its neighbours: y = [norm] x W^T [+ bias] [swiglu] [+ residual] [after].
 
-With one row the product only reads W, so the kernel is a stream over the weight at the speed of memory, and the
-small operations around it would cost launches of their own; here they are free:
+With one row the product only reads W: the kernel streams the weight at memory speed. As separate launches the small
+operations around it would cost time; here they are free:
 
-    norm      RMSNorm of x. y = (W (x * weight)) / rms(x), so the sum of squares is gathered on the way.
+    norm      RMSNorm of x. y = (W (x * weight)) / rms(x), with the sum of squares taken in the same pass.
     swiglu    W holds gate rows, then up rows: y_i = silu(g_i) * u_i.
     residual  added in fp32, one rounding.
-    after     times a scale and plus a shift, one of each for every output: what stands in for a skipped sublayer.
-    bytes     W may be 8-bit codes with a scale and a zero for each row, w = (q - zero) * scale: half the bytes, which
-              is what a large head costs. No swiglu then.
+    after     a scale and a shift per output: the stand-in of a skipped sublayer.
+    bytes     W may be 8-bit codes with a scale and a zero for each row, w = (q - zero) * scale: half the bytes of a
+              large head. Without swiglu.
 
-Left out: more rows than one (a matrix product through the library is at the speed of memory too), packed
-weights (their Formats have kernels of their own).
+Several rows go to cuBLAS, which reaches memory speed too; packed weights have kernels of their own.
 
 Shapes: K inputs, N outputs (of y; W has 2N rows under swiglu).
 """
@@ -78,18 +77,10 @@ def row_linear(
     """As row_linear_ref; chooses the kernel."""
     if not triton_usable(x_1K):
         return row_linear_ref(
-            x_1K,
-            weight,
-            bias,
-            norm_K=norm_K,
-            eps=eps,
-            swiglu=swiglu,
-            residual_1N=residual_1N,
-            after_2N=after_2N,
-            out_dtype=out_dtype,
-            scale_N=scale_N,
-            zero_N=zero_N,
-        )
+            x_1K, weight, bias,
+            norm_K=norm_K, eps=eps, swiglu=swiglu, residual_1N=residual_1N, after_2N=after_2N, out_dtype=out_dtype,
+            scale_N=scale_N, zero_N=zero_N,
+        )  # fmt: skip
     from shoestring.kernels.gemv.row_linear_triton import _row_linear_kernel
 
     num_out, num_in = weight.shape
@@ -104,30 +95,14 @@ def row_linear(
     if coded:
         columns *= 2  # as many bytes to a load
     _row_linear_kernel[(-(-num_out // rows),)](
-        x_1K,
-        weight,
-        x_1K if bias is None else bias,
-        x_1K if norm_K is None else norm_K,
-        x_1K if residual_1N is None else residual_1N,
-        x_1K if scale_N is None else scale_N,
-        x_1K if zero_N is None else zero_N,
-        x_1K if after_2N is None else after_2N[0],
-        x_1K if after_2N is None else after_2N[1],
-        out_1N,
-        eps,
-        num_out,
-        K=num_in,
-        ROWS=rows,
-        BLOCK=columns,
-        BIAS=bias is not None,
-        NORM=norm_K is not None,
-        SWIGLU=swiglu,
-        RESIDUAL=residual_1N is not None,
-        AFTER=after_2N is not None,
-        BYTES=coded,
-        **pdl_options(x_1K),
+        x_1K, weight, x_1K if bias is None else bias, x_1K if norm_K is None else norm_K,
+        x_1K if residual_1N is None else residual_1N, x_1K if scale_N is None else scale_N,
+        x_1K if zero_N is None else zero_N, x_1K if after_2N is None else after_2N[0],
+        x_1K if after_2N is None else after_2N[1], out_1N, eps, num_out,
+        K=num_in, ROWS=rows, BLOCK=columns, BIAS=bias is not None, NORM=norm_K is not None, SWIGLU=swiglu,
+        RESIDUAL=residual_1N is not None, AFTER=after_2N is not None, BYTES=coded, **pdl_options(x_1K),
         num_warps=warps,
-    )
+    )  # fmt: skip
     return out_1N
 
 
@@ -142,37 +117,22 @@ def _byte_rows(
     zero_N: Tensor | None,
     out_1N: Tensor,
 ) -> Tensor:
-    """Bytes, four at a time: a program reads x once and keeps it in registers for all of its rows."""
+    """8-bit codes, four at a time: a program keeps x in registers for all of its rows."""
     from shoestring.kernels.gemv.row_linear_triton import _byte_rows_kernel
 
     num_out, num_in = weight.shape
     most = BYTE_PROGRAMS * device_limits(x_1K.device.index).num_sms
     _byte_rows_kernel[(min(-(-num_out // BYTE_ROWS), most),)](
-        x_1K,
-        weight.view(torch.int32),
-        x_1K if bias is None else bias,
-        x_1K if norm_K is None else norm_K,
-        x_1K if residual_1N is None else residual_1N,
-        scale_N,
-        zero_N,
-        out_1N,
-        eps,
-        num_out,
-        K=num_in,
-        WORDS_P=1 << (num_in // 4 - 1).bit_length(),
-        ROWS=BYTE_ROWS,
-        BIAS=bias is not None,
-        NORM=norm_K is not None,
-        RESIDUAL=residual_1N is not None,
-        **pdl_options(x_1K),
-        num_warps=BYTE_WARPS,
-    )
+        x_1K, weight.view(torch.int32), x_1K if bias is None else bias, x_1K if norm_K is None else norm_K,
+        x_1K if residual_1N is None else residual_1N, scale_N, zero_N, out_1N, eps, num_out,
+        K=num_in, WORDS_P=1 << (num_in // 4 - 1).bit_length(), ROWS=BYTE_ROWS, BIAS=bias is not None,
+        NORM=norm_K is not None, RESIDUAL=residual_1N is not None, **pdl_options(x_1K), num_warps=BYTE_WARPS,
+    )  # fmt: skip
     return out_1N
 
 
 def tile_for(num_out: int, num_in: int, swiglu: bool) -> tuple[int, int, int]:
-    """(rows of W per program, columns per load, warps): enough programs for every multiprocessor to have several
-    loads under way, few enough that each streams a while."""
+    """(rows of W per program, columns per load, warps): several programs per SM, each with several loads."""
     columns = 1 << (num_in - 1).bit_length()
     if columns <= 2048:
         return (4 if columns <= 1024 or swiglu else 1), min(columns, 1024), 4

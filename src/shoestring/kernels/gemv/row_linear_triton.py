@@ -41,7 +41,7 @@ def _row_linear_kernel(
     inputs = tl.zeros((BLOCK,), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # The weight is nobody's result: its first tile is on the way before there is an x. Then one tile ahead.
+    # No earlier kernel writes the weight: its first tile is loaded before x is ready. Then one tile ahead.
     both = real[:, None] & (k < K)[None, :]
     w = tl.load(weight + at, mask=both, other=0, eviction_policy="evict_first")
     w_up = w
@@ -90,8 +90,8 @@ def _row_linear_kernel(
 
 @triton.jit
 def _byte_of(words, INDEX: tl.constexpr):
-    """Byte INDEX of each word as a number: placed in the mantissa of 2^23, which takes two instructions; a conversion
-    has a quarter of their rate."""
+    """Byte INDEX of each word as a float: placed in the mantissa of 2^23, two instructions at four times the rate of a
+    conversion."""
     return (((words >> (8 * INDEX)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 

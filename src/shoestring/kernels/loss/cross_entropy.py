@@ -5,8 +5,8 @@ For a row of logits z with target t (ignored when t < 0):
     loss  = logsumexp(z) - z[t]
     dz    = softmax(z) - onehot(t)          written over z, so that a chunk of logits is the only large tensor
 
-The sum of losses and the gradient are what a chunked head needs; nothing is ever kept for a backward pass.
-Two sweeps over a row that sits in cache: an online max and sum, then the gradient.
+A chunked head needs only the sum of losses and the gradient; nothing is kept for a backward pass. Two sweeps over a row
+in cache: an online max and sum, then the gradient.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def _cross_entropy_kernel(logits, row_stride, target, loss, vocab, BLOCK: tl.con
         new_peak = tl.maximum(peak, tl.max(block, 0))
         total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(block - new_peak), 0)
         peak = new_peak
-    # Peak and sum stay apart: exp(z - logsumexp) would inherit the rounding of a large logsumexp.
+    # Peak and sum are kept separate: exp(z - logsumexp) would have the rounding error of a large logsumexp.
     tl.store(loss + row, tl.log(total) + (peak - tl.load(z + t).to(tl.float32)))
 
     for start in range(0, vocab, BLOCK):

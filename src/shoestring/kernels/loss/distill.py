@@ -5,9 +5,8 @@ For a row of student logits z and teacher logits y, p = softmax(y / T), q = soft
     loss = forward * KL(p || q) + reverse * KL(q || p) + ce * (logsumexp(z) - z[t])
     dz   = 1/T * [forward (q - p) + reverse q (log q - log p - KL(q || p))] + ce (softmax(z) - onehot(t))
 
-written over z. Rows with t < 0 give zero for both. As plain torch this is some twenty arrays of [rows, vocabulary] in
-fp32; here a chunk of logits of each model is all there is, read in three sweeps (two without `reverse`) over rows
-that stay in cache.
+written over z. Rows with t < 0 give zero for both. Plain torch makes some twenty fp32 arrays of [rows, vocabulary]; the
+kernel reads a chunk of logits of each model in three sweeps (two without `reverse`) over rows that stay in cache.
 """
 
 from __future__ import annotations

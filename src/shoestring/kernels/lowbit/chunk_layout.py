@@ -61,8 +61,7 @@ class ChunkLayout:
 
 
 def aligned(x_MK: Tensor) -> Tensor:
-    """x itself where 16-byte copies can read its rows, else a copy. (`contiguous` would keep a view whose first row is
-    not aligned.)"""
+    """x itself where 16-byte copies can read its rows, else a copy. (`contiguous` would keep a misaligned view.)"""
     if x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0 and x_MK.data_ptr() % 16 == 0:
         return x_MK
     return x_MK.clone(memory_format=torch.contiguous_format)
@@ -101,7 +100,7 @@ def _field(bits: int, j: int, i: int) -> list[tuple[int, int]]:
         return [(j, 4 * i + n) for n in range(4)]
     if bits == 2:
         return [(j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)]
-    # The lower bits as with 2 bits, the third apart.
+    # The lower two bits as with 2 bits; the third in words of its own.
     two = [(j // 2, j % 2 * 8 + 2 * i + n) for n in range(2)]
     shift = (2, 4, 3, 5)[i] if j // 2 % 2 == 0 else (6, 8, 7, 9)[i]
     return [*two, (4 + j // 4, j % 2 * 8 + shift)]

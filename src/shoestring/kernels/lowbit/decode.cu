@@ -1,5 +1,5 @@
-// Codes of 2, 3 and 4 bits to pairs of floats in the registers of a lane. Not a file of its own to compile: it is put in
-// front of few_rows.cu, many_rows.cu and decode_dense.cu.
+// Codes of 2, 3 and 4 bits to pairs of floats in the registers of a lane. Compiled in front of few_rows.cu, many_rows.cu and
+// decode_dense.cu.
 //
 // Macros given by the caller:
 //   BITS 2,3,4   TABLE 0 integers (scale, zero), 1 levels from a table   TWO 1: one scale per sign (TABLE only)
@@ -14,7 +14,7 @@
 #define RS (TABLE ? 1 : BITS == 4 ? (HALF ? 16 : 1) : 4)
 #define LUT_BYTES (TABLE ? 128 * (BITS == 4 ? 256 : BITS == 3 ? 128 : 16) : 0)
 
-// times one: the multiplier has nothing else to do, the integer unit, where max runs, has
+// by a product with one: the multiplier is idle, while max would use the busy integer unit
 INLINE u32 relu2(u32 a) { return mul_relu2(a, HALF ? 0x3c003c00u : 0x3f803f80u); }
 INLINE float scale_float(u32 bits) { return SBF16 ? __uint_as_float(bits << 16) : half_float(bits & 0xffff); }
 
@@ -48,7 +48,7 @@ INLINE void decode(u32* a, const u32* w, const int j, const u32 magic) {
     a[0] = field(v >> s, 0x00030003, magic), a[1] = field(v >> s, 0x000c000c, magic);
     a[2] = field(v >> (s + 4), 0x00030003, magic), a[3] = field(v >> (s + 4), 0x000c000c, magic);
 #else
-    // Two bits as above; the third is where a turn of the last words brings it above them.
+    // Two bits as above; a rotation of the last words puts the third bit above them.
     const u32 v = w[j / 2] >> (j % 2 * 8), u = w[j / 2] >> (j % 2 * 8 + 4);
     const int turn = j % 2 * 8 + (j / 2 % 2 ? 4 : 0);
     const u32 top = rotate(w[4 + j / 4], turn), next = rotate(w[4 + j / 4], turn + 1);
@@ -79,13 +79,13 @@ INLINE u32 pair_word(const u32* w, const int p) {
 #endif
 }
 INLINE u32 pair_index(const u32* w, const int p) { return pair_word(w, p) & INDEX_MASK; }
-// The table is at the start of shared memory; 4 * lane is its column of a lane. A warp makes every `warps`-th entry. It asks
-// for the levels ahead of its weights, because they would arrive behind them, and puts them where its first entry will be.
+// The table is at the start of shared memory; lane's column is at 4 * lane. A warp makes every `warps`-th entry. It loads the
+// levels before its weights, which would delay them, to the place of its first entry.
 INLINE void ask_for_levels(const float* table, const int warp, const int lane) {
     if (warp < ENTRIES && lane < 1 << BITS) copy_word_async(shared_address(smem) + warp * 128 + lane * 4, table + lane);
     commit();
 }
-INLINE void make_pairs(const int warp, const int warps, const int lane) {  // once the levels are there
+INLINE void make_pairs(const int warp, const int warps, const int lane) {  // after the levels have arrived
     if (warp >= ENTRIES) return;
     const float* const level = (const float*)(smem + warp * 128);
     auto pair = [&](const int e) { return narrow(level[e & ((1 << BITS) - 1)]) | (u32)narrow(level[e >> SECOND & ((1 << BITS) - 1)]) << 16; };

@@ -1,7 +1,7 @@
-// The whole weight in bf16 or fp16, rounded once: chunks of kernels/lowbit/chunk_layout.py to rows. (decode.cu stands in
-// front of this file.)
+// The whole weight in bf16 or fp16, rounded once: chunks of kernels/lowbit/chunk_layout.py to rows. (Compiled
+// behind decode.cu.)
 //
-// A warp takes one chunk at a time; its 16 x 128 values meet in shared memory and leave as rows of 256 bytes.
+// A warp takes one chunk at a time, gathers its 16 x 128 values in shared memory and writes them as rows of 256 bytes.
 #define DENSE_WARPS 8
 extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) lowbit_dense(
     const char* __restrict__ W, u16* __restrict__ D, const float* __restrict__ table, int K, int first_tile, int chunks,

@@ -2,9 +2,9 @@
 // (Compiled behind instructions.cu, decode.cu and few_rows_x.cu: assembly, decoding of weights, loading of x.)
 //
 // Weights are the A operand of the tensor cores (16 output rows), activations the B operand, so 8 columns of activations
-// cost one instruction. Each weight is read once from memory; nothing else may take longer than that. Measured: the
-// instructions that decode weights take longer, so there are few of them; and two blocks of one kernel on an SM do,
-// because the hardware spreads them unevenly, so a block has an SM for itself.
+// cost one instruction. Each weight is read once from memory, and this should be the bottleneck. Measured: decoding is slower
+// unless it takes few instructions, and so are two blocks of one kernel on an SM, because the hardware spreads them
+// unevenly; so a block has an SM for itself.
 //
 //  - every warp streams its row tiles through a ring of its own in shared memory, DEPTH chunks long, and decodes in
 //    registers; the main loop has no block barrier while all of x is in shared memory.
@@ -13,8 +13,8 @@
 //    Sums of x's digits by group turn zero points into one product per group.
 //  - otherwise codes become pairs of floats (decode.cu). x comes through registers where it is small (XREG: normalised
 //    and summed by group on the way), or by bulk copies in panels, double-buffered.
-//  - inputs are split over the KW warps of a block and the blocks of a cluster (split-K). Partial sums meet in the rings,
-//    which are free by then, and are added in a fixed order: the result does not depend on timing.
+//  - inputs are split over the KW warps of a block and the blocks of a cluster (split-K). Partial sums go to the
+//    rings, which are free by then, and are added in a fixed order: the result does not depend on timing.
 //  - programmatic dependent launch: the grid may start while its predecessor drains. Rings are filled first; x and the
 //    residual are read after grid_wait().
 //  - HALF_SM_REGS: a block takes half of an SM, so that blocks of two kernels share it and the weights of the next kernel

@@ -1,12 +1,12 @@
-"""One to sixteen rows times weights of 2, 3 or 4 bits, fused with what surrounds the product (few_rows.cu).
+"""One to sixteen rows times weights of 2, 3 or 4 bits, fused with the operations around the product (few_rows.cu).
 
     y = [norm] x W^T [+ bias] [swiglu] [+ residual]          arguments and definition: kernels/gemv/row_linear.py
 
-At this size a product only has to read W; what is left to gain is latency: starting blocks, loading x, summing.
-A plan (`FewRowsPlan`) gives a block a whole SM, or half of one (`half_sm`): then a block of the next kernel shares the
-SM and fetches its weights meanwhile. Two blocks of the same kernel on one SM would take twice as long while another SM
-is idle, and the hardware does place them so. Therefore launches alternate between two shapes of which no two of a kind
-fit on an SM: one with more than half of the shared memory, one with more than half of the registers.
+At this size a product only has to read W; the rest is latency: starting blocks, loading x, summing. A plan
+(`FewRowsPlan`) gives a block a whole SM, or half of one (`half_sm`), so that a block of the next kernel shares the SM
+and fetches its weights meanwhile. The hardware may place two blocks of the same kernel on one SM and leave another
+idle, which doubles the time. Launches therefore alternate between two shapes, of which no two alike fit on an SM: one
+with more than half of the shared memory, one with more than half of the registers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FewRowsPlan:
         return self.shared_bytes(layout, rows, width, norm) <= limit
 
     def runs(self, layout: ChunkLayout, rows: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits) -> bool:
-        """Whether the kernel can run by this plan with a norm in front or SwiGLU behind."""
+        """Whether the kernel can run with this plan, with a norm before or SwiGLU behind the product."""
         if self.panel % self.k_warps or (norm and (self.panel or self.split > 1)):
             return False
         if swiglu and self.row_warps * self.tiles % 2:
@@ -107,8 +107,8 @@ def row_class(rows: int) -> int:
 def rule(
     layout: ChunkLayout, rows: int, out: int, width: int, norm: bool, swiglu: bool, limits: DeviceLimits = H200
 ) -> FewRowsPlan:
-    """One block per SM where the rows allow it, short rings, two row tiles per warp for few rows, and all of x at once
-    where it is small. int8_mma where the shifts that it saves outweigh splitting x, which every block does."""
+    """One block per SM where possible, short rings, two row tiles per warp for few rows, and all of x at once where it
+    is small. int8_mma where it saves more than splitting x into digits costs every block."""
     tiles, chunks = ceil_div(out, CHUNK_ROWS), ceil_div(width, CHUNK_WIDTH)
     wanted = max(1, min(14, ceil_div(tiles, limits.num_sms)))  # row tiles of a block
     int8_mma = int(not layout.table and rows <= 4 and 8 * rows <= 15 * wanted)
@@ -137,7 +137,7 @@ def half_sm_rule(
     row_warps = ceil_div(wanted, pair)
     k_warps = even_k_warps(16 // row_warps, chunks)
     if row_warps * pair > 7 and layout.bits > 2:
-        k_warps = 1  # much work for a warp: a long ring is worth more than a second warp
+        k_warps = 1  # a long ring gains more than a second warp
     for depth in (6, 5, 4, 3) if k_warps == 1 else (5, 4, 3):
         plan = FewRowsPlan(row_warps, k_warps, pair, depth, int8_mma=1, half_sm=1)
         if plan.fits(layout, rows, width, norm, limits):
@@ -152,7 +152,7 @@ def even_k_warps(most: int, chunks: int) -> int:
 
 
 def plan_key(layout: ChunkLayout, rows: int, out: int, width: int, step: bool = False) -> str:
-    """`step`: between other kernels of a decoding step, with a norm, SwiGLU or residual."""
+    """`step`: inside a decoding step, with a norm, SwiGLU or residual."""
     return f"{layout.label} rows<={row_class(rows)} {out}x{width}{' step' if step else ''}"
 
 
@@ -167,8 +167,8 @@ def choose_plan(
     residual: bool = False,
     limits: DeviceLimits = H200,
 ) -> FewRowsPlan:
-    """The plan for x [rows, width] and a weight [out, width]: measured where there is one, else by rule, with the
-    fields that SHOESTRING_LOWBIT_PLAN overrides."""
+    """The plan for x [rows, width] and a weight [out, width]: measured, else by rule; SHOESTRING_LOWBIT_PLAN overrides
+    fields."""
     rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
     step = norm or swiglu or residual
     plan = rule(layout, rows, out, width, norm, swiglu, limits)
@@ -186,25 +186,25 @@ def choose_plan(
 
 
 # -- blocks of two kernels on one SM ---------------------------------------------------------------------------
-# An SM has four parts with a fourth of its registers each; the warps of a block go to them in turn.
+# An SM has four partitions with a fourth of its registers each; the warps of a block go to them in turn.
 def more_than_half(limits: DeviceLimits = H200) -> int:
-    """Bytes of shared memory of which two blocks do not fit on an SM."""
+    """Bytes of shared memory with which two blocks do not fit on an SM."""
     return limits.shared_per_sm // 2 + 2 * BLOCK_RESERVED
 
 
 def less_than_half(limits: DeviceLimits = H200) -> int:
-    """Bytes of shared memory of a block that fits beside one with `more_than_half`."""
+    """Bytes of shared memory of a block that still fits beside one with `more_than_half`."""
     return limits.shared_per_sm - more_than_half(limits) - 2 * BLOCK_RESERVED
 
 
 def half_sm_registers(warps: int, limits: DeviceLimits = H200) -> int:
-    """Registers that a thread may use so that blocks of both shapes fit: see half_sm_warps."""
+    """Registers per thread with which one block of each shape fits: see half_sm_warps."""
     return limits.registers_per_sm // 4 // (2 * ceil_div(warps, 4) + 1) // 32 // 8 * 8
 
 
 def half_sm_warps(registers: int, limits: DeviceLimits = H200) -> tuple[int, int]:
-    """Warps of the shape that takes shared memory and of the one that takes registers, for so many registers per
-    thread: one of each fits, two of the second do not."""
+    """Warps of the shape with more shared memory and of the one with more registers: one of each fits, two of the
+    second do not."""
     places = limits.registers_per_sm // 4 // (ceil_div(registers, 8) * 8 * 32)
     many = places // 2 + 1
     return 4 * (places - many), 4 * many
@@ -214,7 +214,7 @@ _turns = itertools.cycle((False, True))
 
 
 def restart_turns() -> None:
-    """The next half-SM launch takes the first of the two shapes: so that captured graphs are alike."""
+    """Start again with the first of the two shapes, so that captured graphs are alike."""
     global _turns
     _turns = itertools.cycle((False, True))
 

@@ -1,14 +1,13 @@
 """A few rows times weights of 8 bits with one scale and one zero per row: y = x ((q - zero) * scale)^T [+ bias].
 
-It multiplies with a head of `int8:g0` for several requests, or for drafts to verify. Without a kernel the weight is
-decoded at every product, which writes and reads four bytes for each of its own. Bytes minus 128 are exact in 16 bits,
-so products are those of integers and sums are in fp32:
+For a head of `int8:g0` with several requests, or with drafts to verify. Decoding the weight at every product would
+write and read four bytes for each of its own. Bytes minus 128 are exact in 16 bits, so products are those of integers
+and sums are in fp32:
 
     y = (x (q - 128)^T - (zero - 128) sum(x)) * scale
 
-One row has a kernel of its own, with the norm in front (kernels/gemv/row_linear.py).
-
-Left out: groups along the inputs; more rows than MOST_ROWS, where decoding first costs little beside the product.
+One row has its own kernel, with the norm fused (kernels/gemv/row_linear.py). Above MOST_ROWS decoding first costs
+little beside the product.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -61,21 +60,8 @@ def int8_linear(
     assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
     out_MN = torch.empty(num_rows, num_out, device=x_MK.device, dtype=out_dtype or x_MK.dtype)
     _int8_linear_kernel[(-(-num_out // OUTS),)](
-        x_M4J,
-        codes_NK.view(torch.int32),
-        scale_N,
-        zero_N,
-        x_M4J if bias is None else bias,
-        out_MN,
-        num_rows,
-        num_out,
-        WORDS=num_in // 4,
-        ROWS=max(16, 1 << (num_rows - 1).bit_length()),
-        OUTS=OUTS,
-        BLOCK=BLOCK,
-        BIAS=bias is not None,
-        **pdl_options(x_MK),
-        num_warps=WARPS,
-        num_stages=4,
-    )
+        x_M4J, codes_NK.view(torch.int32), scale_N, zero_N, x_M4J if bias is None else bias, out_MN, num_rows, num_out,
+        WORDS=num_in // 4, ROWS=max(16, 1 << (num_rows - 1).bit_length()), OUTS=OUTS, BLOCK=BLOCK,
+        BIAS=bias is not None, **pdl_options(x_MK), num_warps=WARPS, num_stages=4,
+    )  # fmt: skip
     return out_MN

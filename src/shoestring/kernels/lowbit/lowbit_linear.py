@@ -2,14 +2,14 @@
 
     integers    w = (q - zero) * scale           tables    w = T[q] * (scale of T[q]'s sign)
 
-Three ways to the same result (within the rounding of x's dtype; tests and bench hold each to twice the error of
+Three paths to the same result within the rounding of x's dtype (tests and benchmarks allow each twice the error of
 `F.linear` on the decoded weight):
 
     chunks   CUDA C++ through NVRTC (sm_90 and later), weights in the order of kernels/lowbit/chunk_layout.py. Up to
-             16 rows: kernels/lowbit/few_rows.py, with what stands around the product (`lowbit_row_linear`). On sm_90
-             from 9 rows on, without that: kernels/lowbit/many_rows.py. More than 16 on later chips: the weight is
-             decoded into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
-    parts    Triton, from the stored parts as they are: where NVRTC or the GPU is not up to it. Up to MOST_ROWS rows.
+             16 rows: kernels/lowbit/few_rows.py, fused with the operations around it (`lowbit_row_linear`). On sm_90
+             from 9 rows on, unfused: kernels/lowbit/many_rows.py. More than 16 on later GPUs: the weight is decoded
+             into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS.
+    parts    Triton, from the stored parts: where NVRTC is missing or the GPU is older. Up to MOST_ROWS rows.
     plain    decode and F.linear: everything else, and the definition.
 """
 
@@ -84,7 +84,7 @@ def _cuda_usable(device: int) -> bool:
 
 
 def chunks_usable(t: Tensor) -> bool:
-    """Whether weights on t's device are worth laying out in chunks."""
+    """Whether the CUDA kernels run on t's device, so that weights should be laid out in chunks."""
     return t.is_cuda and _cuda_usable(t.device.index or 0)
 
 
@@ -139,8 +139,8 @@ def lowbit_row_linear(
     residual_1N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Few rows with what stands around the product, as gemv/row_linear.py has it for dense weights: RMSNorm of x in
-    front, SwiGLU behind (the rows of W are gate rows, then up rows), a residual of y's shape added in fp32."""
+    """Few rows, fused as gemv/row_linear.py is for dense weights: RMSNorm of x, SwiGLU (the rows of W are gate rows,
+    then up rows), a residual added in fp32."""
     around: dict[str, Any] = {
         "norm_K": norm_K,
         "eps": eps,

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """The kernel of kernels/lowbit/lowbit_linear.py that reads a Format's stored parts as they are.
 
-Eight codes of b bits are b bytes. A block loads each byte once per code it carries, which costs more arithmetic than
-the CUDA kernel's layout, and needs nothing but Triton.
+Eight codes of b bits are b bytes. A block loads each byte once per code in it: more arithmetic than with the CUDA
+kernels' layout, but only Triton is needed.
 """
 
 import triton

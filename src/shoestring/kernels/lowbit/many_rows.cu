@@ -17,7 +17,7 @@
 //  - with SPLIT 1 a block goes on to the next tile, whose weights and activations are fetched meanwhile.
 //  - the grid may start while its predecessor drains: weights first, x only after griddepcontrol.wait.
 //
-// What counts are instructions: 225 for the 16 x 128 weights of a chunk at 4 bits, 120 of which decode.
+// The instruction count is the bottleneck: 225 for the 16 x 128 weights of a chunk at 4 bits, 120 of which decode.
 //
 // Tried and slower: weights through the copy engine as well (a fifth; one warp then fetches everything, and the loop has a
 // fifth fewer instructions all the same), weights straight into registers, two or three chunks ahead (a tenth fewer
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 32 + 128, 1) lowbit_man
     const u32 key = magic_register();
 #endif
     __syncthreads();
-    if (SPLIT > 1 && !OVERLAY) cluster_arrive();  // once all blocks are there, sums may be sent to them
+    if (SPLIT > 1 && !OVERLAY) cluster_arrive();  // after all blocks have started, sums may be sent to them
 
     if (warp >= CONSUMERS) {  // ---- x -----------------------------------------------------------------------
         if (MORE) fewer_registers<24>();

@@ -1,8 +1,8 @@
 """Weights of 2, 3 or 4 bits times tens to thousands of rows on sm_90: `wgmma` with the weights from registers.
 
-The kernel is kernels/lowbit/many_rows.cu, compiled behind kernels/lowbit/decode.cu. This file writes the instruction
-out for a number of columns, describes the activations to TMA (the tensor map), and chooses a plan. Same chunks and,
-within rounding, same result as the other paths of kernels/lowbit/lowbit_linear.py; for one plan the same bits always.
+The kernel is kernels/lowbit/many_rows.cu, compiled behind kernels/lowbit/decode.cu. This file generates the instruction
+for a number of columns, encodes the tensor map of the activations (TMA), and chooses a plan. Same chunks and, within
+rounding, same result as the other paths of kernels/lowbit/lowbit_linear.py; one plan always gives the same bits.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class ManyRowsPlan:
         return self.groups * 128 + 128
 
     def more_registers(self, limits: DeviceLimits = H200) -> int:
-        """Registers of a thread that multiplies when the warpgroup that fetches keeps only 24; 0: no more."""
+        """Registers of a multiplying thread when the fetching warpgroup keeps only 24; 0: no gain."""
         each = min(255, limits.registers_per_sm // self.threads) // 8 * 8
         more = min(240, (each * (self.groups + 1) - 24) // self.groups // 8 * 8)
         return more if more > each else 0
 
     def sizes(self, layout: ChunkLayout) -> tuple[int, int, int]:
-        """Bytes of shared memory: table and barriers, rings, sums that come from the rest of a cluster."""
+        """Bytes of shared memory: table and barriers, rings, sums from the other blocks of a cluster."""
         lut = layout.pair_table_bytes
         rings = self.stages * self.tile * 2 * BOX_WIDTH + self.groups * 4 * self.depth * layout.chunk_bytes
         sums = (self.split - 1) * ceil_div(self.tile // 8, self.split) * self.groups * 128 * 16
@@ -108,27 +108,27 @@ class ManyRowsPlan:
         return self.shared_bytes(layout, limits) <= limits.shared_per_block
 
     def items(self, rows: int, out: int) -> int:
-        """Tiles in all."""
+        """The number of tiles."""
         return ceil_div(out, self.groups * GROUP_ROWS) * ceil_div(rows, self.tile)
 
     def grid(self, rows: int, out: int, num_sms: int = H200.num_sms) -> tuple[int, int, int]:
-        """Without a split the kernel is persistent: one block per SM, which goes on to the next tile."""
+        """Without a split the kernel is persistent: one block per SM, which loops over tiles."""
         items = self.items(rows, out)
         return self.split, items if self.split > 1 else min(items, num_sms), 1
 
 
-# Plans that `python -m benchmarks.lowbit_gemm --tune` measured. Their `tile` is that of the most rows of their key.
+# Measured by `python -m benchmarks.lowbit_gemm --tune`; `tile` is that of the most rows of the key.
 PLANS = PlanTable("many_rows", ManyRowsPlan, shipped=SOURCES / "lowbit" / "many_rows_plans.json")
 
 
 def tile_rows(rows: int) -> int:
-    """Rows of a tile for x with so many rows: all of them, or the least equal parts of at most 256."""
+    """Rows of a tile: all rows of x, or the fewest equal parts of at most 256."""
     parts = ceil_div(rows, TILES[-1])
     return next(tile for tile in TILES if tile * parts >= rows)
 
 
-# Clusters of so many blocks that run at once on an H200. A cluster stays inside one of the chip's eight GPCs, so large
-# ones leave SMs idle: of 33 clusters of 4, 30 were seen to run together; 22 of 5; not 43 of 3; not 16 of 7.
+# By blocks per cluster: clusters that run at once on an H200, as measured. A cluster stays inside one of the chip's
+# eight GPCs, so large ones leave SMs idle.
 CLUSTERS = {1: H200.num_sms, 2: 66, 3: 42, 4: 30, 5: 22, 6: 18, 7: 14, 8: 14}
 
 

@@ -9,12 +9,9 @@ bit first; there is no padding between codes. 8 codes of b bits are therefore ex
     4 bits   byte 0 = c0 | c1<<4
     8 bits   byte 0 = c0
 
-The last dim must be a multiple of 8, so a row always ends on a byte and a cut at a multiple of 8 codes cuts
-bytes. This is the same stream as the 32-bit words of compressed-tensors' "pack-quantized" on a little-endian
-machine.
-
-Left out on purpose: layouts that a GPU kernel would rather read. A kernel repacks when it prepares its
-operands.
+The last dim must be a multiple of 8, so that a row ends on a byte and a cut at a multiple of 8 codes is between bytes.
+This is the same stream as the 32-bit words of compressed-tensors' "pack-quantized" on a little-endian machine. Kernels
+repack it into their own order.
 """
 
 from __future__ import annotations

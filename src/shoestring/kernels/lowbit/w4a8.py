@@ -3,17 +3,15 @@
     y = x W^T,  W[n, k] = (q[n, k] - z[n, g]) * s[n, g],  g the group of k
     x' = x rounded, row by row, to 256 levels between its smallest and its largest value (and 0)
 
-`_dyn_quant_matmul_4bit` (KleidiAI on Arm, a portable loop elsewhere) multiplies x' with 4-bit codes -8..7 and
-a scale per group of 32k weights or per row, in integers. Everything else is arranged around it:
+`_dyn_quant_matmul_4bit` (KleidiAI on Arm, a portable loop elsewhere) multiplies x' with 4-bit codes -8..7 and a scale
+per group of 32k weights or per row, in integers:
 
     2, 3 bits   q - z fits -7..7: one plane
     4 bits      q - 8, and where z is not 8 the rest, sum_g (8 - z) s sum_{k in g} x[k], in fp32
     8 bits      q = 16 h + l: two planes, h - 8 with scale 16 s and l - 8 with scale s, and the rest as above
 
-This is another function than x W^T: it is only used where somebody asked for it. `error_bound` says how far it
-may be off: a level of x for every weight, and the scales of groups, which the Arm kernel takes as
-bfloat16 (a scale per row stays fp32; bfloat16 scales are exact). With other scales the operator takes the
-portable loop, which is what other processors have.
+This is not x W^T, so it is opt-in. `error_bound`: a level of x for every weight, plus the rounding of group scales,
+which the Arm kernel takes as bfloat16 (a scale per row stays fp32). Other scale dtypes take the portable loop.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ import torch
 from torch import Tensor
 
 GROUP_STEP = 32  # groups the operator takes are multiples of this
-ROUGH = 0.05  # an operator that is off by more than this on the probe computes something else
+ROUGH = 0.05  # relative error on the probe above which the operator is wrong
 
 
 class Operands(NamedTuple):
     """A weight [out, in] as the operator takes it."""
 
     planes: tuple[Tensor, ...]
-    rest_GN: Tensor | None  # what the planes leave out, to be multiplied with the sums of x over groups
+    rest_GN: Tensor | None  # the rest; multiplies the sums of x over groups
     group: int
     width: int
     rows: int
@@ -95,7 +93,7 @@ def w4a8_ref(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 def error_bound(x_TK: Tensor, w_NK: Tensor, scale_NG: Tensor) -> Tensor:
     """How far w4a8 may be from x W^T, [T, out]."""
     groups = scale_NG.shape[1]
-    # What is multiplied with x' lies within 8 scales, of either sign, whatever the zero point.
+    # The factors of x' are within 8 scales, whatever the zero point.
     reach = 8 * scale_NG.float().abs().repeat_interleave(w_NK.shape[1] // groups, 1)
     reach = torch.maximum(reach, w_NK.abs())
     of_scale = 0.0 if groups == 1 else 2.0**-8
@@ -104,9 +102,8 @@ def error_bound(x_TK: Tensor, w_NK: Tensor, scale_NG: Tensor) -> Tensor:
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this machine cannot multiply this way, or None: torch's operators are tried on a small product, by
-    themselves, so that a mistake of `pack_operands` or `w4a8` is not taken for one of the machine.
-    """
+    """Why this machine cannot multiply this way, or None. Tries torch's operators on a small product, without
+    `pack_operands` and `w4a8`, whose defects would otherwise look like the machine's."""
     if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
         return f"torch {torch.__version__} has no operator for it; use torch 2.11 or newer"
     generator = torch.Generator().manual_seed(0)

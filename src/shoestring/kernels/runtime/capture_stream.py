@@ -1,7 +1,7 @@
 """One stream per GPU for captures of CUDA graphs and for the warm-up before them.
 
-torch hands out its 32 streams in turn, and every stream that a matrix product runs on gets a workspace of its own,
-32 MiB on a Hopper GPU, which is never freed. A new stream for every capture added up to a gigabyte.
+torch hands out its 32 streams in turn, and every stream that runs a matrix product gets its own workspace, 32 MiB on a
+Hopper GPU, which is never freed. A new stream per capture added up to a gigabyte.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Programmatic dependent launch: a kernel that starts while the one before it still runs.
+"""Programmatic dependent launch (PDL): a kernel that starts while the previous one still runs.
 
-On Hopper and later a kernel may be launched early and wait inside for the results of the one before
-(griddepcontrol). What does not depend on those results (a weight's first tile, say) is loaded while waiting, and the
-gap between two kernels disappears. The kernels of a decoding step take a constexpr PDL and then
+On Hopper and later a kernel may be launched early and wait inside for the results of the one before (griddepcontrol).
+Loads that do not depend on those results (a weight's first tile, say) overlap with the wait, and the gap between two
+kernels disappears. The kernels of a decoding step take a constexpr PDL and call
 
     gdc_launch_dependents()   the next kernel may start
     ...                       loads of what no kernel of this step writes
-    gdc_wait()                from here on, everything launched before is done and visible
+    gdc_wait()                everything launched before has finished and is visible
 
-Every kernel that is launched this way waits, so being done is passed down the line.
+Every kernel launched this way waits, so the guarantee is transitive.
 """
 
 from __future__ import annotations

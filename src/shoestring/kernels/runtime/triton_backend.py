@@ -1,8 +1,7 @@
-"""Whether a Triton kernel may run on a tensor, decided in one place.
+"""Whether a Triton kernel may run on a tensor.
 
-On a GPU: yes, if triton imports. On a CPU: only under TRITON_INTERPRET=1, which is how kernels are tested
-without one. Where triton is missing on a GPU the reference runs instead; that is said once, and
-SHOESTRING_STRICT=1 makes it an error.
+On a GPU: if triton imports. On a CPU: only under TRITON_INTERPRET=1, which is how kernels are tested without a GPU.
+Where triton is missing on a GPU the reference runs, with one warning; SHOESTRING_STRICT=1 makes it an error.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
 def of_the_machine(answer: Answer) -> Answer:
-    """Marks a function whose answer depends on the machine alone: a constant to torch.compile, not something to trace
-    or to break a graph for. What torch.compiler.assume_constant_result does, but for importing the compiler, which
-    takes seconds.
+    """Marks a function whose result depends on the machine alone as a constant for torch.compile. Same as
+    torch.compiler.assume_constant_result, without importing the compiler, which takes seconds.
     """
     answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return answer

@@ -1,7 +1,7 @@
-"""Gumbel noise as a function of (seed, position, index): no generator, no state.
+"""Gumbel noise as a function of (seed, position, index), without a generator's state.
 
 A row is the output of a SplitMix64 generator whose state is a hash of (seed, position), read at counter index + 1, so
-any entry of it can be had alone.
+that any entry can be computed alone.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; `>>` on int64 drags the sign along."""
+    """Logical right shift; `>>` on int64 keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

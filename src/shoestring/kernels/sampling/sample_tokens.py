@@ -1,20 +1,20 @@
 """Sampling of tokens: one per row, from logits, settings in tensors, and (seed, position).
 
-A token is argmax(logits / temperature + Gumbel noise) over the tokens that top_k, top_p and min_p keep, as
-serve/engine/sampling.py defines them; a row with temperature 0 takes its likeliest token. The noise is a hash of
-(seed, position, index), so there is no state.
+A token is argmax(logits / temperature + Gumbel noise) over the tokens that top_k, top_p and min_p keep
+(serve/engine/sampling.py defines them); temperature 0 takes the likeliest token. The noise is a hash of (seed,
+position, index), so there is no state.
 
-In torch this is a sort of all logits and some thirty passes over them in 64 bits; with many rows it takes longer than
+In torch this is a sort of all logits and some thirty passes over them in 64 bits; with many rows that takes longer than
 all layers of a small model. The kernels read a row a few times instead:
 
     argmax     the largest logit of every piece of a row (kernels/gemv/embed_argmax.py)
-    limit      with cuts: how far below the largest logit a kept one may be. top_p keeps the tokens that have less than
-               top_p of the mass above them, top_k those with fewer than k above them. Both grow with the distance, so
-               the limit is found without a sort: two bits of it in every pass over the row
+    limit      with cuts: how far below the largest logit a kept one may be. top_p keeps the tokens with less than top_p
+               of the mass above them, top_k those with fewer than k above them. Both grow with the distance, so the
+               limit is found without a sort: two bits of it in every pass over the row
     best       the best of every piece of a row with its noise, then of all pieces
 
-The mass is summed in another order than after a sort, so a token at the edge of top_p, within a millionth, may fall on
-the other side. Everything else equals the reference. On a CPU sample_tokens_cpu.py does less work instead.
+The mass is summed in another order than after a sort, so a token within a millionth of the edge of top_p may differ
+from the reference. Everything else is equal. A CPU uses sample_tokens_cpu.py, which does less work.
 
 Shapes: R rows, V vocabulary.
 """
@@ -99,7 +99,7 @@ def logit_thresholds(scaled_RV: Tensor, parameters_4R: Tensor) -> Tensor:
 
 
 def _by_row(logits_RV: Tensor) -> bool:
-    """Whether sample_tokens_cpu.py is faster; on a GPU it would synchronize for every row."""
+    """Whether to use sample_tokens_cpu.py: on a GPU it would synchronize for every row."""
     return not logits_RV.is_cuda and logits_RV.shape[-1] >= LEAST_VOCAB
 
 

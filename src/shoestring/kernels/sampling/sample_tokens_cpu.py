@@ -1,9 +1,9 @@
 """Sampling of tokens on a CPU, row by row, with little work for most of the vocabulary (see sample_tokens.py).
 
-The logarithms of the noise and the sort of top_p take long beside a step of a small model. But few tokens can win:
+The logarithms of the noise and the sort of top_p are slow beside a step of a small model, and few tokens can win:
 
-    noise      -log(-log u) is at most -log(1 - u), and that is at most a straight line through the exponent and the
-               mantissa of the number 1 - u. Tokens whose bound is below the exact value of another need no logarithm
+    noise      -log(-log u) <= -log(1 - u) <= a straight line through the exponent and the mantissa of 1 - u. Tokens
+               whose bound is below the exact value of another need no logarithm
     top_p      the likeliest tokens are found without sorting the rest; mostly they hold the mass
 
 Shapes: K tokens that may be sampled, V vocabulary.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoestring.kernels.sampling.noise import gumbel, uniform_bits
 
-LEAST_VOCAB = 4096  # below, a few more passes over a row cost less than many calls
+LEAST_VOCAB = 4096  # below this, plain torch is faster
 _FIRST = 256  # likeliest tokens that top_p tries first
 _CLOSE = 0.5  # distance to the largest bound within which values are computed first
 _SLACK = 1e-4  # far above the fp32 rounding error of a value that can win
@@ -44,7 +44,7 @@ def sample_tokens_cpu_(
 
 
 def _winner(scaled_K: Tensor, index_K: Tensor | None, seed_1: Tensor, position_1: Tensor) -> int:
-    """The token with the best logit and noise. Where `index_K` is None the tokens are all of them."""
+    """The token with the best sum of logit and noise; `index_K` None: the whole vocabulary."""
     at_K = torch.arange(len(scaled_K)) if index_K is None else index_K
     bits_K = uniform_bits(seed_1, position_1, at_K)[0]
     most_K = scaled_K + _most_noise(bits_K)
@@ -52,7 +52,7 @@ def _winner(scaled_K: Tensor, index_K: Tensor | None, seed_1: Tensor, position_1
         return 0  # a row of NaN
 
     def best(enough: Tensor) -> tuple[Tensor, Tensor]:
-        """Of those whose bound is at least `enough`."""
+        """The best among those whose bound is at least `enough`."""
         near = (most_K >= enough).nonzero()[:, 0]
         value, place = (scaled_K[near].double() + gumbel(bits_K[near])).max(dim=0)
         return value, at_K[near[place]]
@@ -64,8 +64,8 @@ def _winner(scaled_K: Tensor, index_K: Tensor | None, seed_1: Tensor, position_1
 
 
 def _most_noise(bits: Tensor) -> Tensor:
-    """At least gumbel(bits), in fp32: -log(1 - u) with a 1 - u that is half a step too small, and with the chord from
-    each power of 2 to the next, which lies below the logarithm."""
+    """An upper bound of gumbel(bits), fp32: -log(1 - u), with 1 - u half a step too small and the logarithm replaced by
+    its chord between powers of 2, which lies below it."""
     rest = ((1 << 52) - 1 - bits).float()
     return (_OF_2_52 - rest.view(torch.int32)).float() * (math.log(2) / _OCTAVE)
 
@@ -81,8 +81,7 @@ def row_threshold(scaled_V: Tensor, top_k: int, top_p: float, log_min_p: float) 
 
 
 def _nucleus(scaled_V: Tensor, top_p: float) -> Tensor:
-    """The smallest logit with less than top_p of the mass above it. A token is kept while those before it sum to less
-    than top_p: the likeliest always is."""
+    """The smallest logit with less than top_p of the mass above it; the likeliest token is always kept."""
     vocab, num = len(scaled_V), _FIRST
     log_total = scaled_V.logsumexp(dim=0)
     while True:

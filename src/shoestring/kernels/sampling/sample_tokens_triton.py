@@ -13,8 +13,8 @@ def _row_peak(peaks, row, num_pieces, PIECES: tl.constexpr):
 
 @triton.jit
 def _distances(logits, row, start, peak, vocab, BLOCK: tl.constexpr):
-    """How far below the peak, and the same as bits: of numbers that are not negative these have the same order. Behind
-    the end of the row infinitely far, where there is no mass."""
+    """The distance below the peak, and its bits, which order non-negative floats alike. Infinite behind the end of the
+    row, where there is no mass."""
     i = start + tl.arange(0, BLOCK)
     value = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
     far = peak - value
@@ -28,7 +28,7 @@ def _mass(far, rate, COUNT: tl.constexpr):
 
 @triton.jit
 def _find_limit(logits, row, peak, vocab, rate, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest distance, as bits, below which lies less than `most`: two bits in every pass, the highest first."""
+    """The largest distance, as bits, with less than `most` below it: two bits in every pass, the highest first."""
     limit = tl.full((), 0, tl.uint32)
     bit = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):

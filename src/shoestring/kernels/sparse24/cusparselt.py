@@ -1,18 +1,17 @@
 """Sparse products on the tensor cores through cuSPARSELt: operands and products at 16 bits.
 
 cuSPARSELt multiplies a 2:4 matrix A [m, k] by a dense B [k, n] (row-major or transposed) into C [m, n]. A is one
-buffer: the kept values row-major [m, k/2], then 4 bits of metadata for each group of four (`first | second << 2`).
-The order of the metadata was read off the library (0.8.0, sm_90) by compressing matrices whose groups encode their
-own number: 64x64 blocks row by row, 64-bit words inside, each with eight groups of two rows (`nibble_order`).
+buffer: the kept values row-major [m, k/2], then 4 bits of metadata for each group of four (`first | second << 2`). The
+order of the metadata was found by compressing matrices whose groups encode their own number (library 0.8.0, sm_90):
+64x64 blocks row by row, 64-bit words inside, each with eight groups of two rows (`nibble_order`).
 torch._sparse_semi_structured_tile writes an older order, which this version misreads.
 
     pack          a matrix that is 2:4 along its rows, of any strides (so also W^T from W), in one pass
     pack_mvue     a gradient -> the operand of MVUE(dZ^T), drawn and packed in one pass (mvue.py)
     product       C = A B, or its transpose, by a given algorithm of the library
 
-Which algorithm, and whether a sparse product is worth it, is measured: cusparselt_table.py. FP8 is in
-cusparselt_fp8.py. Every function here is an operator of its own (torch.library), so that compiled models call it
-as it is.
+cusparselt_table.py measures which algorithm to use, and whether a sparse product is worth it. FP8 is in
+cusparselt_fp8.py. Every function is a custom operator (torch.library), so that compiled models can call it.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _(dz_NO: Tensor, row_numbers: Tensor, clocks: Tensor) -> Tensor:
 # -- products ------------------------------------------------------------------------------------------------
 @torch.library.custom_op("shoestring::product24", mutates_args=())
 def product(packed: Tensor, b_KN: Tensor, algorithms: list[int], transpose: bool = False) -> Tensor:
-    """A B in the dtype of B, fp32 sums; [m, n] contiguous, or its transpose [n, m], which costs nothing."""
+    """A B in the dtype of B, fp32 sums; [m, n] contiguous, or its transpose [n, m], at no cost."""
     by_columns = b_KN.stride(0) == 1
     if not by_columns and b_KN.stride(1) != 1:
         b_KN = b_KN.contiguous()

@@ -1,14 +1,14 @@
 """FP8 (E4M3) operands and products for the sparse tensor cores: cusparselt.py at eight bits.
 
 The operand of a 2:4 matrix A [m, k]: the kept bytes row-major [m, k/2], then the metadata, in another order than at
-16 bits (read off the library in the same way: cuSPARSELt 0.8.0, sm_90): blocks of 64 rows x 128 columns, 64-bit
+16 bits (found in the same way: cuSPARSELt 0.8.0, sm_90): blocks of 64 rows x 128 columns, 64-bit
 words inside, each with eight groups of two rows (`nibble_order_fp8`). B must be column-major. The library takes no
 E5M2 through torch, so a gradient that becomes an operand is E4M3 too.
 
     pack_fp8        a 2:4 matrix of E4M3 values
     pack_mvue_fp8   a gradient -> the operand of MVUE(dZ^T) times a factor, drawn, rounded and packed in one pass
     product_fp8     C = A B or its transpose, without scales: the caller multiplies (by powers of two, exactly)
-    transpose_fp8   a contiguous transpose of bytes: every FP8 product wants its summed dim innermost
+    transpose_fp8   a contiguous transpose of bytes: FP8 products need their summed dim innermost
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The library has some thirty algorithms, and its own choice is often a third slower than the best. `tune` measures all
 of them against the dense product for one (m, k, n) and dtype, and keeps the result in this machine's plan table
-(hardware/plan_table.py). `chosen_algorithms` reads it: the algorithms, or None where dense is faster. An algorithm
-whose result is off is never kept.
+(hardware/plan_table.py). `chosen_algorithms` reads it: the algorithms, or None where dense is faster. Algorithms with
+wrong results are left out.
 
-Algorithms round differently. `adopt` takes over what another process measured, so that all ranks of a run, and a run
+Algorithms round differently. `adopt` takes the measurements of another process, so that all ranks of a run, and a run
 that is resumed elsewhere, compute the same bits.
 """
 
@@ -30,15 +30,16 @@ from shoestring.kernels.sparse24.cusparselt_fp8 import E4M3
 
 MAX_ALGORITHMS = 64
 TURNS = 9  # of the best algorithms and the dense product, when a shape is measured
-# A sparse product must be this much faster than the dense one: packing its operand takes a few percent of it.
+# A sparse product must be this much faster than the dense one, because packing its operand takes a few percent.
 WORTH = 1.05
-# Shorter ones stay dense: torch plans a sparse product anew at every call, which takes the host 0.3 to 0.5 ms.
+# Shorter ones stay dense: torch plans a sparse product at every call, which takes 0.3 to 0.5 ms of host time.
 LEAST_MS = 0.4
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A product of a 2:4 [m, k] with a dense [k, n]: the best algorithms, and what they and the dense product take."""
+    """A product of a 2:4 [m, k] with a dense [k, n]: the best algorithms, and the times of these and the dense
+    product."""
 
     m: int
     k: int
@@ -86,7 +87,7 @@ Worthwhile = tuple[tuple[tuple[int, int, int], Algorithms], ...]
 
 @of_the_machine
 def _worth_it(dtype: torch.dtype) -> Worthwhile:
-    """Shapes and their algorithms. Not a dictionary: sizes may be symbols to a compiler, which can only be compared."""
+    """Shapes and their algorithms. Not a dict: a compiler's symbolic sizes can be compared, but not hashed."""
     return _find_worth_it(dtype)
 
 
@@ -109,17 +110,17 @@ def tune(m: int, k: int, n: int, dtype: torch.dtype) -> Measured | None:
 
 
 def adopt(found: Iterable[Measured]) -> None:
-    """Choose by these from now on, in place of what this process has read or measured for the same shapes."""
+    """Use these from now on, instead of what this process has read or measured for the same shapes."""
     TABLE.adopt({f.key: f for f in found}, _gpu())
 
 
 def table_file() -> Path:
-    """One for each GPU and version of torch."""
+    """The file of this GPU and version of torch."""
     return TABLE.own_file(_gpu())
 
 
 def read_table(path: Path) -> list[Measured]:
-    """What a run has kept: nothing where there is no such file, or, with a warning, what can be read of it."""
+    """The measurements in a file: none where there is no file; unreadable ones are left out with a warning."""
     return list(read_plans(path, Measured).values())
 
 
@@ -193,15 +194,15 @@ def best_algorithm(
 ) -> Timed:
     """The fastest algorithm that computes `want` (the first rows of A B).
 
-    Each is timed briefly, then the best few in turns with the dense product on a GPU that is warm by then: which one
-    wins, and by how much, changes with the clock rate that its power leaves.
+    Each is timed briefly, then the best few in turns with the dense product on a warm GPU: the ranking depends on the
+    clock rate, and that on the power limit.
     """
     scale = float(want.abs().max())
     first: list[tuple[float, int]] = []
     for algorithm in range(MAX_ALGORITHMS):
         try:
             got = sparse(algorithm, transpose)
-        except RuntimeError:  # there are no more
+        except RuntimeError:  # no more algorithms
             break
         # Some algorithms of some versions compute something else (pytorch issue 155333).
         got = got[:, : want.shape[0]].t() if transpose else got[: want.shape[0]]

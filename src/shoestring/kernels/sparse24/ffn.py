@@ -1,17 +1,17 @@
-"""What runs between the products of a gated 2:4 layer: pruned weights, the gate and its gradient, feature-major.
+"""The operations between the products of a gated 2:4 layer: pruned weights, the gate and its gradient, feature-major.
 
-Sparse products write their result feature-major, [features, tokens]. Everything here stays in that order, reads
-each tensor once and writes what the next product reads:
+Sparse products write their result feature-major, [features, tokens]. Everything here stays in that order, reads each
+tensor once and writes what the next product reads:
 
     prune_and_pack   master weights -> rounded to 16 bits, pruned, packed as W~ and as W~^T, or dense, in one pass;
                      the weights of gate and up become one operand [2F, D], so that one product serves both
     glu              Z [2F, N] -> H [F, N]
     glu_grad         Z, dH -> dZ [2F, N] and, with row numbers, the operand of MVUE(dZ) along the tokens
 
-`act` names a gate of kernels/activation/glu.py, which has the same for token-major tensors.
+`act` is a gate of kernels/activation/gates.py; glu.py there is the token-major version. The kernels need a GPU (or
+Triton's interpreter); operands are those of cusparselt.py, draws those of mvue.py, bit for bit.
 
-Shapes: N tokens, F inner width, D outer width. The kernels need a GPU (or Triton's interpreter); cusparselt.py
-defines an operand. Draws are those of mvue.py, bit for bit.
+Shapes: N tokens, F inner width, D outer width.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GRAD_ROWS, GRAD_GROUPS, GRAD_WARPS = 16, 32, 4  # of one Triton program of `glu_
 def _empty_outputs(
     weights: list[Tensor], dtype: torch.dtype, pack: bool, pack_t: bool, dense: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the operand of W~, that of W~^T and W~; what is not requested has no rows."""
+    """Empty operands of W~ and of W~^T, and empty W~; what is not requested has no rows."""
     rows, cols, device = sum(w.shape[0] for w in weights), weights[0].shape[1], weights[0].device
     packed = empty_operand(rows if pack else 0, cols, dtype, device)
     packed_t = empty_operand(cols if pack_t else 0, rows, dtype, device)
@@ -115,11 +115,10 @@ def _(z_2FN: Tensor, act: str = "swiglu") -> Tensor:
 def glu_grad(
     z_2FN: Tensor, dh_FN: Tensor, row_numbers: list[Tensor], clocks: list[Tensor], act: str = "swiglu"
 ) -> tuple[Tensor, Tensor]:
-    """(dZ, operand of MVUE(dZ)); row numbers and clocks are those of gate and up. Without them the second has no
-    rows.
+    """(dZ, operand of MVUE(dZ)); row numbers and clocks are those of gate and up. Without them the second has no rows.
 
-    With them one CUDA kernel draws and packs the gradient where it is made. Triton's interpreter, which has no CUDA,
-    computes dZ first and packs it then.
+    With them one CUDA kernel computes, draws and packs the gradient. Triton's interpreter computes dZ first, then
+    packs.
     """
     assert z_2FN.is_contiguous() and dh_FN.is_contiguous()
     width, tokens = dh_FN.shape

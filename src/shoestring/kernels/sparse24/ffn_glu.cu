@@ -20,7 +20,7 @@ INLINE void glu_grads(float x, float y, float d, float& dx, float& dy) {
 #elif GATE == 2
     // act = x s, where s = (1 + tanh z) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
     // act' = s + x s' = s + x s (1 - s) (2 z)', where (2 z)' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
-    // x^2 is kept finite: by 1000 s is 0 or 1, and its slope, 0, times infinity would not be a number.
+    // x^2 is at most 1000, where s is 0 or 1: its slope, 0, times infinity would be NaN.
     const float square = fminf(x * x, 1000.f);
     const float s = sigmoid(1.5957691216057308f * x * (1.f + 0.044715f * square));
     dx = d * y * (s + x * s * (1.f - s) * (1.5957691216057308f * (1.f + 0.134145f * square))), dy = d * x * s;

@@ -1,4 +1,5 @@
-"""Masked decay: grad += strength * w where a mask is false, in one pass. SR-STE and FST decay pruned weights so."""
+"""Masked decay: grad += strength * w where a mask is false, in one pass; the decay of pruned weights in SR-STE and
+FST."""
 
 from __future__ import annotations
 

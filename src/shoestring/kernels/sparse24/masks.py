@@ -11,8 +11,7 @@ A weight is 2:4 when of every four consecutive values of a row at most two are n
                      half of a byte first. On a little-endian machine 2 (4) bytes are the int16 (int32) word
                      of the sparse tensor cores, before the reordering that a particular instruction wants
 
-At 16 bits a packed weight takes 9/16 of the dense bytes. Left out on purpose: the operand order of cuSPARSELt
-and CUTLASS, which belongs to the kernel that needs it.
+At 16 bits a packed weight takes 9/16 of the dense bytes. cusparselt.py has the operand order of cuSPARSELt.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def mask24_eager(score: Tensor) -> Tensor:
 
 
 def _two_of_three(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Whether at least two of the three hold: what beats two of the three others is among the best two."""
+    """Whether at least two of the three hold: a value that beats two of the other three is among the best two."""
     return (a & b) | (a & c) | (b & c)
 
 

@@ -177,7 +177,7 @@ def _mvue_draw(x0, x1, x2, x3, u):
     one = _below(s1, s2, s3, u * w)
     largest = tl.where(a0 > rest, 0, tl.where(a1 > rest, 1, tl.where(a2 > rest, 2, 3)))
     two = tl.where(heavy, largest, _below(s1, s2, s3, (1 + u) * w))
-    # A last value of zero is met only by rounding.
+    # Only rounding can select a last value of zero.
     empty = (a3 == 0) & (w < float("inf"))
     xa = tl.where(one == 0, x0, tl.where(one == 1, x1, tl.where(one == 2, x2, x3)))
     xb = tl.where(two == 0, x0, tl.where(two == 1, x1, tl.where(two == 2, x2, x3)))

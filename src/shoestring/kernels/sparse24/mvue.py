@@ -1,7 +1,7 @@
 """Exact minimum-variance unbiased 2:4 pruning (MVUE, Chmiel et al. 2023), with random numbers keyed by place and time.
 
-Of four values x with a = |x| at most two are kept, such that E[out] = x and E|out - x|^2 is least. The error
-depends only on the probabilities of being kept. The best ones for two places are proportional to a, capped at one:
+Of four values x with a = |x| at most two are kept, such that E[out] = x and E|out - x|^2 is least. The error depends
+only on the probabilities of being kept. The best ones for two places are proportional to a, capped at one:
 
     max a <= sum of the other three    p_i = 2 a_i / sum(a)       kept value  sign(x_i) * sum(a) / 2
     else, with m the largest           p_m = 1                    kept value  x_m
@@ -9,22 +9,21 @@ depends only on the probabilities of being kept. The best ones for two places ar
                                        rest = sum(a) - a_m
 
 The two places are drawn by systematic sampling: with s_i = a_1 + ... + a_i (without the largest where it is always
-kept) and w the value that is given, i is kept when u w, or (1 + u) w in the first case, is in [s_{i-1}, s_i).
-This needs no sort, no division and no table of pair probabilities. It gives the same p as the published
-construction, hence the same variance; only which *pairs* are kept together differs.
+kept) and w the kept value, i is kept when u w, or (1 + u) w in the first case, is in [s_{i-1}, s_i). This needs no
+sort, no division and no table of pair probabilities. It has the same p as the published construction, hence the same
+variance; only which *pairs* are kept together differs.
 
-Everything is fp32, in one fixed order and without a product that is added to something, so that every compiler and
-every device draws the same. Zeros are never kept, a group of zeros gives zeros, and NaN or infinity stays visible.
+Everything is fp32, in a fixed order and without multiply-adds, so that every compiler and device draws the same. Zeros
+are never kept, a group of zeros gives zeros, and NaN or infinity stays visible.
 
-The uniform numbers come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11; the
-generator of torch on a GPU and of `tl.philox`). It has no state: a draw is a function of the seed and of where and
-when it is used, so it is the same on every rank, after a resume and in a recomputed forward.
+The uniform numbers (23 bits, to which fp32 adds 1 exactly) come from Philox4x32-10 (Salmon et al., SC'11; the generator
+of torch on a GPU and of `tl.philox`). It has no state: a draw is a function of the seed and of where and when it is
+used, the same on every rank, after a resume and in a recomputed forward.
 
     counter = (token group, row // 4, step, layer)      key = (seed, seed >> 32)      word = row % 4
 
-`mvue_transposed` prunes a gradient: one Triton kernel that reads dZ with any strides, draws and writes; the plain
-torch functions elsewhere. Both give the same bits. Left out on purpose: random numbers other than uniform ones of
-23 bits, to which fp32 adds 1 exactly.
+`mvue_transposed` prunes a gradient: one Triton kernel that reads dZ with any strides, draws and writes, and plain torch
+elsewhere. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch import Tensor
 from shoestring.kernels.runtime.triton_backend import triton_usable
 
 GROUP = 4
-# What a draw is keyed by, besides the row of the weight: the order of a `clocks` tensor.
+# The key of a draw besides the row of the weight, in the order of a `clocks` tensor.
 CLOCKS = ("seed", "layer", "step", "token")
 
 # -- random numbers ------------------------------------------------------------------------------------------
@@ -46,11 +45,11 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = 10) -> tuple[Tensor, ...]:
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Four int64 tensors of 32 random bits each, broadcast over four counter and two key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         # int64 products wrap modulo 2**64; their upper 32 bits are right once the sign is masked off.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW)
@@ -74,7 +73,7 @@ def mvue24(x: Tensor, u: Tensor) -> Tensor:
     a = x_g.abs()
     a0, a1, a2, a3 = a.unbind(-1)
     top = high(high(a0, a1), high(a2, a3))
-    # Added up without the largest, not total - largest: that would leave rounding noise of the largest.
+    # Not total - largest, which would have the rounding error of the largest.
     rest = (low(a0, a1) + low(a2, a3)) + low(high(a0, a1), high(a2, a3))
     heavy = top > rest
     w = torch.where(heavy, rest, 0.5 * (rest + top))
@@ -83,7 +82,7 @@ def mvue24(x: Tensor, u: Tensor) -> Tensor:
     one = (s <= (u * w).unsqueeze(-1)).sum(-1, keepdim=True)
     two = (s <= ((1 + u) * w).unsqueeze(-1)).sum(-1, keepdim=True)
     two = torch.where(heavy.unsqueeze(-1), above.byte().argmax(-1, keepdim=True), two)
-    # A last value of zero is met only by rounding.
+    # Only rounding can select a last value of zero.
     drawn = torch.copysign(w.unsqueeze(-1), x_g)
     drawn[..., -1] = torch.where((a3 == 0) & w.isfinite(), 0.0, drawn[..., -1])
     out = torch.zeros_like(x_g).scatter(-1, one, drawn.gather(-1, one))
@@ -101,8 +100,8 @@ def mvue_transposed_ref(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
 def mvue_transposed(dz_NO: Tensor, rows: Tensor, clocks: Tensor) -> Tensor:
     """MVUE(dZ^T) as [out, tokens rounded up to 4], in dZ's dtype, for the rows of the weight numbered `rows`.
 
-    `token` of the clocks is the number of the first token in the step, so that a micro-batch or a rank draws what
-    the whole batch would have drawn for it.
+    `token` of the clocks is the index of the first token in the step, so that a micro-batch or a rank gets the draws of
+    the whole batch.
     """
     if triton_usable(dz_NO):
         return _mvue_transposed_kernel(dz_NO, rows, clocks)

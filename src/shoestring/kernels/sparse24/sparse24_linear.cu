@@ -9,7 +9,7 @@
 //    stage and not at the beginning, because at 16 rows it is as large as a multiprocessor's share of the weights.
 //  - kept values of 4 bits become floats with one LOP3 per pair (a mask and a magic exponent), and one subtraction
 //    takes this offset and the zero point off. The scale multiplies the sum of a group, or each weight (EACH).
-//  - the inputs are split over the K_WARPS warps and over the SPLIT blocks of a cluster; partial sums meet in (distributed)
+//  - the inputs are split over the K_WARPS warps and over the SPLIT blocks of a cluster; partial sums go to (distributed)
 //    shared memory and are added in a fixed order: the result does not depend on timing.
 //  - the grid may start while its predecessor drains (programmatic dependent launch): weights are fetched first, x only
 //    after griddepcontrol.wait.
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse24_rows(
     // ---- sum over warps and cluster, in order ----------------------------------------------------------------------
     wait_all_but<0>();
     __syncthreads();
-    float* part = (float*)smem;  // over the ring, which nobody needs any more
+    float* part = (float*)smem;  // over the ring, which is no longer needed
     const int rows = ROW_WARPS * R * 16, pitch = rows + 4, row0 = tile0 * 16;
     #pragma unroll
     for (int r = 0; r < R; r++)
@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse24_rows(
 }
 
 // ---- the whole weight, decoded ---------------------------------------------------------------------------------
-// A warp takes one chunk at a time; its 16 x 128 values meet in shared memory and leave as rows of 256 bytes.
+// A warp takes one chunk at a time, gathers its 16 x 128 values in shared memory and writes them as rows of 256 bytes.
 #define DENSE_WARPS 8
 extern "C" __global__ void __launch_bounds__(DENSE_WARPS * 32) sparse24_dense(
     const char* __restrict__ W, u16* __restrict__ D, int K, int chunks, int total) {

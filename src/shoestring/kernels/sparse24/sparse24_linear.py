@@ -6,12 +6,12 @@
 Up to MOST_ROWS rows one CUDA C++ kernel (through NVRTC, sm_90 and later) streams the weights, in the order of
 kernels/sparse24/chunk_layout24.py, through the sparse tensor cores (kernels/sparse24/sparse24_linear.cu). Above that
 the weight is decoded into a scratch tensor, bit for bit the Format's own decode, and multiplied by cuBLAS. Elsewhere:
-decode in plain torch and F.linear, which is the definition. Tests and bench hold the kernel to twice the error of
+decode in plain torch and F.linear, which is the definition. Tests and benchmarks allow the kernel twice the error of
 `F.linear`, against fp64.
 
-Which warps, tiles and splits the kernel runs with is a table by number of rows and shape (`choose_plan`), and
-SHOESTRING_SPARSE24_PLAN='{"k_warps": 8, ...}' overrides it. A plan never changes what is computed beyond the order of
-summation; for one plan the result is the same bit for bit at every run.
+A plan (warps, tiles, splits) comes from a table by number of rows and shape (`choose_plan`);
+SHOESTRING_SPARSE24_PLAN='{"k_warps": 8, ...}' overrides it. Plans differ only in the order of summation; one plan
+always gives the same bits.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Sparse24LinearPlan:
         return (self.split, ceil_div(ceil_div(out, CHUNK_ROWS), self.block_tiles), 1)
 
     def shared_bytes(self, layout: ChunkLayout24, rows: int, limits: DeviceLimits = H200) -> int:
-        """The ring, later the partial sums in its place; at least so much that an SM holds one block."""
+        """The ring, and later the partial sums in its place; at least so much that an SM holds one block."""
         weights = self.warps * self.tiles * self.wide * layout.chunk_bytes
         stage = weights + rows * (self.k_warps * self.wide * 2 * CHUNK_WIDTH + 16)
         part = self.k_warps * rows * (self.block_tiles * CHUNK_ROWS + 4) * 4
-        # A kernel may begin while its predecessor runs. Its first blocks would all go to the few idle SMs, which would
-        # then have twice the work of the others.
+        # With PDL a kernel starts while its predecessor runs. Without this limit its first blocks would all go to the
+        # few idle SMs, which would then have twice the work of the others.
         one_per_sm = limits.shared_per_sm // 2 - BLOCK_RESERVED + 16
         return max(self.depth * stage, part, one_per_sm)
 
@@ -83,7 +83,7 @@ class Sparse24LinearPlan:
         )
 
 
-# Plans that `python -m benchmarks.decode_sparse24 --tune` measured.
+# Measured by `python -m benchmarks.decode_sparse24 --tune`.
 PLANS = PlanTable("sparse24_linear", Sparse24LinearPlan, shipped=SOURCES / "sparse24" / "sparse24_linear_plans.json")
 
 
@@ -162,8 +162,8 @@ def plan_key(layout: ChunkLayout24, rows: int, out: int, width: int) -> str:
 def choose_plan(
     layout: ChunkLayout24, rows: int, out: int, width: int, limits: DeviceLimits = H200
 ) -> Sparse24LinearPlan:
-    """The plan for x [rows, width] and a weight [out, width]: measured for some shapes, else the best by estimate, with
-    the fields that SHOESTRING_SPARSE24_PLAN overrides."""
+    """The plan for x [rows, width] and a weight [out, width]: measured, else the best by estimate;
+    SHOESTRING_SPARSE24_PLAN overrides fields."""
     rows = row_class(rows)  # a plan serves a class of rows, so that few kernels are compiled
     plan = PLANS.find(plan_key(layout, rows, out, width), limits.name)
     if plan is None or not plan.fits(layout, rows, limits):

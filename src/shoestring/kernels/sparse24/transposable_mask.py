@@ -6,8 +6,7 @@ mask is
 
     argmax over the 90 patterns P of sum(P * |w|)         equal sums: the first pattern
 
-with the patterns in falling lexicographic order, so that a tile of zeros gets 1100 1100 0011 0011. They are
-generated, not shipped.
+with the patterns in falling lexicographic order, so that a tile of zeros gets 1100 1100 0011 0011.
 
 Sums are added in one fixed order, ((row 0 + row 1) + (row 2 + row 3)) with each row the sum of its two kept
 values, so that every device and every cut of the weight chooses the same pattern; a matrix product would not.
@@ -76,16 +75,16 @@ def _best_pattern(tiles: Tensor, index: Tensor) -> Tensor:
     pairs = tiles[..., list(first)] + tiles[..., list(second)]  # [tiles, 4 rows, 6 pairs]
     row = [pairs[:, r].index_select(1, index[:, r]) for r in range(TILE)]  # each [tiles, 90]
     score = (row[0] + row[1]) + (row[2] + row[3])
-    # Not argmax: which of several equal maxima it returns is not promised on every device.
+    # Not argmax, which may return any of several equal maxima.
     number = torch.arange(score.shape[1], device=score.device)
     at_best = score == score.amax(-1, keepdim=True)
     return torch.where(at_best, number, score.shape[1] - 1).amin(-1)
 
 
-# An operator of its own: a compiler that fuses 90 sums into their neighbours takes minutes over it.
+# A custom operator, because compiling 90 sums fused into their neighbours takes minutes.
 @torch.library.custom_op("shoestring::transposable_mask", mutates_args=())
 def transposable_mask(w: Tensor) -> Tensor:
-    """As transposable_mask_ref; on a GPU one lane searches a tile, all 90 sums in registers."""
+    """As transposable_mask_ref; on a GPU one lane per tile, with all 90 sums in registers."""
     if not triton_usable(w) or w.stride(1) != 1:
         return transposable_mask_ref(w)
     from shoestring.kernels.sparse24.masks_triton import _tile_mask_kernel
