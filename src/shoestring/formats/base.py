@@ -1,20 +1,18 @@
 """Format: what a weight is.
 
-A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It defines how a
-weight [out, in] is stored (`encode`), what the stored parts mean (`decode`), what training multiplies with
-(`fake`) and how a packed weight is applied (`linear`). `FormatLinear` hosts every Format.
+A Format is a frozen dataclass that is its own config, with pure functions over plain tensors. It defines how a weight
+[out, in] is stored (`encode`), what the stored parts mean (`decode`), what training multiplies with (`fake`) and how a
+packed weight is applied (`linear`). It sees local, plain tensors only: no modules, process groups or files.
+`FormatLinear` hosts every Format.
 
-The laws every Format obeys are tested in tests/formats/test_laws.py:
+The laws of every Format are tested in tests/formats/test_laws.py:
  1. decode(encode(w)) stays within `error_bound(w, state)`.
  2. `linear` agrees with F.linear on the decoded weight.
  3. encode, decode and fake take the weight in the compute dtype, compute in fp32 and round once;
     fake(w) equals decode(encode(w)) bit for bit, eager and compiled.
  4. dict and safetensors round trips lose nothing.
  5. encode(shard) equals the shard of encode(w) for every cut on `block` boundaries.
- 6. pack encodes weight.to(compute_dtype): the decoded parts equal what the last training forward multiplied
-    with.
-
-Left out on purpose: modules, devices, process groups, files. A Format sees the local, plain tensor only.
+ 6. pack encodes weight.to(compute_dtype): the decoded parts equal what the last training forward multiplied with.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Aux:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """The protocol and its defaults; see the module docstring for the laws."""
+    """The protocol and its defaults."""
 
     name: ClassVar[str]
     # Parts that are replicated. Every other part is [rows, cols, ...] with dims 0 and 1 in proportion to the weight's.
@@ -64,16 +62,16 @@ class Format(ABC):
         return (1, 1)
 
     def check(self, shape: tuple[int, int]) -> None:
-        """Raise UserError when a weight of this [out, in] shape cannot be held, saying what would fit."""
+        """Raise UserError for an [out, in] shape that this Format cannot hold, saying what would fit."""
         return
 
     @abstractmethod
     def bits_per_weight(self, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> float:
-        """Stored bits per weight including scales, zeros and tables; `dtype` is that of weights kept as they are."""
+        """Stored bits per weight including scales, zeros and tables; `dtype` is that of weights stored unquantized."""
 
     # -- meaning ---------------------------------------------------------------------------------------------
     def state(self, w: Tensor) -> dict[str, Aux]:
-        """What to keep beside the whole (logical, never a shard of the) weight `w` while training."""
+        """What to keep beside the weight while training; `w` is the logical weight, never a shard."""
         return {}
 
     @abstractmethod
@@ -104,18 +102,18 @@ class Format(ABC):
         }
 
     def stored(self) -> Format:
-        """The Format of the packed parts: itself, without what only matters while there is a weight."""
+        """The Format of the packed parts: this one without its training settings."""
         return self
 
     @property
     def trains_grid(self) -> bool:
-        """Whether the state has the levels' scales or zero points as Parameters that train."""
+        """Whether scales or zero points are trained Parameters."""
         return False
 
     # -- use -------------------------------------------------------------------------------------------------
     def kernel_parts(self, parts: Parts) -> Parts:
-        """The same weight in the order that a kernel on the parts' device reads; the parts themselves where
-        there is none. `linear` takes either."""
+        """The parts in the order that a kernel on their device reads; `parts` itself where there is none. `linear`
+        takes either."""
         return parts
 
     def stored_parts(self, parts: Parts, shape: tuple[int, int]) -> Parts:

@@ -1,17 +1,16 @@
-"""Give the linear layers of any model a Format, pack them, and take them back.
+"""Give the linear layers of any model a Format, pack them, and unpack them again.
 
     report = convert(model, [("blocks.0.*", Dense()), ("*", IntAsym(bits=4))])  # then train with any loop
     pack(model)  # weights become codes and scales
 
-Rules are (glob, Format) pairs on dotted module names; the first that matches wins; `*` also crosses dots. A
-rule that matches nothing is an error, and so is one that earlier rules leave nothing to. Modules whose last
-name is in `skip` (the output head) are only touched by a rule that spells that last name out.
+Rules are (glob, Format) pairs on dotted module names; the first match wins; `*` also matches dots. A rule without
+effect is an error. Modules whose last name is in `skip` (the output head) are only converted by a rule that spells that
+last name out.
 
 Modules are changed in place: an nn.Linear becomes a FormatLinear by changing its class, so its name, Parameters, hooks
 and every reference to it stay. transformers' Conv1D (GPT-2) becomes a FormatLinear too; its weight is a new Parameter,
 transposed to [out, in]. A weight that two modules share (a tied head) is never converted: packing would untie it.
-
-Left out on purpose: embeddings, convolutions, and subclasses of nn.Linear, whose forward is not known.
+Embeddings, convolutions and subclasses of nn.Linear are never converted.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def obstacle(module: nn.Module, name: str, tied: dict[str, str]) -> str | None:
 
 
 def spells_out(glob: str, name: str) -> bool:
-    """Whether the rule gives the module's last name letter by letter."""
+    """Whether the rule ends with the module's last name, without wildcards."""
     return glob.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]
 
 
@@ -283,8 +282,8 @@ def packed_state(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dic
 
 
 def keep_decoded(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
-    """Hold a decoded copy of every packed weight beside its parts: where there is no kernel (a CPU), decoding in
-    every forward pass would take most of the time. Call it after loading; moving the model drops the copies."""
+    """Keep a decoded copy of every packed weight: without a kernel (CPU), decoding would take most of every forward.
+    Call it after loading; moving the model drops the copies."""
     for _, module in format_linears(model):
         module.keep_decoded(dtype)
 
@@ -298,7 +297,7 @@ def use_kernels(model: nn.Module) -> list[str]:
 
 
 def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Packed layers become dense ones with the weights they stood for, in place; returns their names."""
+    """Replace packed layers by dense ones with the decoded weights, in place; returns their names."""
     names = []
     for name, module in format_linears(model):
         if module.packed:
@@ -308,7 +307,7 @@ def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]
 
 
 def allocate_packed(model: nn.Module, formats: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32) -> None:
-    """Make the named layers packed ones with uninitialised parts, so that load_state_dict can fill them.
+    """Make the named layers packed, with uninitialised parts for load_state_dict to fill.
 
     `formats` is {module name: Format.to_json()}, as `{n: f.to_json() for n, f in formats_of(model).items()}` gives it.
     """

@@ -1,22 +1,19 @@
 """FloatAsym: levels from a table, with one scale per group or one for each sign.
 
-NF tables put the levels at quantiles of a normal distribution, FP tables at the values of a tiny float. With
-two scales (AFPQ) positive and negative weights of a group are scaled apart, which keeps the dense middle of
-the table at zero where a zero point would shift it away. Per group, with C the table's largest value:
+NF tables have levels at quantiles of a normal distribution, FP tables at the values of a tiny float. With two scales
+(AFPQ) positive and negative weights of a group are scaled separately, which keeps the dense middle of the table at
+zero, where a zero point would shift it. Per group, with C the table's largest value:
 
     s+ = max(w, 0) / C,  s- = max(-w, 0) / C, rounded to 16 bits        (one scale: both are the larger)
     q  = the level nearest to w among T[q] * s+ (w > 0) or T[q] * s- (otherwise); a tie goes to the lower one
     w' = T[q] * (s+ if T[q] > 0 else s-)
 
-Stored parts: codes uint8 [out, in*b/8] (kernels/lowbit/packing.py), scale 16 bits [out, groups, scales] with s+
-first, table fp32 [2**b] in rising order. The table travels with the weight because two published "NF3" tables
-differ; decode uses the stored one. FP tables have an odd number of values: their last code is never written
-and repeats the largest value.
+Stored parts: codes uint8 [out, in*b/8] (kernels/lowbit/packing.py), scale 16 bits [out, groups, scales] with s+ first,
+table fp32 [2**b] in rising order. The table is stored with the weight, because two published "NF3" tables differ. FP
+tables have an odd number of values: their last code is never written and repeats the largest value.
 
-With grid="fixed" the scales are not derived but kept beside the weight as frozen state (`weight_scale`), for
-methods that choose them otherwise; with grid="learned" they are fp32 Parameters that train with the weight
-(gradients: groups.on_learned_grid, each weight to the scale of its sign). Packed, the three are the same. Left
-out on purpose: learned tables, and tables without a zero.
+With grid="fixed" the scales are frozen state (`weight_scale`), chosen by a method; with grid="learned" they are fp32
+Parameters (gradients: groups.on_learned_grid, each weight to the scale of its sign). Packed, the three are the same.
 """
 
 from __future__ import annotations
@@ -119,9 +116,9 @@ class FloatAsym(QuantizedFormat):
     def find_codes(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
         table, scale = state["table"], grid["scale"]
         middle = (table[1:] + table[:-1]) * 0.5
-        # Comparing with middle * scale instead of looking up w / scale: a product rounds the same way
-        # everywhere, a division does not. A middle has the sign of its outer level, hence the scale of that
-        # sign; for a weight of the other sign the comparison comes out right whatever the scale.
+        # Compares with middle * scale instead of looking up w / scale: a product rounds the same way everywhere, a
+        # division does not. A middle takes the scale of its sign; for a weight of the other sign any scale gives the
+        # right result.
         edges = middle * torch.where(middle > 0, scale[..., :1], scale[..., -1:])
         codes = torch.zeros_like(w_g, dtype=torch.uint8)
         for k in range(len(TABLES[self.table]) - 1):
@@ -135,7 +132,7 @@ class FloatAsym(QuantizedFormat):
 
     def learned(self, w: Tensor, level: Tensor, grid: Parts, state: Parts) -> Tensor:
         table, positive = state["table"], split(w.detach(), self.group) > 0
-        # The outermost gap is the widest of every table: half of it is as far as rounding can move a weight.
+        # The outermost gap is the widest: rounding moves a weight by at most half of it.
         ends = torch.where(positive, table[-1] - table[len(TABLES[self.table]) - 2], table[1] - table[0])
         sides = straight_through(state["scale"], grid["scale"])
         side = torch.where(positive, sides[..., :1], sides[..., -1:])
@@ -145,7 +142,7 @@ class FloatAsym(QuantizedFormat):
         return {**super().empty_parts(shape, dtype), "table": torch.empty(2**self.bits, dtype=torch.float32)}
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
-        """Half the table's widest gap on the weight's side of zero, plus what the stored scale cuts off."""
+        """Half the table's widest gap on the weight's side of zero, plus the distance beyond the last level."""
         table = state["table"]
         w_g = split(w, self.group)
         scale = self.quantize(w, state)[1]["scale"]

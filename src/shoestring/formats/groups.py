@@ -1,14 +1,12 @@
-"""Groups along the input dim, and the 16-bit scale that each carries.
+"""Groups along the input dim, and the 16-bit scale of each; shared by the quantized Formats.
 
-Shared by the quantized Formats. A group is a run of `group` weights of one output row; 0 means the whole row.
-A scale is rounded to its stored dtype *before* it is used, so training multiplies with exactly what the
-checkpoint holds. Scales are 16 bits wide on purpose: code * scale is then exact in fp32 (8 + 11 bits), so a
-compiler that fuses multiplications and additions cannot change a result.
+A group is a run of `group` weights of one output row; 0 means the whole row. A scale is rounded to its stored dtype
+*before* it is used, so training multiplies with exactly what the checkpoint holds. Scales have 16 bits so that code *
+scale is exact in fp32 (8 + 11 bits) and a compiler that fuses multiply-adds cannot change a result.
 
 The grid of a group (scale, and zero point where there is one) follows the weights' extremes at every step ("derived"),
-or is state beside the weight: frozen ("fixed"), for methods that choose it otherwise, or fp32 Parameters that train
-with the weight ("learned"). A learned scale is rounded to 16 bits and a learned zero point to a whole code before they
-are used, straight-through. `GridFormat` is the interface of methods that choose grids.
+or is state: frozen ("fixed"), for methods that choose it, or fp32 Parameters that train with the weight ("learned"). A
+learned scale is rounded to 16 bits and a learned zero point to a whole code before use, straight-through.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from shoestring.formats.rounding import round_to, to_dtype
 from shoestring.kernels.lowbit.packing import CODES_PER_RUN
 
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-# bfloat16 could go lower and higher; nothing between a weight and its scale may leave the range of fp32.
+# bfloat16 has a wider range; these limits keep every intermediate result in the range of fp32.
 SMALLEST, LARGEST = 2.0**-24, {torch.float16: 65504.0, torch.bfloat16: 2.0**100}
 
 

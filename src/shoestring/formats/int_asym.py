@@ -11,10 +11,9 @@ groups].
 symmetric=True puts the zero point in the middle of the codes, z = 2**(b-1), with s = 2 max|w| / (2**b - 1):
 the grid that most kernels and other libraries take. It is stored the same way, zero points included.
 
-The published rule takes lo and hi from the weights alone and clamps z; a group of one sign then loses its far end. With
-grid="fixed" scale and zero are not derived but kept beside the weight as frozen state (`weight_scale`, `weight_zero`),
-which is how a method that chose them otherwise hands them to `pack`; with grid="learned" they are fp32 Parameters that
-train with the weight (gradients: groups.on_learned_grid). Packed, the three are the same.
+(The published rule takes lo and hi from the weights alone and clamps z, which cuts off the far end of a group of one
+sign.) With grid="fixed" scale and zero are frozen state (`weight_scale`, `weight_zero`), chosen by a method; with
+grid="learned" they are fp32 Parameters (gradients: groups.on_learned_grid). Packed, the three are the same.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class IntAsym(QuantizedFormat):
         return {"scale": scale, "zero": round_quotient(-low, scale).clamp(0, self.top)}
 
     def find_codes(self, w_g: Tensor, grid: Parts, state: Parts) -> Tensor:
-        """fp32, which holds them exactly."""
+        """As fp32, which is exact."""
         return (round_quotient(w_g, grid["scale"]) + grid["zero"]).clamp(0, self.top)
 
     def levels(self, codes: Tensor, grid: Parts, tables: Parts) -> Tensor:

@@ -4,9 +4,9 @@
     Sparse24              chunks of kernels/sparse24/chunk_layout24.py in the dtype of the values
     Stacked               the same in bytes, where the kept values are 4-bit integers
 
-Kernel parts hold the same numbers as the stored parts, and `Format.stored_parts` gives those back bit for bit, so
-that a model saves, exports and moves as before. A function returns None where no kernel reads this weight here. 2:4
-values in fp32 have no kernel: rounding them would lose what was stored.
+Kernel parts hold the same numbers as the stored parts; `Format.stored_parts` is the inverse, bit for bit, for saving,
+exporting and moving. A function returns None where no kernel reads this weight. 2:4 values in fp32 have no kernel:
+rounding them would change the stored weight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""FormatLinear: the one module that hosts every Format.
+"""FormatLinear: the module that hosts every Format.
 
-Two phases. Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of the
-activations and hands it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and buffers).
-Packed: `weight` is gone, the parts are buffers named `weight_<part>`, and the forward is `format.linear`.
+Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of the activations and
+passes it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and buffers).
+Packed: there is no `weight`; the parts are buffers named `weight_<part>`, and the forward is `format.linear`.
 
-Formats see plain tensors only: on a sharded weight the module passes the local shard, and the parallel styles of
-`model.parallel` put the collectives around the module. Packing a sharded weight gives parts sharded the same way.
+Formats see plain tensors: of a sharded weight the module passes the local shard, and the parallel styles of
+`model.parallel` put the collectives around the module. The parts of a sharded weight are sharded like it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.dense import Dense
 from shoestring.formats.rounding import cast_weight
 
-DENSE_PHASE = Dense()  # one object for all layers: comparing Formats by identity shows only real changes
+DENSE_PHASE = Dense()  # one object for all layers: Formats are compared by identity
 
 
 def is_sharded(t: Any) -> TypeGuard[Any]:
-    """Whether t is a DTensor. Not isinstance: importing DTensor takes seconds, which one process need not spend."""
+    """Whether t is a DTensor. Not isinstance, because importing DTensor takes seconds."""
     return hasattr(t, "to_local")
 
 
@@ -53,7 +53,7 @@ class FormatLinear(nn.Linear):
     state_names: tuple[str, ...]
     defer_bias: bool  # set by the row-parallel style: the bias is added after the partial products are summed
     decoded: Tensor | None  # see keep_decoded
-    made: Tensor | None  # the weight of this pass, made with other layers' (train/batched_formats.py)
+    made: Tensor | None  # the weight of this pass, encoded together with other layers (train/batched_formats.py)
     suspended: Format | None  # the Format that returns after a dense phase
     kernel_part_names: tuple[str, ...]  # empty unless the parts are held in the kernels' order: see use_kernels
     cuts: dict[str, Cut]
@@ -74,7 +74,7 @@ class FormatLinear(nn.Linear):
             self.set_format(format)
 
     def _host(self) -> None:
-        """The attributes that make an nn.Linear a FormatLinear; also for modules whose class `convert` changes."""
+        """Set the attributes that an nn.Linear lacks; also called by `convert` after it changes a module's class."""
         self.format = Dense()
         self.packed = self.defer_bias = False
         self.part_names = self.state_names = self.kernel_part_names = ()
@@ -125,7 +125,7 @@ class FormatLinear(nn.Linear):
 
     # -- changing the Format ---------------------------------------------------------------------------------
     def set_format(self, format: Format) -> None:
-        """Train with `format` from now on. The weight stays; the state of the old Format goes."""
+        """Train with `format` from now on. The weight stays; the state of the old Format is removed."""
         if self.packed:
             raise UserError(f"A packed {self.format.label} weight cannot change its format: call unpack(model) first.")
         format.check(self.shape)
@@ -136,7 +136,7 @@ class FormatLinear(nn.Linear):
         self.init_state()
 
     def start_dense_phase(self) -> None:
-        """Compute densely from now on, and keep the Format's state as it is.
+        """Compute densely from now on, and keep the Format's state.
 
         All names stay, which FSDP2, optimizers and checkpoints rely on; `set_format(Dense())` would remove
         Parameters that they hold.
@@ -145,7 +145,7 @@ class FormatLinear(nn.Linear):
             self.format, self.suspended = DENSE_PHASE, self.format
 
     def end_dense_phase(self) -> None:
-        """Compute with the Format again. The state is the old one: refresh masks that should follow the weight."""
+        """Compute with the Format again, with its old state: refresh masks that should follow the weight."""
         if self.suspended is not None:
             self.format, self.suspended = self.suspended, None
 
@@ -219,8 +219,8 @@ class FormatLinear(nn.Linear):
             self.decoded = self.format.decode(self.parts(), dtype)
 
     def use_kernels(self) -> bool:
-        """Hold a packed weight in the order its kernel reads, instead of the stored one: same numbers, same memory.
-        Saving, exporting and moving go through the stored parts as before. False where there is no kernel."""
+        """Hold a packed weight in the order its kernel reads: same numbers, same memory. Saving, exporting and moving
+        convert back to the stored parts. False where there is no kernel."""
         if not self.packed or self.kernel_part_names:
             return self.packed and bool(self.kernel_part_names)
         parts = self.parts()
@@ -236,7 +236,7 @@ class FormatLinear(nn.Linear):
         return True
 
     def use_stored_parts(self) -> bool:
-        """Undo `use_kernels`; whether there was something to undo."""
+        """Undo `use_kernels`; returns whether it was in effect."""
         if not self.kernel_part_names:
             return False
         parts = self._stored_shards()
@@ -288,8 +288,8 @@ class FormatLinear(nn.Linear):
 
     # -- nn.Module -------------------------------------------------------------------------------------------
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FormatLinear:
-        # model.to(torch.bfloat16) is about weights and activations; a table or scale in another dtype is
-        # another weight. They follow to another device, never to another dtype.
+        # Parts and state follow the model to another device, but not to another dtype: model.to(torch.bfloat16) must
+        # not round tables and scales.
         by_kernels = self.use_stored_parts()
         names = (f"weight_{n}" for n in self.part_names + self.state_names)
         kept = {n: getattr(self, n).detach() for n in names}  # detached: a Parameter changes in place

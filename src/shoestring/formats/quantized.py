@@ -1,8 +1,8 @@
-"""QuantizedFormat: what IntAsym and FloatAsym share: groups of codes with a grid each, and their kernels.
+"""QuantizedFormat: the common part of IntAsym and FloatAsym: groups of codes with a grid each, and their kernels.
 
 A grid is fp32 tensors [..., scales or 1] by name: the scale, and the zero point where there is one. A Format adds its
 levels (`find_grid`, `find_codes`, `levels`) and the gradient of a learned grid; codes and levels are [..., group].
-Each declares the fields below itself, because their order differs.
+The subclasses declare the fields, because their order differs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Derived grids whose range gets a gradient: the surrogate that BitDistiller trains with.
 
-A derived grid follows the extremes of its group at every step. Our formats pass the gradient to every weight
-unchanged. The published quantizers do not detach the scale, so the two weights that span the group, which decide the
-scale, also get its gradient:
+A derived grid follows the extremes of its group at every step. Our formats pass the gradient to every weight unchanged.
+The published quantizers do not detach the scale, so the smallest and the largest weight of a group also get the
+gradient of the scale:
 
     int    dL/d(hi - lo) = sum over the group of g (w' - w) / (hi - lo)          hi = max(w, 0), lo = min(w, 0)
     nf     dL/dhi        = sum over w > 0 of g (w' - w) / hi                     and for lo alike, over w <= 0
 
-Values are those of the plain format, bit for bit; packed, nothing is different. `with_range_gradient(format)` gives
-the format, for training only.
+The values are those of the plain format, bit for bit, and so is the packed weight. For training only.
 """
 
 from __future__ import annotations
@@ -67,6 +66,6 @@ def _as(kind: type, format: Format) -> Format:
 
 
 def _with_range(w: Tensor, level: Tensor, w_g: Tensor, reach: Tensor) -> Tensor:
-    """`level` with an identity gradient to w and (level - w) / reach of it to what `reach` is made of."""
+    """`level` with the identity gradient to w and (level - w) / reach as gradient to `reach`."""
     per_reach = (level.float().view_as(w_g) - w_g.detach()) / reach.detach().clamp(min=SMALLEST)
     return straight_through((w_g + per_reach * reach).flatten(-2).to(w.dtype), level)

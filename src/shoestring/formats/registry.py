@@ -1,10 +1,10 @@
-"""Formats by name: the short spelling of a command line, and JSON as a packed checkpoint carries it.
+"""Formats by name: the short spelling of a command line, and the JSON of packed checkpoints.
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
     parse_format("int8:sym:g0")
     parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
-`parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. A Format of your own joins
+`parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. Register your own
 with `FORMATS[MyFormat.name] = MyFormat`.
 """
 

@@ -1,11 +1,9 @@
-"""Rounding to a narrow float that a compiler cannot take away.
+"""Rounding to a narrow float that a compiler cannot remove.
 
 torch.compile may drop a cast to 16 bits when the next operation casts back to 32 ("pointless conversion"), so
 a scale that eager rounds to fp16 stays unrounded in compiled code, and codes near a tie come out different.
 `round_to` rounds with integer operations on the bits and returns fp32 values that the narrow dtype represents
 exactly; any later cast is then exact, whether the compiler keeps it or not.
-
-Left out on purpose: fp8, and rounding modes other than nearest-even.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class _Cast(torch.autograd.Function):
 
 
 def cast_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """w.to(dtype) with its usual gradient, rounding for certain when fp32 becomes a 16-bit dtype."""
+    """w.to(dtype) with its usual gradient; fp32 to 16 bits is rounded even in compiled code."""
     if w.dtype == torch.float32 and dtype in _DROPPED:
         return _Cast.apply(w, dtype)
     return w.to(dtype)

@@ -1,26 +1,25 @@
-"""Slorb: a pruned weight plus a low-rank branch that sees block sums of the inputs (SLoRB, from AST).
+"""Slorb: a pruned weight plus a low-rank branch over block sums of the inputs (SLoRB, from AST).
 
     W~ = prune(W) + S P        y = prune(W) x + S (P x)
 
-P is [in/k, in] and sums blocks of k inputs: (P x)_j = x_jk + ... + x_jk+k-1. S is [out, in/k] and trained; it
-starts as the mean over each block of what was pruned, which is the least-squares fit of S P to it. With P frozen
-the branch costs a sum over the inputs and 16/k bits per weight (k = 16: 6% of a dense weight's storage), and S P
-is S with every column repeated k times: the branch is a constant per row and block.
+P is [in/k, in] and sums blocks of k inputs: (P x)_j = x_jk + ... + x_jk+k-1. S is [out, in/k] and trained; it starts as
+the mean of the pruned weights over each block, the least-squares fit of S P to them. With P frozen the branch costs a
+sum over the inputs and 16/k bits per weight (k = 16: 6% of a dense weight's storage), and S P is S with every column
+repeated k times.
 
     projection="sum"       P frozen, not stored
     projection="trained"   P is trained too and stored: in^2/k more values per layer, and a matrix product
 
 Training multiplies with the sum W~ (one product for both terms; the gradient of S is the block sum of dW~), so the
-branch is free there. Packed it stays apart, as the part `low`: the first Format's parts are those of a 2:4 weight.
-Merged into one dense matrix (`decode`, `unpack`, an export) the weight is no longer 2:4 and has lost its savings;
-on a GPU's kernels the product with the 2:4 weight and the branch are computed apart and added.
+branch is free there. Packed it is a part of its own, `low`, beside the parts of a 2:4 weight; kernels compute the
+product and the branch separately. Merged into one dense matrix (`decode`, `unpack`, an export) the weight is no longer
+2:4.
 
-    Slorb(Sparse24(hold_mask=True))                          spelled "sparse24:held+slorb16"
-    Slorb(Stacked(Sparse24(), IntAsym(4)), block=32)         spelled "sparse24+int4:g64+slorb32"
+    Slorb(Sparse24(hold_mask=True))                                  spelled "sparse24:held+slorb16"
+    Slorb(Stacked(Sparse24(), IntAsym(4)), block_inputs=32)          spelled "sparse24+int4:g64+slorb32"
 
-Left out on purpose: a kernel that computes the branch beside a sparse product (training multiplies with a dense
-matrix), pruned output gradients (mvue), and cutting a layer with a trained P over tensor-parallel ranks (each rank
-would have a gradient of its own for it).
+Not supported: pruned output gradients (mvue), and a trained P over tensor-parallel ranks, each of which would have its
+own gradient for it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ OWN_NAMES = ("low", "proj")
 
 @dataclass(frozen=True)
 class Slorb(Format):
-    """`first`: how the weight itself is pruned and stored. `block`: inputs per column of S."""
+    """`first`: how the weight itself is pruned and stored. `block_inputs`: inputs per column of S."""
 
     first: Sparse24 | Stacked
     block_inputs: int = 16
@@ -92,7 +91,7 @@ class Slorb(Format):
     # -- geometry --------------------------------------------------------------------------------------------
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         if self.projection == "trained":
-            return shape  # never cut: see the module docstring
+            return shape  # never cut
         rows, cols = self.first.block(shape)
         return (rows, math.lcm(cols, self.block_inputs))
 
@@ -158,7 +157,7 @@ class Slorb(Format):
         return _Summed.apply(w, state["low"], used)
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
-        """The first Format's, and whatever the branch adds: it moves kept weights as well as pruned ones."""
+        """That of the first Format plus the branch, which also moves kept weights."""
         added = self.branch(self.encode(w, state)).abs()
         slack = torch.finfo(w.dtype).eps * (2 * w.float().abs() + added)
         return self.first.error_bound(w, state) + added + slack

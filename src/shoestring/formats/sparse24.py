@@ -1,6 +1,6 @@
 """Sparse24: two of every four weights along the input dim are zero.
 
-What the three products of a linear layer see is decided by the fields, never by the machine it runs on:
+The fields decide what the three products of a linear layer see, whatever machine it runs on:
 
     forward           Z  = X W~^T          W~ = the pruned weight, always 2:4 along the contraction
     input gradient    dX = dZ W~           the same W~; its transpose is 2:4 too when select="tile"
@@ -12,15 +12,13 @@ What the three products of a linear layer see is decided by the fields, never by
     select="soft"     W~ = beta * S(W), S the soft threshold of S-STE, beta = <W, S(W)> / |S(W)|^2 fixed when
                       the state is made (re-estimating it while training makes the masks oscillate)
 
-precision="fp8" rounds the operands of all three to FP8; the stored weight is still W~.
-dW goes to the dense weight as it is (straight-through; for "soft" without the factor beta). With hold_mask=True
-M is state that a hook refreshes (train.sparse24.MaskRefresh); otherwise every forward chooses it anew.
+precision="fp8" rounds the operands of all three to FP8; the stored weight is still W~. dW is the gradient of the dense
+weight (straight-through; for "soft" without the factor beta). With hold_mask=True M is state that a hook refreshes
+(train.sparse24.MaskRefresh); otherwise every forward computes it.
 
-The products (sparse24_products.py) are dense ones over operands that hold zeros, or, on a GPU and for shapes where
-that was measured to be faster (`tune`), sparse ones that give the same result.
-Stored parts: values and meta in the layout of kernels/sparse24/masks.py, 9/16 of the bytes at 16 bits.
-
-Left out on purpose: pruning the activations, and a second mask for the input gradient of select="row".
+The products (sparse24_products.py) are dense over operands with zeros, or sparse with the same result, on a GPU and for
+shapes where that was measured to be faster (`tune`). Stored parts: values and meta in the layout of
+kernels/sparse24/masks.py, 9/16 of the bytes at 16 bits.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ class Sparse24(Format):
 
     # -- meaning ---------------------------------------------------------------------------------------------
     def choose(self, w: Tensor) -> Tensor:
-        """The bool mask for this weight, whatever is stored."""
+        """The bool mask for this weight, without regard to a held one."""
         return transposable_mask(w) if self.select == "tile" else mask24(w)
 
     def mask(self, w: Tensor, state: Parts) -> Tensor:
@@ -143,7 +141,7 @@ class Sparse24(Format):
         """W~ in w's dtype, without a gradient."""
         if self.select == "soft":
             return to_dtype(soft_threshold24(w) * state["beta"], w.dtype)
-        # Not a product: a pruned negative weight is 0.0, not -0.0.
+        # where, not a product, which would turn pruned negative weights into -0.0.
         return torch.where(self.mask(w, state), w, torch.zeros((), dtype=w.dtype, device=w.device))
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
@@ -165,7 +163,7 @@ class Sparse24(Format):
         return straight_through(w, self.prune(w.detach(), state))
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
-        """A pruned weight is lost whole; a kept one is exact, or what shrinking by t and beta make of it."""
+        """|w| where it is pruned; 0 where it is kept, or with "soft" the change by t and beta."""
         magnitude = w.float().abs()
         lost = torch.where(self.mask(w, state), 0.0, magnitude)
         if self.select == "soft":
@@ -180,7 +178,6 @@ class Sparse24(Format):
         return {**uncut, **super().cut(rest, shape, rows, cols)}
 
     def stored(self) -> Sparse24:
-        # However the values were chosen and trained, packed they mean the same.
         return Sparse24()
 
     # -- use -------------------------------------------------------------------------------------------------
@@ -210,7 +207,7 @@ class Sparse24(Format):
             return F.linear(x, used, bias)
         rows, clocks = None, None
         if self.weight_grad == "mvue":
-            # Copied: the clocks may move on before the backward pass of this forward.
+            # A copy: the clocks may advance before the backward of this forward.
             rows, clocks = state["row"].flatten(), torch.stack([state[name] for name in CLOCKS])
         products = Fp8Products if fp8 else Products
         return products.apply(x, used, bias, rows, clocks, plan)
@@ -222,7 +219,7 @@ class Sparse24(Format):
         return ProductPlan(*(chosen(*shapes[p], dtype) if p in shapes else None for p in PRODUCTS))
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the products, when the activations have `dtype`."""
+        """The dtype of the products' operands for activations of `dtype`."""
         return cusparselt_fp8.E4M3 if self.precision == "fp8" else dtype
 
     def product_shapes(self, num_tokens: int, shape: tuple[int, int]) -> dict[str, tuple[int, int, int]]:

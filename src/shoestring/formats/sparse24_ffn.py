@@ -4,9 +4,9 @@
     dH = W~d^T dY^T    dZ from Z, dH    dX^T = W~gu^T dZ         and the input gradient needs no sum of two
     dWd = MVUE(dY^T) H^T    dWgu = MVUE(dZ) X
 
-The result is that of the three layers one by one up to rounding: the Format decides which operands are pruned and
-what is drawn. It is faster because nothing is transposed or copied between sparse products, weights are pruned and
-packed from the master in one pass, and the gradient of the gate is drawn and packed where it is made.
+The result equals that of the three separate layers up to rounding. It is faster because nothing is transposed or copied
+between sparse products, weights are pruned and packed from the master in one pass, and the gradient of the gate is
+drawn and packed in the kernel that computes it.
 
 `ffn` returns None where it does not apply (other formats, biases, hooks around a layer, no GPU, no sparse product in
 the table of this GPU), and the caller computes layer by layer.
@@ -46,8 +46,8 @@ def ffn(x: Tensor, gate: FormatLinear, up: FormatLinear, down: FormatLinear, act
 
 
 def fusable(*linears: FormatLinear, dense_phase: bool = False) -> bool:
-    """Whether these layers may be computed as one: equal 2:4 formats, and nothing attached to a single one. With
-    `dense_phase`: or will be when their dense phase ends."""
+    """Whether these layers may be computed as one: equal 2:4 formats, without biases or hooks. `dense_phase`: judge
+    layers in a dense phase by the Format they return to."""
     formats = [(dense_phase and linear.suspended) or linear.format for linear in linears]
     first = formats[0]
     return (
@@ -97,7 +97,7 @@ def run(x: Tensor, linears: list[FormatLinear], plan: FfnProductPlan, act: str =
     drawing = []
     if format.weight_grad == "mvue":
         drawing = [state["row"].flatten() for state in states]
-        # Copied: the clocks may move on before the backward pass of this forward.
+        # A copy: the clocks may advance before the backward of this forward.
         drawing += [torch.stack([state[name] for name in CLOCKS]) for state in states]
     return _Ffn.apply(x, *weights, plan, soft, act, *pruning, *drawing)
 
@@ -179,7 +179,7 @@ def _prune_and_pack(
 
 
 def _dense_weight_grad(dz_ON: Tensor, x_NI: Tensor, rows: list[Tensor], clocks: list[Tensor]) -> Tensor:
-    """dZ^T X, drawn where there are rows to draw for (one tensor for each part of dz's rows)."""
+    """dZ^T X, or with `rows` (one tensor for each part of dz's rows) MVUE(dZ^T) X."""
     if not rows:
         return dz_ON @ x_NI
     parts = zip(dz_ON.chunk(len(rows)), rows, clocks, strict=True)

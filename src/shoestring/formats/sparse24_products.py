@@ -1,23 +1,20 @@
-"""The three products of a 2:4 linear, each dense over operands that hold zeros or on the sparse tensor cores.
+"""The three products of a 2:4 linear, each dense over operands with zeros or on the sparse tensor cores.
 
     forward           Z  = X W~^T
     input gradient    dX = dZ W~
     weight gradient   dW = dZ^T X, or MVUE(dZ^T) X
 
-`ProductPlan` says which of them run sparse. `Products` computes in the dtype of the activations. `Fp8Products`
-(`Sparse24(precision="fp8")`) rounds every operand to FP8 with one scale per tensor, a power of two just large enough
-for its largest value:
+`ProductPlan` tells which of them run sparse. `Products` computes in the dtype of the activations. `Fp8Products`
+(`Sparse24(precision="fp8")`) rounds every operand to FP8 with one scale per tensor, the smallest power of two that fits
+its largest value:
 
     forward           Z  = Q(X) Q(W~)^T                E4M3
     input gradient    dX = Q5(dZ) Q(W~)                E5M2 for the gradient, which has the wider range
     weight gradient   dW = Q5(dZ)^T Q(X)               exact
-                      dW = Q(MVUE(dZ^T)) Q(X)          E4M3, which is what sparse products take
+                      dW = Q(MVUE(dZ^T)) Q(X)          E4M3, because sparse products take no E5M2
 
-Scales that are powers of two multiply exactly, so it does not matter whether a product applies them or a
-multiplication after it. Dense FP8 products are torch._scaled_mm; without FP8 tensor cores the same operands are
-multiplied in a wider dtype.
-
-Left out on purpose: finer scales than one per tensor, and scales that remember earlier steps.
+Powers of two multiply exactly, so a scale may be applied inside a product or after it. Dense FP8 products are
+torch._scaled_mm; without FP8 tensor cores the same operands are multiplied in a wider dtype.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ ALL_DENSE = ProductPlan()
 
 
 class Products(torch.autograd.Function):
-    """The three products, each as `plan` says. Without `rows` the weight gradient is exact."""
+    """The three products by `plan`. Without `rows` the weight gradient is exact."""
 
     @staticmethod
     def forward(
@@ -66,7 +63,7 @@ class Products(torch.autograd.Function):
         plan: ProductPlan,
     ) -> Tensor:
         ctx.plan = plan
-        # W^T is packed now, while the weight is in the GPU's cache; the backward then reads 9/16 of it.
+        # W^T is packed while the weight is in the GPU's cache; the backward reads 9/16 of the bytes.
         w_t = w if plan.input_grad is None else cusparselt.pack(w.t())
         ctx.save_for_backward(x, w_t, rows, clocks)
         if plan.forward is None:
@@ -88,7 +85,7 @@ class Products(torch.autograd.Function):
             elif plan.weight_grad is None:
                 pruned = mvue_transposed(dz_NO, rows, clocks)
                 short = pruned.shape[1] - x_NI.shape[0]
-                dw = pruned @ (F.pad(x_NI, (0, 0, 0, short)) if short else x_NI)  # padding by nothing copies
+                dw = pruned @ (F.pad(x_NI, (0, 0, 0, short)) if short else x_NI)  # F.pad always copies
             else:
                 packed = cusparselt.pack_mvue(dz_NO, rows, clocks)
                 dw = cusparselt.product(packed, x_NI, list(plan.weight_grad))
@@ -178,7 +175,7 @@ def _drawn_weight_grad(
     dz_NO: Tensor, x8_IN: Tensor, scale_x: Tensor, rows: Tensor, clocks: Tensor, plan: ProductPlan
 ) -> Tensor:
     """Q(MVUE(dZ^T)) Q(X), [out, in]."""
-    scale = scale_of(dz_NO, E4M3, 2.0)  # what is kept is at most half the sum of four
+    scale = scale_of(dz_NO, E4M3, 2.0)  # a kept value is at most half the sum of four
     if plan.weight_grad is None:
         drawn8 = to_fp8(mvue_transposed(dz_NO, rows, clocks), scale, E4M3)
         short = drawn8.shape[1] - x8_IN.shape[1]

@@ -2,15 +2,14 @@
 
     Stacked(Sparse24(), IntAsym(bits=4, group=64))          spelled "sparse24+int4:g64"
 
-The kept half of a weight [out, in] is a matrix [out, in/2], and that is what the second Format sees: a group of
-64 covers 64 kept values, 128 weights. Parts are those of the second Format plus the metadata of the first; at 4
-bits a weight takes 2 bits of codes, 1 of metadata and half the scales of int4, 3.19 bits at group 64.
+The second Format sees the kept half of a weight [out, in] as a matrix [out, in/2]: a group of 64 covers 64 kept values,
+128 weights. Parts are those of the second Format plus the metadata of the first; at 4 bits a weight takes 2 bits of
+codes, 1 of metadata and half the scales of int4, 3.19 bits at group 64.
 
-To a method that chooses grids it is a GridFormat of weights [out, in] that are 2:4 already: a group is the 2 * 64
-inputs that the 64 kept values come from, and since 0 is a level of every grid, zeros stay what they are.
+For methods that choose grids it is a GridFormat of weights [out, in] that are already 2:4: a group is the 128 inputs of
+the 64 kept values, and zeros stay, since 0 is a level of every grid.
 
-Gradients are those of the first Format (straight-through, and its choice of weight gradient). Left out on
-purpose: other orders and more than two layers.
+Gradients are those of the first Format (straight-through, and its choice of weight gradient).
 """
 
 from __future__ import annotations
