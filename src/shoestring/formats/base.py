@@ -110,6 +110,12 @@ class Format(ABC):
         """Whether scales or zero points are trained Parameters."""
         return False
 
+    @property
+    def row_wise(self) -> bool:
+        """Whether a row of fake(w) depends on that row of w and of the state alone (and on whole parts), so that layers
+        of one width can be encoded as one taller layer."""
+        return False
+
     # -- use -------------------------------------------------------------------------------------------------
     def kernel_parts(self, parts: Parts) -> Parts:
         """The parts in the order that a kernel on their device reads; `parts` itself where there is none. `linear`

@@ -138,6 +138,8 @@ class QuantizedFormat(Format):
         settings: dict[str, Any] = {"grid": grid}
         return replace(self, **settings)
 
+    row_wise = True
+
     @property
     def trains_grid(self) -> bool:
         return self.grid == "learned"

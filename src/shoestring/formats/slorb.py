@@ -166,6 +166,10 @@ class Slorb(Format):
         inner, own = _split(parts)
         return {**self.first.cut(inner, shape, rows, cols), **super().cut(own, shape, rows, cols)}
 
+    @property
+    def row_wise(self) -> bool:
+        return self.projection == "sum" and self.first.row_wise
+
     def stored(self) -> Slorb:
         return replace(self, first=self.first.stored())
 

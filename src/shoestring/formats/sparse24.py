@@ -177,6 +177,10 @@ class Sparse24(Format):
         rest = {n: t for n, t in parts.items() if n not in uncut}
         return {**uncut, **super().cut(rest, shape, rows, cols)}
 
+    @property
+    def row_wise(self) -> bool:
+        return (self.select, self.weight_grad, self.precision) == ("row", "exact", "full")
+
     def stored(self) -> Sparse24:
         return Sparse24()
 

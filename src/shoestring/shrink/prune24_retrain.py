@@ -44,11 +44,13 @@ from shoestring.train.optim import SCHEDULES
 from shoestring.train.sparse24 import (
     FlipMeter,
     MaskRefresh,
+    end_dense_phase,
     gradient_ratio,
     gradient_rms,
     pruned_weight,
     pruning_of,
     sparse_layers,
+    start_dense_phase,
 )
 from shoestring.train.sparse24_optim import SparseAdam
 from shoestring.train.step import Hook, Run, StepCheckpointer
@@ -197,16 +199,6 @@ class FirstPull(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.strength = state["strength"]
-
-
-def start_dense_phase(model: nn.Module) -> None:
-    for layer in sparse_layers(model):
-        layer.linear.start_dense_phase()
-
-
-def end_dense_phase(model: nn.Module) -> None:
-    for layer in sparse_layers(model, dense_phase=True):
-        layer.linear.end_dense_phase()
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
-"""BatchedFormats: the weights of many small layers made at once. Rows of a quantized or pruned weight do not depend on
-each other, so layers of the same width and Format are one taller layer.
+"""BatchedFormats: the weights of many small layers encoded together.
 
     train(run, data, BatchedFormats(objective), ...)
 
-A 135M model has 210 linear layers, and a quantized one of them takes some sixty small kernels in every step; its
-products take three. Batched they are a few large kernels that do the same arithmetic: weights, losses and gradients
-are those of the objective alone.
-
-Layers that are sharded, packed, dense, or whose Format looks at more than a row (transposable masks, drawn gradients,
-a scale of the whole weight) are made one by one.
+A 135M model has 210 linear layers. A quantized one launches some sixty small kernels in every step, its products three.
+Layers of one width whose Format is row-wise (Format.row_wise) are encoded as one taller layer, in a few large kernels
+with the same arithmetic: weights, losses and gradients do not change. Layers that are sharded, packed, dense or of
+another Format are encoded one by one.
 """
 
 from __future__ import annotations
@@ -19,23 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.formats import FloatAsym, Format, FormatLinear, IntAsym, Parts, Slorb, Sparse24
+from shoestring.formats import FormatLinear, Parts
 from shoestring.formats.convert import format_linears
+from shoestring.formats.linear import is_sharded
 from shoestring.formats.rounding import cast_weight
-from shoestring.train.step import Micro
+from shoestring.train.step import Micro, Objective
 
-SHARED = ("table",)  # state that all layers of a Format have in common
-LIMIT = 1 << 25  # weights at a time: their fp32 intermediate values live at once
+LIMIT = 1 << 25  # weights in a batch: bounds the memory of fp32 intermediates
 
 
-class BatchedFormats:
-    """An objective whose model gets the weights of its small layers batched, once for every micro-batch.
+class BatchedFormats(Objective):
+    """An objective whose model gets the weights of its small layers once per micro-batch, in batches.
 
-    `rows`: a micro-batch passes so many rows at a time, with the same weights; only these rows' activations are in
-    memory. Gradients of the passes are summed at once.
+    `rows`: rows of a micro-batch in one pass (0: all). Several passes share the weights and hold the activations of
+    `rows` rows only; their gradients are summed.
     """
 
-    def __init__(self, objective: Any, *, rows: int = 0, limit: int = LIMIT) -> None:
+    def __init__(self, objective: Objective, *, rows: int = 0, limit: int = LIMIT) -> None:
         self.objective, self.rows, self.limit = objective, rows, limit
 
     def count(self, micro: Micro) -> int:
@@ -81,7 +78,7 @@ class BatchedFormats:
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradients are known already."""
+    """A loss with precomputed gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -94,10 +91,10 @@ class _Known(torch.autograd.Function):
 
 
 def families(model: nn.Module, limit: int = LIMIT) -> Iterator[list[FormatLinear]]:
-    """Layers whose weights can be made in one batch, up to `limit` weights, at least two layers."""
+    """Layers that can be encoded in one batch: at least two, up to `limit` weights."""
     alike: dict[Any, list[FormatLinear]] = {}
     for _, linear in format_linears(model):
-        if linear.packed or hasattr(linear.weight, "placements") or not by_rows(linear.format):
+        if linear.packed or is_sharded(linear.weight) or not linear.format.row_wise:
             continue
         w = linear.weight
         alike.setdefault((linear.format, linear.in_features, w.dtype, w.device), []).append(linear)
@@ -114,22 +111,13 @@ def families(model: nn.Module, limit: int = LIMIT) -> Iterator[list[FormatLinear
             yield part
 
 
-def by_rows(format: Format) -> bool:
-    """Whether the rows of a weight in this Format are made one by one, from their own state."""
-    if isinstance(format, Slorb):
-        return format.projection == "sum" and by_rows(format.first)
-    if isinstance(format, Sparse24):
-        return (format.select, format.weight_grad, format.precision) == ("row", "exact", "full")
-    return isinstance(format, IntAsym | FloatAsym)
-
-
 def make_weights(linears: list[FormatLinear], dtype: torch.dtype) -> None:
-    """`made` of each layer: the weight it multiplies with, with its gradients."""
-    states = [linear.format_state() for linear in linears]
+    """Set `made` of each layer: the weight it multiplies with, with its gradients."""
+    format, states = linears[0].format, [linear.format_state() for linear in linears]
     state: Parts = {
-        name: t if name in SHARED else torch.cat([s[name] for s in states]) for name, t in states[0].items()
+        name: t if name in format.whole_parts else torch.cat([s[name] for s in states]) for name, t in states[0].items()
     }
     w = cast_weight(torch.cat([linear.weight for linear in linears]), dtype)
-    made = linears[0].format.fake(w, state)
+    made = format.fake(w, state)
     for linear, part in zip(linears, made.split([x.out_features for x in linears]), strict=True):
         linear.made = part

@@ -4,24 +4,23 @@ BitDistiller (section 3.3). Over the whole vocabulary, averaged over the counted
 
     L = gamma * KL(q || p) + (1 - gamma) * KL(p || q)          gamma = mean over the data of p(y_t | y_<t)
 
-gamma is one number for the whole run: the mean probability that the teacher gives the tokens of the text. A sure
-teacher (code, sums) gives a student that seeks its modes, an unsure one a student that covers its mass. The
-authors' code differs from their paper (the largest probability instead of the token's own, 11 batches divided by
-10, padding and prompts counted, sums over a sequence); this is the paper's definition.
+gamma is one number for the whole run: the mean probability that the teacher gives the tokens of the text. With a
+confident teacher (code, sums) the student seeks its modes, otherwise it covers its mass. This is the paper's
+definition; the authors' code differs (the largest probability instead of the token's own, 11 batches divided by 10,
+padding and prompts counted, sums over a sequence).
 
 `Cakld` runs the teacher beside the student. `CachedCakld` reads its k likeliest tokens and its tail mass from a
 `TeacherCache` and compares k + 1 outcomes: each of those tokens, and "any other". Both divergences of the coarse
-distributions are at most those of the full ones (data processing) and equal them at k = V; what is lost is how the
-student spreads its own tail, about which the cache holds nothing.
+distributions are at most those of the full ones (data processing) and equal them at k = V; how the student spreads its
+own tail has no effect.
 
-The logits exist a chunk of rows at a time (objectives.chunked_head); gradients are written down by hand:
+The logits exist a chunk of rows at a time (objectives.chunked_head); gradients are explicit:
 
     full    dL/dz_v = (1 - gamma) (q_v - p_v) + gamma q_v (log q_v - log p_v - KL(q || p))
     coarse  dL/dz_v = q_v (a_j - sum_i Q_i a_i)    for v in outcome j
             a_j = gamma (log Q_j - log P_j) - (1 - gamma) P_j / Q_j
 
-Under tensor parallelism the vocabulary is cut and sums travel. Left out on purpose: temperatures (the paper has
-none), gamma per token.
+Under tensor parallelism each rank has a range of the vocabulary, and sums are reduced.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Cakld(_Gamma, TeacherObjective):
         self.gamma = check_gamma(gamma)
 
     def pick_chunk(self, hidden_BTD: Tensor, head: Head) -> int:
-        fused = hidden_BTD.is_cuda and head.group is None  # nothing but the logits of a chunk: the usual size
+        fused = hidden_BTD.is_cuda and head.group is None  # only the logits of a chunk: the usual size
         return 0 if fused else pick_chunk(head)
 
     def compare(self, z_NV: Tensor, z_teacher_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +114,7 @@ class CachedCakld(_Gamma):
 
 
 def pick_chunk(head: Head) -> int:
-    """Rows at a time. Several fp32 arrays of a chunk live at once, so it is smaller than that of a cross entropy."""
+    """Rows at a time; fewer than for a cross entropy, because several fp32 arrays of a chunk exist at once."""
     return max(128, CHUNK_BYTES // (4 * head.weight_VD.shape[0]) // 128 * 128)
 
 
@@ -139,7 +138,7 @@ def cakld_top_(
     whole_N1 = vocab_logsumexp(z_NV, head)
     logq_Nk = vocab_take(z_NV, ids_Nk, head) - whole_N1
     vocab_remove_(z_NV, ids_Nk, head)
-    # At k = V nothing is left in the student's tail, nor in the teacher's: 0 * (log 0 - log 0) has to be 0.
+    # At k = V both tails are empty, and 0 * (log 0 - log 0) has to be 0.
     rest_N1 = vocab_logsumexp(z_NV, head).clamp(min=torch.finfo(z_NV.dtype).min / 4)
     logq = torch.cat([logq_Nk, rest_N1 - whole_N1], dim=-1)  # [N, k + 1], the tail last
     logp = torch.cat([logp_Nk, tail_N1], dim=-1)
@@ -147,7 +146,7 @@ def cakld_top_(
     loss_N1 = (gamma * q * gap - (1 - gamma) * p * gap).sum(-1, keepdim=True)
     pull = gamma * q * gap - (1 - gamma) * p  # Q_j a_j
     grad = (pull - q * pull.sum(-1, keepdim=True)) * counted_N1
-    # A token of the tail gets its share q_v / Q_tail of what the tail gets.
+    # A token of the tail gets the share q_v / Q_tail of the tail's gradient.
     z_NV.sub_(rest_N1).exp_().mul_(grad[:, -1:])
     column, held = vocab_columns(ids_Nk, z_NV, head)
     z_NV.scatter_add_(1, column, grad[:, :-1].masked_fill(~held, 0.0))  # where z is 0 now

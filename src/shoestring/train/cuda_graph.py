@@ -1,16 +1,16 @@
-"""The forward and backward passes of a step as one CUDA graph, for small models whose GPU waits for Python.
+"""The forward and backward passes of a step as one CUDA graph, for small models that are limited by launches.
 
-A quantized layer of a 135M model is some hundred small kernels a step; launched one by one they take several times
-as long as they run. A captured step is one launch of the same kernels in the same order, with the same gradients.
-Optimizer, clipping and hooks stay outside, so learning rates and masks may change at every step; weights, masks and
-scales must change in place, and they do.
+A quantized layer of a 135M model is some hundred small kernels per step; launching them takes several times as long as
+they run. A captured step is one launch of the same kernels in the same order, with the same gradients. Optimizer,
+clipping and hooks stay outside, so learning rates and masks may change at every step; weights, masks and scales must
+change in place.
 
-What is captured must not depend on numbers that Python holds. A model with forward hooks therefore runs plainly
-unless they belong to PassCounters (the clocks of random numbers, which count from the same start in every step);
-several processes run plainly, too. When a layer changes its Format, the next step is captured again.
+A captured step must not depend on Python numbers. A model with forward hooks therefore runs plainly unless they belong
+to PassCounters (the clocks of random numbers, which start equally in every step); so do several processes. When a layer
+changes its Format, the next step is captured again.
 
-Before the capture the step runs plainly twice, and the captured one must give the same loss and gradient norm. Where
-it does not, or where the capture fails, passes run plainly (`reason` says why).
+Before the capture the step runs plainly twice, and the captured one must give the same loss and gradient norm. Where it
+does not, or where the capture fails, passes run plainly (`reason` says why).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.mesh import Mesh
 from shoestring.train.step import Micro, Objective, PassCounter, PlainForwardBackward, Run
 
-TOLERANCE = 1e-2  # relative, of the gradient norm: sums in another order, in 16 bits
+TOLERANCE = 1e-2  # relative: sums in another order, in 16 bits
 
 
 class GraphedPasses:
@@ -57,7 +57,7 @@ class GraphedPasses:
 
     def _capture(self) -> None:
         with on_capture_stream():
-            for _ in range(2):  # compiles, tunes and reserves
+            for _ in range(2):  # compiles, tunes and allocates
                 self._clear_gradients()
                 loss = self.passes()
             want = torch.stack([loss.float(), self._norm()])
@@ -90,8 +90,8 @@ class GraphedPasses:
 class GraphedForwardBackward:
     """A ForwardBackward that replays one graph over micro-batches that always have the same shapes.
 
-    The graph is of one model, objective and set of Formats, and stays for the next `train` of them. The objective
-    must not change as long as the graph is used.
+    The graph belongs to one model, objective and set of Formats, and is kept for their next `train`. The objective must
+    not change while it is used.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class GraphedForwardBackward:
         same = self._model is model and self._objective is objective
         layers = zip(self._linears, self._formats, strict=True)
         if not same or any(linear.format is not format for linear, format in layers):
-            self._graphed = None  # its memory is free for the next graph
+            self._graphed = None  # frees its memory for the next graph
             self._capture(model, objective, micros, total)
         for held, micro in zip(self._held, micros, strict=True):
             held.tokens_BT.copy_(micro.tokens_BT)
@@ -147,7 +147,7 @@ class GraphedForwardBackward:
 
 
 def check_graph(mesh: Mesh) -> None:
-    """For those who say so before long work."""
+    """For callers that check graph=true before long work."""
     if mesh.device.type != "cuda" or mesh.world_size > 1:
         raise UserError(
             f"graph=true needs one CUDA GPU, this run has {mesh.world_size} x {mesh.device.type}: leave it out"

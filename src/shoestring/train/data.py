@@ -1,11 +1,9 @@
 """TokenData: which rows a training step sees, as a pure function of the step.
 
-The tokens of a split are cut into windows of context + 1 tokens at stride `context`: every token is a
-target once. All windows are visited in an order drawn per epoch from (seed, epoch), then again in another.
-Row r of step s is number s * batch + r in that endless list, so nothing needs to be remembered: resuming at
-a step, on any number of ranks, gives the rows that an uninterrupted run would have seen.
-
-A step's rows are cut over the data-parallel ranks, then into micro-batches; the set of rows does not depend on either.
+The tokens of a split are cut into windows of context + 1 tokens at stride `context`, so that every token is a target
+once. Each epoch visits all windows in an order drawn from (seed, epoch). Row r of step s is number s * batch + r in
+that endless list, so there is no position to save: resuming at a step, on any number of ranks, gives the rows that an
+uninterrupted run would have seen. The rows of a step are cut over the data-parallel ranks, then into micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ __all__ = ["Micro", "TokenData", "rows_per_pass"]
 
 
 def rows_per_pass(batch: int, micro: int | None, dp_size: int = 1) -> int:
-    """Rows of one pass on one rank; a UserError where they do not divide, for those who can say so before long work."""
+    """Rows of one pass on one rank; UserError where the batch does not divide."""
     if batch < 1 or (micro is not None and micro < 1):
         raise UserError(f"batch={batch} and micro={micro} must be positive")
     rows, rest = divmod(batch, dp_size)
@@ -87,7 +85,7 @@ class TokenData:
         return [self._cut(windows[i : i + self.micro]) for i in range(0, rows, self.micro)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which rows a step sees; not a position, because the step is the position."""
+        """Everything besides the step that decides its rows."""
         return {
             "fingerprint": self.shards.fingerprint,
             "num_tokens": len(self.shards),
@@ -97,7 +95,7 @@ class TokenData:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuses a state under which the steps so far saw other rows than they would here."""
+        """UserError for a state under which the steps so far saw other rows."""
         what = {"fingerprint": "the corpus or its tokenizer", "num_tokens": "the size of the corpus"}
         for key, ours in self.state_dict().items():
             saved = state.get(key)
@@ -108,7 +106,7 @@ class TokenData:
                 )
 
     def _draw_order(self, epoch: int) -> np.ndarray:
-        # numpy promises the same raw numbers in every version, but not the same `permutation`.
+        # numpy guarantees the same raw numbers in every version, but not the same `permutation`.
         raw = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(self.num_windows)
         return np.argsort(raw, kind="stable")
 

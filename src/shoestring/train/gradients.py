@@ -1,12 +1,12 @@
 """Gradients of a step: clipped by their global norm, and watched for NaN and infinity.
 
-The clip computes the norm of every gradient anyway; GradientWatch looks at them and stops a run whose gradients are
-NaN or infinite, with the name of the layer. On a CPU it looks in every step, before the optimizer moves a weight. On
-a GPU that would wait for the device: the first bad step and its tensors are kept on the device, and read when the
-trainer reads numbers back anyway and before a checkpoint is saved. So the newest checkpoint is always a good one.
+The clip computes the norm of every gradient anyway; GradientWatch uses them to stop a run whose gradients are NaN or
+infinite, with the name of the layer. On a CPU it checks every step, before the optimizer moves a weight. On a GPU that
+would wait for the device: the first bad step and its tensors are kept on the device, and read when the trainer reads
+metrics and before a checkpoint is saved. So the newest checkpoint is always a good one.
 
-A layer that breaks in the backward pass spoils its own gradient and those of all layers before it, so the last bad
-one is named. When all are bad, the loss was bad already.
+A layer that fails in the backward pass spoils its own gradient and those of all layers before it, so the last bad one
+is named. When all are bad, the loss was bad.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ class GradientWatch:
         self.world_size = world_size
         self._params: list[nn.Parameter] = []
         self._step: Tensor | None = None  # the first bad step, -1 while there is none
-        self._bad: Tensor | None = None  # whose gradients they were
+        self._bad: Tensor | None = None  # which gradients were bad then
 
     def see(self, step: int, norm: Tensor, params: list[nn.Parameter], norms: Tensor) -> None:
-        """`norm` over all ranks and gradients; `norms` of this rank's part of each gradient, in the order of
-        `params`."""
+        """`norm` over all ranks and gradients; `norms` of this rank's part of each gradient, as `params`."""
         if norm.device.type == "cpu":
             if not bool(norm.isfinite()):
                 self._remember(torch.tensor(step), params, ~norms.isfinite())

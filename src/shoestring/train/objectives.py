@@ -3,12 +3,12 @@
 `objective(model, micro)` returns a SUM and `objective.count(micro)` how many tokens it counted; the trainer divides by
 the count of the whole step over all micro-batches and ranks, which is exact for masked prompts and ragged batches.
 
-The logits of a large vocabulary never exist at once: the head runs in chunks of rows inside one autograd function that
-computes each chunk's loss and gradient together and keeps only the gradient of the hidden states and of the head. That
-is the same three matrix products as the plain loss, without its [tokens, vocabulary] tensors.
+The head runs in chunks of rows inside one autograd function, which computes each chunk's loss and gradient together and
+keeps only the gradients of the hidden states and of the head: the same three matrix products as the plain loss, without
+its [tokens, vocabulary] tensors.
 
-Under tensor parallelism the head holds a range of the vocabulary; maxima, sums and hidden gradients are
-summed over its group.
+Under tensor parallelism the head holds a range of the vocabulary; maxima, sums and hidden gradients are reduced over
+its group.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from shoestring.train.step import IGNORED, Micro, Objective
 # (logits of rows lo..hi, lo, hi) -> (summed loss, gradient of that sum; may overwrite the logits)
 ChunkLoss = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
-# Logits of one chunk take about this many bytes. Each chunk also reads and writes the head's fp32 gradient
-# once, so small chunks cost bandwidth: at a 128k vocabulary and width 4096, 2k rows a chunk were
-# 1.3% of the step slower than 4k (seen once on an H200).
+# Bytes of the logits of one chunk. Each chunk reads and writes the head's fp32 gradient, so small chunks cost
+# bandwidth: at a 128k vocabulary and width 4096, a step with 2k rows a chunk was 1.3% slower than with 4k (H200).
 CHUNK_BYTES = 2**30
 
 
@@ -65,8 +64,8 @@ class CrossEntropy(Objective):
 
 
 class TeacherObjective(Objective):
-    """Compares the student with a teacher that runs beside it, without gradients, a chunk of logits at a time. Both
-    must share the vocabulary."""
+    """Compares the student with a teacher that runs beside it, a chunk of logits at a time. Both have one
+    vocabulary."""
 
     def __init__(self, teacher: nn.Module, chunk: int = 0) -> None:
         self.teacher, self.chunk = teacher.eval().requires_grad_(False), chunk
@@ -185,8 +184,8 @@ def vocab_start(head: Head) -> int:
 
 
 def vocab_columns(ids: Tensor, z_NV: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Columns of z for tokens of the whole vocabulary, and which of them this rank holds; the others are clamped onto
-    its range."""
+    """Columns of z for tokens of the whole vocabulary, and which of them this rank holds; others are clamped to its
+    range."""
     mine = ids - vocab_start(head)
     return mine.clamp(0, z_NV.shape[1] - 1), (mine >= 0) & (mine < z_NV.shape[1])
 
@@ -204,7 +203,7 @@ def vocab_remove_(z_NV: Tensor, ids_Nk: Tensor, head: Head) -> Tensor:
     if head.group is None:
         return z_NV.scatter_(1, ids_Nk, -torch.inf)
     column, held = vocab_columns(ids_Nk, z_NV, head)
-    # The minimum with +inf leaves columns as they are onto which tokens of other ranks were clamped.
+    # +inf for tokens of other ranks: the minimum leaves the columns that they were clamped to.
     lowest = torch.full_like(column, torch.inf, dtype=z_NV.dtype).masked_fill(held, -torch.inf)
     return z_NV.scatter_reduce_(1, column, lowest, "amin")
 
@@ -247,7 +246,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32) if wants_weight else None
         total = hidden_ND.new_zeros((), dtype=torch.float32)
-        # Rows start 16-byte aligned whatever the vocabulary: tensor cores run at a fraction of their rate otherwise.
+        # Rows start 16-byte aligned for any vocabulary; tensor cores are much slower otherwise.
         pitch = -(-vocab // 16) * 16
         buffer = hidden_ND.new_empty(min(chunk, num_rows), pitch)
         for lo in range(0, num_rows, chunk):
@@ -281,7 +280,7 @@ def _add_product_(total_VD: Tensor, grad_NV: Tensor, hidden_ND: Tensor) -> None:
     if grad_NV.dtype == torch.float32:
         total_VD.addmm_(grad_NV.t(), hidden_ND)
     elif grad_NV.is_cuda:
-        # fp32 in the epilogue of the same kernel, without a 16-bit product in between.
+        # Accumulates in fp32 in the kernel's epilogue, without a 16-bit product in between.
         torch.addmm(total_VD, grad_NV.t(), hidden_ND, out_dtype=torch.float32, out=total_VD)
     else:
         total_VD += torch.mm(grad_NV.t(), hidden_ND)

@@ -26,7 +26,7 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW with decay on matrices only; fused on CUDA. The two groups are the same on every mesh.
 
-    Learned grids of quantized layers are tables, not matrices: a smaller scale is not a simpler model.
+    Learned grids of quantized layers are not decayed: a smaller scale is not a simpler model.
     """
     if not lr >= 0:
         raise UserError(f"lr={lr} is not possible; give 0 or more")

@@ -1,8 +1,8 @@
-"""A pre-training run around its loop: the model it starts from, validation on the way, the report at its end.
+"""A pre-training run around its loop: the initial model, validation, the report.
 
-The model is a new one of a named size, or one that is loaded. It is built and converted on the meta device, cut over
-the mesh, then filled: no rank ever holds more than its share. Validation is the loss on the first rows of the held-out
-split, the same rows every time. Left out: perplexity of a finished model over a whole text (evals/perplexity.py).
+The model is a new one of a named size, or a loaded one. It is built and converted on the meta device, cut over the
+mesh, then filled, so that no rank holds more than its share. Validation is the loss on the first rows of the held-out
+split, the same rows every time; evals/perplexity.py measures a finished model on a whole text.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ SIZES: dict[str, tuple[int, int, int, int, int]] = {
 }
 GPT2: dict[str, Any] = {"model_type": "gpt2", "norm": "layer", "act": "gelu_tanh", "positions": "learned"}
 GPT2 |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+VALIDATION_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ModelConfig:
 
 
 def check_model(cfg: ModelConfig, *, vocab_size: int, context: int) -> None:
-    """Refuse a shape that is not possible, or that no one could load, before any text is read."""
+    """UserError for a shape that is not possible or cannot be saved, before any text is read."""
     if cfg.act is not None and cfg.init_from is not None:
         raise UserError(f"act={cfg.act} is of a new model, and init_from={cfg.init_from} has its own: leave one out")
     if cfg.init_from is None:
@@ -86,22 +87,22 @@ def initial_spec(cfg: ModelConfig, tokenizer: Tokenizer, *, context: int, named:
 def new_spec(
     cfg: ModelConfig, *, vocab_size: int, context: int, bos_id: int | None = None, eos_id: int | None = None
 ) -> ModelSpec:
-    """The size's shape with the keys of the command in place of its own."""
+    """The shape of the named size, with the given settings instead of its own."""
     d_model, num_layers, num_heads, num_kv_heads, d_ff = SIZES[cfg.size]
     if cfg.act is not None and cfg.size.startswith("gpt2"):
         raise UserError(f"act={cfg.act} is a gate, and size={cfg.size} has none: choose another size, or leave it out")
     if cfg.d_model is not None and cfg.d_model != d_model:
-        # A new width keeps the size's proportions where nothing else is said.
+        # A new width keeps the proportions of the size by default.
         num_heads = num_kv_heads = max(1, cfg.d_model // 64)
         d_ff = cfg.d_ff or round(d_ff * cfg.d_model / d_model / 64) * 64 or 64
         d_model = cfg.d_model
     num_heads = cfg.num_heads or num_heads
-    if num_heads % num_kv_heads or cfg.size.startswith("gpt2"):  # GPT-2 shares no keys
+    if num_heads % num_kv_heads or cfg.size.startswith("gpt2"):  # GPT-2 has no grouped-query attention
         num_kv_heads = num_heads
     num_kv_heads = cfg.num_kv_heads or num_kv_heads
     if d_model % num_heads:
         raise UserError(f"d_model={d_model} is not a multiple of num_heads={num_heads}; choose one that divides it")
-    if (d_model // num_heads) % 2 and not cfg.size.startswith("gpt2"):  # rotary positions turn pairs
+    if (d_model // num_heads) % 2 and not cfg.size.startswith("gpt2"):  # RoPE rotates pairs
         raise UserError(
             f"d_model={d_model} with num_heads={num_heads} gives heads of {d_model // num_heads} dims, and positions "
             "need an even number; choose another d_model or num_heads"
@@ -157,14 +158,14 @@ def validation_data(corpus: Corpus, mesh: Mesh, *, context: int, batch: int, mic
     return TokenData(corpus.val, context=context, batch=num_rows, micro=micro, **share)
 
 
-def validation_loss(data: TokenData, num_steps: int = 4) -> Callable[[Run], dict[str, float]]:
-    """For `train(evaluate=...)`: the mean loss over the first `num_steps` batches of `data`."""
+def validation_loss(data: TokenData) -> Callable[[Run], dict[str, float]]:
+    """For `train(evaluate=...)`: the mean loss over the first VALIDATION_STEPS batches of `data`."""
     objective = CrossEntropy()
 
     @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
         run.model.eval()
-        micros = [micro.to(run.mesh.device) for step in range(num_steps) for micro in data.step(step)]
+        micros = [micro.to(run.mesh.device) for step in range(VALIDATION_STEPS) for micro in data.step(step)]
         loss = sum((objective(run.model, m) for m in micros), torch.zeros((), device=run.mesh.device))
         count = torch.tensor(float(sum(objective.count(m) for m in micros)), device=run.mesh.device)
         return {"val_loss": float(run.mesh.sum(loss) / run.mesh.sum(count))}
@@ -186,7 +187,7 @@ def few_documents(corpus: Corpus, context: int) -> str:
 def report_training(
     recipe: str, log: RunLog, spec: ModelSpec, plots: Sequence[Section] = (), commands: Sequence[str] = ()
 ) -> None:
-    """The rows of evals.jsonl on the console, the page with `plots`, and what to try next with `commands`."""
+    """Print the rows of evals.jsonl, write the page with `plots`, and suggest next commands."""
     assert log.folder is not None
     folder = log.folder
     eval_table(log.evaluations()).print()

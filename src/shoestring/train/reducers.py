@@ -1,8 +1,8 @@
 """Reducers: how gradients become equal over the mesh axis `replica` (the protocol is `Reducer` in step.py).
 
-FSDP2 already sums over `dp`; a reducer works on the outer axis only, which fully_shard never gets. The default
-sums in full precision. A compressed reducer keeps its error feedback in state_dict, by parameter name, and clips
-before it adds to that feedback (`clips = True`).
+FSDP2 already sums over `dp`; a reducer works on the outer axis only, which fully_shard never gets. The default sums in
+full precision. A compressed reducer keeps its error feedback in state_dict, by parameter name, and clips before adding
+to it (`clips = True`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoestring.train.step import Stateful
 
 
 class SumReducer(Stateful):
-    """Plain all-reduce; nothing where there is one replica."""
+    """Plain all-reduce; a no-op with one replica."""
 
     clips = False
 

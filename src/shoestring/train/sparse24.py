@@ -8,13 +8,11 @@ A method is a Format (formats/sparse24.py: what the products see) and a few of t
     all      FlipMeter: flip rate and magnitudes of kept and masked weights
     FST      FlipController: finds the strength of the decay
 
-The flip rate is ||M_t xor M_{t-1}||_1 / number of weights, M_t the mask that the weights after step t call for
-(whether or not the method uses a new mask at every step, so that methods and a dense run compare).
+The flip rate is ||M_t xor M_{t-1}||_1 / number of weights, M_t the mask chosen from the weights after step t (even if
+the method does not use a new mask at every step, so that all methods and a dense run compare).
 
-Masks live in the Format's state and shard with the weight; every rank writes its own rows. Hooks act on the
-layers in their pruned phase, so after DenseFinish they have nothing left to do.
-
-Left out on purpose: optimizers that keep the decay out of the momentum (sparse24_optim.py), and pruning.
+Masks are state of the Format and sharded with the weight; every rank writes its own rows. Hooks act on layers outside a
+dense phase, so not after DenseFinish. sparse24_optim.py has optimizers that keep the decay out of the momentum.
 """
 
 from __future__ import annotations
@@ -42,15 +40,15 @@ from shoestring.runlog import RunLog, read_jsonl
 from shoestring.train.gradients import cut_axes
 from shoestring.train.step import Hook, PassCounter, Run
 
-# Tokens between the positions of two ranks where the tokens of a step are not given; 2**32 / 4 groups to share.
+# Distance between the token positions of two ranks where tokens_per_step is not given.
 FAR = 1 << 24
-LEAST = 0.01  # of its first strength: what FlipController leaves of a decay
-TORCH_FOR_RANKS = (2, 12)  # the first with which masks and row numbers can be cut over processes
+LEAST = 0.01  # smallest decay that FlipController sets, as a part of its first strength
+TORCH_FOR_RANKS = (2, 12)  # the first version that shards masks and row numbers (integer Parameters)
 
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """One layer and how it is, or would be, pruned."""
+    """A layer and how it is pruned, or will be after its dense phase."""
 
     name: str
     linear: FormatLinear
@@ -62,9 +60,9 @@ class SparseLayer:
 
     @torch.no_grad()
     def choose(self) -> Tensor:
-        """The mask that this rank's part of the weight calls for now."""
+        """The mask of this rank's part, chosen from the current weight."""
         if self.pruning.select == "tile":
-            # A cut need not lie between tiles (FSDP2 cuts anywhere): choose on the whole weight.
+            # FSDP2 may cut inside a tile: choose on the whole weight.
             whole = self.pruning.choose(full(self.linear.weight))
             return local(like_weight(whole, self.linear.weight))
         return mask24_eager(local(self.linear.weight).detach())
@@ -85,6 +83,16 @@ def sparse_layers(model: nn.Module, *, dense_phase: bool = False) -> list[Sparse
     return found
 
 
+def start_dense_phase(model: nn.Module) -> None:
+    for layer in sparse_layers(model):
+        layer.linear.start_dense_phase()
+
+
+def end_dense_phase(model: nn.Module) -> None:
+    for layer in sparse_layers(model, dense_phase=True):
+        layer.linear.end_dense_phase()
+
+
 def pruning_of(format: Format) -> Sparse24 | None:
     while isinstance(format, Slorb | Stacked):
         format = format.first
@@ -92,12 +100,12 @@ def pruning_of(format: Format) -> Sparse24 | None:
 
 
 def torch_version() -> tuple[int, ...]:
-    """Major and minor. Not compared as a version: that puts 2.12.0a0, which vendors build, before 2.12."""
+    """Major and minor. Not a full version, in which a vendor's 2.12.0a0 would be before 2.12."""
     return tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def check_torch(pruning: Sparse24, num_processes: int) -> None:
-    """Masks and row numbers are sharded with the weight, which takes a newer torch than the rest of the package."""
+    """UserError for several processes on a torch that cannot shard masks and row numbers."""
     sharded = pruning.hold_mask or pruning.weight_grad == "mvue"
     if num_processes == 1 or not sharded or torch_version() >= TORCH_FOR_RANKS:
         return
@@ -111,7 +119,7 @@ def check_torch(pruning: Sparse24, num_processes: int) -> None:
 
 @torch.no_grad()
 def pruned_weight(linear: FormatLinear, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that the forward multiplies with; beside a SLoRB branch the term that should be 2:4."""
+    """The weight that the forward multiplies with; of a SLoRB layer the pruned term, without the branch."""
     if isinstance(linear.format, Slorb):
         return linear.format.first.fake(cast_weight(local(linear.weight), dtype), linear.format_state())
     return linear.effective_weight(dtype)
@@ -128,8 +136,8 @@ def count_24(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, 
 class NoiseClock(Hook, PassCounter):
     """Keys the random numbers of MVUE by seed, layer, step and position of the token in the step.
 
-    With `tokens_per_step` (over all ranks) a rank draws for its tokens what a single process would have drawn,
-    however the batch is split; without it ranks still differ, but the split shows.
+    With `tokens_per_step` (over all ranks) a rank draws for its tokens what a single process would have drawn; without
+    it ranks draw different numbers, but the result depends on how the batch is split.
     """
 
     def __init__(self, model: nn.Module, *, seed: int = 0, tokens_per_step: int = 0, mesh: Mesh | None = None) -> None:
@@ -143,7 +151,7 @@ class NoiseClock(Hook, PassCounter):
         model.register_forward_pre_hook(self._count)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        # The model's own forward: blocks that are recomputed in the backward pass run again, this does not.
+        # A hook on the whole model: it does not run again when blocks are recomputed in the backward pass.
         if model.training and torch.is_grad_enabled():
             for linear in self.linears:
                 _set_clocks(linear, token=self.next)
@@ -165,10 +173,10 @@ def _set_clocks(linear: FormatLinear, **values: int) -> None:
 
 # -- masks ---------------------------------------------------------------------------------------------------
 class MaskRefresh(Hook):
-    """Choose held masks anew every `every` steps; logs mask_change, the share of the masks that changed.
+    """Choose held masks again every `every` steps; logs mask_change, the share of the masks that changed.
 
-    `dense_phase`: also of layers that compute densely, for methods that only use the mask (CAST). `until`: not from
-    that step on, so that a model which is delivered with its masks was trained with them.
+    `dense_phase`: also for layers that compute densely (CAST). `until`: the step from which masks stay, so that a model
+    is trained with the masks it is delivered with.
     """
 
     def __init__(self, every: int = 40, *, dense_phase: bool = False, until: int | None = None) -> None:
@@ -204,8 +212,8 @@ class MaskRefresh(Hook):
 class MaskedDecay(Hook):
     """grad += strength * W * (1 - M), after the clip and before the optimizer (FST, eq. 10; SR-STE).
 
-    On the gradient and not on the weight: Adam divides by the gradient's size, so weights with small gradients,
-    which are the ones that flip for no reason, are pulled harder.
+    On the gradient, not on the weight: Adam divides by the gradient's size, so weights with small gradients, whose
+    flips are noise, are pulled harder.
     """
 
     def __init__(self, strength: float | Callable[[int], float]) -> None:
@@ -235,8 +243,7 @@ class DenseFinish(Hook):
 
     def _start_dense_phase(self) -> None:
         self.done = True
-        for layer in sparse_layers(self.model):
-            layer.linear.start_dense_phase()
+        start_dense_phase(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}
@@ -299,25 +306,23 @@ def check_probe(probe: int, every: int) -> None:
 
 
 class FlipController(Hook):
-    """Finds the strength of a MaskedDecay from the flip rate.
+    """Sets the strength of a MaskedDecay by the flip rate.
 
-    The first `probe` steps train densely and measure the flip rate r that the masks *would* have had; r * |w| / lr
-    of the second half of them, |w| the mean magnitude of the weights, is the reference. Then the pruned phase begins,
-    and at every measurement
+    The first `probe` steps train densely and measure the flip rate r that the masks *would* have had. The reference is
+    r * |w| / lr over the second half of them, |w| the mean magnitude of the weights. After that, at every measurement
 
         mu = r' * |w'| / (reference * lr)      smoothed over about `memory` measurements
 
-    is compared with the band: above it masks flip too much and the decay grows by `gain`, below it they freeze
-    and it shrinks. FST finds mu in [0.6, 0.95] healthy by trying several strengths; this is the same rule,
-    applied all along. The first strength is `start` * |grad| / |weight|, which has the right unit whatever the
-    model and the loss; it never shrinks below LEAST of that, from where it can grow again in time.
+    is compared with the band: above it masks flip too much and the decay grows by `gain`, below it they freeze and it
+    shrinks. FST finds mu in [0.6, 0.95] to be healthy by trying several strengths; this applies the rule all the time.
+    The first strength is `start` * |grad| / |weight|, which has the right unit for any model and loss; it never falls
+    below LEAST of that, so that it can grow again in time.
 
-    Why |w|: weights grow, and the same step flips fewer of them. In a dense GPT-2 run r / lr halved from the warm-up
-    to the end while r * |w| / lr stayed within a quarter; with r alone a healthy run looks as if its masks froze,
-    and the decay goes.
+    Why |w|: weights grow, and the same step flips fewer of them. In a dense GPT-2 run r / lr halved from the warm-up to
+    the end while r * |w| / lr stayed within a quarter; by r alone the masks of a healthy run would seem to freeze.
 
-    Cost: `probe` dense steps without the speed of sparse ones, and two mask searches per measured step.
-    List it after its FlipMeter and MaskedDecay and before DenseFinish.
+    Cost: `probe` dense steps, and two mask searches per measured step. List it after its FlipMeter and MaskedDecay and
+    before DenseFinish.
     """
 
     def __init__(
@@ -338,8 +343,7 @@ class FlipController(Hook):
         self.rates = self.lrs = self.first = 0.0
         self.mu: float | None = None
         decay.strength = 0.0
-        for layer in sparse_layers(model):
-            layer.linear.start_dense_phase()
+        start_dense_phase(model)
 
     @property
     def reference(self) -> float:
@@ -361,7 +365,7 @@ class FlipController(Hook):
             assert self.mu is not None and isinstance(self.decay.strength, float)
             run.log.log(run.step, mu=self.mu, masked_decay=self.decay.strength)
         if run.step == self.probe:
-            self._end_dense_phase()
+            end_dense_phase(self.model)
             MaskRefresh(1).refresh(run)
             run.log.say(f"step {run.step}: sparse; a dense run flips {self.reference:.3g} x lr / |w| per step")
 
@@ -373,10 +377,6 @@ class FlipController(Hook):
             self.decay.strength *= self.gain
         elif self.mu < self.band[0]:
             self.decay.strength = max(self.decay.strength / self.gain, LEAST * self.first)
-
-    def _end_dense_phase(self) -> None:
-        for layer in sparse_layers(self.model, dense_phase=True):
-            layer.linear.end_dense_phase()
 
     def state_dict(self) -> dict[str, Any]:
         awake = any(layer.is_pruned for layer in sparse_layers(self.model, dense_phase=True))
@@ -394,7 +394,7 @@ class FlipController(Hook):
         self.rates, self.lrs, self.mu = state["rates_by_weight"], state["lrs"], state["mu"]
         self.decay.strength, self.first = state["strength"], state["first"]
         if state["awake"]:
-            self._end_dense_phase()
+            end_dense_phase(self.model)
 
 
 # -- sums over a sharded model -------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def _squares_of_gradients_and_weights(layers: Iterable[SparseLayer]) -> tuple[fl
 
 
 def sum_over_cuts(values: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Stack of the small tensors, each summed over exactly the mesh axes that cut its weight."""
+    """The stacked small tensors, each summed over the mesh axes that cut its weight."""
     total = torch.stack([value.double() for _, value in values])
     cuts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for i, (weight, _) in enumerate(values):
@@ -445,8 +445,8 @@ def _num_weights(layers: Iterable[SparseLayer]) -> int:
 
 # -- delivery ------------------------------------------------------------------------------------------------
 def save_packed(folder: Path, layers: str, dtype: torch.dtype) -> None:
-    """packed/ beside model/: the same weights without their zeros, in `dtype` (16 bits have a decoding kernel on a
-    GPU)."""
+    """Write packed/ beside model/: the same weights in 2:4 storage, in `dtype` (a GPU's decoding kernel needs 16
+    bits)."""
     loaded = load_model(folder / "model", dtype=torch.float32)
     report = convert(loaded.model, [(layers, Sparse24())])
     for changed in report.changed:

@@ -1,6 +1,6 @@
 """Adam for 2:4 layers with the pull on masked weights kept out of the momentum: AST's rule and CAST's AdamS.
 
-Added to the gradient (train.sparse24.MaskedDecay) the pull is smoothed with it and continues for a while after a
+A pull that is added to the gradient (train.sparse24.MaskedDecay) enters the momentum and continues for a while after a
 mask has changed. Here m is the momentum of the loss gradient alone, and for the masked weights of a step
 
     AST     u = m + lambda_t W             lambda_t = strength * min(1, t / anneal)
@@ -9,9 +9,9 @@ mask has changed. Here m is the momentum of the loss gradient alone, and for the
 for all others u = m, and v = b2 v + (1 - b2) u^2, W -= lr * u / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), after
 the usual decoupled weight decay. Parameters without a mask get plain AdamW (v from the gradient).
 
-Masks are those of the Format's state (refresh them with MaskRefresh: AST and CAST use every 10 steps). AST's
-forward is sparse; CAST's is dense: the layers are in a dense phase until training ends. Published optimizer code for
-AST inverts an integer mask with `~`, which turns the pull into a push; ours is tested by its equation.
+Masks are those of the Format's state (refresh them with MaskRefresh: AST and CAST use every 10 steps). AST's forward is
+sparse; CAST's is dense: the layers are in a dense phase until training ends. (The published code for AST inverts an
+integer mask with `~`, which reverses the sign of the pull.)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SparseAdam(torch.optim.Optimizer):
         return None
 
     def _count(self, param: nn.Parameter) -> float:
-        """The number of this step for `param`, whose moments are there afterwards."""
+        """The number of this step for `param`; makes its moments where they are missing."""
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
@@ -78,7 +78,7 @@ class SparseAdam(torch.optim.Optimizer):
         return float(state["step"])
 
     def _update(self, params: list[nn.Parameter], t: float, group: dict[str, Any]) -> None:
-        """All of them at once: hundreds of small layers are a dozen kernels, not thousands."""
+        """One update of all `params` with foreach kernels, instead of thousands of small launches."""
         b1, b2 = group["betas"]
         w, g = [local(p) for p in params], [local(p.grad) for p in params]  # type: ignore[arg-type]
         m, v = ([local(self.state[p][n]) for p in params] for n in ("exp_avg", "exp_avg_sq"))

@@ -1,11 +1,11 @@
-"""Measure, before training starts, which products of the 2:4 layers the sparse tensor cores make faster.
+"""Measure, before training starts, which products of the 2:4 layers are faster on the sparse tensor cores.
 
 A compiled model fixes its kernels when it is traced, so the shapes are measured before that, once for each GPU
-(kernels/sparse24/cusparselt_table.py), and the result is printed. Without a GPU or without cuSPARSELt nothing is
-measured, and all products are dense.
+(kernels/sparse24/cusparselt_table.py), and the result is printed. Without a GPU or without cuSPARSELt all products are
+dense.
 
-Algorithms round differently. So all ranks take the choices of the first, and a run keeps its own in its folder
-(ProductChoices): a run resumed on another machine with the same kind of GPU uses them and stays equal bit for bit.
+Algorithms round differently. So all ranks take the choices of the first, and a run keeps them in its folder
+(ProductChoices): resumed on another machine with the same kind of GPU, it stays equal bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoestring.train.sparse24 import NoiseClock, sparse_layers
 from shoestring.train.step import Hook, Run
 
 Shape = tuple[int, int, int]  # m, k, n of a product
-# Names of the files with a run's choices, and whose they are where they are not this process's.
+# Files with a run's choices, and where they come from if not from this GPU and torch.
 RUN_FILES = {"cusparselt-*.json": "another GPU or torch", "cslt-*.json": "an earlier version of Shoestring"}
 
 
@@ -42,7 +42,7 @@ def tune_products(
     mesh: Mesh | None = None,
     folder: Path | None = None,
 ) -> list[Measured]:
-    """`num_tokens`: of one micro-batch on this rank; `folder`: of a run that goes on, whose choices come first."""
+    """`num_tokens`: of one micro-batch on this rank; `folder`: of a resumed run, whose choices are used."""
     if not has_sparse_products():
         return []
     layers = multiplied(model)
@@ -65,7 +65,7 @@ def has_sparse_products() -> bool:
 
 
 def tuned_noise_clock(model: Decoder, data: TokenData, mesh: Mesh, *, seed: int, resume: str | None) -> ProductChoices:
-    """The NoiseClock of a run whose sparse products are measured now, or taken over from the run it resumes."""
+    """The NoiseClock of a run, after measuring its sparse products or adopting those of the run it resumes."""
     say = RunLog(None, main=mesh.is_main).say
     folder = None if resume is None else Path(resume)
     tokens = data.micro * data.context
@@ -74,20 +74,20 @@ def tuned_noise_clock(model: Decoder, data: TokenData, mesh: Mesh, *, seed: int,
     return ProductChoices(found, clock)
 
 
-# -- what is said --------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------------
 def product_line(m: Measured) -> str:
     verdict = f"{m.gain:.2f}x, algorithms {m.algorithms}" if m.worth_it else "stays dense"
     return f"2:4 product {m.m}x{m.k} by {m.n}: {m.sparse_ms:.3f} ms, dense {m.dense_ms:.3f} ms: {verdict}"
 
 
 def drawn_shapes(layers: list[tuple[Sparse24, tuple[int, int]]], num_tokens: int) -> list[Shape | None]:
-    """Of every layer with weight_grad=mvue the shape of that product; None where the library does not take it."""
+    """The shape of the weight gradient of every layer with weight_grad=mvue; None where cuSPARSELt does not take it."""
     drawing = [(pruning, shape) for pruning, shape in layers if pruning.weight_grad == "mvue"]
     return [pruning.product_shapes(num_tokens, shape).get("weight_grad") for pruning, shape in drawing]
 
 
 def advice(found: list[Measured], drawn: list[Shape | None]) -> list[str]:
-    """A line where no gradient that is pruned at random gains by it."""
+    """A hint where mvue makes no product faster."""
     gaining = {(m.m, m.k, m.n) for m in found if m.worth_it}
     if not drawn or any(shape in gaining for shape in drawn):
         return []
@@ -96,12 +96,11 @@ def advice(found: list[Measured], drawn: list[Shape | None]) -> list[str]:
     ]
 
 
-# -- what a run keeps ----------------------------------------------------------------------------------------
+# -- the file in the run folder ------------------------------------------------------------------------------
 class ProductChoices(Hook):
-    """Leaves the choices of a run in its folder. The name of the file has the GPU and the version of torch.
+    """Writes the choices of a run to its folder. The file name contains the GPU and the version of torch.
 
-    It wraps `hook` instead of standing beside it: a checkpoint fits a run with the same number of hooks, and runs that
-    were started without it can still be resumed.
+    It wraps `hook`, so that the number of hooks, which a checkpoint must match, is that of runs without it.
     """
 
     def __init__(self, found: list[Measured], hook: Hook) -> None:
@@ -142,7 +141,8 @@ def adopt_choices(folder: Path, say: Callable[[str], None]) -> None:
 
 # -- which products there are --------------------------------------------------------------------------------
 def multiplied(model: nn.Module) -> list[tuple[Sparse24, tuple[int, int]]]:
-    """The weights of the products: of every 2:4 layer, or of gate and up as one where they are fused."""
+    """Pruning and weight shape of every product: those of each 2:4 layer, or gate and up as one where they are
+    fused."""
     fused: dict[int, tuple[int, int]] = {}
     for mlp in model.modules():
         if not isinstance(mlp, Mlp) or not mlp.gated:
@@ -155,7 +155,7 @@ def multiplied(model: nn.Module) -> list[tuple[Sparse24, tuple[int, int]]]:
 
 
 def multiplied_shape(weight: Tensor) -> tuple[int, int]:
-    """What this rank multiplies with: FSDP2 gathers its cuts before that, tensor parallelism keeps them."""
+    """The shape that this rank multiplies with: FSDP2 gathers its shards, tensor parallelism does not."""
     shape = [int(n) for n in weight.shape]
     if isinstance(weight, DTensor):
         names = weight.device_mesh.mesh_dim_names or ()

@@ -1,11 +1,11 @@
-"""What a training step is made of: Run, Micro, Hook, and the protocols of everything else `train` takes.
+"""The parts of a training step: Run, Micro, Hook, and the protocols of everything else that `train` takes.
 
-A method of training is a set of such objects; the trainer names none of them. Data says which rows a step sees,
-an Objective turns rows into a summed loss, a ForwardBackward fills the gradients, a Reducer makes them equal over
-the mesh axis `replica`, Hooks act before and after the optimizer, a StepCheckpointer saves and resumes.
+A training method is a set of such objects; the trainer names none of them. Data gives the rows of a step, an Objective
+turns rows into a summed loss, a ForwardBackward fills the gradients, a Reducer makes them equal over the mesh axis
+`replica`, Hooks act before and after the optimizer, a StepCheckpointer saves and resumes.
 
 `state_dict` of data, objective, reducer and hooks belongs to every checkpoint. This file imports nothing else of
-train/, so that each of these objects can be written without the trainer.
+train/.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ IGNORED = -100  # a target that is not counted
 class Micro:
     """The rows of one forward and backward pass: tokens_BT -> targets_BT (IGNORED where not counted), both int64.
 
-    index_BT is each target's place in the corpus: arrays computed once per token (a teacher's top-k, a reference
-    loss) are joined by it. num_counted is computed before the rows move to a device, so that counting them does
-    not wait for it.
+    index_BT is each target's position in the corpus, by which arrays per token (a teacher's top-k, a reference loss)
+    are joined. num_counted is computed before the rows move to a device, so that it needs no synchronisation.
     """
 
     tokens_BT: Tensor
@@ -45,7 +44,7 @@ class Micro:
             object.__setattr__(self, "num_counted", int((self.targets_BT != IGNORED).sum()))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Micro:
-        """The same count with every tensor changed."""
+        """Apply `change` to every tensor; the count stays."""
         return replace(
             self, tokens_BT=change(self.tokens_BT), targets_BT=change(self.targets_BT), index_BT=change(self.index_BT)
         )
@@ -58,7 +57,7 @@ class Micro:
 
 @dataclass
 class Run:
-    """What hooks and checkpointers may see."""
+    """What hooks and checkpointers get."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -68,7 +67,7 @@ class Run:
 
 
 class Stateful(Protocol):
-    """Has nothing to save unless it says so."""
+    """By default without state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -78,19 +77,19 @@ class Stateful(Protocol):
 
 
 class Hook(Stateful):
-    """Override what is needed. Hooks run in list order and see `run` only."""
+    """Override what is needed. Hooks run in list order."""
 
     def before_step(self, run: Run) -> None:
-        """After gradients are summed and clipped, before the optimizer. Masked decay belongs here: before the
-        clip it would rescale its own strength."""
+        """After gradients are summed and clipped, before the optimizer. Masked decay belongs here, because the clip
+        would rescale it."""
 
     def after_step(self, run: Run) -> None:
-        """After the weights have moved: mask refresh, a Format switch, the outer step of local SGD."""
+        """After the optimizer: mask refresh, a Format switch, the outer step of local SGD."""
 
 
 class PassCounter(ABC):
-    """Owner of a forward hook that counts the passes of a step. A step of a model whose forward hooks all belong to
-    PassCounters can be captured: its passes are counted from the same start every time."""
+    """Owner of a forward hook that counts the passes of a step, from the same start in every step. Such hooks can be
+    captured in a CUDA graph."""
 
     @abstractmethod
     def rewind(self) -> None:
@@ -105,7 +104,7 @@ class Data(Stateful, Protocol):
 
 class Objective(Stateful, Protocol):
     def count(self, micro: Micro) -> int:
-        """By how many targets the sum is divided: the counted ones by default."""
+        """The number that the sum is divided by: that of the counted targets by default."""
         return micro.num_counted
 
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
@@ -116,13 +115,12 @@ class Objective(Stateful, Protocol):
 class ForwardBackward(Protocol):
     """Computes the gradients of a step: plainly, from a CUDA graph, or as a pipeline of stages.
 
-    It has no state in a checkpoint: what it computes is a function of its arguments alone, and a run may be resumed
-    with another one. It neither clips nor reduces over `replica`.
+    It has no state in a checkpoint: its result is a function of its arguments, and a run may be resumed with another
+    one. It neither clips nor reduces over `replica`.
     """
 
     def begin(self, run: Run) -> None:
-        """Called once before the first step of each `train`; may look at the model's hooks and the mesh, and say on
-        run.log why it will fall back to plain passes."""
+        """Called once before the first step of each `train`."""
         ...
 
     def __call__(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> Tensor:
@@ -153,8 +151,8 @@ class PlainForwardBackward:
 class Reducer(Stateful, Protocol):
     """Makes gradients equal over the mesh axis `replica`. FSDP2 has summed over `dp` already.
 
-    `clips`: whether __call__ clips the gradients (error feedback must see clipped ones); the trainer then only
-    measures their norm. Residuals of a compressed reducer belong into state_dict.
+    `clips`: whether __call__ clips the gradients (error feedback must see clipped ones); the trainer then only measures
+    their norm. Residuals of a compressed reducer belong in state_dict.
     """
 
     clips: bool
@@ -163,7 +161,7 @@ class Reducer(Stateful, Protocol):
 
 
 class StepCheckpointer(Protocol):
-    """What the trainer knows of checkpoints; levels and their policy are the checkpointer's own."""
+    """The trainer's view of checkpoints; levels and policies belong to the checkpointer."""
 
     def resume(self, run: Run, parts: dict[str, Any]) -> bool: ...
     def due(self, step: int) -> bool: ...

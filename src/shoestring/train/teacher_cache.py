@@ -4,22 +4,19 @@ teacher need not stay in memory.
     cache = build_cache(folder, teacher, one_epoch(data), num_targets=len(data.shards), k=64)
     cache.lookup(micro.index_BT)     # top-k log-probabilities and the mass of all other tokens, per target
 
-One row per global target index (`Micro.index_BT`): the ids and log-probabilities of the k likeliest tokens, the
-log of the tail mass (everything else together) and the log-probability of the target itself. At k=64 that is
-261 bytes a token, where the logits of a 50k vocabulary would be 200 kB. `ScalarCache` is the same thing with one
-number per target (a reference model's losses, say).
+One row per global target index (`Micro.index_BT`): ids and log-probabilities of the k likeliest tokens, the log of the
+tail mass (everything else together) and the log-probability of the target. At k=64 that is 261 bytes per token; the
+logits of a 50k vocabulary would be 200 kB. `ScalarCache` has one number per target (a reference model's losses, say).
 
-A row depends on the window that its target stood in: windows must be cut the same way when it is read
-(`TokenData` with the same context; order and batch do not matter).
+A row depends on the window of its target, so the reader must cut windows the same way (`TokenData` with the same
+context; order and batch do not matter).
 
 A folder holds plain arrays and manifest.json, which is written last: a folder with a manifest is complete. Rows are
-marked when they are on disk, so a killed build continues where it stopped, on any number of ranks; ranks write their
-own rows into the same files. No pickle.
+marked when they are on disk, so that a killed build continues, on any number of ranks; ranks write their own rows into
+the same files, which need a common file system. No pickle.
 
-16-bit log-probabilities round a probability by at most 0.1% at p > 0.02 and 0.4% at p > 1e-6; `lookup`
-renormalises each row, so that it is a distribution again.
-
-Left out on purpose: hidden states, compression, caches on several machines without a common file system.
+16-bit log-probabilities round a probability by at most 0.1% at p > 0.02 and 0.4% at p > 1e-6; `lookup` normalises each
+row again.
 """
 
 from __future__ import annotations
@@ -91,9 +88,9 @@ def build_cache(
 ) -> TeacherCache:
     """Run the teacher over `batches` and keep its probabilities for their counted targets.
 
-    Rows that are there already are not computed again. `identity` says what the rows belong to (a fingerprint of
-    the corpus, of the teacher): a folder made with another one is refused. Under a mesh every rank gives its own
-    batches; all of them return the whole cache.
+    Existing rows are not computed again. `identity` tells what the rows belong to (a fingerprint of the corpus, of the
+    teacher): a folder with another one is refused. Under a mesh every rank gives its own batches, and all return the
+    whole cache.
     """
     vocab = int(teacher.spec.vocab_size)  # type: ignore[union-attr, arg-type]
     if not 1 <= k <= vocab:
@@ -121,8 +118,6 @@ def build_scalar_cache(
     *,
     num_targets: int,
     identity: dict[str, Any] | None = None,
-    mesh: Mesh | None = None,
-    progress: OpenProgressBar | None = None,
 ) -> ScalarCache:
     """The same with one number per target: score(micro) gives [B, T], of which the counted ones are kept."""
 
@@ -133,7 +128,7 @@ def build_scalar_cache(
         return {"value": value_BT.cpu().float()[micro.targets_BT.cpu() != IGNORED]}
 
     settings = {"kind": "scalar", "identity": identity or {}}
-    _build(Path(folder), {"value": ("<f4", 0)}, settings, batches, compute, num_targets, mesh, progress)
+    _build(Path(folder), {"value": ("<f4", 0)}, settings, batches, compute, num_targets, None, None)
     return ScalarCache.open(folder)
 
 
@@ -166,7 +161,7 @@ def _top_rows(logp_NV: Tensor, target_N: Tensor, k: int, head: Head) -> tuple[Te
         pick = best.topk(k, dim=-1)
         best, ids = pick.values, ids.gather(1, pick.indices)
     target_N1 = vocab_take(logp_NV, target_N[:, None], head)
-    # Summed, not 1 minus the rest: a tail of 1e-6 keeps its digits.
+    # Summed, not 1 minus the others, which would lose the digits of a small tail.
     tail_N1 = vocab_logsumexp(vocab_remove_(logp_NV, ids, head), head)
     return ids, best.clamp(min=LOWEST), tail_N1[:, 0].clamp(min=LOWEST), target_N1[:, 0].clamp(min=LOWEST)
 
@@ -229,7 +224,7 @@ def _rows(micro: Micro, num_targets: int) -> np.ndarray:
 
 
 def _reserve(folder: Path, columns: Columns, settings: dict[str, Any], num_targets: int) -> None:
-    """Make the files, in full: a mapped file that meets a full disk later would kill the process."""
+    """Allocate the files in full: a full disk under a mapped file would kill the process later."""
     known = _read_json(folder / "manifest.json") or _read_json(folder / "building.json")
     if known is not None:
         for key, value in settings.items():
@@ -249,7 +244,7 @@ def _reserve(folder: Path, columns: Columns, settings: dict[str, Any], num_targe
                 os.posix_fallocate(file.fileno(), 0, size * num_targets)
         write_atomically(folder / "building.json", json.dumps(settings, indent=1) + "\n")
     except OSError as error:
-        for name in sizes:  # nothing is in them yet
+        for name in sizes:
             (folder / f"{name}.bin").unlink(missing_ok=True)
         need = sum(sizes.values()) * num_targets / 1e9
         hint = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
@@ -273,9 +268,9 @@ def _finish(folder: Path, settings: dict[str, Any], filled: np.ndarray, arrays: 
     (folder / "building.json").unlink(missing_ok=True)
 
 
-def _confidence(target: np.ndarray, filled: np.ndarray, block: int = 1 << 20) -> float:
+def _confidence(target: np.ndarray, filled: np.ndarray) -> float:
     """Mean over the filled rows of the teacher's probability of the target."""
-    total = 0.0
+    total, block = 0.0, 1 << 20
     for at in range(0, len(target), block):
         rows = filled[at : at + block] != 0
         total += float(np.exp(target[at : at + block][rows].astype(np.float64)).sum())
@@ -322,7 +317,7 @@ class _Cache:
         return sum(a.nbytes for a in self.arrays.values())
 
     def to(self, device: torch.device | str) -> Self:
-        """Held on the device: lookups then neither read files nor wait."""
+        """A copy held on the device, whose lookups read no files."""
         return replace(self, resident={n: torch.from_numpy(_plain(a[:])).to(device) for n, a in self.arrays.items()})
 
     def take(self, index_BT: Tensor) -> dict[str, Tensor]:
@@ -347,7 +342,7 @@ class _Cache:
 
 
 def _plain(a: np.ndarray) -> np.ndarray:
-    """In a dtype that torch indexes everywhere."""
+    """In a dtype that torch can index on every device."""
     wider = {"<u2": "<i4", "<u4": "<i8"}.get(a.dtype.str)
     return np.array(a) if wider is None else a.astype(wider)
 

@@ -58,11 +58,10 @@ def train(
 ) -> Run:
     """Run from run.step (or from the checkpointer's latest) to `steps`.
 
-    `forward_backward`: how gradients are computed (step.py); plain passes by default. It belongs to the caller and
-    may serve several calls.
+    `forward_backward`: how gradients are computed (step.py); plain passes by default. Several calls may share one.
 
-    A line of metrics averages the steps since the line before it. There is also one before every checkpoint and every
-    evaluation, whatever log_every is, so that the averages and times of a resumed run are right.
+    A line of metrics averages the steps since the previous line. There is also one before every checkpoint and every
+    evaluation, so that the averages and times of a resumed run are right.
 
     Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
     or infinite stops the run with its layer's name (gradients.py).
@@ -103,7 +102,7 @@ def train(
                 for hook in hooks:
                     hook.after_step(run)
             except UserError:
-                # A hook that fails on a bad weight cannot name the gradient that caused it, or the step.
+                # A hook that fails on a bad weight does not know the gradient and the step that caused it.
                 watch.check(newest)
                 raise
             meter.add(loss, count)
@@ -121,8 +120,7 @@ def train(
                 meter.began = time.perf_counter()
             if checkpointer is not None:
                 checkpointer.after_step(run, parts)
-            # Ranks must stop at the same step. One process checks after every step; several only when they
-            # communicate anyway.
+            # Ranks must stop at the same step: several processes check only when they communicate anyway.
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
                 watch.check(newest)
                 if not logs_now:
@@ -132,7 +130,7 @@ def train(
 
 
 def _global_count(mesh: Mesh, objective: Objective, micros: list[Micro]) -> Tensor | float:
-    """Counted targets of the step over all ranks; at least 1, so that a step of masked targets moves nothing."""
+    """Counted targets of the step over all ranks; at least 1, so that a step without any has zero gradients."""
     count = float(sum(objective.count(m) for m in micros))
     if mesh.dp_size == 1:
         return max(count, 1.0)
@@ -182,7 +180,7 @@ def _stop(run: Run, parts: dict[str, Any], checkpointer: StepCheckpointer | None
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """The first SIGINT or SIGTERM sets the event, for a stop after the step; the second acts as usual."""
+    """The first SIGINT or SIGTERM sets the event, for a stop after the step; the second has its usual effect."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may handle signals
