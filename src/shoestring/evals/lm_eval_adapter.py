@@ -1,14 +1,12 @@
-"""Our models inside lm-eval (EleutherAI's evaluation harness), an optional extra: pip install
-'shoestring[eval]'.
+"""Our models inside lm-eval (EleutherAI's evaluation harness), an optional extra: pip install 'shoestring[eval]'.
 
     lm = lm_eval_model(model, tokenizer)
     results = lm_eval.simple_evaluate(model=lm, tasks=["lambada_openai"])
 
-The class is made inside the function, because its base class comes from lm-eval and importing this file must
-not need it. What is computed follows lm-eval's own Hugging Face model: contexts and continuations are
-tokenised together and cut where the context ends, white space at the end of a context counts to the
-continuation, an empty context is the BOS (else EOS) token, prompts that are too long lose their beginning.
-Requests with the same context (the choices of a question) share its computation.
+The class is made inside the function, so that importing this file does not need lm-eval. As in lm-eval's own Hugging
+Face model, contexts and continuations are tokenised together and cut where the context ends, white space at the end of
+a context belongs to the continuation, an empty context is the BOS (else EOS) token, and prompts that are too long lose
+their beginning. Requests with the same context (the choices of a question) share its computation.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def lm_eval_model(model: Decoder, tokenizer: Tokenizer, *, batch_rows: int = 102
 
 
 class Scorer:
-    """The three questions lm-eval asks, on plain strings and numbers."""
+    """The three requests of lm-eval, on plain strings and numbers."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, *, batch_rows: int = 1024, max_requests: int = 8) -> None:
         self.model, self.tokenizer, self.batch_rows = model, tokenizer, batch_rows
@@ -68,7 +66,7 @@ class Scorer:
 
     @property
     def prefix_id(self) -> int:
-        """What an empty context is."""
+        """The token that stands for an empty context."""
         for token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
             if token is not None:
                 return token
@@ -92,7 +90,7 @@ class Scorer:
         return sum(row[0].log_prob for row in score(self.model, items, batch_rows=self.batch_rows))
 
     def rolling(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
-        """(what is given, what is predicted) per window of at most `context` tokens read."""
+        """(prompt, targets) per window of at most `context` tokens."""
         if not tokens:
             return []
         found = [([self.prefix_id], tokens[: self.context])]
@@ -105,7 +103,7 @@ class Scorer:
         prompts, samplings = [], []
         for context, settings in requests:
             sampling = read_settings(settings)
-            # One position is kept for the first new token at least; the prompt gives way, as in lm-eval.
+            # The prompt is cut to make room for new tokens, as in lm-eval.
             room = max(1, self.context - sampling.max_tokens)
             prompts.append((self.tokenizer.encode(context) or [self.prefix_id])[-room:])
             samplings.append(sampling)
@@ -122,7 +120,7 @@ class Scorer:
 
 
 def read_settings(settings: dict[str, Any]) -> Sampling:
-    """lm-eval's generation settings as a Sampling; what we do not know is refused, not ignored."""
+    """lm-eval's generation settings as a Sampling; UserError for unknown ones."""
     known = dict(settings)
 
     def take(name: str, default: Any = None) -> Any:

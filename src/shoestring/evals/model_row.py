@@ -1,10 +1,8 @@
 """Measuring a model: its size, perplexity, task accuracy and speed, each as one flat row.
 
-A row has the keys of `report.EVAL_COLUMNS`, so that evals.jsonl, the console and report.html show the same
-table. Sizes count what the weights need when stored: packed layers at their bits per weight, everything else
-at 16 bits. A dense model is therefore compared at 2 bytes per weight, whatever it is computed in here.
-
-Left out on purpose: benchmarks with warm-up and spread (bench/); `--speed` is a quick look.
+A row has the keys of `report.EVAL_COLUMNS`, so that evals.jsonl, the console and report.html show the same table. Sizes
+are those of the stored weights: packed layers at their bits per weight, everything else at 16 bits, whatever it is
+computed in. `--speed` is a quick look; benchmarks/ has warm-up and spread.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import FormatLinear, keep_decoded
+from shoestring.formats import keep_decoded
+from shoestring.formats.convert import format_linears
 from shoestring.json_files import read_text
 from shoestring.paths import expand
 from shoestring.runlog import RunLog, read_config
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from shoestring.model.transformer import Decoder
 
 DENSE_BITS = 16.0
-ROWS = 4096  # per forward pass of an evaluation: enough to fill a processor, little beside the weights
+ROWS = 4096  # per forward pass of an evaluation: fills a processor, small beside the weights
 
 
 def ready(loaded: LoadedModel) -> LoadedModel:
-    """Set for inference. On a CPU, which has no kernels for packed weights, they are decoded once, here."""
+    """Set for inference. On a CPU, which has no kernels for packed weights, decode them once."""
     loaded.model.eval()
     if loaded.model.embed.weight.device.type == "cpu":
         keep_decoded(loaded.model, dtype=loaded.model.compute_dtype)
@@ -43,16 +42,15 @@ def ready(loaded: LoadedModel) -> LoadedModel:
 
 
 def size_of(model: nn.Module) -> dict[str, float]:
-    """megabytes of all stored weights, and bits per weight of the linear layers inside the blocks."""
+    """Megabytes of all stored weights, and bits per weight of the linear layers."""
     total_bits = linear_bits = linear_weights = 0.0
     counted: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FormatLinear):
-            weights = module.in_features * module.out_features
-            bits = module.format.bits_per_weight((module.out_features, module.in_features)) * weights
-            linear_bits, linear_weights, total_bits = (linear_bits + bits, linear_weights + weights, total_bits + bits)
-            counted |= {id(t) for t in (*module.parts().values(), *module.parameters(recurse=False))}
-            total_bits += 0 if module.bias is None else module.bias.numel() * DENSE_BITS
+    for _, layer in format_linears(model):
+        weights = layer.in_features * layer.out_features
+        bits = layer.format.bits_per_weight(layer.shape) * weights
+        linear_bits, linear_weights, total_bits = (linear_bits + bits, linear_weights + weights, total_bits + bits)
+        counted |= {id(t) for t in (*layer.parts().values(), *layer.parameters(recurse=False))}
+        total_bits += 0 if layer.bias is None else layer.bias.numel() * DENSE_BITS
     rest = sum(p.numel() for p in model.parameters() if id(p) not in counted)
     row = {"megabytes": round((total_bits + rest * DENSE_BITS) / 8e6, 3)}
     if linear_weights:
@@ -62,11 +60,7 @@ def size_of(model: nn.Module) -> dict[str, float]:
 
 def formats_name(model: nn.Module) -> str:
     """The formats of a model's linear layers: 'dense', 'int4:g64', or several joined by +."""
-    names: dict[str, None] = {}
-    for module in model.modules():
-        if isinstance(module, FormatLinear):
-            names[module.format.label] = None
-    return " + ".join(names) or "dense"
+    return " + ".join(dict.fromkeys(layer.format.label for _, layer in format_linears(model))) or "dense"
 
 
 def megabytes_on_disk(folder: Path) -> float:
@@ -121,7 +115,7 @@ def measure_perplexity(
 ) -> dict[str, Any]:
     from shoestring.evals.perplexity import perplexity, streamed_perplexity
 
-    batch = max(1, ROWS // max(1, context))  # a context that is not possible is refused below
+    batch = max(1, ROWS // max(1, context))
     with RunLog(None).progress(min(len(tokens), max_tokens or len(tokens)), "perplexity") as bar:
         options: dict[str, Any] = {"context": context, "stride": stride, "max_tokens": max_tokens, "batch": batch}
         options["progress"] = lambda done, total: bar.advance(done - bar.done)
@@ -163,9 +157,9 @@ def measure_task(loaded: LoadedModel, label: str, path: Path, limit: int | None 
 def text_tokens(
     loaded: LoadedModel, given: str, *, text: str | None = None, data: str | None = None
 ) -> tuple[Tensor | None, str]:
-    """What to measure perplexity on, and its name; (None, "") when there is nothing.
+    """The tokens to measure perplexity on, and their name; (None, "") when there are none.
 
-    A file, the validation split of a corpus, or, when `given` is a run, that of its own corpus.
+    A text file, the validation split of a corpus, or, when `given` is a run, that of its own corpus.
     """
     if text is not None and data is not None:
         raise UserError("both a text and a corpus (data) are given; give one of them")
@@ -177,7 +171,7 @@ def text_tokens(
     if data is None:
         return None, ""
     val = validation_split(data, need_tokenizer(loaded), max_mb)
-    # A run of a text so short that none of it was left for validation. No text was requested, so this is no error.
+    # A run on a text too short for a validation split. No text was requested, so this is no error.
     return (None, "") if len(val) < 2 else (val, f"{data} (validation)")
 
 
@@ -188,7 +182,7 @@ def need_tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 
 def check_apart(settings: dict[str, Any], *keys: str) -> None:
-    """The evaluated text is none of those that the settings `keys` give to learn from."""
+    """UserError if the evaluated text is also one of the settings `keys`, which are texts to learn from."""
     for key in keys:
         text, other = settings["text"], settings[key]
         if text is None or other is None:
@@ -202,7 +196,7 @@ def check_apart(settings: dict[str, Any], *keys: str) -> None:
 
 
 def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
-    """A whole text file as token ids: two or more, of which one can be predicted."""
+    """A whole text file as token ids, at least two."""
     if not path.is_file():
         raise UserError(f"{path} is no file; give a text file, or a corpus with data")
     ids = tokenizer.encode(read_text(path))
@@ -211,9 +205,9 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def validation_tokens(data: str, tokenizer: Tokenizer, max_mb: float | None = None) -> Tensor:
-    """The validation split of a corpus that was asked for."""
-    val = validation_split(data, tokenizer, max_mb)
+def validation_tokens(data: str, tokenizer: Tokenizer) -> Tensor:
+    """The validation split of a requested corpus; UserError where it is empty."""
+    val = validation_split(data, tokenizer)
     if len(val) < 2:
         raise UserError(
             f"data={data} has no document in its validation split; give more text, or a text file (text=FILE for a "
@@ -236,7 +230,7 @@ def is_run(path: Path) -> bool:
 
 
 def corpus_of_run(path: Path) -> tuple[str | None, float | None]:
-    """The corpus of a run and how much of it was read; that of the source for a run that shrank another."""
+    """The corpus of a run and its max_mb; for a run that shrank a model, those of that model's run."""
     config = read_config(path).get("config", {})
     if config.get("data"):
         return str(config["data"]), config.get("max_mb")

@@ -1,13 +1,11 @@
 """Perplexity of a token sequence, with its context and stride stated.
 
-    perplexity = exp( -1/N * sum over counted tokens of log p(token | what stands before it in its window) )
+    perplexity = exp( -1/N * sum over counted tokens of log p(token | the tokens before it in its window) )
 
-Windows of `context` tokens start every `stride` tokens. In the first window every token but the very first is
-counted; in each later one only the last `stride` tokens (those no earlier window counted). So with stride <
-context every counted token has at least context - stride tokens before it. With stride = context the windows
-do not overlap, and the first token of each, which has nothing before it, is not counted at all.
-
-Left out: words, documents and BOS tokens. A sequence is scored as it is given.
+Windows of `context` tokens start every `stride` tokens. The first window counts every token but the very first; each
+later one counts only its last `stride` tokens, which no earlier window has counted. So with stride < context every
+counted token has at least context - stride tokens before it. With stride = context the windows do not overlap, and the
+first token of each is not counted. Words, documents and BOS tokens have no special meaning.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     start = counted = 0
     while counted < num_tokens:
         stop = min(start + context, num_tokens)
-        first = max(counted, start + 1)  # a window's first token has nothing before it
+        first = max(counted, start + 1)  # nothing predicts the first token of a window
         if first < stop:
             found.append(Window(start, stop, first))
         counted = stop
@@ -61,7 +59,7 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     return found
 
 
-# no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
+# no_grad, not inference_mode: a sharded model caches tensors made here and trains with them later.
 @torch.no_grad()
 def perplexity(
     model: Decoder,
@@ -94,7 +92,7 @@ def streamed_perplexity(
     tokens: Tensor,
     offload: BlockOffload,
     *,
-    context: int = 1024,
+    context: int = CONTEXT,
     stride: int | None = None,
     max_tokens: int | None = None,
     batch: int = 1,
@@ -102,8 +100,8 @@ def streamed_perplexity(
 ) -> Perplexity:
     """The same number for a model of which one block at a time is on the device (host/block_offload.py).
 
-    All windows are embedded, then go through one block after the other; the final norm and the output head come last.
-    progress(counted so far, to count) counts a block as its share of all tokens.
+    All windows pass through one block after the other. progress(counted so far, to count) counts a block as its share
+    of all tokens.
     """
     stride = context if stride is None else stride
     tokens = checked_tokens(model, tokens, context, stride, max_tokens, batch)
@@ -121,7 +119,7 @@ def streamed_perplexity(
             part.copy_(model.embed_inputs(torch.stack([tokens[w.start : w.stop - 1] for w in group])))
         for index, block in enumerate(model.blocks):
             with on_device(block, offload.onload_device, dtype):
-                if device.type == "cpu":  # no kernels for packed weights: decoded once, not in every pass
+                if device.type == "cpu":  # no kernels for packed weights: decode once, not in every pass
                     keep_decoded(block, dtype=dtype)
                 for part in parts:
                     part.copy_(block(part.contiguous().to(device), *args[part.shape[1]][index]))
@@ -137,7 +135,7 @@ def streamed_perplexity(
 
 
 def _parts(store_NTD: Tensor, groups: list[list[Window]]) -> list[Tensor]:
-    """The views of the store that belong to each group of windows; the last window of a text can be shorter."""
+    """The view of the store for each group of windows; the last window of a text can be shorter."""
     parts, at = [], 0
     for group in groups:
         parts.append(store_NTD[at : at + len(group), : group[0].stop - group[0].start - 1])
@@ -168,7 +166,7 @@ def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window], device: torch.
 
 
 def predicted(tokens: Tensor, group: list[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of windows of equal length, read side by side: the rows whose predictions count, and what follows them."""
+    """For a batch of windows of equal length: the flat rows whose predictions count, and their targets."""
     width = group[0].stop - group[0].start - 1
     rows = [b * width + at - 1 - w.start for b, w in enumerate(group) for at in range(w.counted_from, w.stop)]
     targets = torch.cat([tokens[w.counted_from : w.stop] for w in group])
@@ -188,7 +186,7 @@ def equal_shapes(plan: list[Window], batch: int) -> list[list[Window]]:
 
 
 def usual_context(spec: ModelSpec, asked: int | None) -> int:
-    """What was asked for, if it fits; where nothing was, CONTEXT or all the positions of a model with fewer."""
+    """`asked`, if it fits; by default CONTEXT, or all positions of a model that has fewer."""
     if asked is None:
         return min(CONTEXT, spec.max_positions)
     check_context(spec, asked)

@@ -1,8 +1,7 @@
 """One measurement as one flat JSON line, the same keys everywhere, so that tables, plots and checks read one schema.
 
-`ratio` is how many times better than the baseline, whichever way the metric runs. benchmarks/results.py appends
-such lines to results/; `shoestring bench serve --save FILE` appends one where it is told. Choosing the file and
-reading lines back are left to those callers.
+`ratio` is how many times better than the baseline, whether more or less is better. benchmarks/results.py appends such
+lines to results/; `shoestring bench serve --save FILE` appends one to a file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[3]  # of the repository; some folder of Python's in an installed wheel
+CHECKOUT = Path(__file__).resolve().parents[3]  # the repository; not one in an installed wheel
 
 
 def result_line(
@@ -92,7 +91,7 @@ def commit() -> str:
     given = os.environ.get("SHOESTRING_COMMIT")
     if given:
         return given
-    if not (CHECKOUT / ".git").exists():  # git would answer for whatever repository lies around the environment
+    if not (CHECKOUT / ".git").exists():  # else git would answer for any repository around the environment
         return "unknown"
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=CHECKOUT)
     return asked.stdout.strip() or "unknown"

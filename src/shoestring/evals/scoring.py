@@ -1,11 +1,11 @@
-"""Log-likelihoods of given tokens, without ever holding all logits at once.
+"""Log-likelihoods of given tokens, a block of logits at a time.
 
-`read_nll` is the readout that turns hidden rows into -log p(target), a block of rows at a time: 1,024 rows of
-a 50k vocabulary in fp32 would be 200 MB, and softmax wants that twice.
+`read_nll` is the readout that turns hidden rows into -log p(target) in blocks: 1,024 rows of a 50k vocabulary in fp32
+would be 200 MB, and softmax needs that twice.
 
-`score` takes prompts with several continuations each (the choices of a question). A prompt is computed once:
-its continuations lie behind it in one sequence, each seeing the prompt and itself only, at the positions it
-would have alone. Sequences of similar length share a padded batch.
+`score` takes prompts with several continuations each (the choices of a question). A prompt is computed once: its
+continuations follow it in one sequence, each seeing only the prompt and itself, at the positions it would have alone.
+Sequences of similar length share a padded batch.
 
 Shapes: B sequences, T rows, R rows with a target, D model width, V vocabulary.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.model import collectives
-from shoestring.model.attention import Attend
+from shoestring.model.attention import Attend, attend_with
 from shoestring.model.layer_plan import DecoderPlan
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder, Head
@@ -66,7 +66,7 @@ class _Sequence:
     targets: list[list[int]]
 
 
-# no_grad, not inference_mode: a sharded model keeps tensors that it makes here and trains on with them.
+# no_grad, not inference_mode: a sharded model caches tensors made here and trains with them later.
 @torch.no_grad()
 def score(
     model: Decoder,
@@ -132,7 +132,7 @@ def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]
     def padded(rows: Sequence[list[int]]) -> Tensor:
         return torch.tensor([r + [0] * (width - len(r)) for r in rows], device=device)
 
-    # Padding stands behind the real rows, which therefore never see it.
+    # Padding is behind the real rows, which do not see it.
     positions_BT = padded([s.positions for s in batch])
     attend = branch_attention(positions_BT, padded([s.branches for s in batch]), model.plan)
     rows = [b * width + r for b, s in enumerate(batch) for rows in s.rows for r in rows]
@@ -163,7 +163,7 @@ def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]
 
 
 def branch_attention(positions_BT: Tensor, branches_BT: Tensor, plan: DecoderPlan) -> Attend:
-    """Attention in which a row sees earlier rows of branch 0 and of its own branch."""
+    """Attention of rows to earlier rows of branch 0 and of their own branch."""
     num_rows = positions_BT.shape[1]
     earlier = torch.ones(num_rows, num_rows, dtype=torch.bool, device=positions_BT.device).tril()
     same = branches_BT[:, :, None] == branches_BT[:, None, :]
@@ -172,15 +172,7 @@ def branch_attention(positions_BT: Tensor, branches_BT: Tensor, plan: DecoderPla
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = plan.layers[layer].attn.window
-        # A padding row may be younger than all it could see; with itself in view its softmax stays finite.
-        mask = seen_BTS if window is None else seen_BTS & (age_BTS < window)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask[:, None],
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return out.transpose(1, 2)
+        # Every row, padding included, sees itself, so that its softmax is finite.
+        return attend_with(q, k, v, seen_BTS if window is None else seen_BTS & (age_BTS < window))
 
     return attend

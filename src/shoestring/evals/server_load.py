@@ -1,23 +1,22 @@
 """Load on a server: `shoestring bench serve MODEL_OR_URL`.
 
-Sends planned requests to any server with OpenAI's /v1/completions (a URL), or to one of ours started for the purpose
-(a model). The plan is made before the first request is sent:
+Sends planned requests to any server with OpenAI's /v1/completions (a URL), or to one of ours started for the purpose (a
+model). The plan is made before the first request is sent:
 
     poisson     a rate per second, one length of prompt and answer for all
     from_trace  the arrivals and lengths of a recorded trace (CSV with columns TIMESTAMP, ContextTokens,
-                GeneratedTokens, as the Azure LLM inference traces have them), sped up or slowed down
+                GeneratedTokens, as in the Azure LLM inference traces), sped up or slowed down
 
-Both are open loops: a request is sent when its time has come, whether or not earlier ones were answered. A client that
-waits for answers before it sends the next request cannot overload a server, and hides its queue. Reported is what
-users feel:
+Both are open loops: a request is sent at its time, whether or not earlier ones were answered. (A client that waits for
+answers cannot overload a server, and hides its queue.) Reported are
 
-    TTFT     time to first token: from the planned arrival, so that a client that falls behind cannot hide it
-    TPOT     time per output token after the first, one value a request
+    TTFT     time to first token: from the planned arrival, so that a slow client cannot hide it
+    TPOT     time per output token after the first, one value per request
     ITL      time between two pieces of one answer
     goodput  requests per second that met both targets of the SLO (TTFT and TPOT)
 
-Prompts are token ids drawn at random from a real text, so that no two share a prefix that a cache could
-answer, and every answer runs to its planned length. benchmarks/serve.py measures the rows of docs/server.md with this.
+Prompts are token ids drawn at random from a real text, so that no two share a cached prefix, and every answer runs to
+its planned length. benchmarks/serve.py measures the rows of docs/server.md with this.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ except ModuleNotFoundError as error:
         "loading a server needs the package httpx, which is not installed; pip install 'shoestring[bench]'"
     ) from error
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # of one request
+START_S = 600.0  # until a server that we start is ready
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -78,7 +78,7 @@ def poisson(rate: float, seconds: float, *, num_prompt: int, num_new: int, seed:
 
 
 def from_trace(path: Path, seconds: float, *, rate: float | None = None) -> list[Planned]:
-    """The first arrivals of a trace; `rate` stretches or squeezes its time so that this many come per second."""
+    """The first arrivals of a trace; `rate` scales its time to this many per second."""
     _check(1.0 if rate is None else rate, seconds)
     arrivals = list(_read_trace(path))
     if not arrivals:
@@ -98,9 +98,9 @@ def _check(rate: float, seconds: float) -> None:
 
 
 def fit(plan: Sequence[Planned], max_context: int) -> tuple[list[Planned], int]:
-    """Shorten what does not fit the model's context; also how many had to be shortened.
+    """Shorten requests that do not fit the model's context; also returns how many.
 
-    The prompt is shortened first, to what the answer leaves; an answer never takes more than half.
+    An answer is cut to half of the context, a prompt to what the answer leaves.
     """
     fitted = []
     for ask in plan:
@@ -155,12 +155,12 @@ def _seconds(text: str) -> float:
         return datetime.datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
 
 
-# -- what came of it ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sent:
-    """One request and what came of it; times are seconds after the start."""
+    """One request and its answer; times are seconds after the start."""
 
     planned: Planned
     began: float = 0.0  # later than planned.at when the client could not keep up
@@ -196,7 +196,7 @@ class Slo:
     def __post_init__(self) -> None:
         for name, value in (("slo_ttft", self.ttft_s), ("slo_tpot", self.tpot_s)):
             if not value > 0:
-                raise UserError(f"{name}={value} is a promise that nobody keeps; give seconds above 0")
+                raise UserError(f"{name}={value} is no target; give seconds above 0")
 
     def kept(self, sent: Sent) -> bool:
         return sent.whole and sent.ttft <= self.ttft_s and sent.tpot <= self.tpot_s
@@ -300,7 +300,7 @@ async def read_stream(
                     sent.error = str(chunk["error"])[:300]
                     return
                 text = "".join(choice["text"] for choice in chunk["choices"])
-                # A last piece without text tells that the answer ended, which a user notices, too.
+                # The last piece may have no text, but a user notices that the answer has ended.
                 if text or any(choice.get("finish_reason") for choice in chunk["choices"]):
                     sent.pieces.append(now())
                     sent.text += text
@@ -358,7 +358,7 @@ def at_url(target: str, serve_options: str) -> Iterator[str]:
 
 
 @contextmanager
-def own_server(model: str, options: Sequence[str], *, wait_s: float = 600.0) -> Iterator[str]:
+def own_server(model: str, options: Sequence[str]) -> Iterator[str]:
     """`shoestring serve MODEL` in a process of its own on a free port; yields its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -368,7 +368,7 @@ def own_server(model: str, options: Sequence[str], *, wait_s: float = 600.0) -> 
     url = f"http://127.0.0.1:{port}"
     said: list[str] = []
     try:
-        _await_health(url, process, said, wait_s)
+        _await_health(url, process, said)
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
@@ -379,11 +379,11 @@ def own_server(model: str, options: Sequence[str], *, wait_s: float = 600.0) -> 
             process.communicate()
 
 
-def _await_health(url: str, process: subprocess.Popen[str], said: list[str], wait_s: float) -> None:
+def _await_health(url: str, process: subprocess.Popen[str], said: list[str]) -> None:
     assert process.stderr is not None
-    # Read all the time: a full pipe would stop the server at its next log line.
+    # Drained all the time: a full pipe would block the server.
     threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True).start()
-    end = time.monotonic() + wait_s
+    end = time.monotonic() + START_S
     while time.monotonic() < end:
         if process.poll() is not None:
             time.sleep(0.2)
@@ -393,7 +393,7 @@ def _await_health(url: str, process: subprocess.Popen[str], said: list[str], wai
                 return
         except httpx.HTTPError:
             time.sleep(0.2)
-    raise UserError(f"the server was not ready after {wait_s:.0f} s")
+    raise UserError(f"the server was not ready after {START_S:.0f} s")
 
 
 def run_load(
@@ -410,8 +410,7 @@ def run_load(
 ) -> Summary:
     """Load a server, print the table, write a run folder with requests.jsonl and report.html.
 
-    `save` is a file to which one result line is appended; `about` goes into its config: what a client cannot ask a
-    server.
+    `save` is a file to which one result line is appended; `about` is added to its config.
     """
     check_save(save)
     target = look_at(url, api_key=api_key)
@@ -454,7 +453,7 @@ def run_load(
 
 
 def check_save(path: Path | None) -> None:
-    """Refuse a file that cannot be written before the load begins."""
+    """UserError for a file that cannot be written, before the load begins."""
     if path is None:
         return
     if path.is_dir():
@@ -507,12 +506,12 @@ def latency_curves(sent: Sequence[Sent]) -> list[Curves]:
     ]
 
 
-def _share(name: str, values: Sequence[float], points: int = 200) -> Series:
-    """The distribution: for each value, the share of values that are not larger."""
+def _share(name: str, values: Sequence[float]) -> Series:
+    """The cumulative distribution, at 200 points at most: for each value, the share of values that are not larger."""
     ordered = sorted(values)
     if not ordered:
         return Series(name, [], [])
-    ranks = sorted({round(i * (len(ordered) - 1) / (points - 1)) for i in range(points)})
+    ranks = sorted({round(i * (len(ordered) - 1) / 199) for i in range(200)})
     return Series(name, [ordered[r] for r in ranks], [(r + 1) / len(ordered) for r in ranks])
 
 

@@ -1,13 +1,12 @@
-"""How fast a model reads and writes on this machine, and how much memory that takes.
+"""How fast a model prefills and decodes on this machine, and how much memory that takes.
 
-One request through the engine, as a user would have it: `prompt` tokens in, `new` tokens out, greedy. Reading
-(prefill) is the step that computes the whole prompt and gives the first token; writing (decode) is the steps
-after it, one token each. Each is the median over `repeats`, after one run that is not counted.
+One greedy request through the engine: `prompt` tokens in, `new` tokens out. Prefill is the step that computes the whole
+prompt and gives the first token; decode is the steps after it, one token each. Each is the median over `repeats`, after
+one run that is not counted.
 
-Memory: `weight_bytes` adds up the tensors that are really there (packed weights at their packed size, tied
-ones once). `peak_memory_bytes` is, on a GPU, the most the allocator held during the measurement, weights
-included; on a CPU, the peak resident size of the whole process, Python and libraries included, and
-`growth_bytes` says how much of it came with the measurement.
+Memory: `weight_bytes` sums the tensors (packed weights at their packed size, tied ones once). `peak_memory_bytes` is,
+on a GPU, the most that the allocator held during the measurement, weights included; on a CPU, the peak resident size of
+the process, Python and libraries included, of which `growth_bytes` came with the measurement.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def measure_speed(model: Decoder, *, prompt: int = 128, new: int = 32, repeats: 
 
 
 def _run_once(model: Decoder, prompt: int, new: int, device: torch.device) -> tuple[float, float]:
-    """Seconds for reading the prompt and for writing new - 1 further tokens."""
+    """Seconds of the prefill, and of decoding new - 1 further tokens."""
     engine = Engine(model, max_requests=1, max_context=prompt + new, chunk=prompt)
     ids = torch.randint(model.spec.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     engine.add(ids, Sampling(max_tokens=new, ignore_eos=True))
@@ -76,7 +75,7 @@ def _run_once(model: Decoder, prompt: int, new: int, device: torch.device) -> tu
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    # A step ends with its tokens on the host, but work queued behind them must not leak into the next one.
+    # A step ends with its tokens on the host, but the device may have more work queued.
     _synchronize(device)
     start = time.perf_counter()
     step()
@@ -108,18 +107,17 @@ class _Memory:
             self.before = _rss("VmRSS")
 
     def peak(self) -> tuple[int, int]:
-        """(peak bytes, bytes above what was there before)."""
+        """(peak bytes, bytes above those before)."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
         else:
-            # Where the peak cannot be reset, an older, higher one would be reported; the present size is the
-            # best left.
+            # A peak that cannot be reset may be an older one: take the present size.
             peak = _rss("VmHWM" if self.exact else "VmRSS")
         return peak, max(0, peak - self.before)
 
 
 def _reset_peak_rss() -> bool:
-    """Linux forgets a process's peak resident size when 5 is written here."""
+    """Writing 5 resets a process's peak resident size on Linux."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -5,11 +5,10 @@ cloze   {"context": "...", "continuation": "..."}: correct when greedy decoding 
 choice  {"query": "...", "choices": ["...", ...], "gold": 0}: correct when the gold choice has the largest
         log p(choice | query) / number of characters of the choice.
 
-Question and answer are joined by one space unless either side has white space there already. They are
-tokenised as one text and cut where the question's own tokens end, so that an answer's first token carries its
-leading space as it does in running text.
+Question and answer are joined by one space unless either side has white space there. They are tokenised as one text and
+cut where the question's own tokens end, so that an answer's first token includes its leading space, as in running text.
 
-Left out: few-shot prompts, chat templates, generated answers. Use lm-eval (lm_eval_adapter.py) for those.
+For few-shot prompts, chat templates and generated answers use lm-eval (lm_eval_adapter.py).
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def run_task(
 def answer(
     model: Decoder, tokenizer: Encoder, task: Task, *, batch_rows: int = 1024, progress: Progress | None = None
 ) -> list[bool]:
-    """Which questions the model gets right."""
+    """For each question, whether the model is right."""
     items = [_encode(tokenizer, q) for q in task.questions]
     scores = score(model, items, batch_rows=batch_rows, progress=progress)
     if task.kind == "cloze":
@@ -136,9 +135,8 @@ def _best(values: Sequence[float]) -> int:
 
 
 def _encode(tokenizer: Encoder, question: Question) -> tuple[list[int], list[list[int]]]:
-    """(prompt, continuations) in tokens. Where an answer changes how the end of the question is tokenised, the
-    changed tokens count to the answers, of all choices alike.
-    """
+    """(prompt, continuations) in tokens. Where an answer changes the tokens at the end of the question, these belong to
+    the answers, for all choices alike."""
     alone = tokenizer.encode(question.prompt)
     wholes = [tokenizer.encode(join(question.prompt, a)) for a in question.answers]
     # The prompt keeps at least one token and every continuation gets at least one.

@@ -1,7 +1,7 @@
 """Causal attention on plain tensors, and rotary positions.
 
-`attend(layer, q, k, v)` is the seam between the decoder and the owner of the keys and values: training passes nothing
-and gets `causal_attention`; the engine passes a callable that writes k and v into its cache and attends over the cache.
+`attend(layer, q, k, v)` replaces `causal_attention` in the decoder: the engine passes one that writes k and v into its
+cache and attends over the cache.
 
 Shapes: B batch, T rows, H query heads, G key/value heads, D head dim. q_BTHD, k_BTGD, v_BTGD -> out_BTHD.
 """
@@ -21,7 +21,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def causal_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: int | None = None) -> Tensor:
-    """Every row sees itself and what came before it (at most `window` rows back)."""
+    """Every row sees itself and the rows before it (`window` rows in all, where given)."""
     num_rows = q_BTHD.shape[1]
     mask = None
     if window is not None and window < num_rows:
@@ -39,7 +39,7 @@ def mask_at(positions_BT: Tensor, num_keys: int, *, window: int | None = None) -
 
 
 def attend_with(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_BTS: Tensor) -> Tensor:
-    """Rows attend over the keys that the mask allows; it can serve all layers with the same window."""
+    """Attention under an explicit mask, which all layers with the same window can share."""
     return _sdpa(q_BTHD, k_BSGD, v_BSGD, mask=mask_BTS[:, None], causal=False)
 
 
@@ -58,7 +58,7 @@ def rope_frequencies(rope: RopePlan, head_dim: int, device: torch.device | str =
     if scaling is None:
         return freq
     wavelength = 2 * math.pi / freq
-    # blend = 0 for wavelengths the original context never completed, 1 for those it saw many times.
+    # blend = 0 for wavelengths longer than the original context, 1 for much shorter ones.
     blend = (scaling.original_positions / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )

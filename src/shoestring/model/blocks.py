@@ -1,4 +1,4 @@
-"""What shrinking needs to know of a model: inputs become activations, blocks of one shape follow, something reads them.
+"""The BlocksModel protocol: inputs become activations, blocks of one shape follow, a head reads the last outputs.
 
     x = model.embed_inputs(inputs)                      [N, T, D]
     args = model.block_args(x.shape[1], x.device)
@@ -7,12 +7,10 @@
     logits = model.read_logits(model.final_hidden(x).flatten(0, 1))
 
 Calibration, quantization, pruning, block-wise training and mixed bits work on any such model: a decoder, an encoder, a
-vision transformer. The Decoder of this package is one; another model subclasses `BlocksModel` and says these things
-about itself. Its linear layers inside the blocks must be FormatLinear (`formats.convert.adopt` makes one of an
-nn.Linear).
+vision transformer. `Decoder` is one; another model subclasses `BlocksModel`. Linear layers inside the blocks must be
+FormatLinear (`formats.convert.to_format_linear` makes one of an nn.Linear).
 
-Left out on purpose: arguments of blocks that differ between inputs of one batch (padding masks): give inputs of equal
-length.
+Not supported: arguments of blocks that differ between inputs of one batch (padding masks). Give inputs of equal length.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ from shoestring.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class InputSource:
-    """`source` (a norm or a linear) produces the inputs of the linears `readers`, named inside the block: a scale per
-    channel can move from one to the others without changing the block. Each channel of the source feeds `repeat`
-    channels of the readers in runs of `span`: channel (g, r, d) of the readers is channel (g, d) of the source, r <
-    repeat, d < span.
+    """`source` (a norm or a linear) produces the inputs of the linears `readers` (names inside the block), so that a
+    scale per channel can move from one to the others. Channel (g, r, d) of the readers is channel (g, d) of the source,
+    r < repeat, d < span.
     """
 
     source: nn.Module
@@ -42,7 +39,7 @@ class InputSource:
     span: int = 1
 
     def reduce(self, channel: Tensor) -> Tensor:
-        """Readers' channels -> the mean over those that share a source channel."""
+        """Readers' channels -> source channels, as means."""
         return channel.view(-1, self.repeat, self.span).mean(1).flatten()
 
     def expand(self, channel: Tensor) -> Tensor:
@@ -69,7 +66,7 @@ class BlocksModel(nn.Module):
         raise NotImplementedError
 
     def block_args(self, length: int, device: torch.device) -> list[tuple[Any, ...]]:
-        """What each block takes after x, for inputs of `length` rows: rotary tables, say."""
+        """The arguments of each block after x, for inputs of `length` rows: rotary tables, say."""
         return [()] * len(self.blocks)
 
     def tail_modules(self) -> Sequence[nn.Module]:
@@ -85,23 +82,23 @@ class BlocksModel(nn.Module):
         raise NotImplementedError
 
     def input_sources(self, block: nn.Module) -> list[InputSource]:
-        """For methods that scale channels (AWQ); none: they leave the channels as they are."""
+        """For methods that scale channels (AWQ), which do nothing where the list is empty."""
         return []
 
 
 def block_prefixes(model: BlocksModel) -> list[str]:
-    """Of the names of each block's parameters: "blocks.0.", "blocks.1.", ..."""
+    """The prefix of each block's parameter names: "blocks.0.", "blocks.1.", ..."""
     names = {module: name for name, module in model.named_modules()}
     return [names[block] + "." for block in model.blocks]
 
 
 def block_of(prefixes: Sequence[str], name: str) -> int | None:
-    """The index of the block that a layer belongs to; None: it is outside of them."""
+    """The index of the block that a layer belongs to, or None."""
     return next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), None)
 
 
 def check_tokens(tokens_NT: Tensor, spec: ModelSpec) -> None:
-    """Calibration tokens that a model of this spec can read."""
+    """UserError for calibration tokens that a model of this spec cannot read."""
     if tokens_NT.ndim != 2 or tokens_NT.numel() == 0:
         raise UserError(f"calibration tokens have shape {list(tokens_NT.shape)}; give [windows, context]")
     if tokens_NT.shape[1] > spec.max_positions:

@@ -1,4 +1,4 @@
-"""What a decoder computes, described once: the plan that every executor reads.
+"""The plan of a decoder: what it computes, described once for every executor.
 
 `plan_decoder(spec)` is the only place where a ModelSpec becomes arithmetic:
 
@@ -10,14 +10,14 @@
            o(softmax(scale q k^T) v), causal, over at most `window` positions
     mlp    down(act(gate(x)) * up(x)) where gated, else down(act(up(x)))
 
-Four executors read it. `Decoder.forward` (transformer.py) computes every plan. The fused step
-(serve/engine/fused_decoder.py), the two CPU steps (serve/engine/cpu_decode.py) and tensor parallelism (parallel.py)
-each declare a `Support`: the values of every field that they compute. What is not declared is refused with a reason,
-and the engine runs the model's own forward. So a new architecture is a field here with its value in `plan_decoder`,
-its names in hf_names.py and its arithmetic in transformer.py; an executor that does not know the field yet refuses
-it, and tests/model/test_layer_plan.py fails until the field's values are listed there.
+`Decoder.forward` (transformer.py) computes every plan. The fused step (serve/engine/fused_decoder.py), the two CPU
+steps (serve/engine/cpu_decode.py) and tensor parallelism (parallel.py) each declare a `Support`: the values of every
+field that they compute. Other values are refused with a reason, and the engine runs the model's own forward. So a new
+architecture is a field here with its value in `plan_decoder`, its names in hf_names.py and its arithmetic in
+transformer.py; executors that do not declare the field refuse it, and tests/model/test_layer_plan.py fails until the
+field's values are listed there.
 
-Left out: weights, their names and Formats, the vocabulary, and whether the head is the embedding (`Decoder.head`).
+Not part of a plan: weights, their names and Formats, the vocabulary, and whether the head is tied.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Support:
 
 
 def features(plan: DecoderPlan) -> Iterator[tuple[str, object]]:
-    """Every field of the plan and of its parts by dotted name, ("attn.rope.theta", 10000.0). A part that is absent is
-    its own name with None; fields of a layer have no prefix."""
+    """Every field of the plan and its parts by dotted name, ("attn.rope.theta", 10000.0). An absent part is its name
+    with None; fields of a layer have no prefix."""
     return _features(plan, "")
 
 
@@ -144,7 +144,7 @@ def _features(part: object, prefix: str) -> Iterator[tuple[str, object]]:
     for field in fields(part):  # type: ignore[arg-type]
         name, value = prefix + field.name, getattr(part, field.name)
         if field.name == "layers":
-            # Layers with one plan share the object, which is cheaper to see than that two are equal.
+            # By identity, which is cheaper than equality: layers with equal plans share the object.
             for layer in {id(layer): layer for layer in value}.values():
                 yield from _features(layer, prefix)
         elif isinstance(value, PARTS):

@@ -1,14 +1,14 @@
-"""Composing parallelism, recomputation and compilation around a Decoder, from outside it.
+"""Parallelism, recomputation and compilation around a Decoder, applied from outside.
 
-The order is fixed and matters: convert (formats, on meta) -> tensor parallel -> recompute -> compile -> FSDP2 ->
-materialise -> load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints and FSDP2
-know its place, while the module multiplies with its plain local shard and hooks put the collectives around it:
+The order is fixed: convert (formats, on meta) -> tensor parallel -> recompute -> compile -> FSDP2 -> materialise ->
+load or init. Tensor parallelism stores each sharded matrix as a DTensor, so that checkpoints and FSDP2 know its place;
+the module multiplies with its plain local shard, and hooks put the collectives around it:
 
     column (q k v gate up head)   rows of the weight cut; input copied to all, output stays cut
     row    (o down)               columns cut; partial products summed, bias added once after
-    vocabulary (embed, head)      rows cut when the vocabulary divides evenly, else kept whole on every rank
+    vocabulary (embed, head)      rows cut when the vocabulary divides evenly, else whole on every rank
 
-On one data-parallel process fully_shard is not applied; masters stay fp32 and every layer casts on use.
+With one data-parallel process fully_shard is not applied; masters stay fp32 and every layer casts on use.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
+from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
 from shoestring.model import collectives
@@ -71,7 +72,7 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
 # -- tensor parallel --------------------------------------------------------------------------------------------
 
 
-# Cuts heads and inner widths; what is computed per row, with whole tensors, is any.
+# Only heads and inner widths are cut; what is computed per row with whole tensors may be anything.
 SUPPORT = Support(
     any_value="""
         learned_positions order d_model attn_norm.kind attn_norm.eps mlp_norm.kind mlp_norm.eps final_norm.kind
@@ -108,8 +109,8 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
 
 
 def replicate_rest_(model: nn.Module, tp: DeviceMesh) -> None:
-    """Make what is not cut a replicated DTensor: all parameters then live on one mesh, which multi-tensor optimizers
-    insist on, and parameter groups need not depend on the mesh, which resuming on another one insists on."""
+    """Make what is not cut a replicated DTensor: multi-tensor optimizers need all parameters on one mesh, and resuming
+    on another mesh needs parameter groups that do not depend on it."""
     from torch.distributed.tensor import DTensor, Replicate
 
     for module in model.modules():
@@ -120,7 +121,7 @@ def replicate_rest_(model: nn.Module, tp: DeviceMesh) -> None:
 
 
 def check_divides(spec: ModelSpec, tp: int, asked: str) -> None:
-    """That `tp` ranks can share every layer evenly; `asked` is what the error calls them."""
+    """UserError unless `tp` ranks can share every layer evenly; `asked` names them in the error."""
     counts = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "d_ff")}
     for name, count in counts.items():
         if count % tp:
@@ -172,8 +173,8 @@ def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
     if linear.bias is not None and dim == 0:
         _shard_param_(linear, "bias", tp, 0)
     for name in linear.state_names:
-        # Masks and learned scales are Parameters and cut like the weight; tables and clocks are buffers and
-        # stay whole. A dim of size 1 stands for all of the weight's dim and cannot be cut with it.
+        # Masks and learned scales are Parameters and cut like the weight; tables and clocks are buffers and stay whole,
+        # and so do dims of size 1, which stand for all of the weight's dim.
         aux = getattr(linear, f"weight_{name}")
         if isinstance(aux, nn.Parameter) and aux.shape[dim] > 1:
             _shard_param_(linear, f"weight_{name}", tp, dim)
@@ -192,7 +193,7 @@ def _shard_param_(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> Non
 
 
 def recompute_(block: nn.Module) -> None:
-    """Keep only the block's input; run its forward again in the backward pass. Names stay as they are."""
+    """Keep only the block's input, and run its forward again in the backward pass. Parameter names do not change."""
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
@@ -201,8 +202,7 @@ def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    # FSDP2 would cast scales and zero points too, and train with a grid that is not the one stored: such models
-    # are gathered as they are, and layers cast on use.
+    # FSDP2 would also round scales and zero points: models with grids are gathered in fp32, and layers cast on use.
     if compute_dtype != torch.float32 and not keeps_grids(model):
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -215,12 +215,12 @@ def shard_(model: Decoder, dp: DeviceMesh, compute_dtype: torch.dtype) -> None:
 
 
 def keeps_grids(model: nn.Module) -> bool:
-    """Whether a layer holds Parameters in floating point beside its weight."""
+    """Whether a layer has floating-point Parameters besides weight and bias."""
     return any(
-        isinstance(t, nn.Parameter) and t.is_floating_point()
-        for m in model.modules()
-        if isinstance(m, FormatLinear)
-        for t in (getattr(m, f"weight_{n}") for n in m.state_names)
+        p.is_floating_point()
+        for _, linear in format_linears(model)
+        for name, p in linear.named_parameters(recurse=False)
+        if name not in ("weight", "bias")
     )
 
 
@@ -236,8 +236,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 def init_weights(model: Decoder, seed: int) -> None:
     """GPT-2's initialisation: normal(0.02), residual projections scaled by 1/sqrt(2L), norms one, biases zero.
 
-    Every tensor is drawn whole from a generator keyed by (seed, name) and cut to the local box, so that the
-    weights are the same on any mesh.
+    Every tensor is drawn whole from a generator keyed by (seed, name) and cut to the local box: the same on any mesh.
     """
     residual = 0.02 / (2 * model.spec.num_layers) ** 0.5
     for name, param in model.named_parameters():

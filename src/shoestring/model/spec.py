@@ -1,7 +1,7 @@
 """ModelSpec: everything that decides the shape and the arithmetic of a decoder.
 
-One spec covers Llama, Mistral, Qwen2, Qwen3, SmolLM2 and GPT-2; `hf.py` reads it from and writes it to a
-Hugging Face config.json. What is not here (dtype, device, sharding, formats) is decided outside the model.
+One spec covers Llama, Mistral, Qwen2, Qwen3, SmolLM2 and GPT-2; `hf.py` reads it from and writes it to a Hugging Face
+config.json. Dtype, device, sharding and formats are decided outside the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoestring.errors import UserError
 
 SIZES = ["vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "max_positions"]
 GATED = ("swiglu", "geglu", "geglu_tanh")  # down(act(gate(x)) * up(x)); the others are down(act(up(x)))
-MOST_SIZE, MOST_LAYERS = 1 << 26, 10_000  # more is a damaged file: its matrices could not even be described
+MOST_SIZE, MOST_LAYERS = 1 << 26, 10_000  # more means a damaged file
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,6 @@ class ModelSpec:
         return total
 
     def flops_per_token(self, context: int) -> float:
-        """Training FLOPs per token: 6 a matrix parameter (head too) + 12*L*H*d_head*context of attention."""
+        """Training FLOPs per token: 6 per matrix parameter (head included) + 12*L*H*d_head*context for attention."""
         matrix = self.num_params(with_embeddings=False) + self.vocab_size * self.d_model
         return 6.0 * matrix + 12.0 * self.num_layers * self.num_heads * self.head_dim * context

@@ -1,8 +1,8 @@
-"""The one decoder, for training and for serving.
+"""The decoder, for training and for serving.
 
 Single-device code: sharding, recomputation, compilation and formats are applied from outside (`parallel.py`,
-`formats.convert`). Precision is explicit: master weights keep their dtype, activations run in
-`compute_dtype`, norms and rotary angles in fp32.
+`formats.convert`). Precision is explicit: master weights keep their dtype, activations run in `compute_dtype`, norms
+and rotary angles in fp32.
 
 Parameter names (hf.py maps them to and from Hugging Face):
     embed.weight  positions.weight  blocks.N.{attn_norm,mlp_norm}.{weight,bias}
@@ -39,10 +39,9 @@ RopeTables = tuple[Tensor, Tensor]  # cos and sin, [B, T, head_dim]
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits: a weight in its master dtype, to be cast by whoever multiplies with it.
+    """The output head: a weight in its master dtype, which the caller casts.
 
-    Under tensor parallelism it holds this rank's equal share of the vocabulary rows, and `group` is the ranks
-    that hold the others.
+    Under tensor parallelism it is this rank's equal share of the vocabulary rows, and `group` are the ranks.
     """
 
     weight_VD: Tensor
@@ -60,7 +59,7 @@ class Norm(nn.Module):
         self.kind, self.eps = plan.kind, plan.eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if self.kind == "layer" else None
-        # Set by tensor parallelism where ranks norm different heads with one weight: their gradients add up.
+        # Set by tensor parallelism where ranks norm different heads with one weight: gradients are summed.
         self.weight_group: ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,12 +75,12 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of rows; under tensor parallelism `group` shares it out by equal ranges of the vocabulary."""
+    """An embedding; under tensor parallelism each rank of `group` holds an equal range of the vocabulary."""
 
     group: ProcessGroup | None = None
 
     def reset_parameters(self) -> None:
-        # Drawing numbers that are not there would import torch's compiler, which takes seconds.
+        # On meta, drawing numbers would import torch's compiler, which takes seconds.
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -99,7 +98,7 @@ class Attention(nn.Module):
     def __init__(self, plan: AttentionPlan, d_model: int, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim, self.window = layer, plan.head_dim, plan.window
-        # Attention scales scores by 1 / sqrt(head_dim); the rest of another scale goes into the queries.
+        # causal_attention scales scores by 1 / sqrt(head_dim); queries take the rest of another scale.
         self.query_scale = None if plan.scale is None else plan.scale * plan.head_dim**0.5
         q_width, kv_width = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim
         self.q = FormatLinear(d_model, q_width, bias=plan.qkv_bias)
@@ -145,7 +144,7 @@ class Block(nn.Module):
     def __init__(self, plan: LayerPlan, layer: int, rope_index: int | None) -> None:
         """`rope_index`: which of the model's `ropes` this block rotates with."""
         super().__init__()
-        # Forwards read plain attributes, not the plan: torch.compile then has one graph for all blocks.
+        # The forward reads plain attributes, not the plan, so that torch.compile has one graph for all blocks.
         self.order = plan.order
         self.rope_index = rope_index
         self.attn_norm = Norm(plan.d_model, plan.attn_norm)
@@ -177,7 +176,7 @@ class Block(nn.Module):
 
 class Decoder(BlocksModel):
     def __init__(self, spec: ModelSpec, plan: DecoderPlan | None = None) -> None:
-        """`plan`: where it is not the one that follows from the spec."""
+        """`plan`: replaces plan_decoder(spec)."""
         super().__init__()
         self.spec, self.plan = spec, plan or plan_decoder(spec)
         self.compute_dtype = torch.float32
@@ -190,7 +189,7 @@ class Decoder(BlocksModel):
             for layer, p in enumerate(self.plan.layers)
         )
         self.norm = Norm(spec.d_model, self.plan.final_norm)
-        # A tied head is the embedding itself, not a second module: sharding one of two modules would untie them.
+        # A tied head is the embedding itself: sharding two modules would untie them.
         self.head = None if spec.tied else FormatLinear(spec.d_model, spec.vocab_size, bias=False)
 
     def embed_rows(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
@@ -199,8 +198,8 @@ class Decoder(BlocksModel):
         return x if self.positions is None else x + self.positions(positions_BT).to(x.dtype)
 
     def rope_tables(self, positions_BT: Tensor) -> list[RopeTables | None]:
-        """What each block rotates with. Recomputed per forward: a few microseconds, and no buffer that a meta build
-        would leave empty."""
+        """cos and sin for each block. Recomputed per forward, in microseconds; a meta build would leave a buffer
+        empty."""
         head_dim, device = self.plan.layers[0].attn.head_dim, positions_BT.device
         frequencies = [rope_frequencies(rope, head_dim, device) for rope in self.ropes]
         tables = [rope_tables(f, positions_BT, self.compute_dtype) for f in frequencies]
@@ -245,9 +244,9 @@ class Decoder(BlocksModel):
     ) -> Tensor:
         """Logits [B, T, V] in compute dtype; of the flat rows `rows` only, as [len(rows), V], where given.
 
-        `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs
-        inside this forward because a sharded head is whole only here. `skip` names sublayers that are not
-        computed; `watch` is shown the residual stream before and after every sublayer.
+        `readout(hidden_BTD, head)` replaces the logits by its own result (a chunked loss, say). It runs inside this
+        forward because a sharded head is whole only here. `skip`: sublayers that are not computed. `watch` gets the
+        residual stream before and after every sublayer.
         """
         skips = None if skip is None else skip.blocks(self.spec.num_layers, tokens_BT.device)
         x = self.hidden(tokens_BT, positions_BT, attend, skips, watch)
@@ -299,9 +298,9 @@ class Decoder(BlocksModel):
 
 @torch.no_grad()
 def untie_head(model: Decoder, format: Format) -> None:
-    """Give the model a packed head in `format`, in place; the embedding stays as it is.
+    """Give the model its own packed head in `format`, in place; the embedding does not change.
 
-    On a small model the head is a quarter of all weights, and a tied one cannot be packed: the embedding is read
+    On a small model the head is a quarter of all weights. A tied head cannot be packed, because the embedding is read
     row by row.
     """
     if model.head is None:
