@@ -10,12 +10,12 @@ Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Most of it is tr
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
          installed), about the same at 4 and 3 bits, 79 when rounded to 2 bits and 77 when trained block by block, 77
          with half of its weights pruned, the others in 16 or in 4 bits; SmolLM2-135M goes from 15.3 to 19.8 on the
-         Python reference and still knows Paris; with 8-bit activations it writes several times as fast at 20.2 (where
-         torch has kernels for that)
+         Python reference and still knows Paris; with 8-bit activations it decodes several times as fast at 20.2
+         (where torch has kernels for that)
 Leaves:  runs/demo-DATE with report.html, the trained run and the packed models
 
-The demo is a list of stages; each takes the state of the demo, adds rows and texts to it, and is a few lines that
-can be copied. A new method adds a stage.
+The demo is a list of stages. Each takes the state of the demo and adds rows and texts to it, in a few lines that can be
+copied.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Config:
 
 @dataclass
 class Demo:
-    """What the stages share."""
+    """The state that the stages share."""
 
     cfg: Config
     folder: Path
@@ -201,7 +201,7 @@ def serve_small(demo: Demo) -> None:
         f"{service.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:  # the socket listens already: this waits
+        with urllib.request.urlopen(request, timeout=60) as response:  # the socket already listens, so this waits
             answer = json.load(response)
     finally:
         service.stop()
@@ -229,12 +229,12 @@ def chat_pretrained(demo: Demo) -> None:
         demo.log.say(f"  > {QUESTION}\n  {answer}")
 
     look("as published")
-    # Its weights are on a 4-bit grid in blocks of 32 already, so rounding is honest only with larger groups.
+    # The published weights are on a 4-bit grid in blocks of 32: only larger groups show a loss.
     convert(loaded.model, [("*", parse_format("int4:g64"))])
     pack(loaded.model, dtype=demo.dtype)
     save_model(demo.folder / "smollm2-int4", loaded.model, loaded.tokenizer)
     look("int4:g64")
-    if demo.device.type == "cpu" and has_arm_kernels():  # elsewhere prompts would take long
+    if demo.device.type == "cpu" and has_arm_kernels():  # slow for prompts on other CPUs
         quantize_activations(loaded.model)
         look("8-bit activations", "SmolLM2-135M, 8-bit activations")
 
@@ -311,11 +311,11 @@ def quantize(demo: Demo, model: str, run: str, format: str, method: Any) -> None
     ptq.main(ptq.Config(model=str(demo.folder / model), run=str(demo.folder / run), **settings))
 
 
-def python_reference(num_characters: int = 60_000) -> str:
-    """English that comes with every Python: the language reference behind help()."""
+def python_reference() -> str:
+    """60,000 characters of English that come with every Python: the language reference behind help()."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name] for name in sorted(topics))[:num_characters]
+    return "\n\n".join(topics[name] for name in sorted(topics))[:60_000]
 
 
 def ask(loaded: LoadedModel, question: str) -> str:

@@ -1,8 +1,7 @@
 """Finding recipes: by built-in name (train/dense) or by path to the user's own file.
 
-A recipe is a Python file with a docstring, a frozen dataclass `Config` and `main(config)`. The built-in ones
-are the files of this folder; their names are their paths. Listing them parses the docstrings and imports
-nothing.
+A recipe is a Python file with a docstring, a frozen dataclass `Config` and `main(config)`. The built-in ones are the
+files of this folder, named by their paths. Listing them parses the docstrings without importing.
 
 A recipe whose Config has a key `resume` can be continued: `resume=RUN` takes the settings saved in
 RUN/config.json, and the other key=value pairs of the command change them.
@@ -24,7 +23,7 @@ from shoestring.errors import UserError, suggest
 from shoestring.runlog import read_config
 
 HERE = Path(__file__).parent
-HELPERS = ("__init__", "find")  # files that are no recipes
+HELPERS = ("__init__", "find")  # files that are not recipes
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -61,7 +60,6 @@ def load_recipe(name: str) -> ModuleType:
     except UserError:
         raise
     except Exception as error:
-        # By the loader's own path of the file, an absolute one.
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f.lineno for f in reversed(frames) if f.filename == spec.origin), 1)
         raise UserError(f"{name}, line {line}: {type(error).__name__}: {error}") from error
@@ -76,9 +74,9 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def resolve_config(recipe: ModuleType, overrides: list[str]) -> Any:
-    """The Config of a command; one that resumes starts from what the run saved."""
+    """The Config of a command; with resume= it starts from the saved one."""
     config = apply_overrides(recipe.Config, overrides)
-    resume = to_json(config).get("resume")  # not every recipe has that key
+    resume = to_json(config).get("resume")  # not every recipe has this key
     if resume is None:
         return config
     return apply_overrides(recipe.Config, overrides, start=_saved_config(recipe, Path(resume)))

@@ -1,16 +1,16 @@
 """Shrink a model to 2 or 3 bits by training it against itself: BitDistiller, as published.
 
-Clip every group's range, let the full model write a text, train the quantized copy on it with CAKLD against the full
-model. The steps are Formats and an objective in the ordinary trainer.
+Clip every group's range, let the full model write a text, and train the quantized copy on it with CAKLD against the
+full model.
 
 Run:     shoestring run shrink/bitdistiller model=DIR format=int2:g128 prompts=some.txt text=other.txt
          shoestring run shrink/bitdistiller model=DIR format=nf3:g64 data=my/texts teacher=cached steps=400
-         shoestring run shrink/bitdistiller resume=RUN       goes on in the stage it was in, after Ctrl-C or a crash
+         shoestring run shrink/bitdistiller resume=RUN       continues after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/bitdistiller mesh.dp=4 model=DIR ...
 Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight) and the
          teacher in 16 bits; teacher=cached keeps 261 bytes of disk a token instead
-Time:    stories260K (260k parameters), 81,920 training tokens: 20 to 40 s on one CPU core. Writing 270k tokens of text
-         with SmolLM2-135M took 33 s on an H200 that two other programs shared
+Time:    stories260K (260k parameters), 81,920 training tokens: 20 to 40 s on one CPU core. Generating 270k tokens
+         of text with SmolLM2-135M took 33 s on a shared H200
 Expect:  stories260K at int2:g64, perplexity 4.97 before: 12.9 with lr=1e-3, where AWQ gets 65 and GPTQ 108
          (docs/methods/bitdistiller.md). SmolLM2-135M on WikiText-2, 18.5 before, from 1.05M training tokens: 42.0 at
          int2:g64 (lr=1e-3; AWQ 776), 21.0 at nf3:s2:g64 (lr=4e-4; AWQ 28.3), 19.2 at int4:g64 (lr=1e-4; AWQ 21.2).
@@ -78,12 +78,12 @@ def shrink(cfg: Config, rules: list[Rule], trained_rules: list[Rule], run: Shrin
 
 
 def make_start(cfg: Config, rules: list[Rule], run: ShrinkRun) -> None:
-    """On the first rank: the evaluation before, the text, the clipped weights."""
+    """On the first rank: evaluate before, write the text, clip the weights."""
     loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
     stages.write_text(cfg, loaded, run)
     if cfg.calib_windows and not (run.folder / "clipped").exists():
         corpus = stages.load_corpus(cfg, run.folder, run.log)
-        stages.token_data(cfg, corpus, run.mesh)  # too short for a step: said before the search
+        stages.token_data(cfg, corpus, run.mesh)  # raises if the text is too short for a step
         seen_NT = stages.some_rows(cfg, corpus, cfg.calib_windows, run.log)
         stages.clip_start(loaded, rules, seen_NT, Clip(search=cfg.search), 8.0, run)
         save_model(run.folder / "clipped", loaded.model, loaded.tokenizer)

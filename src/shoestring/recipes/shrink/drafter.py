@@ -1,18 +1,19 @@
-"""Make a drafter for a model, so that it decodes faster and says the same: distilled from the model's own text.
+"""Make a drafter for a model, for faster decoding of the same text: distilled from the model's own text.
 
 Run:     shoestring run shrink/drafter model=RUN                             prompts from the run's own corpus
-         shoestring run shrink/drafter model=DIR prompts=my.jsonl layers=4   prompts of your task: what matters most
-         shoestring run shrink/drafter model=DIR prompts=FOLDER text=corpus  the corpus itself, nothing generated
+         shoestring run shrink/drafter model=DIR prompts=my.jsonl layers=4   prompts of your task, which matter most
+         shoestring run shrink/drafter model=DIR prompts=FOLDER text=corpus  the corpus itself, without generated text
          shoestring run shrink/drafter model=DIR prompts=P d_model=256 vocab=8192 method=adaspec
-         shoestring run shrink/drafter resume=RUN        goes on at the stage and step where it stopped
+         shoestring run shrink/drafter resume=RUN        continues after Ctrl-C or a crash
          shoestring generate MODEL "def main(" --drafter RUN --stats
 Needs:   memory for the model and its drafter; 261 bytes of disk per token of text for the model's top 64
 Time:    the demo's model (2.3M parameters), 160 prompts, layers=1, 120 steps of 16 x 128 tokens: 2 minutes of a CPU
-Expect:  a model of that size after 60 steps: 0.70 of drawn guesses kept (0.60 before training), of greedy ones 0.56 to
-         0.78 (0.62 before). A model of 2.4B parameters on an H200, 250 steps on its own text: 2.2 to 2.4 times plain
-         speed for one greedy request at a time (experiments/drafter); docs/methods/drafter.md compares the methods
-Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on prompts
-         that it never saw in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
+Expect:  a model of that size after 60 steps: 0.70 of sampled drafts accepted (0.60 before training), of greedy ones
+         0.56 to 0.78 (0.62 before). A model of 2.4B parameters on an H200, 250 steps on its own text: 2.2 to 2.4 times
+         plain speed for one greedy request at a time (experiments/drafter); docs/methods/drafter.md compares the
+         methods
+Leaves:  a run folder with the drafter in model/ (drafter.json names its tokens), text.jsonl, the acceptance on held-out
+         prompts in acceptance.json and report.html, beside an untrained drafter and n-gram lookup
 """
 
 from __future__ import annotations

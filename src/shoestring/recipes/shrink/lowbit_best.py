@@ -1,20 +1,21 @@
 """Shrink a model to 4, 3 or 2 bits with the least loss we know of.
 
-BitDistiller trains weights only, at a constant rate, and its scales follow them. Here
-  - the full model stays beside the student and is matched over the whole vocabulary, by the forward divergence alone
-    (gamma=0): other texts have words that the training text lacks, and a cached top-k says nothing of them;
-  - rates are parts of what they move, smaller at more bits, rise and fall; few rows a step, and so many steps;
+BitDistiller trains weights only, at a constant rate, with scales derived from them. Here
+  - the full model runs beside the student and is matched over the whole vocabulary by the forward divergence alone
+    (gamma=0): a cached top-k lacks words that other texts need;
+  - learning rates are relative to what they move, smaller at more bits, with warm-up and decay; few rows a step, many
+    steps;
   - at 2 bits scales and zero points are trained with the weights, first in every block against that block's own
-    outputs (the largest gain for the least text). At 3 bits that stage fits its text and loses elsewhere: training
-    starts from clipped weights, and scales follow them;
-  - with bits_budget= every layer gets the format that does the least damage for its bits. At 3.5 bits per weight this
-    gains most of all.
+    outputs (the largest gain for the least text). At 3 bits that stage overfits to its text: training starts from
+    clipped weights, and scales are derived;
+  - with bits_budget= every layer gets the format with the least damage for its bits: the largest gain at 3.5 bits per
+    weight.
 
 Run:     shoestring run shrink/lowbit_best model=DIR format=int2:g64 prompts=some.txt text=other.txt
          shoestring run shrink/lowbit_best model=DIR bits_budget=3.501 candidates=nf3:s1:g64,nf3:s2:g64,nf4:s1:g64 ...
          shoestring run shrink/lowbit_best model=DIR format=nf3:s2:g64 data=my/texts steps=1600
          shoestring run shrink/lowbit_best model=DIR "rules=*.mlp.down=int4:g64;*=int2:g64" data=my/texts
-         shoestring run shrink/lowbit_best resume=RUN       goes on in the stage it was in, after Ctrl-C or a crash
+         shoestring run shrink/lowbit_best resume=RUN       continues after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/lowbit_best mesh.dp=4 model=DIR ...
 Needs:   a GPU for anything but tiny models: fp32 masters, gradients and Adam's moments (16 bytes a weight) and the full
          model beside them (2; teacher=cached: 261 bytes of disk a training token instead). Block-wise training runs on
@@ -66,7 +67,7 @@ def main(cfg: Config) -> Path:
     rules = stages.check(cfg)
     stages.check_grids(cfg)
     rates = Rates(cfg.lr_weight, cfg.lr_scale, cfg.lr_zero, cfg.lr_norm, cfg.lr_rest)
-    rates.softer(stages.part_of(cfg, rules))  # what is not possible is said now
+    rates.softer(stages.part_of(cfg, rules))  # raises for impossible rates
     stages.block_settings(cfg, rules)
     stages.trained_rules(cfg, [("*", f) for f in stages.pick_candidates(cfg)] or rules)
     num = max(cfg.windows or 0, 0 if cfg.bits_budget is None else cfg.damage_windows)
@@ -104,14 +105,14 @@ def shrink(cfg: Config, rules: list[Rule], rates: Rates, run: ShrinkRun) -> None
 
 
 def make_start(cfg: Config, rules: list[Rule], run: ShrinkRun) -> None:
-    """On the first rank: the evaluation before, the text, and the blocks one after the other."""
+    """On the first rank: evaluate before, write the text, and train the blocks."""
     folder, log = run.folder, run.log
     loaded = load_model(cfg.model, device=run.mesh.device, dtype=run.compute)
     stages.write_text(cfg, loaded, run)
     if (folder / "blockwise").exists():
         return
     corpus = stages.load_corpus(cfg, folder, log)
-    stages.token_data(cfg, corpus, run.mesh)  # too short for a step: said before the blocks
+    stages.token_data(cfg, corpus, run.mesh)  # raises if the text is too short for a step
     notes: dict[str, Any] = {}
     if cfg.bits_budget is not None:
         seen = stages.some_rows(cfg, corpus, cfg.damage_windows, log)

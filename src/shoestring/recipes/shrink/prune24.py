@@ -3,9 +3,9 @@
 Run:     shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ steps=2000 text=other.txt
          shoestring run shrink/prune24 model=DIR calib=some.txt train=none               one-shot only, no data
          shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ slorb=16     with a branch over block sums
-         shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ train=cast   the rival: dense until the end
+         shoestring run shrink/prune24 model=DIR calib=some.txt data=texts/ train=cast   dense until the end
          shoestring run shrink/prune24 model=DIR calib=some.txt data=self prompts=questions.jsonl     on its own text
-         shoestring run shrink/prune24 resume=RUN        goes on at the next block or step after Ctrl-C or a crash
+         shoestring run shrink/prune24 resume=RUN        continues after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run shrink/prune24 mesh.dp=4 ...
 Needs:   one-shot: the model in fp32 or bf16 on the device, or one block of it (stream=true, the model in the host's
          memory), and one block's activations (or disk: memory_gb); at the end 3 bytes a weight in the host's memory
@@ -59,7 +59,7 @@ def main(cfg: Config) -> Path:
     spec, tokenizer = read_spec(cfg.model)
     with torch.device("meta"):
         blank = Decoder(spec)
-        convert(blank, rules)  # layers that cannot be 2:4 are said before there is a folder
+        convert(blank, rules)  # raises for layers that cannot be 2:4
     calib_NT = stages.check_texts(cfg, LoadedModel(blank, tokenizer, spec, Path(cfg.model))) if mesh.is_main else None
     folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
     with in_run(folder), resumable(RECIPE, folder), hold_run(folder, mesh):

@@ -6,7 +6,7 @@ Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.t
          shoestring run shrink/ptq model=DIR format=int2 method=blockwise calib=some.txt calib_windows=128
          shoestring run shrink/ptq model=DIR bits_budget=3 candidates=int2,int3,int4 method=awq calib=some.txt
          shoestring run shrink/ptq model=PRUNED format=sparse24+int4:g32 calib=some.txt   what shrink/prune24 has kept
-         shoestring run shrink/ptq resume=RUN        goes on at the next block after Ctrl-C or a crash
+         shoestring run shrink/ptq resume=RUN        continues at the next block after Ctrl-C or a crash
          shoestring run shrink/ptq model=DIR format=int4 calib=some.txt stream=true      model larger than the GPU
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb);
          streamed, the device needs room for one block and for the embedding or the output head, and the host for
@@ -88,7 +88,7 @@ def main(cfg: Config) -> Path:
         log.truncate_after(0)
 
         def evaluate(label: str) -> None:
-            """Once in a run's life: a resumed one has the row already."""
+            """Once per run: a resumed one has the row."""
             if not any(row["model"] == label for row in log.evaluations()):
                 offload = calibration if onload_device is not None else None
                 sizes: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
@@ -111,6 +111,6 @@ def main(cfg: Config) -> Path:
         save_quantized(loaded, report, out, cfg.dense_out, **notes)
         plots, tables = error_sections(log, report)
         report_before_after("shrink/ptq", log, folder, out, plots=plots, tables=tables)
-        shutil.rmtree(files.folder, ignore_errors=True)  # only now: no resume needs them
-        (folder / stages.DAMAGE).unlink(missing_ok=True)  # mixed_bits.json says the same
+        shutil.rmtree(files.folder, ignore_errors=True)
+        (folder / stages.DAMAGE).unlink(missing_ok=True)  # mixed_bits.json holds the result
     return folder

@@ -5,8 +5,8 @@ Run:     shoestring run shrink/rtn model=DIR format=nf3
          shoestring run shrink/rtn model=file.gguf format=int4:g128 out=DIR dense_out=DIR2
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU)
 Time:    seconds to a minute for 135M parameters on 2 CPU cores, plus the evaluation of a text
-Expect:  int4:g64 takes 4.4 bits per weight, nf3:g64 3.5. On SmolLM2-135M 4 bits cost about a third of
-         perplexity: small models suffer most from plain rounding
+Expect:  int4:g64 takes 4.4 bits per weight, nf3:g64 3.5. On SmolLM2-135M perplexity rises by about a third
+         at 4 bits: small models lose most by plain rounding
 Leaves:  a run folder with the packed model/ (or out=), the table before and after, report.html
 """
 
@@ -77,7 +77,7 @@ def main(cfg: Config) -> Path:
 
 
 def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> None:
-    """What cannot be rounded is said before there is a run folder."""
+    """UserError for layers that cannot be rounded, before the run folder is made."""
     chosen, _ = assign(weight_modules(model), rules, HEADS, tied_names(model))
     for name, layer in format_linears(model):
         if layer.packed:

@@ -6,8 +6,8 @@ Run:     shoestring run shrink/skip_set model=DIR calib=some.txt context=2048 sp
 Needs:   the model in fp32 (CPU) or bf16 (GPU), and its activations on the calibration windows
 Time:    SmolLM2-135M on one CPU core, 1,024 calibration tokens: adaskip half a minute, measured 10 minutes;
          the search runs the model about 60 + 6 n times for n sublayers. A GPU needs seconds
-Expect:  quality falls quickly for small models: docs/methods/skipping.md has the table. method=lossless changes no
-         text: the set only guesses ahead
+Expect:  quality falls quickly for small models: docs/methods/skipping.md has the table. method=lossless does not
+         change the text: the set only drafts
 Leaves:  a run folder with skip.json for --skip FILE (or --skip lossless:FILE), the choices in order with their damage,
          perplexity before and after where text or data is given, report.html
 """

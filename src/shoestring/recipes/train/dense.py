@@ -1,9 +1,9 @@
-"""Pre-train a decoder from scratch, or go on training one.
+"""Pre-train a decoder from scratch, or continue from a model.
 
 Run:     shoestring run train/dense data=python steps=2000
          shoestring run train/dense data=my/texts size=small tokenizer=DIR
-         shoestring run train/dense init_from=DIR data=my.jsonl lr=2e-5     goes on from a Hugging Face folder
-         shoestring run train/dense resume=runs/train-dense-...             goes on after Ctrl-C or a crash
+         shoestring run train/dense init_from=DIR data=my.jsonl lr=2e-5     continues from a Hugging Face folder
+         shoestring run train/dense resume=runs/train-dense-...             continues after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.dp=2 mesh.tp=2
 Needs:   a CPU for size=tiny and small; a GPU for the others
 Time:    2,048 tokens a step: 0.7 s of processor time on a slow CPU core for size=tiny, 1.2 s with d_model=192
@@ -41,8 +41,8 @@ from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
 
 EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
-# What a stopped run has done fits these only. Steps, rates, precision and mesh may change, and texts may lie elsewhere:
-# the checkpoint knows what they held.
+# Settings that a resumed run may not change. Steps, rates, precision, mesh and the place of the texts may: the
+# checkpoint has a fingerprint of the corpus.
 DECIDING = (
     *("size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "act"),
     *("vocab_size", "batch", "context", "seed"),
@@ -91,8 +91,8 @@ def pretrain(
     deciding: Sequence[str] = (),
     deliver: Callable[[Path], Sequence[str]] = lambda folder: (),
 ) -> Path:
-    """The whole run. Recipes for other ways to train give Formats for the layers (`rules`), hooks, plots, more settings
-    that a resumed run must not change, and what is made of model/ on the first rank, which returns commands to try."""
+    """The whole run. Other training recipes give Formats for the layers (`rules`), hooks, plots, further settings that
+    a resumed run may not change, and a function over model/ on the first rank that returns commands to try."""
     if cfg.resume is not None:
         check_not_held(Path(cfg.resume))
         check_steps(cfg.steps, open_run_folder(recipe, to_json(cfg), (*DECIDING, *deciding)))
@@ -111,7 +111,7 @@ def pretrain(
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     held_out = pretraining.validation_data(corpus, mesh, **rows)
 
-    # Everything that can be wrong with the settings has been said: only now is there a folder.
+    # After all checks: a wrong setting leaves no folder.
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg), ())
     with in_run(folder), hold_run(folder, mesh):
         log = RunLog(folder, main=mesh.is_main)
@@ -144,7 +144,7 @@ def pretrain(
                 forward_backward=GraphedForwardBackward() if cfg.graph else None,
             )
         except UserError:
-            if run.step == 0 and saved:  # a checkpoint that these settings do not fit: the run keeps its own
+            if run.step == 0 and saved:  # the checkpoint does not fit these settings: restore those of the run
                 log.put_back_config(saved)
             raise
         save_model(folder / "model", model, corpus.tokenizer, mesh=mesh)

@@ -1,9 +1,9 @@
 """Pre-train with 2:4 sparse feed-forward layers, then finish densely (FST): the delivered model is dense.
 
 Run:     shoestring run train/sparse24_fst data=python steps=2000
-         shoestring run train/sparse24_fst decay=6e-5             a strength of your own, no probe, no controller
+         shoestring run train/sparse24_fst decay=6e-5             a fixed strength, no probe, no controller
          shoestring run train/sparse24_fst weight_grad=mvue       gradients pruned at random at any width, as published
-         shoestring run train/sparse24_fst schedule=cosine        instead of a rate that stays until the dense finish
+         shoestring run train/sparse24_fst schedule=cosine        instead of a constant rate until the dense finish
          shoestring run train/sparse24_fst finish=0               sparse to the end: the delivered model is 2:4
          shoestring run train/sparse24_fst resume=runs/train-sparse24_fst-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
@@ -15,8 +15,8 @@ Expect:  flip_rate falls with the learning rate, mu ends between 0.6 and 0.95. G
          train/dense 1.6970, half the width 1.7324 (all of seed 0; seeds 1 and 2: 1.6573 and 1.6582, dense 1.6325 and
          1.6402)
 Leaves:  a run folder as train/dense does; metrics.jsonl also has flip_rate, kept_magnitude, masked_magnitude and mu,
-         which the report plots, mask_change and masked_decay; on a GPU cusparselt-*.json, the algorithms that
-         a resumed run goes on with. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
+         which the report plots, mask_change and masked_decay; on a GPU cusparselt-*.json, the algorithms
+         of a resumed run. With finish=0 every feed-forward weight is 2:4, with the masks of the last steps,
          which is checked before packing: zeros in model/, and packed/ with 9/16 of those layers' bytes
 """
 
@@ -101,7 +101,7 @@ def check(cfg: Config) -> None:
 
 
 def check_new_end(cfg: Config, folder: Path) -> None:
-    """Another number of steps moves the dense finish, which a run that is in it cannot leave."""
+    """UserError for another number of steps in a run that is in its dense finish, which would move."""
     old, step = read_config(folder).get("config", {}).get("steps"), latest_step(folder / "checkpoints")
     if not old or old == cfg.steps or step is None or cfg.finish == 0:
         return
@@ -134,13 +134,13 @@ def probe_steps(cfg: Config) -> int:
 
 
 def dense_steps(cfg: Config) -> int:
-    """At least one of a finish that is asked for: dense weights that no step has used would be worse than both."""
+    """At least one where a finish is requested: dense weights need a step of training."""
     return max(1, round(cfg.finish * cfg.steps)) if cfg.finish else 0
 
 
 # -- what both 2:4 recipes do --------------------------------------------------------------------------------
 def with_weight_grad(cfg: AnyConfig) -> AnyConfig:
-    """`auto` decided: a run's folder keeps what it began with, and a resumed run goes on with that."""
+    """Resolve `auto`; the run folder keeps the result for a resumed run."""
     if cfg.weight_grad != "auto":
         return cfg
     if cfg.init_from is None:

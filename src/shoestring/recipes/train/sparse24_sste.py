@@ -4,7 +4,7 @@ Run:     shoestring run train/sparse24_sste data=python steps=2000
          shoestring run train/sparse24_sste method=srste decay=2e-4      the older baseline
          shoestring run train/sparse24_sste weight_grad=mvue             gradients pruned at random at any width
          shoestring run train/sparse24_sste precision=fp8                with products in FP8
-         shoestring run train/sparse24_sste schedule=cosine              instead of a rate that stays, then falls
+         shoestring run train/sparse24_sste schedule=cosine              instead of a constant rate, then linear decay
          shoestring run train/sparse24_sste resume=runs/train-sparse24_sste-...
 Needs:   a CPU for size=tiny and small (which computes what the sparse tensor cores would, with dense products); a
          GPU for the others, where products that were measured to gain run sparse (benchmarks/train_sparse24)
@@ -16,7 +16,7 @@ Expect:  every feed-forward weight is 2:4, which is checked before packing. GPT-
          1.6625, dense 1.6325 and 1.6402)
 Leaves:  a run folder as train/dense does, with zeros in model/, and packed/ with 9/16 of those layers' bytes;
          metrics.jsonl also has flip_rate, kept_magnitude and masked_magnitude, and the report plots them; on a GPU
-         cusparselt-*.json, the algorithms that a resumed run goes on with
+         cusparselt-*.json, the algorithms of a resumed run
 """
 
 from __future__ import annotations
