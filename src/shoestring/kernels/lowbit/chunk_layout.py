@@ -46,6 +46,17 @@ class ChunkLayout:
         kind = f"nf{self.bits}:s{self.scales}" if self.table else f"int{self.bits}"
         return f"{kind} g{self.group}"
 
+    def macros(self, dtype: torch.dtype) -> dict[str, int]:
+        """Of kernels/lowbit/decode.cu, for activations of `dtype`."""
+        return {
+            "BITS": self.bits,
+            "TABLE": int(self.table),
+            "TWO": int(self.scales == 2),
+            "HALF": int(dtype == torch.float16),
+            "SBF16": int(self.bf16_scale),
+            "GROUP": self.group,
+        }
+
     @property
     def code_bytes(self) -> int:
         return 256 * self.bits

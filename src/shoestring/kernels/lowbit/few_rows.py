@@ -243,12 +243,7 @@ def few_rows_macros(
     limits: DeviceLimits = H200,
 ) -> dict[str, int]:
     return {
-        "BITS": layout.bits,
-        "TABLE": int(layout.table),
-        "TWO": int(layout.scales == 2),
-        "HALF": int(dtype == torch.float16),
-        "SBF16": int(layout.bf16_scale),
-        "GROUP": layout.group,
+        **layout.macros(dtype),
         "ONE": int(plan.int8_mma == 1 == rows),
         "MT": plan.column_tiles(rows),
         "R": plan.tiles,

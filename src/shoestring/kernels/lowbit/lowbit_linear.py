@@ -89,17 +89,6 @@ def chunks_usable(t: Tensor) -> bool:
 
 
 # -- decoding ------------------------------------------------------------------------------------------------
-def dense_macros(layout: ChunkLayout, dtype: torch.dtype) -> dict[str, int]:
-    return {
-        "BITS": layout.bits,
-        "TABLE": int(layout.table),
-        "TWO": int(layout.scales == 2),
-        "HALF": int(dtype == torch.float16),
-        "SBF16": int(layout.bf16_scale),
-        "GROUP": layout.group,
-    }
-
-
 def decode_chunks_cuda(
     chunks: Tensor, table: Tensor | None, layout: ChunkLayout, width: int, dtype: torch.dtype
 ) -> Tensor:
@@ -107,7 +96,7 @@ def decode_chunks_cuda(
     tiles, per_row = chunks.shape[:2]
     dense = torch.empty(tiles * CHUNK_ROWS, width, dtype=dtype, device=chunks.device)
     text = cuda_source("lowbit/decode", "lowbit/decode_dense")
-    kernel = compile_kernel(text, "lowbit_dense", dense_macros(layout, dtype), chunks.device.index)
+    kernel = compile_kernel(text, "lowbit_dense", layout.macros(dtype), chunks.device.index)
     total = tiles * per_row
     blocks = min(ceil_div(total, 8), 6 * device_limits(chunks.device.index).num_sms)
     args = (*map(pointer, (chunks, dense, table)), *map(ctypes.c_int, (width, 0, per_row, total)))

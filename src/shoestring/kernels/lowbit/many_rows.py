@@ -202,12 +202,7 @@ def many_rows_macros(
     layout: ChunkLayout, dtype: torch.dtype, plan: ManyRowsPlan, limits: DeviceLimits = H200
 ) -> dict[str, int]:
     return {
-        "BITS": layout.bits,
-        "TABLE": int(layout.table),
-        "TWO": int(layout.scales == 2),
-        "HALF": int(dtype == torch.float16),
-        "SBF16": int(layout.bf16_scale),
-        "GROUP": layout.group,
+        **layout.macros(dtype),
         "TN": plan.tile,
         "WGS": plan.groups,
         "SPLIT": plan.split,

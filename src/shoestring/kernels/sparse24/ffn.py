@@ -17,6 +17,7 @@ Shapes: N tokens, F inner width, D outer width.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,16 +81,8 @@ def prune_and_pack(
 
 
 @prune_and_pack.register_fake
-def _(
-    weights: list[Tensor],
-    masks: list[Tensor],
-    betas: list[Tensor],
-    dtype: torch.dtype,
-    pack: bool,
-    pack_t: bool,
-    dense: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_outputs(weights, dtype, pack, pack_t, dense)
+def _(weights: list[Tensor], masks: object, betas: object, *outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_outputs(weights, *outputs)
 
 
 @torch.library.custom_op("shoestring::glu_rows", mutates_args=())
