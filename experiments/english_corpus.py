@@ -1,14 +1,13 @@
-"""English to retrain a pruned model on, none of it from WikiText: free books and manuals, and what the model writes.
+"""English to retrain a pruned model on, none of it from WikiText: free books and manuals, and text by the model.
 
     python -m experiments.english_corpus free FOLDER --assets ASSETS              a minute; needs apt-get and dpkg
     python -m experiments.english_corpus write FOLDER --questions ASSETS/prompts/*  --texts 60000         a GPU
     python -m experiments.prune24 --assets ASSETS --text FOLDER ...
 
-`free` downloads the Debian packages below and takes the paragraphs of their documents that are sentences; speeches,
-stories and plays come from the assets. `write` lets the dense model complete beginnings: of paragraphs of these
-texts, of questions (in its chat template), and of sentences about every name and thing of a list of words, so that it
-tells what it knows about the world and not about kernels and revolutions alone. --part 0/3, 1/3, ... are processes
-that write side by side.
+`free` downloads the Debian packages below and takes those paragraphs of their documents that are sentences; speeches,
+stories and plays come from the assets. `write` lets the dense model complete beginnings: of paragraphs of these texts,
+of questions (in its chat template), and of sentences about every name and thing in a list of words, so that the text
+covers more than the topics of these documents. --part 0/3, 1/3, ... are processes that write side by side.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shoestring.shrink.self_text import generate_text, read_prompts
 from shoestring.train.corpus import END_OF_TEXT
 
 ASSETS = ("sotu", "tinystories_2M", "tinyshakespeare")
-WORDS = "words.list"  # not a text to train on: its name does not end as those of corpora do
+WORDS = "words.list"  # not a text to train on, so without the suffix of a corpus
 SHORTEST = 80  # characters of a paragraph that is taken
 LETTERS = 0.93  # and the part of them that is letters, spaces, commas, periods
 SAMPLING = Sampling(temperature=0.8, top_p=0.95, max_tokens=448, seed=0)
@@ -77,7 +76,7 @@ class Paragraphs(HTMLParser):
 
 
 def sentences(text: str) -> str:
-    """The paragraphs that are running text, each on one line: no tables, code, headings or lists of links."""
+    """The paragraphs of running text, each on one line: no tables, code, headings or lists of links."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         line = " ".join(paragraph.split())
@@ -95,7 +94,7 @@ def read_text(path: Path) -> str:
 
 
 def manuals(folder: Path) -> Iterator[str]:
-    """Documents of the kernel, but translations, and descriptions of devices, which are tables."""
+    """Documents of the kernel, without translations and without descriptions of devices, which are tables."""
     for path in sorted(folder.glob("usr/share/doc/linux-doc-*/Documentation/**/*")):
         is_text = path.name.endswith((".rst", ".rst.gz", ".txt", ".txt.gz"))
         if is_text and not {"translations", "devicetree"} & set(path.parts):
@@ -111,7 +110,7 @@ def pages(pattern: str) -> Callable[[Path], Iterator[str]]:
 
 
 def entries(folder: Path) -> Iterator[str]:
-    """Of a dictionary in dictd's layout: a word at the start of a line, what it means below it."""
+    """The entries of a dictionary in dictd's layout: a word at the start of a line, its meaning below it."""
     for path in folder.glob("usr/share/dictd/*.dict.dz"):
         for entry in re.split(r"\n(?=\S)", read_text(path)):
             word, _, meaning = entry.partition("\n")
@@ -124,13 +123,13 @@ PACKAGES: dict[str, Callable[[Path], Iterator[str]]] = {
     "linux-doc": manuals,  # of the newest kernel that the distribution has
     "debian-handbook": pages("usr/share/doc/debian-handbook/html/en-US/*.html"),
     "anarchism": pages("usr/share/doc/anarchism/html/*.html"),
-    "stellarium-data": pages("usr/share/stellarium/**/*en.utf8"),  # what peoples saw in the sky
+    "stellarium-data": pages("usr/share/stellarium/**/*en.utf8"),  # constellations of many cultures
     "dict-foldoc": entries,  # a dictionary of computing
 }
 
 
 def unpack_package(name: str, folder: Path) -> Path:
-    """Download a Debian package, with the one it points to where it is only a name, and unpack it."""
+    """Download and unpack a Debian package, with the one that a metapackage depends on."""
     folder.mkdir()
     found = run("apt-cache", "depends", "--no-recommends", "--no-suggests", name)
     wanted = re.findall(rf"Depends: ({re.escape(name)}-\S+)", found) or [name]
@@ -171,7 +170,7 @@ def free(folder: Path, assets: Path) -> None:
 
 # -- what the model writes -----------------------------------------------------------------------------------
 def beginnings(folder: Path, questions: list[Path], tokenizer: Tokenizer, num: int, seed: int) -> list[str]:
-    """Mixed from all sources: the questions and paragraphs, then names, then things, until there are `num`."""
+    """`num` beginnings from all sources: questions and paragraphs, then names, then things."""
     if not (folder / WORDS).is_file():
         raise UserError(f"{folder} has no {WORDS}: run `english_corpus free {folder}` first")
     asked = [p for path in questions for p in read_prompts(str(path))]

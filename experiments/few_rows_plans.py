@@ -1,12 +1,12 @@
-"""Plans of the few-row low-bit kernel: every candidate is checked against fp64 and timed, the best are written down.
+"""Plans of the few-row low-bit kernel: every candidate is checked against fp64 and timed, and the best are written.
 
     python -m experiments.few_rows_plans --compile              # only compile (needs no idle GPU), about a minute
     python -m experiments.few_rows_plans                        # about two minutes on an H200; writes the plans
     python -m experiments.few_rows_plans --formats int4:g128 --rows 1 4 --seconds 30
     python -m benchmarks.lowbit_gemm                       # then: the table, with them
 
-Times as in benchmarks/lowbit_gemm.py: CUDA graphs over copies of the weight that do not fit in the cache. All
-candidates are timed with few replays, the best of them with more, in turn; then the two best in other ways to fetch
+Timed as in benchmarks/lowbit_gemm.py: CUDA graphs over copies of the weight that do not fit in the cache. All
+candidates are timed with few replays, the best of them with more, in turn; then the two best with other ways to fetch
 (`refinements`).
 """
 
@@ -50,7 +50,7 @@ from shoestring.kernels.runtime import capture_stream, nvrtc
 
 SHAPES = [(14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096), (6144, 4096), (28672, 4096)]
 FORMATS = ["int4:g128", "int2:g64", "nf4:s2:g128", "int3:g128", "int2:g128", "nf3:s2:g128", "int4:g64"]
-CALLS = 16  # products in a graph at least; an even number, because kernels take turns
+CALLS = 16  # least products in a graph; even, because launches alternate between two shapes
 FINALISTS = 3
 
 
@@ -67,8 +67,8 @@ def arrangements(wanted: int, chunks: int, least: int, most: int) -> Iterator[tu
 def candidates(
     layout: ChunkLayout, rows: int, out: int, width: int, limits: DeviceLimits | None = None
 ) -> list[FewRowsPlan]:
-    """Plans worth timing: what is chosen now, then one block per SM with short rings, then half of an SM with rings up
-    to the length of the work."""
+    """Plans worth timing: the present one, then one block per SM with short rings, then half an SM with rings up to the
+    length of the work."""
     limits = limits or device_limits()
     found = {choose_plan(layout, rows, out, width, limits=limits): None}
     wanted = max(1, min(14, ceil_div(ceil_div(out, CHUNK_ROWS), limits.num_sms)))
@@ -113,7 +113,7 @@ def compile_all(jobs: Sequence[tuple[ChunkLayout, int, FewRowsPlan]]) -> int:
 
 # -- measuring -----------------------------------------------------------------------------------------------
 def random_weight(label: str, out: int, width: int) -> Weight:
-    """Codes and scales at random, which takes no time to make; the table is the format's."""
+    """Random codes and scales, which are fast to make; the table is the format's."""
     format = parse_format(label)
     layout: ChunkLayout = format.layout(width)  # type: ignore[attr-defined]
     some = torch.randn(16, width, device=DEVICE, dtype=DTYPE)
@@ -134,7 +134,7 @@ def random_weight(label: str, out: int, width: int) -> Weight:
 
 
 class Timer:
-    """A graph of calls, replayed when asked for; quicker to make than torch.cuda.graph, which collects garbage."""
+    """A captured graph of calls; faster to make than with torch.cuda.graph, which collects garbage."""
 
     def __init__(self, calls: Sequence[Callable[[], Tensor]]) -> None:
         self.count, self.graph, self.samples = len(calls), torch.cuda.CUDAGraph(), list[float]()
@@ -149,7 +149,7 @@ class Timer:
     def run(self, replays: int) -> float:
         for _ in range(replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(100_000)  # clocks, so that the graph is in the queue before the time starts
+            torch.cuda._sleep(100_000)  # GPU clock cycles: the graph is queued before the timer starts
             start.record()
             self.graph.replay()
             end.record()
@@ -176,7 +176,7 @@ def dense_time(out: int, width: int, rows: int, known: dict[tuple[int, ...], flo
 def search(
     weight: Weight, rows: int, plans: Sequence[Any], multiply: Callable[..., Tensor] = few_rows_cuda
 ) -> tuple[list[tuple[float, Any]], list[Any]]:
-    """(time, plan) of all that are right, the best first and timed longer, and the plans that are wrong."""
+    """(time, plan) of all correct plans, the best first and timed longer, and the wrong plans."""
     x = torch.randn(rows, weight.dense.shape[1], device=DEVICE, dtype=DTYPE)
     want = F.linear(x.double(), weight.dense.double())
     allowed = 2 * relative_error(F.linear(x, weight.dense.to(DTYPE)), want)
@@ -203,7 +203,7 @@ def search(
         timed.sort(key=lambda t: t[0])
         timed = [*timed[:FINALISTS], *((t, p, None) for t, p, _ in timed[FINALISTS:])]  # graphs hold memory
     best = [(plan, one) for _, plan, one in timed[:FINALISTS] if one]
-    for _ in range(4):  # in turn, so that a disturbance does not fall on one of them
+    for _ in range(4):  # in turn, so that a disturbance hits all of them
         for _, one in best:
             one.run(3)
     last = sorted(((one.run(1), plan) for plan, one in best), key=lambda t: t[0])

@@ -1,8 +1,8 @@
 """The methods that experiments/lowbit_quality compares, on one model in memory.
 
-A `Subject` is a full model with what it is measured on and what it may learn from. Every method starts from its full
-weights and leaves the model in its Format; `unformat` packs and decodes it, so that what is evaluated is what a packed
-file would hold. BitDistiller and ours get the same text and the same number of training tokens.
+A `Subject` is a full model with its texts for evaluation and training. Every method starts from its full weights and
+leaves the model in its Format; `unformat` packs and decodes it, so that the evaluated weights are those of a packed
+file. BitDistiller and ours get the same text and the same number of training tokens.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Ours:
 
 @dataclass
 class Subject:
-    """A full model, what it is measured on and what it may learn from."""
+    """A full model, with its texts for evaluation and training."""
 
     name: str
     model: Decoder  # fp32 weights; computes in its compute_dtype
@@ -158,7 +158,7 @@ class Subject:
 
 
 def after_training(subject: Subject, label: str, name: str) -> Decoder:
-    """A method without training: the model then holds, packed and decoded again, what its file would."""
+    """A method without training; the model then holds the weights of its packed file."""
     model, method = subject.fresh(), METHODS[name]
     rules = subject.rules(parse_format(label))
     if usual_inputs(method) == "quantized":
@@ -181,7 +181,7 @@ def bitdistiller(subject: Subject, label: str, *, lr: float, seed: int = 0, batc
     run = Run(model, optimizer, open_mesh(device=str(data_device(model))), RunLog(None, quiet=True))
     steps = subject.training_tokens // data.tokens_per_step
     objective = BatchedFormats(Cakld(teacher, gamma), rows=subject.micro)
-    often = max(1, steps // 10)  # looking at the loss waits for the GPU
+    often = max(1, steps // 10)  # reading the loss waits for the GPU
     train(
         run,
         data,
@@ -196,7 +196,7 @@ def bitdistiller(subject: Subject, label: str, *, lr: float, seed: int = 0, batc
 
 
 def start_clipped(subject: Subject, label: str) -> None:
-    """BitDistiller's start: groups clamped to searched ranges, scales that follow their extremes."""
+    """BitDistiller's start: groups clamped to searched ranges, scales derived from their extremes."""
     model, format = subject.model, parse_format(label)
     most = (len(subject.text) - 1) // subject.train_context
     seen = windows(subject.text.head(), min(32, most), subject.train_context)
@@ -243,10 +243,10 @@ def teacher_loss(subject: Subject, setting: Ours) -> Cakld | CachedCakld:
 
 
 def start_blocks(subject: Subject, label: str, setting: Ours, seed: int) -> int:
-    """The subject's full model becomes what end-to-end training starts from; returns the training tokens that took.
+    """Turn the subject's full model into the start of end-to-end training; returns the training tokens used.
 
-    Without block-wise training these are the grids of the method it starts from, chosen on as many windows as
-    BitDistiller's clip search sees."""
+    Without block-wise training the grids are those of `init`, chosen on as many windows as BitDistiller's clip search
+    sees."""
     model, rules = subject.model, rules_of(subject, label, setting)
     init = setting.init or subject.blockwise.init
     settings = replace(subject.blockwise, init=init, seed=seed, keep_masters=True)
@@ -274,8 +274,8 @@ def learn_grids(
 ) -> None:
     """Grids that a method chose and fixed become Parameters with the same values.
 
-    `masters`: the weights before rounding (Blockwise(keep_masters=True)). Rounded ones stand in the middle of their
-    bins, from where training at small rates moves hardly any of them to the next.
+    `masters`: the weights before rounding (Blockwise(keep_masters=True)). Rounded ones are in the middle of their bins,
+    and training at small rates would hardly move any to the next bin.
     """
     grids = read_grids(model)
     convert(model, learned_rules(rules), skip=skip)
@@ -285,8 +285,8 @@ def learn_grids(
 
 
 def rules_of(subject: Subject, label: str, setting: Ours) -> list[Rule]:
-    """The Format everywhere or, with other ones to choose from, the mix of the same bits per weight whose layers
-    together do the least damage to the full model, which the subject's model is when this is called."""
+    """The Format everywhere or, with other candidates, the mix of the same bits per weight with the least damage to the
+    full model, which the subject's model must still be."""
     if not setting.mix:
         return subject.rules(parse_format(label))
     key = label, setting.mix
@@ -325,7 +325,7 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
     if name == "ours":
         setting = Ours.parse(given)
         model, tokens = ours(subject, label, setting, seed=seed)
-        # Rounded down to whole steps; a run that was cut short says what it had.
+        # Rounded down to whole steps; fewer where a run was cut short.
         whole = tokens > subject.training_tokens - subject.batch * subject.train_context
         told = {"rates": setting.part_at(label), "live": setting.live, "batch": setting.batch or subject.batch}
         return model, {"training_tokens": subject.training_tokens if whole else tokens, **told}
@@ -333,7 +333,7 @@ def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decode
 
 
 def unformat(model: Decoder) -> float:
-    """Pack and decode: dense weights that are what the packed file holds. Returns the bits per packed weight."""
+    """Pack and decode: dense weights equal to those of the packed file. Returns the bits per packed weight."""
     pack(model, dtype=model.compute_dtype)
     layers = [m for _, m in format_linears(model) if m.packed]
     weights = [m.shape[0] * m.shape[1] for m in layers]

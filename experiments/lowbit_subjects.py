@@ -110,7 +110,7 @@ def kept(args: argparse.Namespace, folder: Path) -> Subject:
 
 
 def first_tokens(shards: TokenShards, num: int) -> TokenShards:
-    """What is trained on once, so that no more of the teacher is cached."""
+    """The tokens that are trained on, so that the teacher's cache holds no more."""
     return replace(shards, tokens=shards.tokens[:num], fingerprint=f"{shards.fingerprint}:{num}")
 
 

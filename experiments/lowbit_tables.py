@@ -1,13 +1,14 @@
-"""What lowbit_quality found: the settings that stand for each method, the tables of docs/, and what should hold.
+"""Results of lowbit_quality: the best setting of each method, the tables of docs/, and the expected orders.
 
 Where several settings of a trained method were measured, the one with the lowest perplexity on the validation text
-(where some have none, on the measured one) stands for it; trained methods are compared at equal training tokens only.
+(where some have none, on the measured one) is reported; trained methods are compared at equal training tokens only.
 
-"By a wide margin" is said of what a method loses against full precision, in nats per token: at most half of the other's
+"By a wide margin" refers to the loss against full precision, in nats per token: at most half of the other's
 
     (log p - log full) / (log other - log full) <= 1/2          p, other, full: perplexities
 
-A part of the other's perplexity would be out of reach on a model that loses little, and cheap on one that others ruin.
+A fixed part of the other's perplexity would be out of reach on a model that loses little, and trivial on one that loses
+much.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CALIBRATING = ("clip", "awq", "gptq", "gptq+clip")
 SOURCES = {SMOLLM2: " (the file's Q4_1 weights, de-quantized)"}
 MODELS = (SMOLLM2, KEPT, STORIES)
 GROUPS = (64, 192)
-ASKED = {SMOLLM2: GROUPS}  # whose every grid the table should have one day
+ASKED = {SMOLLM2: GROUPS}  # models whose table should have every grid
 
 
 def grids(group: int) -> list[str]:
@@ -60,7 +61,7 @@ def float_grids(group: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """The lines (one a seed) that stand for a method: those of its best setting."""
+    """The lines (one per seed) of a method's best setting."""
 
     method: str  # with its setting
     lines: list[dict[str, Any]]
@@ -102,9 +103,9 @@ class Found:
 
 
 def counting() -> list[dict[str, Any]]:
-    """The lines that tables are made of: of models that were kept only the one's that was measured last, since every
-    training makes another. They are told apart by what is known of each: its text, its weights where a line has their
-    fingerprint, and its own perplexity, which every line has as its baseline."""
+    """The lines of the tables: of kept models only those of the last one, since every training makes another. Models
+    are identified by their text, the fingerprint of their weights where a line has it, and their own perplexity, the
+    baseline of every line."""
 
     def which(line: dict[str, Any]) -> tuple[Any, ...]:
         known = (line["config"].get(k) for k in ("model_seed", "model_tokens", "corpus", "weights"))
@@ -133,7 +134,7 @@ def best_settings() -> dict[tuple[str, str, str], Found]:
 
 
 def best_of(settings: list[Found]) -> Found:
-    """By the validation text, or the measured one where some were not measured on it: two texts do not compare."""
+    """The best by the validation text, or by the measured one where some have no validation."""
     text = "valid" if all(found.validated for found in settings) else "perplexity"
     best = min(settings, key=lambda found: (-found.num_seeds, found.judged(text)))
     return replace(best, tried=len(settings), by="validation" if text == "valid" else "test")
@@ -150,8 +151,8 @@ def equal_tokens(runs: Iterable[tuple[str, str, str, int]], model: str, label: s
 
 @dataclass(frozen=True)
 class Verdict:
-    """One perplexity that should be below another, below a part of it or, with `full`, lose at most that part of what
-    the other loses against full precision; on one model."""
+    """One perplexity that should be below another (or a part of it) on one model; with `full` its loss against full
+    precision should be at most that part of the other's."""
 
     what: str
     model: str
@@ -163,14 +164,14 @@ class Verdict:
 
     @property
     def left(self) -> float | None:
-        """The part of the other's loss over full precision, in nats per token, that is left."""
+        """The loss against full precision, in nats per token, as a part of the other's."""
         if self.full is None:
             return None
         return math.log(self.small.mean / self.full.mean) / math.log(self.large.mean / self.full.mean)
 
     @property
     def word(self) -> str:
-        """'ties' where the seeds' ranges overlap; one seed has none."""
+        """'ties' where the ranges of the seeds overlap."""
         if self.left is not None:
             return "holds" if self.left <= self.part else "FAILS"
         small, large = self.small.perplexities, self.large.perplexities
@@ -180,7 +181,7 @@ class Verdict:
 
     @property
     def one_seed(self) -> bool:
-        """Of a trained method: what another would have given is not known."""
+        """Whether a trained method has only one seed."""
         return any(f.trained and f.num_seeds == 1 for f in (self.small, self.large))
 
     @property
@@ -199,7 +200,7 @@ class Verdict:
 
 
 def verdicts() -> list[Verdict]:
-    """What should hold, as far as it was measured."""
+    """The expected orders, as far as they were measured."""
     best = best_settings()
     said = []
 
@@ -234,7 +235,7 @@ def verdicts() -> list[Verdict]:
     for model, kind, group in itertools.product(MODELS, ("int4", "nf3:s2", "int2"), groups):
         label = f"{kind}:g{group}"
         others = [m for m in UNTRAINED if (model, m, label) in best]
-        if set(PLAIN) <= set(others):  # the best of some says nothing of all
+        if set(PLAIN) <= set(others):  # the best of some methods is not that of all
             plain = min(others, key=lambda m: best[model, m, label].mean)
             compare(f"ours below all without training (best: {plain})", model, label, "ours", plain)
     return said
@@ -357,7 +358,7 @@ def accuracies() -> str:
 
 
 def settings() -> str:
-    """Every trained run: what the choice between settings was made from."""
+    """Every trained run, from which the best settings were chosen."""
     rows = []
     for n in sorted(counting(), key=lambda n: (MODELS.index(n["config"]["model"]), _order(n["config"]["format"]))):
         c, q = n["config"], n["quality"]

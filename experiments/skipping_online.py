@@ -1,14 +1,14 @@
 """AdaSkip with its online part against its offline set and ours: `python -m experiments.skipping online`.
 
-A text that is there already is read as if it were being written: the engine gets the prompt, and then the true next
-tokens as guesses that are always accepted (`TrueText`). So the policy sees what it would see while decoding, its set
-changes where it would change, and every token has a log-probability under the set of its position:
+A given text is scored as if it were decoded: the engine gets the prompt, and then the true next tokens as drafts that
+are always accepted (`TrueText`). So the policy sees what it would see in decoding, its set changes where it would
+change, and every token has a log-probability under the set of its position:
 
     positions of the prompt and of the first 20 new tokens     the offline set; those 20 are watched
     positions after that                                       with the FFNs that the policy added
 
-Perplexity is that of the tokens predicted behind the change, for every method the same ones. The decode step is timed
-with the set at the end of a text.
+Perplexity is that of the tokens predicted after the change, the same for every method. The decode step is timed with
+the set at the end of a text.
 
 AdaSkip skips as many sublayers as its own formula gives for the accelerations in ALPHAS; `measured` is the set on our
 search's path that promises nearest to what AdaSkip's set at the end does, both by measured seconds of sublayers.
@@ -62,7 +62,7 @@ CHUNK = 2048  # rows of a step
 
 
 class TrueText(Drafter):
-    """For `Engine(drafter=, verify=)` with one request at a time: what follows is known, guessed and accepted."""
+    """For `Engine(drafter=, verify=)` with one request at a time: drafts the known continuation and accepts it."""
 
     def __init__(self) -> None:
         self.begin([])
@@ -85,14 +85,14 @@ class TrueText(Drafter):
 
 @dataclass(frozen=True)
 class Read:
-    """How a text was read."""
+    """The result for one text."""
 
     nll: list[float]  # of each token behind the prompt
     skip: SkipSet | None  # at its end
 
 
 class Reader:
-    """Reads the last `num_new` tokens of texts behind the others, one text at a time, by an engine that skips."""
+    """Scores the last `num_new` tokens of texts, one text at a time, with an engine that skips."""
 
     def __init__(self, model: Decoder, context: int, num_new: int) -> None:
         self.num_new, self.true = num_new, TrueText()
@@ -110,7 +110,7 @@ class Reader:
 
     def __call__(self, tokens: list[int], skip: SkipPolicy | None = None) -> Read:
         engine = self.engine
-        # Anew for each text: none gets a smaller set because those before it had four others.
+        # A new policy for each text: the limit of four sets must not depend on earlier texts.
         engine.skip_sets = SkipSets(skip, engine.model.spec)
         self.true.begin(tokens)
         request = engine.add(tokens[: -self.num_new], Sampling(max_tokens=self.num_new))
@@ -120,7 +120,7 @@ class Reader:
 
 
 def perplexity_behind(reads: Sequence[Read]) -> float:
-    """Of the tokens whose rows came after the change: the row of the last watched token predicts one more."""
+    """Perplexity of the tokens after the change; the row of the last watched token predicts one more."""
     return math.exp(statistics.fmean(nll for read in reads for nll in read.nll[NUM_WATCHED + 1 :]))
 
 
@@ -189,7 +189,7 @@ class Comparison:
             "attention": 0 if reads[0].skip is None else len(reads[0].skip.attn),
             "ffn": statistics.median(len(_mlp(read.skip)) for read in reads),
             **told,
-            # Not part of the config: a run over more texts takes the place of one over fewer.
+            # Not part of the config: a run over more texts replaces one over fewer.
             "prompts": len(reads),
             "continuation": self.args.continuation,
         }
@@ -246,7 +246,7 @@ def table() -> str:
 
 
 def _said(lines: list[dict[str, Any]]) -> str:
-    """What was read."""
+    """A summary of what was read."""
     read = {(n["config"]["device"], n["config"]["context"]): n["quality"] for n in lines}
     texts = [f"{DEVICES[d]}: {q['prompts']} texts of {context:,} tokens" for (d, context), q in read.items()]
     last = " or ".join(sorted({str(n["quality"]["continuation"]) for n in lines}))

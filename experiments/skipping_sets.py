@@ -1,4 +1,4 @@
-"""The sets of experiments/skipping.py: found once, kept as files, read by what measures them.
+"""The sets of experiments/skipping.py: found once and kept as files.
 
 Methods without a search skip as many sublayers as the measured seconds of this machine ask for; `measured` searches
 at each context length, on windows as wide as the context where --window is 0.
@@ -66,7 +66,7 @@ def calibrated(args: argparse.Namespace, model: Decoder, text: Tensor) -> Iterat
     trials: Trials | None = None
     for context in args.context_sets:
         if trials is None or not args.window:
-            # A window of 0: as wide as the context, since what a set does at its own length is wanted.
+            # A window of 0 is as wide as the context, to measure a set at its own length.
             num = args.windows if args.window else max(1, args.windows * args.context_sets[0] // context)
             calibration = windows(text, num, args.window or context)
             idle = measure_idleness(model, calibration)
@@ -91,7 +91,7 @@ def read_costs(num_layers: int, text: str) -> StepCosts:
 
 
 def fewest(make: Callable[[int], SkipSet], num_layers: int, costs: StepCosts, speedup: float) -> SkipSet:
-    """The smallest set that promises the speed-up; the largest where none does."""
+    """The smallest set with the expected speed-up, or the largest set."""
     sets = [make(n) for n in range(1, 2 * num_layers)]
     return next((s for s in sets if costs.speedup(s) >= speedup), sets[-1])
 
@@ -145,14 +145,14 @@ def _search_drafter(args: argparse.Namespace, loaded: LoadedModel, context: int)
 
 
 def time_steps(timer: StepTimer, skip: SkipSet | None, *, repeats: int = 11) -> tuple[list[float], float]:
-    """Whole over skipped, step by step in turns; and the median seconds of the whole step."""
+    """Ratios of whole to skipped steps, timed in turns, and the median seconds of the whole step."""
     timer.best([None, skip], 2)
     pairs = [(timer(None), timer(skip)) for _ in range(repeats)]
     return [whole / left for whole, left in pairs], statistics.median(whole for whole, _ in pairs)
 
 
 def record_costs(model: str, costs: StepCosts) -> None:
-    """What one attention and one FFN sublayer take of a decode step."""
+    """Record the seconds of one attention and one FFN sublayer in a decode step."""
     for kind in KINDS:
         seconds = costs.sublayers[Sublayer(0, kind)]
         line = record(

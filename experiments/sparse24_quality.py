@@ -13,16 +13,16 @@ FST and S-STE have the MVUE weight gradient, and in rows that say so the exact o
 SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
 published 2e-4, FST's is found by its controller, after a probe; --decay sets both, without a probe, and rows name it.
 
-A call stops by itself before --seconds are over: a row that is not finished is saved in --folder and goes on in the
-next call at the step where it was, bit for bit. With --patience a row also stops when the pace of its last seconds
-says that it will not be finished in time, so that it does not take the GPU from rows that will. With --turn rows of two
-calls beside each other train one by one, and compile and evaluate meanwhile. Finished rows are recorded one by one;
---missing leaves them out. One seed for every row, three for dense and FST.
+A call stops before --seconds are over: an unfinished row is saved in --folder and continues in the next call, bit for
+bit. With --patience a row also stops when its pace shows that it will not finish in time, so that it does not take the
+GPU from rows that will. With --turn rows of two concurrent calls train one at a time, and compile and evaluate
+meanwhile. Finished rows are recorded one by one; --missing leaves them out. One seed for every row, three for dense and
+FST.
 
 gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
-parameters. At that width sparse products gain nothing; all of them are dense here. FST chooses its masks anew every 40
-steps, as published. With --schedule wsd the learning rate stays, and falls to zero over the last sixth, in which FST is
-dense: with the cosine little of it is left there for weights that come back.
+parameters. At that width sparse products gain nothing; all of them are dense here. FST chooses new masks every 40
+steps, as published. With --schedule wsd the learning rate is constant and falls to zero over the last sixth, in which
+FST is dense: a cosine would leave little of it for the weights that were masked.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ FORMATS = {
 
 
 class Deadline(Hook):
-    """Asks the trainer to stop, as Ctrl-C would (it saves and raises Interrupted), when the time is over, or when, from
-    `patience` seconds of training on, the pace says that `steps` will not be done by then.
+    """Stops the trainer as Ctrl-C would (it saves and raises Interrupted) when the time is over, or when, after
+    `patience` seconds of training, the pace shows that `steps` will not be done by then.
 
-    The pace is the median over the last windows, so that a compilation in one of them does not count.
+    The pace is the median over the last windows, so that a compilation in one of them has no effect.
     """
 
     WINDOW, WINDOWS, SLACK = 5.0, 5, 1.1
@@ -180,8 +180,8 @@ class Deadline(Hook):
 
 
 class Turn(Hook):
-    """One row trains at a time, and the next one compiles meanwhile: after its first steps a row waits for the lock on
-    a file, and gives it back before it evaluates."""
+    """One row trains at a time while the next one compiles: after its first steps a row waits for the lock on a file,
+    which it releases before it evaluates."""
 
     def __init__(self, path: Path | None, after: int = WARM) -> None:
         self.path, self.after, self.seen = path, after, 0
@@ -218,7 +218,7 @@ def measure(
     case: str, size: Size, corpus: Corpus, seed: int, folder: Path, deadline: Deadline, turn: Turn,
     keep: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train from where the folder has it; Interrupted when the time is over."""
+    """Train from the checkpoint in the folder; Interrupted when the time is over."""
     run, data = build(case, size, corpus, seed, folder)
     checkpointer = Checkpointer(folder / "checkpoints", every=0, keep=1)
     spent = sum(row["slice_seconds"] for row in run.log.history if "slice_seconds" in row)
@@ -264,8 +264,8 @@ def thinned(curve: list[tuple[int, float]], points: int = 24) -> list[list[float
 
 
 def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -> None:
-    """Print tokens a second over the last half of some steps with everything on: masks, decay, measuring. All rows
-    compile in their first half, before one is timed."""
+    """Print tokens per second over the last half of some steps, with masks, decay and measurements. All rows compile in
+    their first half, before any is timed."""
     size, half = replace(size, steps=steps, warmup=max(4, steps // 3), measurements=2), steps // 2
     runs = []
     for case, seed in rows:
@@ -277,7 +277,7 @@ def paces(rows: list[tuple[str, int]], size: Size, corpus: Corpus, steps: int) -
             torch.cuda.empty_cache()  # other processes may be compiling beside this one
     take_turn()
     for case, run, data, hooks in runs:
-        # The first steps take back the memory that was given away above.
+        # The first steps allocate again the memory that was released above.
         train(run, data, CrossEntropy(), steps=half + WARM, hooks=hooks, log_every=WARM)
         began = time.perf_counter()
         train(run, data, CrossEntropy(), steps=steps, hooks=hooks, log_every=steps)
@@ -298,7 +298,7 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
         return [clock, meter]
     if case.startswith("SR-STE"):
         return [clock, meter, MaskedDecay(DECAY if size.decay is None else size.decay)]
-    # In a dense phase the layers are dense, and the meter shows the masks that they would have had.
+    # In a dense phase the meter shows the masks that the layers would have.
     for layer in sparse_layers(model):
         layer.linear.start_dense_phase()
     return [meter]
@@ -306,15 +306,15 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
 
 @torch.no_grad()
 def validation_losses(run: Run, corpus: Corpus, size: Size) -> list[float]:
-    """Mean losses of equal parts of the validation text, the same parts for every row: rows are compared part by part,
-    because texts differ more than methods do.
+    """Mean losses of equal parts of the validation text. Rows are compared part by part, because texts differ more than
+    methods do.
     """
     micro = math.gcd(size.micro, PART)
     held_out = TokenData(corpus.val, context=size.context, batch=size.batch, micro=micro)
     objective = CrossEntropy()
     run.model.eval()
     losses = []
-    # Compiled blocks would be compiled again without gradients, for a second of work.
+    # Uncompiled: compiling again without gradients takes longer than the evaluation.
     with torch.compiler.set_stance("force_eager"):
         for step in range(eval_batches(corpus, size)):
             for part in held_out.step(step):
@@ -323,12 +323,12 @@ def validation_losses(run: Run, corpus: Corpus, size: Size) -> list[float]:
 
 
 def eval_batches(corpus: Corpus, size: Size) -> int:
-    """No window of the validation split twice."""
+    """Batches with no window of the validation split twice."""
     return max(1, min(EVAL_BATCHES, (len(corpus.val) - 1) // size.context // size.batch))
 
 
 def dense_loss(config: dict[str, Any]) -> float | None:
-    """Of the newest dense line with the same settings; rows may be measured in several calls."""
+    """The loss of the newest dense line with the same settings; rows may be measured in several calls."""
 
     def shared(config: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in config.items() if k not in ("d_ff", "decay")}
@@ -422,7 +422,7 @@ def main() -> None:
 
 
 def label_of(case: str, size: Size, refresh: int | None) -> str:
-    """The row's name: its case, and what it does not have from its size or paper."""
+    """The row's name: its case, and settings that differ from those of its size or paper."""
     if refresh and case.startswith("FST"):
         case = f"{case}, masks every {refresh}"
     return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case

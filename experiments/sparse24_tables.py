@@ -1,7 +1,7 @@
-"""What experiments/sparse24_quality found: the tables of docs/methods/sparse24.md.
+"""Results of experiments/sparse24_quality: the tables of docs/methods/sparse24.md.
 
-Rows are compared with dense ones of the same seed, part by part of the validation text. Flip-rate curves, which papers
-plot, are a table too: how much of the mask one step changes, one row a method, one column a step.
+Rows are compared with dense ones of the same seed, part by part of the validation text. Flip-rate curves are a table
+too: the share of the mask that one step changes, a row per method, a column per step.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def smoke_table() -> str:
 
 
 def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE) -> list[dict[str, Any]]:
-    """Lines of a schedule with the settings and the corpus of the newest one; `repeats`: only those whose text was, or
-    was not, read more than once."""
+    """Lines of a schedule with the settings and the corpus of the newest one; `repeats`: whether their text was read
+    more than once."""
 
     def settings(line: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in line["config"].items() if k not in ("seed", "d_ff", "decay")}
 
     def read_again(config: dict[str, Any]) -> bool:
-        # The oldest lines do not say how long their text was: short.
+        # The oldest lines have no length of their text, which was short.
         return config.get("different_tokens", 0) < config["tokens"]
 
     lines = [n for n in newest(BENCH) if n["config"]["model"] == model]
@@ -85,7 +85,7 @@ def lines_of(model: str, *, repeats: bool | None = None, schedule: str = COSINE)
 
 
 def table_of(lines: list[dict[str, Any]]) -> str:
-    """The mean over seeds, and how far it is from dense."""
+    """Means over seeds, and their distance from dense."""
     if not lines:
         return NOTHING
     cases = dict.fromkeys((*CASES, *(n["case"] for n in lines)))  # of some, older code made the rows
@@ -113,8 +113,8 @@ def table_of(lines: list[dict[str, Any]]) -> str:
 
 
 def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """How far rows are from dense ones of the same seed, in percent; with the standard error of that over the parts of
-    the validation text, where the lines have them."""
+    """Distance from dense rows of the same seed, in percent, with its standard error over the parts of the validation
+    text where the lines have them."""
     gap = statistics.mean(a["value"] / b["value"] - 1 for a, b in pairs)
     errors = []
     for a, b in pairs:
@@ -127,12 +127,12 @@ def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 def curves() -> str:
-    """Of the rows of table(), in changes per thousand weights; seed 0."""
+    """Flip-rate curves of the rows of table(), in changes per thousand weights; seed 0."""
     return curves_of(lines_of(GPT2, repeats=False))
 
 
 def repeated_curves() -> str:
-    """Of the rows of repeated_table()."""
+    """Flip-rate curves of the rows of repeated_table()."""
     return curves_of(lines_of(GPT2, repeats=True))
 
 

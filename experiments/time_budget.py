@@ -1,7 +1,7 @@
 """Training that ends after given seconds, on a GPU that is shared.
 
-Learning rates follow the clock where it is ahead of the steps, so that a run that is cut short ends with small rates
-like any other. The result line states how many tokens the run saw.
+Learning rates follow the clock where it is ahead of the steps, so that a run that is cut short also ends with small
+rates. The result line states how many tokens the run saw.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from shoestring.train.step import Hook, Run
 
 
 class OutOfTime(Exception):
-    """The seconds of a training are over."""
+    """The time of a training is over."""
 
 
 class TimeBudget(Hook):
-    """`set_rates(run, part of the seconds)` before every step; OutOfTime after the step in which they are over.
+    """Calls `set_rates(run, part of the seconds)` before every step; raises OutOfTime after the step in which they end.
 
-    The seconds begin now, or with the first step.
+    The time starts now, or with the first step.
     """
 
     def __init__(

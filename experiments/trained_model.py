@@ -1,8 +1,8 @@
-"""A model that one experiment trained for another: a Hugging Face folder that also states what it was trained on.
+"""A model that one experiment trains for another: a Hugging Face folder that also states its training corpus.
 
-experiments/sparse24_quality --keep leaves one, experiments/lowbit_quality --kept shrinks it. The corpus itself is not
-in the folder, only where it was; what is opened there must have the same tokens. Every training makes another model,
-also with the same seed and text: `weights` in the lines tells them apart.
+experiments/sparse24_quality --keep writes one, experiments/lowbit_quality --kept shrinks it. The folder has only the
+path of the corpus, which must still have the same tokens. Every training makes another model, even with the same seed
+and text; `weights` in the result lines identifies it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRAINED = "trained.json"
 
 
 def save_trained(folder: Path, model: Decoder, corpus: Corpus, *, mesh: Mesh, seed: int, tokens: int) -> None:
-    """`tokens`: how many of the corpus it has seen, those that it saw again among them."""
+    """`tokens`: number of training tokens, repetitions included."""
     save_model(folder, model, corpus.tokenizer, mesh=mesh)
     if not (corpus.folder / "tokenizer.json").is_file():
         corpus.tokenizer.save(corpus.folder)  # else it could not be opened by its folder alone
@@ -38,7 +38,7 @@ def save_trained(folder: Path, model: Decoder, corpus: Corpus, *, mesh: Mesh, se
 
 
 def open_trained(folder: Path, device: str) -> tuple[Decoder, Corpus, dict[str, Any]]:
-    """The model, its corpus, and what lines about it must say."""
+    """The model, its corpus, and the settings for its result lines."""
     try:
         trained = json.loads((folder / TRAINED).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -59,7 +59,7 @@ def open_trained(folder: Path, device: str) -> tuple[Decoder, Corpus, dict[str, 
 
 
 def fingerprint(model: Decoder) -> str:
-    """Of its weights, wherever they lie."""
+    """A hash of its weights, on any device."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
