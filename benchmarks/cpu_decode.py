@@ -3,20 +3,19 @@
     python -m benchmarks.cpu_decode quality --assets FOLDER         about 4 minutes on one core
     python -m benchmarks.cpu_decode speed --llama-python PYTHON     2 minutes, on an idle machine
 
-Rows: fp32; 4-bit weights decoded to fp32 once (what every packed model does on a CPU); the same codes multiplied
-with activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding),
-the latter also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1,
-its head Q8_0), through llama-cpp-python in an interpreter that has it. 4-bit weights are rounded to nearest: the
-table is about speed and about what 8-bit activations cost, and better weights (benchmarks/ptq.py) have the same speed.
+Rows: fp32; 4-bit weights decoded to fp32 once (the default of a packed model on a CPU); the same codes multiplied with
+activations rounded to 8 bits, with an fp32 head and with an 8-bit head (its own copy of the tied embedding), the latter
+also as on a machine without a C++ compiler; llama.cpp on the GGUF file that all rows come from (Q4_1, its head Q8_0),
+through llama-cpp-python in an interpreter that has it. 4-bit weights are rounded to nearest: the table shows speed and
+the cost of 8-bit activations, and better weights (benchmarks/ptq.py) have the same speed.
 
-Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row
-has a process of its own, and the rows take turns, `--rounds` times, so that a busy moment hits all of them; a
-row that does not have its turn sleeps. Both clocks are recorded: of the wall, and of the processor (one thread only;
-it stays meaningful on a machine that is busy with other work). Perplexity: first 6 windows of 512 tokens of the
-test text (the tokenised edition); of the rows whose single tokens are computed by another function than prompts
-(serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a 4-bit grid of 32-blocks: llama.cpp's row
-has no further loss, ours are quantized a second time, on groups of 64. (Groups of 32 do not help: 33.0 against 34.2,
-since zero points are whole numbers here and minima are any numbers there.)
+Speed: greedy, `--prompt` tokens in, `--new` out, one request, the time of every step but the first. Every row has its
+own process, and the rows take turns, `--rounds` times, so that a busy machine slows all of them; waiting rows sleep.
+Wall time and processor time are recorded (the latter for one thread only; it is meaningful on a busy machine).
+Perplexity: first 6 windows of 512 tokens of the test text (the tokenised edition); for rows whose single tokens are
+computed by another function than prompts (serve/engine/cpu_decode.py) also token by token. The GGUF weights lie on a
+4-bit grid of 32-blocks: llama.cpp's row has no further loss, ours are quantized a second time, on groups of 64. (Groups
+of 32 do not help: 33.0 against 34.2, since zero points are integers here and minima are real numbers there.)
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def build(case: str, model: Decoder | None = None) -> Decoder:
 
 @torch.inference_mode()
 def perplexity(model: Decoder, tokens: Tensor) -> float:
-    """Of the logits themselves: evals.perplexity multiplies with the head's weight, not with the head."""
+    """Perplexity of the model's own logits; evals.perplexity multiplies with the head's weight instead."""
     total = 0.0
     for window in tokens.split(CONTEXT):
         logits = model(window[None, :-1])[0]
@@ -140,7 +139,7 @@ def perplexity(model: Decoder, tokens: Tensor) -> float:
 
 @torch.inference_mode()
 def perplexity_by_token(model: Decoder, tokens: Tensor) -> float:
-    """The same, every row computed as the engine computes the row of a new token."""
+    """The same, with every row computed as in a decode step of the engine."""
     runner = Runner(model, BlockPool(CONTEXT // 16, 16))
     runner.refresh()
     table = list(range(CONTEXT // 16))
@@ -198,7 +197,7 @@ def measure_quality(args: argparse.Namespace) -> None:
 
 
 def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of each step that writes a token, but the first, by both clocks."""
+    """Seconds of each decode step but the first, by both clocks."""
     torch.set_num_threads(threads)
     seconds: dict[str, list[float]] = {"wall": [], "processor": []}
     for counted in (False, True):
@@ -215,7 +214,7 @@ def time_steps(model: Decoder, prompt: list[int], new: int, threads: int) -> dic
 
 
 def answer(case: str) -> None:
-    """What `speed` starts for each row of ours: a question a line, an answer a line."""
+    """The process that `speed` starts for each row of ours: one request per line, one answer per line."""
     if case.endswith(BARE):
         os.environ["CXX"] = "none"
     model = build(case)
@@ -225,7 +224,7 @@ def answer(case: str) -> None:
 
 
 class Row:
-    """A process of one row, which measures when it gets a question and sleeps otherwise."""
+    """The process of one row, which measures on request and sleeps otherwise."""
 
     def __init__(self, command: list[str]) -> None:
         environment = child_environment()

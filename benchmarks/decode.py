@@ -1,22 +1,21 @@
-"""Decoding and prefill speed on one GPU, beside `transformers` and the memory's own speed.
+"""Decoding and prefill speed on one GPU, beside `transformers` and the memory bandwidth.
 
     python -m benchmarks.decode                        everything; about 5 minutes on an H200
     python -m benchmarks.decode --cases 8b smollm2     some of it
     python -m benchmarks.decode --peers none           ours only
 
-Shapes of Llama-3-8B and SmolLM2-135M with random weights: what is timed does not depend on their values. First a
-small model in fp32 must write the same tokens through the graph path as through the plain one, and small models in
-bf16, dense and packed, must compute logits as near to fp32 as the plain forward's, or nothing is recorded. Batch 1:
-128 tokens in, 256 out, greedy, tokens per second after the first. Batch 64: 64 such requests at once. Prefill: 8192
-tokens in one step.
+Shapes of Llama-3-8B and SmolLM2-135M with random weights, whose values do not affect the times. Nothing is recorded
+unless a small model in fp32 gives the same tokens through the graph path as through the plain one, and small models in
+bf16, dense and packed, compute logits as near to fp32 as the plain forward's. Batch 1: 128 tokens in, 256 out, greedy,
+tokens per second after the first. Batch 64: 64 such requests at once. Prefill: 8192 tokens in one step.
 
-The bound is what a step must read (weights other than the embedding, keys and values so far) at the speed of a
-device-to-device copy, measured in the same run. MFU counts the products of the matrices and of causal attention
+The bound is the bytes that a step must read (weights other than the embedding, keys and values so far) at the speed of
+a device-to-device copy, measured in the same run. MFU counts the products of the matrices and of causal attention
 against 989 TFLOP/s, the datasheet's dense bf16 rate.
 
-Peers are `transformers` on the same shapes in bf16, each in a process of its own that is ended after a while
-(benchmarks/decode_peers.py): continuous batching, `generate` as it is, with a draft model, and with a static cache,
-which compiles the step.
+Peers are `transformers` on the same shapes in bf16, each in its own process with a time limit
+(benchmarks/decode_peers.py): continuous batching, plain `generate`, `generate` with a draft model, and with a static
+cache, which compiles the step.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ PEERS = {
     "eager": Peer("transformers, eager", 60),
     "assisted": Peer("transformers, assisted", 60),
 }
-# Which peer is measured on which shape and batch, the most telling first.
+# Which peer is measured on which shape and batch, the most important first.
 PEER_RUNS = [
     ("batching", "Llama 8B shape", 64),
     ("static", "Llama 8B shape", 1),
@@ -153,7 +152,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def check() -> None:
-    """The graph path writes the tokens of the plain path, in fp32 on a small model."""
+    """Assert that the graph path gives the tokens of the plain path, in fp32 on a small model."""
     spec = ModelSpec(
         vocab_size=512, d_model=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, d_ff=512,
         max_positions=1024,
@@ -176,8 +175,8 @@ def check() -> None:
 
 @torch.no_grad()
 def check_rounding(blocks: str, device: str = "cuda", prompt: int = 60, num_steps: int = 40) -> tuple[float, float]:
-    """Rows one by one behind a prompt, in bf16 as a graph: no further from the logits in fp32 than the plain forward in
-    bf16 is, but for half of that. The two errors."""
+    """Decode steps in bf16 through the graph: at most 1.5 times as far from the fp32 logits as the plain bf16 forward.
+    Returns the two errors."""
     spec = ModelSpec(
         vocab_size=512, d_model=256, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64, d_ff=512,
         max_positions=1024, tied=False,
@@ -231,7 +230,7 @@ def prefill_ours(model: Decoder, length: int, repeats: int) -> list[float]:
 
 @contextmanager
 def attempt(what: str) -> Iterator[None]:
-    """Report a case that fails, and go on with the others."""
+    """Report a failing case, and continue with the others."""
     try:
         yield
     except Exception:
@@ -290,7 +289,7 @@ def run_peers(cases: Sequence[str], kinds: Sequence[str], repeats: int, limit: f
 
 
 def run_peer(kind: str, shape: str, num: int, repeats: int, limit: float | None = None) -> bool:
-    """Run one peer in a process of its own; False, with the reason on a line, where that gave nothing."""
+    """Run one peer in its own process; False, after printing the reason, where it gives no result."""
     what = f"{PEERS[kind].case}, {shape}, batch {num}"
     limit = PEERS[kind].limit if limit is None else limit
     command = [sys.executable, "-m", "benchmarks.decode_peers", kind, shape, str(num)]
@@ -321,7 +320,7 @@ def table() -> str:
         "transformers, assisted": "HF assisted, random drafter",
         "transformers, continuous batching": "HF batching",
     }
-    # The last that was recorded: a slow peer writes fewer tokens in one run than in another.
+    # The last recorded line: slow peers have lines with different numbers of tokens.
     found = {(n["case"], n["config"]["model"], n["config"]["batch"]): n for n in recorded(BENCH) if n["case"] in peers}
     lines = [n for n in lines if n["case"] not in peers]
     shown = [p for p in peers if any(case == p for case, _, _ in found)]

@@ -1,19 +1,18 @@
-"""`transformers` on the shapes of benchmarks/decode.py: one peer, one process, with an end.
+"""`transformers` on the shapes of benchmarks/decode.py: one peer per process, with a time limit.
 
     python -m benchmarks.decode_peers batching "Llama 8B shape" 64     one of them, recorded
 
     batching   its continuous batching (`generate_batch`): flash attention where a package for it is installed, else
-               its paged attention over torch's; which one, is in the line
+               its paged attention over torch's; the result line names it
     static     `generate` with a static cache, which compiles the step
-    eager      `generate` as it is
+    eager      plain `generate`
     assisted   `generate` with a draft model: the SmolLM2-135M shape with the target's vocabulary. With random weights
-               next to nothing is accepted, so this is what a useless drafter costs.
+               almost nothing is accepted, so this is the cost of a useless drafter.
 
-Compiling can take minutes and a library may wait for something that this machine does not have, so benchmarks/decode.py
-starts each peer in a process of its own, ends it after a while and says that it was not measured, and why. A slow peer
-writes fewer tokens than ours: as many as fit into `--seconds`, estimated by a short first run; the line states how
-many. Where runs take longer than estimated, there are fewer of them. Weights are random and
-in bf16; batch and prompt are those of benchmarks/decode.py.
+Compiling can take minutes and a library may hang, so benchmarks/decode.py starts each peer in its own process, ends it
+after a time limit and reports why it was not measured. A slow peer generates fewer tokens than ours: as many as fit
+into `--seconds`, estimated by a short first run; the line states how many. Where runs take longer than estimated, there
+are fewer of them. Weights are random and in bf16; batch and prompt are those of benchmarks/decode.py.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ def progress(what: str) -> None:
 
 
 def tokens_within(seconds: float, each: float, repeats: int) -> int:
-    """New tokens of a run, for `repeats` of them to take so long, a token taking `each` seconds."""
+    """New tokens per run, so that `repeats` runs fit the seconds at `each` seconds per token."""
     return max(FEWEST, min(NEW, int(seconds / repeats / each)))
 
 
 def repeated(run: Callable[[int], float], repeats: int, seconds: float) -> list[float]:
-    """What `run` gives, `repeats` times, or as many times as end (or nearly so) within the seconds, once at least."""
+    """The results of `run`, `repeats` times or as often as fits the seconds, at least once."""
     began, found = time.perf_counter(), []
     for n in range(repeats):
         found.append(run(n))
@@ -71,7 +70,7 @@ def build_peer(spec: ModelSpec, **options: Any) -> Any:
     )  # fmt: skip
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
-    # Its own initialisation goes over every weight on the host's clock; the values do not matter here.
+    # Skips the library's slow initialisation: the values do not matter here.
     model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval()
     model.tie_weights()
     with torch.no_grad():
@@ -138,7 +137,7 @@ def batching_rates(model: Any, spec: ModelSpec, num: int, repeats: int, seconds:
         later = [t for o in out.values() for t in o.timestamps if t > begin]
         return len(later) / (max(later) - begin)
 
-    for n in range(2):  # the first meets everything for the first time
+    for n in range(2):  # the first is a warm-up
         began = time.perf_counter()
         first = run(n, FIRST)
         apart = time.perf_counter() - began - num * FIRST / first  # reading the prompts, building the cache

@@ -9,8 +9,8 @@
     int4:g128           our kernel for dense 4-bit weights, 4.25 bits per weight
     cuSPARSELt          the library's product with a 2:4 weight, the fastest of all its algorithms; 8 and more rows
 
-Time is that of one product in a CUDA graph over several weights, more than the L2 cache holds, so every weight comes
-from memory; the median over replays, with the 20th and 80th percentile.
+The time is that of one product in a CUDA graph over more weights than the L2 cache holds, so that every weight comes
+from memory: the median over replays, with the 20th and 80th percentile.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def chosen(label: str, rows: int, out: int, width: int) -> Sparse24LinearPlan:
 
 
 def measure_library(weight: Weight, xs: dict[int, Tensor], base: dict[int, list[float]], out: int, width: int) -> None:
-    """cuSPARSELt with the algorithm that is fastest for these rows; it takes multiples of 8 of them."""
+    """cuSPARSELt with the fastest algorithm for these rows, a multiple of 8."""
     told = []
     packed = [cusparselt.pack(weight.dense.to(DTYPE)) for _ in range(copies(out * width * 9 // 8))]
     for rows, x in xs.items():
@@ -171,8 +171,8 @@ def _us(samples: list[float]) -> str:
 
 
 def of_equal_blocks(spec: ModelSpec, label: str, device: str = DEVICE) -> Decoder:
-    """A model whose blocks are copies of one, each in its own memory: packing the 32 blocks of an 8B shape one by one
-    takes longer than timing them."""
+    """A model whose blocks are copies of one: packing the 32 blocks of an 8B shape one by one takes longer than timing
+    them."""
     model = build(dataclasses.replace(spec, num_layers=1), label, device=device)
     model.spec, model.plan = spec, plan_decoder(spec)
     for layer in range(1, spec.num_layers):
@@ -218,7 +218,7 @@ def short(p: Sparse24LinearPlan) -> str:
 
 
 def candidates(layout: ChunkLayout24, rows: int, out: int, width: int, count: int) -> list[Sparse24LinearPlan]:
-    """The plans that look best, each also with a shorter ring."""
+    """The plans with the best estimates, each also with a shorter ring."""
     found: dict[Sparse24LinearPlan, None] = {}
     for plan in sparse24_linear.candidate_plans(layout, rows, out, width, device_limits())[:count]:
         for depth in (plan.depth, max(2, plan.depth - 1)):
@@ -272,7 +272,7 @@ def compile_all(jobs: Sequence[tuple[ChunkLayout24, int, Sparse24LinearPlan]]) -
 
 # -- tables --------------------------------------------------------------------------------------------------
 def _cells() -> tuple[list[dict[str, Any]], dict[tuple[str, str], dict[int, dict[str, Any]]]]:
-    """The counting lines, and those of one case and shape by rows."""
+    """The newest lines, and those of one case and shape by rows."""
     lines = [n for n in newest("decode_sparse24") if n["metric"] == "time"]
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for n in lines:
@@ -282,7 +282,7 @@ def _cells() -> tuple[list[dict[str, Any]], dict[tuple[str, str], dict[int, dict
 
 
 def table() -> str:
-    """Times faster than bf16 F.linear: one row a kernel and shape, one column a number of rows."""
+    """Speed-up over bf16 F.linear: a row per kernel and shape, a column per number of rows."""
     lines, found = _cells()
     if not lines:
         return "Not measured yet."

@@ -2,11 +2,10 @@
 
     python -m benchmarks.drafter_peers --keep DIR --seconds 28
 
-The same folders (they are ordinary Hugging Face ones), prompts and number of guesses as in
-benchmarks/drafter_speed.py, one request at a time, greedy, in bf16 on a GPU: `generate` as it is, and with
-`assistant_model`, in turns. A run writes as many tokens as fit into --seconds, start-up included (13 seconds on an
-H200), estimated by a short first run; a turn that would not fit is left out. The line states the number of
-turns and tokens.
+The same folders (ordinary Hugging Face ones), prompts and draft length as in benchmarks/drafter_speed.py, one request
+at a time, greedy, in bf16 on a GPU: plain `generate`, and with `assistant_model`, in turns. A run generates as many
+tokens as fit into --seconds, start-up included (13 seconds on an H200), estimated by a short first run; a turn that
+would not fit is left out. The line states the number of turns and tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def measure(keep: Path, seconds: float) -> None:
 
     def read(folder: Path) -> Any:
         found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        found.generation_config.eos_token_id = None  # texts go on behind their end
+        found.generation_config.eos_token_id = None  # ignore ends of text
         return found.to(device).eval()
 
     model, helper = read(keep / "target"), read(keep / "drafters" / row["drafter"])

@@ -2,28 +2,26 @@
 
     python -m benchmarks.drafter_speed --keep DIR          about 160 seconds, alone on the machine
 
-Works with what is there: a drafter that was not finished is not in the table. One engine measures everything, in
-turns (`Turns`); a ratio is taken within its turn, and what is reported is the median and the spread of ratios, and the
-ratio of all counted tokens over all counted seconds (`ratio_sum`).
+Measures the finished drafters only. One engine measures everything, in turns (`Turns`); a ratio is taken within its
+turn. Reported are the median and the spread of ratios, and the ratio of all counted tokens over all counted seconds
+(`ratio_sum`).
 
-`batches`         the drafter that was trained for longest (or the first of --serve that is there) and one that is
-                  seldom right (the target's first layers, untrained), with 1 to 64 requests at once; one at a time
-                  also n-gram lookup with the trained one behind it, several at a time also plain decoding against
-                  itself, which shows by how much two runs differ that do the same. Where a text ends the next one of
-                  the queue begins: the number of requests stays what the table says. The controller chooses
-                  the number of guesses, 0 included. The engine is prepared before (serve/engine/warmup.py); the first
-                  turn, in which the controller learns, is not counted but recorded as `first`. From 2 requests on
-                  texts are up to three times as long, and not all alike: else much of a turn would be prompts, which
-                  the host reads at a speed of its own. Queues are such that a plain turn takes a second or two on an
-                  H200.
-`one at a time`   each drafter with 4 guesses a pass, greedy and drawn (under the coupled rule: the text is that of
-                  plain decoding), behind one run of plain decoding a turn; with what is left of the time, as are
-                  drawn texts and one controller for all numbers of requests (`carried`), as in a server whose
-                  load changes
+`batches`         the drafter with the longest training (or the first existing one of --serve) and a poor one (the
+                  target's first layers, untrained), with 1 to 64 requests at once. With one request also n-gram lookup
+                  followed by the trained drafter; with several also plain decoding against itself, which shows the
+                  noise between equal runs. When a text ends the next one of the queue starts, so the number of requests
+                  stays constant. The controller chooses the draft length, 0 included. The engine is warmed up before
+                  (serve/engine/warmup.py); the first turn, in which the controller learns, is not counted but recorded
+                  as `first`. From 2 requests on texts are up to three times as long, of different lengths: otherwise
+                  prefill, which depends on the host, would be much of a turn. A plain turn takes one or two seconds on
+                  an H200.
+`one at a time`   each drafter with 4 drafts per pass, greedy and sampled (under the coupled rule: the text is that of
+                  plain decoding), after one run of plain decoding per turn; in the remaining time, like sampled texts
+                  and one controller for all numbers of requests (`carried`), as in a server whose load changes
 
-What the controller did in a turn is printed behind it (`Watched`), with the share of time that both partners spent on
-prompts, and every step that took three times as long as expected, so that a loss explains itself; how many steps were
-plain, drafted and probes is recorded (`steps`).
+After each turn the controller's actions are printed (`Watched`), with the share of time that both sides spent on
+prefill and every step that took three times as long as expected; the numbers of plain, drafted and probe steps are
+recorded (`steps`).
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ GOLDEN = 0.618034
 
 @dataclass
 class Way:
-    """A way to decode: a drafter (None: none), what its controller has learned, and its counted turns at most."""
+    """A way to decode: a drafter or None, its controller, and its most counted turns."""
 
     name: str
     drafter: Drafter | None = None
@@ -86,7 +84,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Run:
-    """What was written of a queue, in how many seconds."""
+    """The tokens of a queue, and their seconds."""
 
     tokens: int
     seconds: float
@@ -126,17 +124,17 @@ class Rates:
         return sum((turn[i].steps for turn in self.turns), Counter())
 
     def reading(self, i: int) -> float:
-        """The share of all counted seconds that went into steps that read prompts."""
+        """The share of all counted seconds in steps with prefill."""
         runs = [turn[i] for turn in self.turns]
         return sum(run.reading * run.seconds for run in runs) / sum(run.seconds for run in runs)
 
     def seconds(self) -> float:
-        """Of a plain run, in the middle."""
+        """The median of plain runs."""
         return statistics.median(turn[0].seconds for turn in self.turns)
 
 
 def uneven(num: int, longest: int) -> list[int]:
-    """Lengths of texts, between half the longest and the longest, those of neighbours far apart: texts that begin
+    """Lengths of texts, between half the longest and the longest, with neighbours far apart, so that texts that start
     together do not end together."""
     return [longest - int(i * GOLDEN % 1 * longest / 2) for i in range(num)]
 
@@ -243,7 +241,7 @@ def clock(what: str) -> Iterator[None]:
 
 
 def read_kept(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Name, prompts and numbers of what experiments/drafter.py left in a folder, and its rows."""
+    """Name, prompts, numbers and rows of a folder that experiments/drafter.py wrote."""
     if not (folder / "ready.json").is_file():
         raise UserError(f"--keep {folder} has no ready.json: give a folder that experiments/drafter --keep has filled")
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
@@ -251,7 +249,7 @@ def read_kept(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def serve_rows(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Those to serve with: the best trained drafter, a lookup before it, and the untrained one."""
+    """The drafters to serve with: the best trained one, a lookup before it, and the untrained one."""
     trained = [r for r in rows if r["case"] in names and r["config"]["budget"] != "equal compute"]
     trained.sort(key=lambda r: (r["config"]["budget"] != LONGER, names.index(r["case"])))
     wanted = [r["drafter"] for r in trained[:1]]
@@ -261,7 +259,7 @@ def serve_rows(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dic
 
 
 class Kept:
-    """The same with its models."""
+    """A kept folder with its models."""
 
     def __init__(self, folder: Path, target: Decoder | None = None, tokens: int | None = None, most: int = 1) -> None:
         """`most`: requests at once."""
@@ -284,7 +282,7 @@ class Kept:
         self._profile = cache(self.engine.runner.measure_seconds)  # measured once for all controllers
 
     def controlled(self, row: dict[str, Any], turns: int = 1, *, carried: bool = False) -> Way:
-        """Under a controller, new or the one of all loads; all graphs made."""
+        """A way under a controller, a new one or that of all loads, with all graphs captured."""
         name = row["drafter"]
         controller = self._carried.get(name) if carried else None
         controller = controller or Watched(self._profile, self._pauses)
@@ -324,7 +322,7 @@ class Kept:
 
 
 def measure_one_at_a_time(kept: Kept, temperature: float, greedy: Rates | None, repeats: int, until: float) -> Rates:
-    """A line for every drafter, with its acceptance from before; drawn tokens join what was found of greedy ones."""
+    """A line for every drafter, with its earlier acceptance; sampled numbers are added to the greedy ones."""
     turns = kept.turns(1)
     ways = [Way("plain")] + [Way(r["case"], kept.drafter(r), NUM_DRAFTS) for r in kept.rows]
     found = turns.measure(ways, temperature, repeats=repeats, until=until)
@@ -372,7 +370,8 @@ def measure_batch(
     *,
     carried: bool = False,
 ) -> float:
-    """Under a controller for each of these drafters, or one for the first of them at all loads. Seconds of a turn."""
+    """Measure under a controller for each of these drafters, or one for the first at all loads; returns seconds per
+    turn."""
     began, turns = time.perf_counter(), kept.turns(batch)
     counts = turns_of(rows, batch, repeats)
     counts = {name: counts[name] for name in list(counts)[: 1 if carried else None]}
@@ -388,14 +387,14 @@ def measure_batch(
 
 
 def turns_of(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> dict[str, int]:
-    """Counted turns by drafter; lookup before another is for one request at a time, where runs differ least."""
+    """Counted turns by drafter; stacked lookup only for one request at a time, where noise is least."""
     names = [row["drafter"] for row in rows if batch == 1 or not row["drafter"].startswith("ngram+")]
     names += [PLAIN_AGAIN] if batch > 1 else []
     return {name: repeats if i == 0 else min(repeats, FEW_TURNS) for i, name in enumerate(names)}
 
 
 def expected(rows: Sequence[dict[str, Any]], batch: int, repeats: int) -> float:
-    """Seconds on an H200, where drafts gain nothing."""
+    """Expected seconds on an H200 if drafts gain nothing."""
     num = sum(WARM_TURNS + n for n in turns_of(rows, batch, repeats).values())
     return 2 * num * PLAIN_SECONDS.get(batch, 1.2)
 
@@ -452,8 +451,8 @@ def measure_all(
     seconds: float = 1e9,
     tokens: int | None = None,
 ) -> None:
-    """`seconds`: for everything, the loading apart. What matters most comes first, drawn texts with what is left; a
-    part that has had its share of the time ends with the turns it has."""
+    """`seconds`: for everything but loading. The most important parts come first, sampled texts last; a part that has
+    used its share of the time ends with the turns it has."""
     kept = Kept(folder, target, tokens, max(batches, default=1))
     rows = serve_rows(kept.rows, served)
     missing = [n for n in (*served, UNTRAINED) if n not in {r["case"] for r in kept.rows}]
@@ -479,7 +478,7 @@ def measure_all(
     greedy: Rates | None = None
     taken: dict[int, float] = {}  # requests at once -> seconds of a turn
     gc.collect()
-    gc.freeze()  # what is there now is looked at no more: collections between runs are short
+    gc.freeze()  # excludes present objects, so that collections between runs are short
     for batch, temperature, carried in tasks:
         now = time.perf_counter()
         if now > until - LEAST_TIME:
@@ -499,7 +498,7 @@ def measure_all(
                 few = min(repeats, SINGLE_TURNS)
                 found = measure_one_at_a_time(kept, temperature, greedy, few, soon)
                 greedy = greedy or found
-        except Exception:  # the next may still be worth measuring
+        except Exception:  # continue with the next
             traceback.print_exc()
         print(f"[{time.perf_counter() - began:.1f} s]", flush=True)
     gc.unfreeze()
@@ -510,7 +509,7 @@ def _range(values: list[float]) -> list[float]:
 
 
 def _learned(controller: DraftLengthController | None) -> str:
-    """What the controller believes, for whoever reads the output."""
+    """The controller's estimates, for the output."""
     if controller is None:
         return ""
     costs = controller.costs

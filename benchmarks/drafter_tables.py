@@ -49,8 +49,8 @@ def _tables() -> list[str]:
 
 
 def _lasting(lines: list[dict[str, Any]]) -> set[str]:
-    """Of the targets of one shape, which every run trains anew: the one with most rows, and the last one, if its
-    drafters were trained for a while."""
+    """Of the targets of one shape (every run trains a new one): the one with the most rows, and the last one if its
+    drafters were trained long enough."""
     rows: dict[str, set[str]] = {}
     steps: dict[str, int] = {}
     for n in lines:
@@ -71,7 +71,7 @@ def _shape(target: str) -> str:
 
 
 def _timed_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Acceptance is recorded before speed: of two lines about one drafter the one with both."""
+    """Of two lines about one drafter the one with acceptance and speed: acceptance is recorded first."""
     found: dict[str, dict[str, Any]] = {}
     for n in lines:
         key = json.dumps([n["case"], n["config"]], sort_keys=True)
@@ -120,7 +120,7 @@ def _flops(tera: float) -> str:
 
 
 def _largest(target: str) -> tuple[bool, str]:
-    """Targets that were timed first."""
+    """Timed targets first."""
     return "trained on 0" in target, target
 
 
@@ -163,7 +163,7 @@ def _way(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _batch_row(line: dict[str, Any]) -> list[str]:
-    """Where most of the turns' ratios lie stands behind their median."""
+    """A row with the median of the turns' ratios, and their range behind it."""
     drafter, text, load = _way(line["config"])
     low, high = line["quality"].get("ratio_p20_p80", [line["ratio"]] * 2)
     # What is asked is 0.98: a loss is not rounded up to it.
@@ -174,7 +174,7 @@ def _batch_row(line: dict[str, Any]) -> list[str]:
 
 
 def _did(steps: dict[str, int] | None) -> str:
-    """In how many of all steps guesses were made, by choice or to try."""
+    """The share of steps with drafts, chosen or as probes."""
     if steps is None:
         return ""
     probes, drafted = steps.get("probe", 0), steps.get("drafted", 0)
@@ -205,7 +205,7 @@ def accepted(target: str) -> dict[str, dict[str, float]]:
 
 
 def targets() -> str:
-    """Every target that was ever measured, greedy and drawn: how much of the drafts was accepted, and the speed."""
+    """Every measured target, greedy and sampled: acceptance and speed."""
     lines = [n for n in newest(BENCH) if n["config"]["budget"] != PEER]
     sizes = sorted({n["config"]["batch"] for n in lines if "batch" in n["config"]})
     rows = []
@@ -224,6 +224,6 @@ def targets() -> str:
 
 
 def _highest(lines: list[dict[str, Any]], case: str, name: str) -> str:
-    """Of several trainings of one drafter (steps, seeds) the one that kept most."""
+    """Of several trainings of one drafter (steps, seeds) the one with the highest acceptance."""
     found = [n["quality"][name] for n in lines if n["case"] == case and n["quality"].get(name) is not None]
     return f"{max(found):.3f}" if found else ""

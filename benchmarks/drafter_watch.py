@@ -1,7 +1,7 @@
-"""A draft-length controller that keeps count of what it does, for benchmarks/drafter_speed.py.
+"""A draft-length controller that counts its actions, for benchmarks/drafter_speed.py.
 
-Steps by kind with their milliseconds and tokens, and each that took three times as long as expected with where its
-time went: the drafter's device or host, texts that it read, memory that was asked of the device, Python's collections.
+Steps by kind with their milliseconds and tokens, and each step that took three times as long as expected with the
+reasons: the drafter's device or host time, prefill, device allocations, Python's garbage collections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOW, FEW = 3, 4  # times the expected seconds of a step that is told of, and ho
 
 @dataclass
 class Proposed:
-    """Of a drafter's last proposal."""
+    """Numbers of a drafter's last proposal."""
 
     seconds: float = 0.0  # of the host
     read_seconds: float = 0.0  # of these, in passes that read texts
@@ -36,7 +36,7 @@ class Proposed:
 
 
 class Pauses:
-    """Python's collections: how many so far, and their seconds. Asked for since the last time."""
+    """Python's garbage collections since the last call: how many, and their seconds."""
 
     def __init__(self) -> None:
         self.num, self.seconds, self._began = 0, 0.0, 0.0
@@ -54,7 +54,7 @@ class Pauses:
 
 
 class Watched(DraftLengthController):
-    """A controller that keeps count of what it does."""
+    """A controller that counts its actions."""
 
     def __init__(self, profile: Callable[[int], float], pauses: Pauses | None = None) -> None:
         super().__init__(profile)
@@ -92,7 +92,7 @@ class Watched(DraftLengthController):
         return self._allocs - before
 
     def counts(self) -> Counter[str]:
-        """Steps since the last time that was told, plain ones, drafts by choice and probes."""
+        """Steps since the last report: plain, drafted and probes."""
         found: Counter[str] = Counter()
         for kind, (num, *_) in self.done.items():
             name = kind.split()[0]
@@ -100,7 +100,7 @@ class Watched(DraftLengthController):
         return found
 
     def told(self, num_requests: int) -> str:
-        """What happened since the last time."""
+        """A report of what happened since the last one."""
         steps = ", ".join(f"{k}: {n:.0f} in {ms:.0f} ms gave {new:.0f}" for k, (n, ms, new) in self.done.items())
         size, slow = self.size(num_requests), "".join(f"\n        slow: {line}" for line in self.slow)
         self.done, self.slow = {}, []
@@ -112,7 +112,7 @@ class Watched(DraftLengthController):
 
 
 def watch(drafter: Any) -> Proposed:
-    """What its last proposal did, from now on."""
+    """Record the numbers of each proposal from now on."""
     propose, read, last = drafter.propose, getattr(drafter, "_read", None), Proposed()
 
     def timed(requests: Sequence[Any], n: int) -> Any:

@@ -5,10 +5,10 @@
     python -m benchmarks.lowbit_peers humming              # one peer alone
     python -m benchmarks.lowbit_gemm --tune [PLANS.json]   # choose plans of the kernel for many rows
 
-Time is that of one product in a CUDA graph over several weights, more than the L2 cache holds, so every weight
-comes from memory; the median over replays, with the 20th and 80th percentile. Everything is compiled first, by several
-processes at once; only then is anything timed, alone. The baseline is measured once for a shape and number of rows, in
-the same run. Every peer (benchmarks/lowbit_peers.py) has a process of its own: one that fails stops no other.
+The time is that of one product in a CUDA graph over more weights than the L2 cache holds, so that every weight comes
+from memory: the median over replays, with the 20th and 80th percentile. Everything is compiled first, by several
+processes at once, then timed alone. The baseline is measured once for a shape and number of rows, in the same run.
+Every peer (benchmarks/lowbit_peers.py) has its own process: one that fails stops no other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LEAST_CALLS = 24  # of a sample: the start of a graph is no part of a product
 AWAKE = 0.03  # seconds of work before the first sample; in a run without, many lines of one and two rows were higher
 DEVICE, DTYPE = "cuda", torch.bfloat16
 DTYPES = {"bf16": DTYPE, "fp16": torch.float16}  # of activations
-# What was to be reached. Integers are set against bf16 `F.linear`, tables with two scales also against integers.
+# Targets. Integers are compared with bf16 `F.linear`, tables with two scales also with integers.
 TARGET_PREFILL = {2048: 0.95}
 TARGET_SPEEDUP = {  # times faster than bf16, at least
     "int4:g128": {1: 3.3, 2: 3.3, 4: 3.3, 16: 2.6, 64: 1.8, **TARGET_PREFILL},
@@ -79,7 +79,7 @@ TARGET_SHAPES = SHAPES[:3]
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """What is measured of a Format: a line for each shape and number of rows."""
+    """The measurements of a Format: a line for each shape and number of rows."""
 
     label: str
     shapes: Sequence[tuple[int, int]]
@@ -131,7 +131,7 @@ def graph_times(calls: Sequence[Callable[[], Any]], replays: int = 15) -> list[f
     samples = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(100_000)  # clocks, so that the graph is in the queue before the time starts
+        torch.cuda._sleep(100_000)  # GPU clock cycles: the graph is queued before the timer starts
         start.record()
         graph.replay()
         end.record()
@@ -180,7 +180,7 @@ def record_time(
     note: str = "",
     **config: Any,
 ) -> float:
-    """Also in the results; lines that say nothing of activations are of bf16."""
+    """Also recorded in results/; lines without a dtype of activations are of bf16."""
     base = statistics.median(baseline(out, width, rows, activations))
     if activations != "bf16":
         config["dtype"] = activations
@@ -282,7 +282,7 @@ def _short(plan: Any) -> str:
 
 
 def way(layout: ChunkLayout, rows: int, out: int, width: int) -> str:
-    """What runs for so many rows, in words for the results."""
+    """A description, for the results, of what runs for so many rows."""
     if many_rows.prefers_many_rows(torch.empty(rows, 1, device=DEVICE)):
         return f"wgmma: {_short(many_rows.choose_plan(layout, rows, out, width, device_limits()))}"
     if rows <= few_rows.MOST_ROWS:
@@ -324,7 +324,7 @@ def measure(part: Sequence[Lines], until: float) -> None:
 
 
 def measure_memory(label: str = "int4:g128") -> None:
-    """Bytes a packed, served linear layer holds on the device, beside the bf16 weight."""
+    """Device bytes of a packed linear layer in use, beside the bf16 weight."""
     out, width = 8192, 8192
     layer = FormatLinear(width, out, bias=False, format=parse_format(label), device=DEVICE, dtype=DTYPE)
     layer.pack(DTYPE)
@@ -351,7 +351,7 @@ def measure_memory(label: str = "int4:g128") -> None:
 
 
 def table() -> str:
-    """Times faster than bf16 F.linear: one row a kernel and shape, one column a number of rows."""
+    """Speed-up over bf16 F.linear: a row per kernel and shape, a column per number of rows."""
     lines = [n for n in newest("lowbit_gemm") if n["metric"] == "time"]
     return ratios([n for n in lines if "dtype" not in n["config"] and n["config"].get("format") not in OTHER_GROUPS])
 
@@ -366,8 +366,8 @@ def one_shape() -> str:
 
 
 def variants() -> str:
-    """The same of fp16 activations and groups of 64, each against F.linear in the dtype of its activations; what the
-    other table has of groups of 64 stands here too."""
+    """The same for fp16 activations and groups of 64, each against F.linear in the dtype of its activations; with the
+    groups of 64 of the other table."""
     groups = *(label for label in FORMATS if label.endswith(":g64")), *OTHER_GROUPS
     cases = [f"shoestring {label}" for label in groups] + [n.case for n in PARTS["variants"] if n.dtype != DTYPE]
     shapes = [list(shape) for shape in FEWER_SHAPES]
@@ -426,7 +426,7 @@ def run_module(name: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def finish(process: subprocess.Popen[bytes], what: str, until: float) -> None:
-    """Wait for what run_module started; after `until` it is ended, with all that it started."""
+    """Wait for a process of run_module; end it with its children after `until`."""
     try:
         code = process.wait(max(1.0, until - time.monotonic()))
         if code:
@@ -447,7 +447,7 @@ def run_variants(part: Sequence[Lines], seconds: float) -> None:
 
 
 def run_all(part: Sequence[Lines], seconds: float) -> None:
-    """Compile all at once, then ours, then one peer after the other with what time is left."""
+    """Compile everything at once, then time ours, then one peer after the other in the remaining time."""
     began = time.monotonic()
     prepared = began + 0.38 * seconds
     limit = ("--seconds", f"{0.34 * seconds:.0f}")
@@ -479,8 +479,8 @@ def _target_cell(reached: list[float], wanted: float, met: list[bool]) -> str:
 
 
 def targets() -> str:
-    """What was to be reached on the large shapes beside what was, medians: a line a target, a column a number of rows;
-    least to most over the shapes (what was wanted: on how many)."""
+    """Targets and medians reached on the large shapes: a line per target, a column per number of rows, with the range
+    over the shapes and the number of shapes that reach it."""
     ratios: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     times: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for n in newest("lowbit_gemm"):

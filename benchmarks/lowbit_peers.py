@@ -1,11 +1,11 @@
-"""Other libraries' products with low-bit weights, for lowbit_gemm.py: how each packs a weight, and timing it.
+"""Low-bit products of other libraries, for lowbit_gemm.py: how each packs a weight, and its time.
 
     python -m benchmarks.lowbit_peers humming              # all cells of one library
     python -m benchmarks.lowbit_peers humming --missing    # those that results/ lacks, compiled side by side
 
-Every result is compared first with fp64 on the weight that it stands for; one that is wrong, and a library that is
-missing or fails, leaves a line that says how, and the next one goes on. Libraries that are not installed are looked for
-in ./peers. Settings are those that each library chooses itself; none is searched for here.
+Every result is first compared with fp64 on the decoded weight. A wrong result, and a library that is missing or fails,
+is reported in a line, and the next one follows. Libraries that are not installed are searched in ./peers. Each library
+chooses its own settings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from benchmarks.lowbit_gemm import (
 from benchmarks.results import device_name, markdown, newest
 from shoestring.errors import as_command
 
-MOST_ERROR = 0.05  # more than this is another product, not another rounding
+MOST_ERROR = 0.05  # more than this is a wrong product, not a rounding error
 
 
 # Each makes a list of functions of x, one per copy of a weight, and the dense weight that they stand for; group 128.
@@ -67,8 +67,8 @@ def decode_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def seen_weight(function: Callable[[Tensor], Tensor], original: Tensor, bits: int, rows: int = ROWS[-1]) -> Tensor:
-    """The weight that a function multiplies with, column by column, where the library does not say what it made of
-    `original`; it must be that one but for the rounding to so many bits."""
+    """The weight that a function multiplies with, measured column by column, for libraries that do not expose it; it
+    must equal `original` up to the rounding to so many bits."""
     hot = torch.eye(original.shape[1], device=DEVICE, dtype=DTYPE)
     seen = torch.cat([function(part) for part in hot.split(rows)]).t().float()
     error = relative_error(seen, original.double())
@@ -99,7 +99,7 @@ def torchao_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
 
 
 def gemlite_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
-    """With the settings its authors tuned on an H100, and the nearest of them where one is missing: no search here."""
+    """With the settings that its authors tuned on an H100, or the nearest ones."""
     import gemlite
     from gemlite.core import GEMLITE_TRITON_CONFIG_CACHE as KNOWN
     from gemlite.helper import A16W4_HQQ_INT
@@ -120,7 +120,7 @@ def gemlite_int4(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
 
 
 def humming(kind: str, zero_point: bool, rows_list: Sequence[int]) -> Peer:
-    """With the settings that it chooses itself for each number of rows; only those of `rows_list` are compiled."""
+    """With its own settings for each number of rows; only those of `rows_list` are compiled."""
 
     def make(out: int, width: int, count: int) -> tuple[Functions, Tensor]:
         from humming.layer import HummingLayer
@@ -188,7 +188,7 @@ Cell = tuple[Case, tuple[int, int]]  # a case with the rows that are wanted, and
 
 
 def cells(peer: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int], missing: bool) -> list[Cell]:
-    """What is to be measured; `missing`: only what results/ has not from this kind of GPU."""
+    """The cells to measure; `missing`: only those that results/ lacks for this kind of GPU."""
     known = {
         (n["case"], n["config"]["n"], n["config"]["k"], n["config"]["rows"])
         for n in newest("lowbit_gemm")
@@ -203,7 +203,7 @@ def cells(peer: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int], mis
 
 
 def prepare(peer: str, some: Sequence[Cell], rows: Sequence[int], seconds: float) -> None:
-    """Compile what is missing, one process a shape: a library compiles its kernels one after the other."""
+    """Compile what is missing with one process per shape, since a library compiles its kernels one by one."""
     until = time.monotonic() + seconds
     more = ("--prepare", "--missing", "--seconds", f"{seconds:.0f}", "--rows", *map(str, rows))
     shapes = dict.fromkeys(f"{out}x{width}" for _, (out, width) in some)

@@ -1,10 +1,10 @@
-"""What a whole model of low-bit weights holds in a GPU's memory, beside the same model in bf16.
+"""GPU memory of a whole model with low-bit weights, beside the same model in bf16.
 
     python -m benchmarks.memory                on a GPU with room for the model in bf16 (16 GB) and a layer more
 
-The shape of Llama-3-8B with random weights, packed, laid out for its kernels and joined as the engine joins it, after a
-forward pass. What is told is what `torch.cuda.memory_allocated` falls by when the model is let go: all of it, and of
-that the linear layers of the blocks. Keys and values are no part of it.
+The shape of Llama-3-8B with random weights, packed, laid out for its kernels and with layers joined as in the engine,
+after a forward pass. Reported is the fall of `torch.cuda.memory_allocated` when the model is freed: in total, and for
+the linear layers of the blocks. Keys and values are not included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WANTED = ("int4:g128", 3.5)  # times smaller, the linear weights
 
 
 def allocated() -> int:
-    """Bytes that tensors on the GPU hold now."""
+    """Allocated bytes on the GPU."""
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
@@ -44,7 +44,7 @@ def pack_head(model: Decoder) -> None:
 
 
 def drop_linears(model: Decoder) -> None:
-    """Let the weights of the blocks' linear layers go."""
+    """Free the weights of the blocks' linear layers."""
     for _, layer in format_linears(model.blocks):
         layer._parameters.clear()
         layer._buffers.clear()
@@ -87,7 +87,7 @@ def save(shape: str, blocks: str, held: dict[tuple[str, str], int], dense: dict[
 def table() -> str:
     """One row for blocks and head: the linear weights alone, and the whole model.
 
-    Without rows of which one of the two is missing: their run died between its lines.
+    Rows with only one of the two are left out: their run ended between its lines.
     """
     by_row: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for n in newest(BENCH):

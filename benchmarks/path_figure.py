@@ -1,4 +1,4 @@
-"""The picture of the README: the way of a model through train, shrink and serve, and what each station offers."""
+"""The picture of the README: the path of a model through train, shrink and serve, and what each stage offers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Processes that a benchmark starts: their environment, and turns on the machine.
+"""Child processes of a benchmark: their environment, and turns on the machine.
 
-A GPU benchmark that compiles for most of its time would either leave the GPU idle or, run side by side, disturb its own
-timings. `run_in_turns` starts every measurement as a process of its own: all prepare at once, and when the last one is
-ready (or late) they measure one at a time, in the given order, each alone on the machine.
+A GPU benchmark that mostly compiles would either leave the GPU idle or, run in parallel, disturb its own timings.
+`run_in_turns` starts every measurement as its own process: all prepare at once, and when the last one is ready (or
+late) they measure one at a time, in the given order, each alone on the machine.
 
     run_in_turns(commands, folder, patience=60, seconds=140)    in the process that starts them
     take_turn()                                                 in each of them, between preparing and measuring
 
-Files are the signals (`ready`, `go`): nothing is lost when a process dies, and its output goes where the parent's goes.
+Files are the signals (`ready`, `go`), so that a process may die; its output goes to that of the parent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def take_turn() -> None:
-    """Signal that this process is ready, and wait until it may measure; at once where there are no turns."""
+    """Signal that this process is ready, and wait for its turn; returns at once where there are no turns."""
     place = os.environ.get(VARIABLE)
     if place is None:
         return
@@ -42,8 +42,8 @@ def take_turn() -> None:
 def run_in_turns(
     commands: Sequence[Sequence[str]], folder: Path, *, patience: float, seconds: float, least: float = 3.0
 ) -> list[str]:
-    """What became of each: "done", "failed", "late" (not ready after `patience` seconds), "no time" (its turn came with
-    less than `least` seconds left of `seconds`), "stopped" (not done when they were over).
+    """The outcome of each: "done", "failed", "late" (not ready after `patience` seconds), "no time" (less than `least`
+    of the `seconds` left at its turn), "stopped" (not done at their end).
     """
     began = time.monotonic()
     places = [folder / str(number) for number in range(len(commands))]

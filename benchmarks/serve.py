@@ -4,7 +4,7 @@
     python -m benchmarks.serve --trace AzureLLMInferenceTrace_conv.csv --rate 0.6 --seconds 150
 
 SmolLM2-135M-Instruct is packed in the fastest form for a CPU (benchmarks/cpu_decode.py), served by `shoestring serve`
-in a process of its own, and loaded as `shoestring bench serve` does (shoestring/evals/server_load.py).
+in its own process, and loaded as by `shoestring bench serve` (shoestring/evals/server_load.py).
 """
 
 from __future__ import annotations

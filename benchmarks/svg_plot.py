@@ -1,8 +1,8 @@
 """Small SVG pictures for README.md and docs/: points and lines over two axes, and horizontal bars.
 
-No plotting library: a picture is text, the same bytes on every machine, so that a test can compare it with what
-results/ gives. Colours follow the reader's light or dark mode through a media query in the picture's own style.
-Every picture says on itself what was measured: title, conditions below it, notes at the foot.
+Without a plotting library a picture is text, the same bytes on every machine, so that a test can compare it with
+results/. Colours follow the reader's light or dark mode through a media query in the picture's own style. Every picture
+states what was measured: title, conditions below it, notes at the bottom.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Panel:
-    """Two axes and what stands between them."""
+    """Two axes and their marks."""
 
     x: Axis
     y: Axis

@@ -1,10 +1,10 @@
 """Writes the tables of README.md, docs/ and experiments/ from results/*.jsonl, so that no number is typed by hand.
 
-    python -m benchmarks.tables            rewrite what lies between the markers
+    python -m benchmarks.tables            rewrite the text between the markers
     python -m benchmarks.tables --check    exit with 1 when something would change
 
-A table stands between `<!-- results:NAME -->` and `<!-- /results -->`. The script that records the
-numbers also lays them out: NAME is its module, whose `table()` returns the markdown.
+A table is between `<!-- results:NAME -->` and `<!-- /results -->`. NAME is the script that records the numbers; its
+`table()` returns the markdown.
 """
 
 from __future__ import annotations

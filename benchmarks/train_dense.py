@@ -2,11 +2,10 @@
 
     python -m benchmarks.train_dense            about 6 minutes on an H200
 
-The bare loop is what a careful user would write: the whole model and F.cross_entropy under one torch.compile,
-rows already on the GPU, bf16 compute with fp32 masters, clip_grad_norm_, fused AdamW. Both train the same
-parameters in turn (A B A B ...), so that clocks, heat and memory are shared; the value is the median of
-ratios of neighbouring repeats. Peak memory is measured for each alone, and for our trainer with the plain
-loss too, which shows what the chunked loss saves.
+The bare loop is what a careful user would write: the whole model and F.cross_entropy under one torch.compile, rows
+already on the GPU, bf16 compute with fp32 masters, clip_grad_norm_, fused AdamW. Both train the same parameters in turn
+(A B A B ...), under the same clocks, heat and memory; the value is the median of ratios of neighbouring repeats. Peak
+memory is measured for each alone, and for our trainer with the plain loss too, which shows what the chunked loss saves.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ CASES: dict[str, tuple[ModelSpec, int, int]] = {
 
 
 class FixedData:
-    """The same rows every step: a data loader is not what is measured."""
+    """The same rows every step, so that data loading is not measured."""
 
     def __init__(self, micro: Micro) -> None:
         self.micro = micro
@@ -85,7 +84,7 @@ def build(spec: ModelSpec, device: torch.device) -> Decoder:
 
 
 def share_parameters(source: Decoder, target: Decoder) -> None:
-    """Make `target` use the very Parameters of `source`."""
+    """Make `target` use the Parameters of `source`."""
     for name, param in source.named_parameters():
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, param)
@@ -140,7 +139,7 @@ def peak_gib(loop: Callable[[int], None]) -> float:
 
 
 def loss_gap(ours: Decoder, bare: Decoder, micro: Micro) -> float:
-    """How far the chunked loss in bf16 is from the plain loss of the same weights, relative."""
+    """Relative distance of the chunked loss in bf16 from the plain loss of the same weights."""
     micro = micro.to(torch.device("cuda"))
     with torch.no_grad():
         chunked = CrossEntropy()(ours, micro) / micro.num_counted

@@ -5,14 +5,14 @@
     python -m benchmarks.train_sparse24 --at-once 90 --widths 5120 --what step block      some of them
     python -m benchmarks.train_sparse24 --widths 4096 --what ffn parts
 
-The step is the ordinary trainer's, compiled: attention, loss, optimizer, mask search, packing, masked decay and
-noise are all in it; the model is two Llama-like layers with a small vocabulary, so that the layers are what is
-measured. Block and feed-forward rows are forward and backward of that layer alone, compiled. Up to width 2048, where
-the host may be slower than the GPU (torch plans a sparse product at every call), passes are CUDA graphs on both sides:
-of a step all but clipping, hooks and optimizer (`graph=true` of the recipes). FST refreshes its masks every 40 steps up
-to width 2048, as is usual, and every 10 above; the timed stretch is a multiple of that. The FP8 rows are the
-alternative to 2:4: dense FP8 products in the feed-forward layer, with per-tensor scales computed on the fly. Dense and
-the case take turns, so that both run at the clock that a busy GPU has.
+A step is that of the ordinary trainer, compiled, with attention, loss, optimizer, mask search, packing, masked decay
+and noise; the model is two Llama-like layers with a small vocabulary, so that the layers dominate. Block and
+feed-forward rows are forward and backward of that layer alone, compiled. Up to width 2048, where the host may be slower
+than the GPU (torch plans a sparse product at every call), passes are CUDA graphs on both sides: all of a step but
+clipping, hooks and optimizer (`graph=true` of the recipes). FST refreshes its masks every 40 steps up to width 2048, as
+is usual, and every 10 above; the timed steps are a multiple of that. The FP8 rows are the alternative to 2:4: dense FP8
+products in the feed-forward layer, with per-tensor scales computed on the fly. Dense and the case take turns, so that
+both run at the clock rate of a busy GPU.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def on_paper(width: int, case: str) -> Decoder:
 
 
 def tune(widths: Sequence[int], cases: Sequence[str]) -> None:
-    """Choose the products of these models and leave the choices on disk, where other processes find them."""
+    """Choose the products of these models and write the choices to disk for other processes."""
     for width, case in itertools.product(widths, cases):
         if case in PRUNED:
             tune_products(on_paper(width, case), ROWS * CONTEXT, torch.bfloat16)
@@ -254,7 +254,7 @@ def compare(width: int, what: str, cases: list[str], repeats: int, seconds: floa
 
 
 def warm(loop: Callable[[int], None], seconds: float = 0.7) -> None:
-    """Bring the GPU to the clock and the heat that it has when it is busy."""
+    """Bring the GPU to the clock rate and temperature of a busy GPU."""
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         milliseconds(loop, 3)
@@ -296,7 +296,7 @@ def in_turns(
 
 # -- what surrounds the products -------------------------------------------------------------------------------
 def parts(width: int, mesh: Mesh) -> None:
-    """What FST adds to one feed-forward layer and step, beside its products."""
+    """The operations that FST adds to one feed-forward layer and step, besides its products."""
     take_turn()
     mlp = clocked(width, "FST", mesh).blocks[0].mlp
     assert isinstance(mlp, Mlp)
@@ -420,7 +420,7 @@ def _share(part: dict[str, Any], step: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """Times faster than dense, by width."""
+    """Speed-up over dense, by width."""
     lines = [n for n in newest(BENCH) if n["config"]["what"] in WHAT]
     found = {(n["config"]["d_model"], n["config"]["what"], n["case"]): n for n in lines}
     widths = [w for w in WIDTHS if any(k[0] == w for k in found)]
@@ -474,8 +474,8 @@ def main() -> None:
 
 
 def at_once(rows: Sequence[Row], seconds: float, repeats: int) -> None:
-    """One process for each (what, width); about half of the time goes to compiling. Products are chosen before, alone:
-    choices that were timed beside other processes are bad ones."""
+    """One process for each (what, width); about half of the time is spent compiling. Products are chosen before, alone,
+    because timing beside other processes gives bad choices."""
     began = time.monotonic()
     widths = sorted({str(width) for _, width, _, _ in rows})
     cases = dict.fromkeys(case for *_, each, _ in rows for case in each)
