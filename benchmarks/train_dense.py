@@ -34,8 +34,7 @@ from shoestring.train.trainer import train
 
 def gpt2(d_model: int, num_layers: int, num_heads: int) -> ModelSpec:
     return ModelSpec(
-        # 50,257 rounded up to a multiple of 64, as every speed-minded GPT-2 does; the bare loop would suffer
-        # otherwise.
+        # 50,257 rounded up to a multiple of 64, as is usual; the bare loop would be slower otherwise.
         vocab_size=50304, d_model=d_model, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_heads,
         head_dim=64, d_ff=4 * d_model, max_positions=1024, model_type="gpt2", norm="layer", act="gelu_tanh",
         positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
