@@ -5,7 +5,7 @@ A report is a list of sections (`Curves`, `Table`, `Scatter`, `Text`), each a fr
 opens in any browser, offline, in light and dark, and can be mailed. Hovering a mark shows its value.
 `run_sections(folder)` reads the usual sections of a run folder: loss curve, evaluations, config, versions.
 
-Left out on purpose: zooming and smoothing (TensorBoard reads the same scalars from tb/).
+For zooming and smoothing, TensorBoard reads the same scalars from tb/.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a kernel's plan may use of a GPU: its streaming multiprocessors (SMs), shared memory and registers.
+"""Limits of a GPU for a kernel's plan: streaming multiprocessors (SMs), shared memory and registers.
 
-`device_limits` reads the values from the driver through torch. Functions that choose plans take a `DeviceLimits`, so
-that they also run, and are tested, without a GPU; their default is the H200 for which the shipped plans were measured.
-
-Left out: clock rates, bandwidths and cluster sizes. Time estimates are fitted to timings instead.
+`device_limits` reads them from the driver through torch. Functions that choose plans take a `DeviceLimits`, so that
+they can be tested without a GPU; the default is the H200 for which the shipped plans were measured. Time estimates are
+fitted to timings, so clock rates and bandwidths are not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BLOCK_RESERVED = 1024  # bytes of shared memory that CUDA itself takes for every
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    name: str  # as torch.cuda.get_device_name says it: measured plans are filed under it
+    name: str  # torch.cuda.get_device_name: the key of measured plans
     num_sms: int
     shared_per_block: int  # bytes that one block may ask for
     shared_per_sm: int  # bytes for all blocks of an SM, BLOCK_RESERVED of each included
@@ -34,7 +33,7 @@ def device_limits(device: int | None = None) -> DeviceLimits:
         if not torch.cuda.is_available():
             return H200
         device = torch.cuda.current_device()
-    return _read_limits(device)  # a launch gives its device, and is spared the other questions
+    return _read_limits(device)  # the fast path of a launch
 
 
 @functools.cache

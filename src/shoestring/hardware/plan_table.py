@@ -6,16 +6,14 @@
     PLANS.adopt({key: plan}, gpu)                      for this process only: another process or a run measured it
 
 A plan is a frozen dataclass of numbers, strings and tuples of them. A file holds a JSON object, key -> the fields that
-differ from their defaults. The operation chooses the key (format, rows, shape); the GPU is no part of it:
+differ from their defaults. The operation chooses the key (format, rows, shape), which does not contain the GPU:
 
-    shipped     beside the kernel's source; measured on the H200 of reference, and where every other GPU starts
+    shipped     beside the kernel's source; measured on an H200, and the default on every other GPU
     own         in the user's cache folder, one file for each GPU, and for each `version` if plans depend on one
 
-Entries with unknown fields or values of the wrong type are ignored with a warning that gives the reason, and so is a
-file that is not JSON: the operation then goes by its rule or measures again. Files are replaced as a whole.
-
-Left out: how plans are searched (experiments/, benchmarks/, kernels/sparse24/cusparselt.py) and whether one fits the
-device, which the operation checks.
+Entries with unknown fields or values of the wrong type, and files that are not JSON, are ignored with a warning: the
+operation then uses its rule or measures again. Files are replaced as a whole. The operation checks whether a plan fits
+the device. Tuners are in experiments/, benchmarks/ and kernels/sparse24/cusparselt_table.py.
 """
 
 from __future__ import annotations
@@ -49,24 +47,24 @@ class PlanTable(Generic[P]):
         return self.plans(gpu).get(key)
 
     def plans(self, gpu: str) -> Mapping[str, P]:
-        """All plans that hold for a GPU of this name, read once."""
+        """All plans for a GPU of this name, read once."""
         if gpu not in self._known:
             shipped = read_plans(self.shipped, self.plan) if self.shipped is not None else {}
             self._known[gpu] = shipped | read_plans(self.own_file(gpu), self.plan)
         return self._known[gpu]
 
     def own_file(self, gpu: str) -> Path:
-        """The file of what is measured on this machine."""
+        """The file of this machine's measurements."""
         name = "-".join(filter(None, (self.op, gpu, self.version)))
         return cache_folder() / f"{name.replace(' ', '_').replace('/', '_')}.json"
 
     def adopt(self, plans: Mapping[str, P], gpu: str) -> None:
-        """Use these from now on in this process, in place of what is known for the same keys."""
+        """Use these from now on in this process, instead of known plans with the same keys."""
         self._known[gpu] = {**self.plans(gpu), **plans}
         self._clear_choices()
 
     def remember(self, plans: Mapping[str, P], gpu: str) -> None:
-        """`adopt` these and add them to this machine's file; without a place to write only this process knows them."""
+        """`adopt` these and add them to this machine's file, if it can be written."""
         self.adopt(plans, gpu)
         with contextlib.suppress(OSError):
             add_plans(self.own_file(gpu), plans, self.plan)
@@ -116,7 +114,7 @@ def overridden(plan: P, variable: str, can_run: Callable[[P], bool], refusal: st
 
 # -- files ---------------------------------------------------------------------------------------------------
 def read_plans(path: Path, plan: type[P]) -> dict[str, P]:
-    """What a file holds: nothing where there is none; what cannot be read is left out with a warning."""
+    """The plans in a file: none where there is no file; unreadable ones are left out with a warning."""
     try:
         found, reasons = parse_plans(path.read_text(encoding="utf-8"), plan)
     except FileNotFoundError:
@@ -186,7 +184,7 @@ def plans_text(plans: Mapping[str, Any]) -> str:
 
 
 def add_plans(path: Path, plans: Mapping[str, P], plan: type[P]) -> None:
-    """Put plans into a file, beside those that it has; a reader sees the old file or the new one."""
+    """Add plans to a file, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = plans_text({**read_plans(path, plan), **plans})
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -1,15 +1,12 @@
-"""Run a model block by block on a device that does not hold it: blocks move there in turns, activations may spill.
+"""Run a model block by block on a device that does not hold it: blocks move there in turn, activations may spill.
 
     with on_device(block, torch.device("cuda"), torch.bfloat16):
         block(x)                  # on the GPU, in bf16
-    ...                           # back in the host's memory, as it was
+    ...                           # back in host memory, unchanged
 
-The model stays in the host's memory in the dtype of its checkpoint, so the device holds one block (and a CPU the fp32
-numbers of one block) however large the model is. Activations of all inputs are in one store, which is a file beyond
-`memory_gb`.
-
-This module takes modules and tensors and knows no model. Left out on purpose: prefetching the next block while this one
-computes, and several devices.
+The model stays in host memory in the dtype of its checkpoint, so that the device holds one block (and a CPU the fp32
+values of one block). Activations of all inputs are in one store, which is a file beyond `memory_gb`. The functions take
+modules and tensors and know no model. Blocks are not prefetched.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ class BlockOffload:
 def on_device(
     module: nn.Module, device: torch.device | None, dtype: torch.dtype, *, keep: bool = False
 ) -> Iterator[None]:
-    """Inside, the module computes on `device` in `dtype`; None: where it is, and nothing moves.
+    """Within the context the module is on `device` in `dtype`; with None nothing moves.
 
-    With `keep`, changes made inside (weights, Formats, packed parts) stay, in `dtype`: rounding them to the dtype of
-    the checkpoint would lose what was chosen. Otherwise, and after an error, the module is as it was before.
+    With `keep`, changes made inside (weights, Formats, packed parts) stay, in `dtype`, since the dtype of the
+    checkpoint might round them. Otherwise, and after an error, the module is restored.
     """
     if device is None:
         yield
@@ -60,7 +57,7 @@ def on_device(
         module.to(device=device, dtype=dtype)
         if keep:
             for p, data, _ in offloaded:
-                if p.data_ptr() == data.data_ptr():  # nothing was moved: changes still need a copy of their own
+                if p.data_ptr() == data.data_ptr():  # nothing was moved: changes need their own copy
                     p.data = data.clone()
         yield
         if keep:
@@ -78,8 +75,8 @@ def on_device(
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes and tensors, so that a change of its Format can be undone. Its submodules and hooks
-    are not copied: whoever changes those on the device changes them back.
+    """A module's own attributes and tensors, to undo a change of its Format. Submodules and hooks are not copied: code
+    that changes them on the device must change them back.
     """
     found = dict(vars(module))
     for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -90,7 +87,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def activation_store(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, offload: BlockOffload, stack: ExitStack
 ) -> Tensor:
-    """Room for activations: on the device when they fit memory_gb, else in a file that `stack` removes."""
+    """An empty tensor for activations: on the device when it fits memory_gb, else a file that `stack` removes."""
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
     if num_bytes <= offload.memory_gb * 1e9:
@@ -99,7 +96,7 @@ def activation_store(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoestring-", dir=offload.folder))
         path = Path(folder) / "activations"
         with path.open("wb") as f:
-            # Reserved now: a mapped file that meets a full disk later kills the process without a message.
+            # Allocated in full: a full disk under a mapped file would kill the process later, without a message.
             os.posix_fallocate(f.fileno(), 0, num_bytes)
     except OSError as error:
         hint = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
@@ -111,14 +108,14 @@ def activation_store(
 
 
 def check_spill(folder: str | None) -> None:
-    """For recipes, before there is a run: the store itself meets a missing folder only after minutes."""
+    """UserError for a missing folder, before the run starts: the store is made only after minutes."""
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"spill={folder} is no folder; give one that is there, with room for activations")
 
 
 def fits_on_device(num_params: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a model of this size in `dtype`, not loaded yet, takes at most half of the device's free memory. The
-    other half is for activations and the work on them.
+    """Whether a model of this size in `dtype`, not loaded yet, takes at most half of the device's free memory; the rest
+    is for activations.
     """
     return num_params * dtype.itemsize <= free_bytes(device) / 2
 

@@ -2,10 +2,8 @@
 
 A pure mapping. Each of our tensors is a row range of one Hugging Face tensor, possibly transposed (`Source`);
 only GPT-2 needs either: its Conv1D stores weights as [in, out] and fuses q, k and v. Packed parts
-(`weight_codes`, ...) map like `weight`. A packed GPT-2 cannot be fused or transposed, so packed folders keep
-q, k and v apart as attn.{q,k,v}_proj and all weights as [out, in].
-
-Left out on purpose: files. folder.py reads only the box it needs, by the same `Source`.
+(`weight_codes`, ...) map like `weight`. A packed GPT-2 cannot be fused or transposed, so packed folders have
+separate q, k and v as attn.{q,k,v}_proj and all weights as [out, in]. folder.py reads files by the same `Source`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Tensors are gathered one by one (every rank takes part), renamed to Hugging Face
 temporary folder, which is renamed once complete: a folder is either the old one, the new one or absent.
 
 A packed model (formats.pack) is written with `shoestring.json`: the Format of each packed module, bits per
-weight, compute dtype. Its weights lie in packed.safetensors, not model.safetensors: `transformers` only warns
-about a quantization method it does not know and would go on with random weights; without the file it stops.
+weight, compute dtype. Its weights are in packed.safetensors, not model.safetensors: `transformers` only warns about an
+unknown quantization method and would use random weights; without the file it stops.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def save_model(
     """
     spec, state = model.spec, model.state_dict() if weights is None else weights
     packed = {name: m.format for name, m in format_linears(model) if f"{name}.weight" not in state}
-    spec_to_hf(spec)  # a spec that cannot be written should not cost a gather first
+    spec_to_hf(spec)  # raises for a spec that cannot be written, before a gather
     ours = _entries(model, state, dtype)
     plan = hf_names.merge_plan(spec, ours, packed=bool(packed))
     entries = [_merge(spec, name, [ours[n] for n in parts], bool(packed)) for name, parts in plan.items()]
@@ -94,7 +94,7 @@ def write_folder(
         for file, shard in shards.items():
             with out.tensors(file, shard) if out else contextlib.nullcontext() as write:
                 for info in shard:
-                    # Collective: a rank 0 that can no longer write goes on gathering with the others.
+                    # Collective: rank 0 takes part even after a write error.
                     tensor = get[info.name]()
                     if write is not None:
                         write(tensor)
@@ -111,7 +111,7 @@ def write_folder(
 
 
 def _raise_together(out: AtomicFolder | None, mesh: Mesh | None) -> None:
-    """Rank 0's error on every rank, or none: a rank that went on alone would hang in the next collective."""
+    """Raise rank 0's error on every rank: a rank that continued alone would hang in the next collective."""
     error = out.error if out is not None else None
     if mesh is not None:
         error = mesh.broadcast_object(error)
@@ -127,7 +127,7 @@ def _entries(model: Decoder, state: dict[str, Tensor], dtype: torch.dtype | None
         module, _, leaf = name.rpartition(".")
         linear, is_extra = by_name.get(module), leaf.startswith("weight_")
         if is_extra and f"{module}.weight" in state:
-            continue  # what a Format keeps beside a weight in training
+            continue  # training state of a Format
         want = t.dtype if dtype is None or is_extra else dtype
         get = gather(t, want)
         if linear is not None and leaf == "weight" and not isinstance(linear.format, Dense):

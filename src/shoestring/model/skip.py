@@ -1,15 +1,15 @@
 """Which sublayers a decoder leaves out, and the stand-ins that replace them.
 
-A decoder of M blocks has 2M sublayers, each of which adds something to the residual stream: y = x + f(norm(x)).
-A skipped sublayer is not computed; a stand-in guesses its output from its input,
+A decoder of M blocks has 2M sublayers, each of which adds to the residual stream: y = x + f(norm(x)). A skipped
+sublayer is not computed; a stand-in approximates its output from its input,
 
     y_hat = scale * x + shift        scale: one number or one per channel (1 where absent), shift: one per channel
 
-A `SkipSet` names the skipped sublayers and their stand-ins. It is applied from outside (`Decoder.forward(skip=)`)
-and never changes: its id is a hash of all it holds, so whatever depends on a set (keys and values in a prefix
-cache, CUDA graphs) is keyed by that id. A skipped attention sublayer writes no keys and values.
+A `SkipSet` is the skipped sublayers with their stand-ins. It is applied from outside (`Decoder.forward(skip=)`) and
+immutable: its id is a hash of its content, and everything that depends on a set (keys and values in a prefix cache,
+CUDA graphs) is keyed by that id. A skipped attention sublayer writes no keys and values.
 
-How sets are chosen: shrink/skip_sets.py. Who uses which set: serve/engine/skip_policy.py.
+shrink/skip_sets.py chooses sets; serve/engine/skip_policy.py uses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sublayer(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """fp32 tensors of one dim, [1] or [D]: together with a bf16 stream they promote to fp32, in fp64 to fp64."""
+    """fp32 tensors [1] or [D], so that a bf16 stream is promoted to fp32 and an fp64 stream stays fp64."""
 
     scale: Tensor | None = None
     shift: Tensor | None = None
@@ -68,8 +68,8 @@ COMPUTE = BlockSkip()
 
 class SkipSet:
     def __init__(self, skipped: Mapping[Sublayer, StandIn] | Iterable[Sublayer], *, name: str = "") -> None:
-        """Sublayers with their stand-ins; without stand-ins the stream passes unchanged. The name is for people
-        and not part of the id."""
+        """Sublayers with their stand-ins; without stand-ins the stream passes unchanged. The name is not part of the
+        id."""
         if not isinstance(skipped, Mapping):
             skipped = dict.fromkeys(skipped, PASS)
         self.skipped: dict[Sublayer, StandIn] = {s: skipped[s] for s in sorted(skipped)}
@@ -93,7 +93,7 @@ class SkipSet:
         return f"SkipSet({self.name or self.id[:8]}: {len(self.attn)} attention, {len(self.mlp)} mlp)"
 
     def blocks(self, num_layers: int, device: torch.device) -> tuple[BlockSkip, ...]:
-        """Stand-ins by block. The same tensors at every call: a CUDA graph may refer to them."""
+        """Stand-ins by block. The same tensors at every call, since a CUDA graph may hold their addresses."""
         if device not in self._moved:
             moved = {
                 s: StandIn(*(None if t is None else t.to(device) for t in stand)) for s, stand in self.skipped.items()
@@ -105,8 +105,8 @@ class SkipSet:
         return self._moved[device]
 
     def after(self, num_layers: int, width: int, device: torch.device) -> dict[Sublayer, Tensor | None]:
-        """For every computed sublayer with skipped ones right behind it: what they do to the stream together, scale and
-        shift [2, D] (None: nothing). The same tensors at every call, as of `blocks`."""
+        """For every computed sublayer with skipped ones directly behind it: their joint scale and shift [2, D] (None:
+        they pass the stream unchanged). The same tensors at every call, as in `blocks`."""
         if device not in self._joined:
             found: dict[Sublayer, Tensor | None] = {}
             last: Sublayer | None = None  # computed
@@ -121,7 +121,7 @@ class SkipSet:
         return self._joined[device]
 
     def check(self, spec: ModelSpec) -> SkipSet:
-        """The set itself, where it fits a model."""
+        """Returns the set itself; UserError where it does not fit a model."""
         for sub, stand in self.skipped.items():
             if not 0 <= sub.layer < spec.num_layers:
                 raise UserError(
@@ -137,7 +137,7 @@ class SkipSet:
         return self
 
     def plus(self, other: SkipSet | Mapping[Sublayer, StandIn], *, name: str = "") -> SkipSet:
-        """Both sets' sublayers; where both name one, this set's stand-in."""
+        """The union of both sets; this set's stand-ins take precedence."""
         more = other.skipped if isinstance(other, SkipSet) else other
         return SkipSet({**more, **self.skipped}, name=name or self.name)
 
@@ -181,7 +181,7 @@ def all_sublayers(num_layers: int) -> list[Sublayer]:
 
 
 def _joined(before_2D: Tensor | None, stand: StandIn, width: int) -> Tensor | None:
-    """Scale and shift of what comes `before` and the stand-in after it; None: the stream passes unchanged."""
+    """The joint scale and shift of `before` and a stand-in after it; None: the stream passes unchanged."""
     if stand.scale is None and stand.shift is None:
         return before_2D
     parts = zip(stand, (1.0, 0.0), strict=True)
