@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -63,12 +64,44 @@ def test_lists_and_code_of_the_pages_are_rendered(site: Path) -> None:
         assert not found, f"{page.relative_to(site)}: {found[0]}"
 
 
-def test_the_reference_is_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("generate_reference", DOCS / "generate_reference.py")
+def script(name: str) -> ModuleType:
+    """A Python file of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, text in module.pages().items():
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "built"),
+    [
+        ("cli.md", "[log](../experiments/LOG.md#x)", "[log](project/experiments/LOG.md#x)"),
+        (
+            "methods/ptq.md",
+            "[c](../../CONTRIBUTING.md), [r](../../README.md)",
+            "[c](../project/CONTRIBUTING.md), [r](../index.md)",
+        ),
+        ("project/experiments/LOG.md", "[d](../docs/design.md)", "[d](../../design.md)"),
+        ("cli.md", "[`results/`](../results/) and [`a[0]`](../src/a.py)", "`results/` and `a[0]`"),
+        ("cli.md", "`f[x](../src/y)` [t](#here) [w](https://a.b/c)", "`f[x](../src/y)` [t](#here) [w](https://a.b/c)"),
+    ],
+)
+def test_links_hold_in_the_site(page: str, written: str, built: str) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
+    assert script("site_hooks").rewrite_links(written, page) == built
+
+
+def test_lists_are_spread_and_code_is_not() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
+    spread = script("site_hooks").spread_lists
+    assert spread("Text:\n- a\n  more\n- b\n\nEnd\n  x\n") == "Text:\n\n-   a\n    more\n-   b\n\nEnd\n  x\n"
+    assert spread("1. a\n\n       code\n2. b\n") == "1.  a\n\n        code\n2.  b\n"
+    assert spread("```\nx\n- a\n```\n") == "```\nx\n- a\n```\n"
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    for name, text in script("generate_reference").pages().items():
         written = (DOCS / "reference" / name).read_text(encoding="utf-8")
         assert written == text, f"docs/reference/{name} is old: python docs/generate_reference.py"
         assert "what it does |\n" not in text.replace("| what it does |", ""), name
