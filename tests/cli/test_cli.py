@@ -456,3 +456,22 @@ def test_export_gives_transformers_the_same_logits(cli: Cli, packed_folder: Path
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
     again = load_model(out)
     assert replace(again.spec, eos_id=None) == replace(ours.spec, eos_id=None)
+
+
+def test_a_model_of_nan_is_one_line(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(model_folder)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.fill_(torch.nan)
+    loaded.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    broken = save_model(tmp_path / "broken", loaded.model, loaded.tokenizer)
+    text, task = tmp_path / "text.txt", tmp_path / "task.jsonl"
+    text.write_text(TEXT[:200])
+    task.write_text(json.dumps({"query": "the", "choices": [" fox", " dog"], "gold": 0}) + "\n")
+    assert_one_line_error(cli("generate", broken, "the quick"), "logits are not finite", "weights are damaged")
+    assert_one_line_error(cli("eval", broken, "--text", text), "log-probabilities are NaN")
+    assert_one_line_error(cli("eval", broken, "--tasks", task), "log-probabilities are NaN")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert_one_line_error(cli("chat", broken), "logits are not finite")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.evals.scoring import Progress, read_nll
+from shoestring.evals.scoring import NanLikelihood, Progress, read_nll
 from shoestring.formats import keep_decoded
 from shoestring.host.block_offload import BlockOffload, activation_store, on_device
 from shoestring.model.spec import ModelSpec
@@ -151,6 +151,8 @@ def _streamed_nll_sum(model: Decoder, x_BTD: Tensor, tokens: Tensor, group: list
 
 def perplexity_of(nll_sum: float, num_tokens: int, context: int, stride: int) -> Perplexity:
     nll = nll_sum / num_tokens
+    if math.isnan(nll):
+        raise NanLikelihood
     return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, num_tokens, context, stride)
 
 

@@ -12,6 +12,7 @@ Shapes: B sequences, T rows, R rows with a target, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,16 @@ def read_nll(hidden_RD: Tensor, head: Head, target_R: Tensor) -> tuple[Tensor, T
         nll.append(logits.logsumexp(dim=-1) - picked)
         greedy.append(logits.argmax(dim=-1) == target)
     return torch.cat(nll), torch.cat(greedy)
+
+
+class NanLikelihood(UserError):
+    """No number comes of it: a NaN compares as neither better nor worse."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's log-probabilities are NaN: its weights are damaged, or numbers overflow in this dtype; check "
+            "the model's files, or compute in bf16 or fp32"
+        )
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,8 @@ def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]
     ).tolist()
     scores: list[list[Score]] = []
     at = 0
+    if any(map(math.isnan, nll_R)):
+        raise NanLikelihood()
     for s in batch:
         scores.append([])
         for ts in s.targets:

@@ -179,6 +179,8 @@ def check_ends(device: str = "cpu") -> None:
     g = torch.Generator().manual_seed(3)
     embed = torch.randn(50, 40, generator=g).to(device)
     tokens, last = torch.tensor([4, -1, 49, -1], device=device), torch.tensor([7, 0, 9, 31, 2], device=device)
+    chosen = torch.tensor([-1, -1, -1], device=device)  # what a step chose whose logits were not finite
+    assert torch.equal(embed_rows(chosen, chosen, embed, torch.float32), embed[[0, 0, 0]])
     got = embed_rows(tokens, last, embed, torch.float16)
     assert torch.equal(got, embed_rows_ref(tokens, last[:4], embed, torch.float16)) and got.dtype == torch.float16
     for dtype, vocab in [(torch.float32, 5001), (torch.float16, 2048), (torch.float16, 37)]:

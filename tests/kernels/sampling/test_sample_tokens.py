@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from interpreted import run_interpreted
 
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, PIECE, argmax_token_, finite_argmax
 from shoestring.kernels.sampling.noise import gumbel
 from shoestring.kernels.sampling.sample_tokens import (
     LEAST_VOCAB,
@@ -37,7 +38,10 @@ SETTINGS = [  # temperature, top_k, top_p, min_p
 
 
 def settings(num: int, device: str) -> torch.Tensor:
-    rows = [SETTINGS[r % len(SETTINGS)] for r in range(num)]
+    return settings_of([SETTINGS[r % len(SETTINGS)] for r in range(num)], device)
+
+
+def settings_of(rows: list[tuple[float, int, float, float]], device: str) -> torch.Tensor:
     columns = [(t, k, p, math.log(m) if m else -math.inf) for t, k, p, m in rows]
     return torch.tensor(columns, dtype=torch.float64, device=device).T.contiguous()
 
@@ -88,7 +92,7 @@ def check_edges(device: str = "cpu", num: int = 10) -> None:
     assert set(range(50)) >= set(drawn.tolist()) and len(set(drawn.tolist())) > 15  # k = 7
 
 
-@pytest.mark.parametrize("check", ["check_tokens", "check_edges"])
+@pytest.mark.parametrize("check", ["check_tokens", "check_edges", "check_not_finite"])
 def test_drawing_under_the_interpreter(check: str) -> None:
     run_interpreted(f"import test_sample_tokens as t; t.{check}()")
 
@@ -105,15 +109,28 @@ def test_drawing_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     check_edges("cpu", 60)
 
 
-@pytest.mark.parametrize(
-    "row", [[math.nan] * 3, [0.0, math.nan, 1.0], [-math.inf] * 3, [0.0, math.inf, 1.0], [1.0, math.inf, math.inf]]
-)
-def test_rows_that_are_no_logits_do_not_break_the_others(row: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_not_finite(device: str = "cpu") -> None:
+    """NO_TOKEN where there is a NaN or no finite largest logit, in any piece of a row; other rows are not touched."""
+    inf, nan, vocab = math.inf, math.nan, PIECE + 40
+    ends = [(nan, nan), (1.0, nan), (nan, 1.0), (inf, 1.0), (1.0, inf), (-inf, nan), (-inf, -inf)]
+    rows = [torch.tensor([first] * (vocab - 1) + [last]) for first, last in ends]
+    fine = torch.linspace(-1, 1, vocab)
+    fine[: PIECE + 5] = -inf  # a whole piece without a token that may be chosen
+    logits, num = torch.stack([*rows, fine]).to(device), len(ends)
+    for setting in SETTINGS[:3]:
+        got, want = both(logits, settings_of([setting] * (num + 1), device), cuts=setting[2] < 1)
+        assert got.tolist() == want.tolist() and got[num] > PIECE, setting
+        assert got[:num].tolist() == [NO_TOKEN] * num
+    out = torch.full((num + 1,), -5, device=device)
+    for instead in (NO_TOKEN, 0):
+        argmax_token_(logits, out, instead)
+        assert out.tolist() == finite_argmax(logits, instead).tolist() == [instead] * num + [vocab - 1]
+
+
+def test_logits_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_not_finite()
     monkeypatch.setattr("shoestring.kernels.sampling.sample_tokens.LEAST_VOCAB", 1)
-    logits = torch.tensor([row, [0.0, 1.0, 0.5]]).repeat_interleave(len(SETTINGS), 0)
-    got, want = both(logits, settings(len(logits), "cpu"))
-    assert torch.equal(got[len(SETTINGS) :], want[len(SETTINGS) :])
-    assert ((got >= 0) & (got < 3)).all()
+    check_not_finite()
 
 
 @hypothesis_settings(deadline=None)
@@ -141,6 +158,7 @@ def test_a_flat_row_looks_further_than_the_likeliest_tokens() -> None:
 def test_drawing_on_the_gpu() -> None:
     check_tokens("cuda", 60, (torch.float32, torch.float16, torch.bfloat16))
     check_edges("cuda", 100)
+    check_not_finite("cuda")
 
 
 @pytest.mark.gpu

@@ -1,8 +1,11 @@
 """Both ends of a decoding step: from the tokens of the rows to the residual stream, and from logits to a token.
 
-    embed_rows      x = embed[token]; token -1 stands for the token that the previous step chose in this row
+    embed_rows      x = embed[token]; token -1 stands for the token that the previous step chose in this row; where that
+                    is NO_TOKEN, token 0: the step is computed and its result not used
     argmax_token_   argmax of each row, the first of equal ones. Many programs search pieces of a row: torch's argmax
-                    uses one SM per row, which takes longer than all layers of a small model.
+                    uses one SM per row, which takes longer than all layers of a small model. NO_TOKEN where the logits
+                    of a row have a NaN or no finite largest one: the kernel reads every logit in any case, so the host
+                    learns of it with the token and no step waits for a check.
 
 In torch these are a dozen small kernels. `embed_rows` is launched without PDL: it starts after the previous step has
 finished, and later kernels of the step rely on that when they read old keys and values early.
@@ -20,10 +23,11 @@ from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import triton_usable
 
 PIECE = 2048  # logits of a program
+NO_TOKEN = -1  # in place of a token: the logits are not finite
 
 
 def embed_rows_ref(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    return F.embedding(torch.where(tokens_T >= 0, tokens_T, last_T), embed_VD).to(dtype)
+    return F.embedding(torch.where(tokens_T >= 0, tokens_T, last_T).clamp(min=0), embed_VD).to(dtype)
 
 
 def embed_rows(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -42,14 +46,21 @@ def embed_rows(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.
     return out_TD
 
 
-def argmax_token_ref_(logits_TV: Tensor, out_T: Tensor) -> None:
-    out_T.copy_(logits_TV.argmax(dim=-1))
+def finite_argmax(logits_TV: Tensor, nonfinite: int = NO_TOKEN) -> Tensor:
+    """The argmax of each row, [T]; `nonfinite` where the row has a NaN or no finite largest logit."""
+    best_T = logits_TV.argmax(dim=-1)  # a NaN counts as the largest
+    peak_T = logits_TV.gather(1, best_T[:, None])[:, 0]
+    return torch.where(peak_T.isfinite(), best_T, nonfinite)
 
 
-def argmax_token_(logits_TV: Tensor, out_T: Tensor) -> None:
-    """As argmax_token_ref_; chooses the kernel. A row of nothing but NaN gives some token."""
+def argmax_token_ref_(logits_TV: Tensor, out_T: Tensor, nonfinite: int = NO_TOKEN) -> None:
+    out_T.copy_(finite_argmax(logits_TV, nonfinite))
+
+
+def argmax_token_(logits_TV: Tensor, out_T: Tensor, nonfinite: int = NO_TOKEN) -> None:
+    """As argmax_token_ref_; chooses the kernel."""
     if not triton_usable(logits_TV) or not logits_TV.is_contiguous() or logits_TV.dtype == torch.float64:
-        argmax_token_ref_(logits_TV, out_T)
+        argmax_token_ref_(logits_TV, out_T, nonfinite)
         return
     from shoestring.kernels.gemv.embed_argmax_triton import _argmax_of_pieces_kernel
 
@@ -57,13 +68,14 @@ def argmax_token_(logits_TV: Tensor, out_T: Tensor) -> None:
     peaks, places = piece_argmax(logits_TV)
     num_pieces = peaks.shape[1]
     _argmax_of_pieces_kernel[(len(out_T),)](
-        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), num_warps=1,
+        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), NONFINITE=nonfinite, num_warps=1,
         **pdl_options(logits_TV),
     )  # fmt: skip
 
 
 def piece_argmax(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of every piece of a row, fp32, and where it is, int32: [T, pieces] each; where kernels run."""
+    """The largest logit of every piece of a row, fp32, and where it is, int32: [T, pieces] each; where kernels run. A
+    NaN in the piece counts as the largest."""
     from shoestring.kernels.gemv.embed_argmax_triton import _piece_argmax_kernel
 
     num_rows, vocab = logits_TV.shape

@@ -10,7 +10,7 @@ def _embed_rows_kernel(tokens, last, embed, out, WIDTH: tl.constexpr, BLOCK: tl.
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + row)
-    token = tl.where(token >= 0, token, tl.load(last + row))
+    token = tl.maximum(tl.where(token >= 0, token, tl.load(last + row)), 0)
     value = tl.load(embed + token * WIDTH + i, mask=i < WIDTH, other=0.0)
     tl.store(out + row * WIDTH + i, value.to(out.dtype.element_ty), mask=i < WIDTH)
 
@@ -23,13 +23,25 @@ def _piece_argmax_kernel(logits, peaks, places, vocab, num_pieces, BLOCK: tl.con
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     value = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    peak = tl.max(value, 0)
+    # Whether a maximum passes a NaN on depends on the hardware, so NaNs are looked for.
+    is_nan = tl.max((value != value).to(tl.int32), 0) > 0
+    peak = tl.where(is_nan, float("nan"), tl.max(value, 0))
     tl.store(peaks + row * num_pieces + piece, peak)
     tl.store(places + row * num_pieces + piece, tl.min(tl.where(value == peak, i, 2147483647), 0))
 
 
 @triton.jit
-def _argmax_of_pieces_kernel(peaks, places, out, num_pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def is_finite_row(peak):
+    """Whether all pieces of a row, of which these are the largest logits, are without NaN and one of them is finite."""
+    most = tl.max(peak, 0)
+    is_nan = tl.max((peak != peak).to(tl.int32), 0) > 0
+    return (most > float("-inf")) & (most < float("inf")) & (is_nan == 0)
+
+
+@triton.jit
+def _argmax_of_pieces_kernel(
+    peaks, places, out, num_pieces, BLOCK: tl.constexpr, NONFINITE: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BLOCK)
     if PDL:
@@ -39,4 +51,4 @@ def _argmax_of_pieces_kernel(peaks, places, out, num_pieces, BLOCK: tl.constexpr
     peak = tl.load(peaks + row * num_pieces + p, mask=there, other=float("-inf"))
     place = tl.load(places + row * num_pieces + p, mask=there, other=2147483647)
     best = tl.min(tl.where(there & (peak == tl.max(peak, 0)), place, 2147483647), 0)
-    tl.store(out + row, tl.where(best == 2147483647, 0, best).to(tl.int64))  # nothing but NaN: token 0
+    tl.store(out + row, tl.where(is_finite_row(peak), best, NONFINITE).to(tl.int64))

@@ -15,6 +15,7 @@ all layers of a small model. The kernels read a row a few times instead:
 
 The mass is summed in another order than after a sort, so a token within a millionth of the edge of top_p may differ
 from the reference. Everything else is equal. A CPU uses sample_tokens_cpu.py, which does less work.
+A row with a NaN or without a finite largest logit gets NO_TOKEN (kernels/gemv/embed_argmax.py).
 
 Shapes: R rows, V vocabulary.
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoestring.kernels.gemv.embed_argmax import PIECE, piece_argmax
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, PIECE, finite_argmax, piece_argmax
 from shoestring.kernels.runtime.triton_backend import triton_usable
 from shoestring.kernels.sampling.noise import GOLDEN, MIX1, MIX2, gumbel_noise
 from shoestring.kernels.sampling.sample_tokens_cpu import LEAST_VOCAB, row_threshold, sample_tokens_cpu_
@@ -34,10 +35,17 @@ SEARCH_BLOCK, SEARCH_WARPS = 8192, 16  # logits at a time while the limit is sea
 
 
 def sample_tokens_ref_(
-    logits_RV: Tensor, parameters_4R: Tensor, seed_R: Tensor, position_R: Tensor, out_R: Tensor, *, cuts: bool
+    logits_RV: Tensor,
+    parameters_4R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    out_R: Tensor,
+    *,
+    cuts: bool,
+    nonfinite: int = NO_TOKEN,
 ) -> None:
     logits = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    best_R = logits.argmax(dim=-1)
+    best_R = finite_argmax(logits, NO_TOKEN)
     temperature_R, _, top_p_R, log_min_p_R = parameters_4R.to(logits.dtype)
     greedy_R = temperature_R == 0
     scaled = logits - logits.amax(dim=-1, keepdim=True)
@@ -46,16 +54,24 @@ def sample_tokens_ref_(
         threshold_R = logit_thresholds_ref(scaled, parameters_4R[1].long(), top_p_R, log_min_p_R)
         scaled = scaled.masked_fill(scaled < threshold_R[:, None], -torch.inf)
     noise = gumbel_noise(seed_R, position_R, torch.arange(logits.shape[-1], device=logits.device))
-    out_R.copy_(torch.where(greedy_R, best_R, (scaled.double() + noise).argmax(dim=-1)))
+    token_R = torch.where(greedy_R, best_R, (scaled.double() + noise).argmax(dim=-1))
+    out_R.copy_(torch.where(best_R == NO_TOKEN, nonfinite, token_R))
 
 
 def sample_tokens_(
-    logits_RV: Tensor, parameters_4R: Tensor, seed_R: Tensor, position_R: Tensor, out_R: Tensor, *, cuts: bool
+    logits_RV: Tensor,
+    parameters_4R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    out_R: Tensor,
+    *,
+    cuts: bool,
+    nonfinite: int = NO_TOKEN,
 ) -> None:
     """As sample_tokens_ref_; chooses the kernel. `cuts`: whether top_k, top_p or min_p of any row are on."""
     if not triton_usable(logits_RV) or not logits_RV.is_contiguous() or logits_RV.dtype == torch.float64:
         sample_tokens = sample_tokens_cpu_ if _by_row(logits_RV) else sample_tokens_ref_
-        sample_tokens(logits_RV, parameters_4R, seed_R, position_R, out_R, cuts=cuts)
+        sample_tokens(logits_RV, parameters_4R, seed_R, position_R, out_R, cuts=cuts, nonfinite=nonfinite)
         return
     from shoestring.kernels.sampling.sample_tokens_triton import _best_sample_kernel, _limit_kernel, _piece_best_kernel
 
@@ -85,7 +101,9 @@ def sample_tokens_(
         logits_RV, peaks, parameters_4R, limits, seed_R, position_R, best, best_at, num_rows, vocab, **pieces,
         CUTS=cuts, GOLDEN=GOLDEN, MIX1=MIX1, MIX2=MIX2, BLOCK=PIECE, num_warps=8,
     )  # fmt: skip
-    _best_sample_kernel[(num_rows,)](parameters_4R, peaks, places, best, best_at, out_R, **pieces, num_warps=1)
+    _best_sample_kernel[(num_rows,)](
+        parameters_4R, peaks, places, best, best_at, out_R, **pieces, NONFINITE=nonfinite, num_warps=1
+    )
 
 
 def logit_thresholds(scaled_RV: Tensor, parameters_4R: Tensor) -> Tensor:

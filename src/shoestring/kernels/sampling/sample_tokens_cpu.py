@@ -27,14 +27,25 @@ _OF_2_52 = (127 + 52) * _OCTAVE
 
 
 def sample_tokens_cpu_(
-    logits_RV: Tensor, parameters_4R: Tensor, seed_R: Tensor, position_R: Tensor, out_R: Tensor, *, cuts: bool
+    logits_RV: Tensor,
+    parameters_4R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    out_R: Tensor,
+    *,
+    cuts: bool,
+    nonfinite: int,
 ) -> None:
     for row, (temperature, top_k, top_p, log_min_p) in enumerate(parameters_4R.T.tolist()):
         row_V = logits_RV[row] if logits_RV.dtype == torch.float64 else logits_RV[row].float()
+        peak = row_V.amax()  # NaN where there is one
+        if not peak.isfinite():
+            out_R[row] = nonfinite
+            continue
         if temperature == 0:
             out_R[row] = row_V.argmax()
             continue
-        scaled_V = (row_V - row_V.amax()) / temperature
+        scaled_V = (row_V - peak) / temperature
         index_K = None
         if cuts:
             index_K = (scaled_V >= row_threshold(scaled_V, int(top_k), top_p, log_min_p)).nonzero()[:, 0]
@@ -48,8 +59,7 @@ def _winner(scaled_K: Tensor, index_K: Tensor | None, seed_1: Tensor, position_1
     at_K = torch.arange(len(scaled_K)) if index_K is None else index_K
     bits_K = uniform_bits(seed_1, position_1, at_K)[0]
     most_K = scaled_K + _most_noise(bits_K)
-    if not len(most_K) or (most := most_K.amax()).isnan():
-        return 0  # a row of NaN
+    most = most_K.amax()
 
     def best(enough: Tensor) -> tuple[Tensor, Tensor]:
         """The best among those whose bound is at least `enough`."""

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from shoestring.kernels.gemv.embed_argmax_triton import is_finite_row
+
 
 @triton.jit
 def _row_peak(peaks, row, num_pieces, PIECES: tl.constexpr):
@@ -116,17 +118,19 @@ def _piece_best_kernel(
 
 
 @triton.jit
-def _best_sample_kernel(parameters, peaks, places, best, best_at, out, num_pieces, PIECES: tl.constexpr):
+def _best_sample_kernel(
+    parameters, peaks, places, best, best_at, out, num_pieces, PIECES: tl.constexpr, NONFINITE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, PIECES)
     there = p < num_pieces
     at = row * num_pieces + p
+    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
     if tl.load(parameters + row).to(tl.float32) > 0:
         value = tl.load(best + at, mask=there, other=float("-inf"))
         place = tl.load(best_at + at, mask=there, other=2147483647)
         found = tl.min(tl.where(there & (value == tl.max(value, 0)), place, 2147483647), 0)
     else:
-        peak = tl.load(peaks + at, mask=there, other=float("-inf"))
         place = tl.load(places + at, mask=there, other=2147483647)
         found = tl.min(tl.where(there & (peak == tl.max(peak, 0)), place, 2147483647), 0)
-    tl.store(out + row, tl.where(found == 2147483647, 0, found).to(tl.int64))  # nothing but NaN: token 0
+    tl.store(out + row, tl.where(is_finite_row(peak), found, NONFINITE).to(tl.int64))

@@ -83,6 +83,8 @@ def warm_up_chains(graphs: GraphCache, num: int, kind: SamplingKind, lengths: Se
 
 
 class DraftChainGraph(DecodeGraph):
+    nonfinite = 0  # of a drafter whose weights are broken: a token like any other, which the target rejects
+
     def __init__(
         self,
         owner: GraphCache,
@@ -120,10 +122,11 @@ class DraftChainGraph(DecodeGraph):
             hidden_ND = owner.fused.hidden(self._chosen_GN[i], rows, owner.cache, self.skip)
             logits_NV = owner.map_logits(owner.fused.logits(hidden_ND))
             if self.kind == "greedy":
-                argmax_token_(logits_NV, self._chosen_GN[i + 1])
+                argmax_token_(logits_NV, self._chosen_GN[i + 1], self.nonfinite)
             else:
                 given = parameters_4N, seed_N, position_LN[i] + 1
-                sample_tokens_(logits_NV, *given, self._chosen_GN[i + 1], cuts=self.kind == "cut")
+                cuts = self.kind == "cut"
+                sample_tokens_(logits_NV, *given, self._chosen_GN[i + 1], cuts=cuts, nonfinite=self.nonfinite)
         self.chosen_NG.copy_(self._chosen_GN.T)
 
     def fill_later(self, spans: Sequence[RowSpan]) -> None:

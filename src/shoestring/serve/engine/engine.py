@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, suggest
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.model.skip import SkipSet
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
@@ -41,6 +42,7 @@ from shoestring.serve.engine.request import (
     Draft,
     FinishReason,
     IncrementalDetokenizer,
+    NonFiniteLogits,
     Output,
     PendingDrafts,
     Request,
@@ -508,6 +510,9 @@ class Engine:
         before, num_before = len(request.text), len(request.tokens)
         reason: FinishReason | None = None
         for token in gained:
+            if token == NO_TOKEN:
+                request.error, reason = NonFiniteLogits(len(request.tokens)), "error"
+                break
             request.tokens.append(token)
             reason = self._after_token(request, token)
             if reason is not None:
@@ -517,7 +522,10 @@ class Engine:
         request.draft = NO_DRAFT
         if request.similarity is not None:
             self.skip_sets.observe(request)
-        self._seal(request)
+        if reason == "error":
+            self._discard_nonfinite(request)
+        else:
+            self._seal(request)
         self.stats.count(num_drafted, num_accepted, len(kept))
         if num_drafted and self.draft_controller is not None:
             self.draft_controller.record_acceptance(num_drafted, num_accepted)
@@ -526,6 +534,13 @@ class Engine:
         if reason is not None:
             self._finish(request, reason)
         return Output(request, kept, request.text[before:], reason, min(num_accepted, len(kept)))
+
+    def _discard_nonfinite(self, request: Request) -> None:
+        """Its keys and values may hold NaN, too. No request may begin with its prefix; and requests that get its blocks
+        may multiply what they have not overwritten yet by 0, which NaN survives."""
+        assert request.table is not None
+        self.runner.discard_nonfinite(request.table.blocks)
+        self.forget_prefixes()
 
     def _seal(self, request: Request) -> None:
         if request.table is not None:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.attention.paged_attention import splits_for
-from shoestring.kernels.gemv.embed_argmax import argmax_token_
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, argmax_token_
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.kernels.sampling.sample_tokens import PARAMETERS, sample_tokens_
@@ -285,6 +285,8 @@ class CapturedStep(ABC):
     position, slot, table entry of its block, block number), the seeds of the rows that tokens are chosen for, and the
     numbers that a subclass adds."""
 
+    nonfinite = NO_TOKEN  # what is chosen where logits are not finite
+
     def __init__(
         self,
         owner: GraphCache,
@@ -346,10 +348,10 @@ class CapturedStep(ABC):
     def _choose(self, logits_RV: Tensor, position_R: Tensor, out_R: Tensor) -> None:
         """Part of a program: choose the tokens after rows at these positions."""
         if self.kind == "greedy":
-            argmax_token_(logits_RV, out_R)
+            argmax_token_(logits_RV, out_R, self.nonfinite)
         else:
             given = self.parameters_4R, self.seeds_R, position_R + 1
-            sample_tokens_(logits_RV, *given, out_R, cuts=self.kind == "cut")
+            sample_tokens_(logits_RV, *given, out_R, cuts=self.kind == "cut", nonfinite=self.nonfinite)
 
     def _host(self, located: RowLocations, row_T: np.ndarray, tokens: Sequence[int] | None) -> Tensor:
         """The integers of the next replay, without those of the subclass. `row_T`: the program's row for each row."""

@@ -63,6 +63,13 @@ class KVCache:
         assert keys is not None and values is not None
         return keys, values
 
+    def discard_nonfinite(self, blocks: Sequence[int]) -> None:
+        """Zeros instead of NaN and infinity in these blocks."""
+        for stored in (*self._keys, *self._values):
+            if stored is not None:
+                index = torch.tensor(list(blocks), device=stored.device)
+                stored.index_copy_(0, index, stored[index].nan_to_num(0.0, 0.0, 0.0))
+
     # -- one forward ----------------------------------------------------------------------------------------
     def plan(self, spans: Sequence[RowSpan], device: torch.device | str) -> Attend:
         """The `attend` for a forward whose rows are those of `spans`, in that order."""

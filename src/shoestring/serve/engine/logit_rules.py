@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.model import collectives
 from shoestring.model.transformer import Decoder, Head
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
@@ -134,7 +135,7 @@ class VerifyWithRules(Verifier):
     def note_gained(self, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
         for check, new in zip(checks, gained, strict=True):
             if isinstance(check.sampling, SamplingWithRules):
-                check.sampling.history.tokens.extend(new)
+                check.sampling.history.tokens.extend(without_no_token(new))
 
 
 def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:
@@ -153,7 +154,9 @@ def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:
                 if sampling.grammar is not None:
                     allowed_V = sampling.grammar.allowed(written, check.drafts[:i], out_RV.shape[1])
                     if allowed_V is not None:
-                        out_RV[row + i].masked_fill_(~allowed_V.to(out_RV.device), -torch.inf)
+                        # What is not finite stays: a mask must not hide that the model is broken.
+                        barred_V = ~allowed_V.to(out_RV.device) & out_RV[row + i].isfinite()
+                        out_RV[row + i].masked_fill_(barred_V, -torch.inf)
         row += check.num_rows
     return out_RV
 
@@ -195,11 +198,17 @@ def record(logits_RV: Tensor, checks: Sequence[Check], gained: Sequence[Sequence
     for check, new in zip(checks, gained, strict=True):
         sampling = check.sampling
         if isinstance(sampling, SamplingWithRules):
-            sampling.history.tokens.extend(new)
-            if sampling.num_logprobs is not None:
-                rows_RV = logits_RV[row : row + len(new)]
-                sampling.history.logprobs.extend(token_logprobs(rows_RV, new, sampling.num_logprobs))
+            known = without_no_token(new)
+            sampling.history.tokens.extend(known)
+            if sampling.num_logprobs is not None and known:
+                rows_RV = logits_RV[row : row + len(known)]
+                sampling.history.logprobs.extend(token_logprobs(rows_RV, known, sampling.num_logprobs))
         row += check.num_rows
+
+
+def without_no_token(gained: Sequence[int]) -> Sequence[int]:
+    """NO_TOKEN is always the last."""
+    return gained[:-1] if gained and gained[-1] == NO_TOKEN else gained
 
 
 def token_logprobs(logits_RV: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -24,6 +24,16 @@ from shoestring.serve.speculative.verify import COUPLED, VerifyRule
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 
+class NonFiniteLogits(UserError):
+    """The model computed NaN or infinity for a request; the server answers 500."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            f"the model's logits are not finite (NaN or infinity) at position {position}: its weights are damaged, or "
+            "numbers overflow in this dtype; check the model's files, or compute in bf16 or fp32"
+        )
+
+
 class PendingDrafts:
     """Drafts that the device is still computing, one request per row of tokens_NG. The step that verifies them can be
     launched behind them and reads them there, so the host waits once for both."""

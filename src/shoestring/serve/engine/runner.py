@@ -309,6 +309,10 @@ class Runner:
             x_TD = fused.hidden(given, rows, self.cache, skip)
         return self._map_logits(fused.logits(x_TD.index_select(0, wanted))[:num_wanted])
 
+    def discard_nonfinite(self, blocks: Sequence[int]) -> None:
+        """Zeros instead of NaN and infinity among the keys and values of these blocks."""
+        self.cache.discard_nonfinite(blocks)
+
     def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
         """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; the KV cache is not used."""
         return prompt_logprobs(self.model, tokens, num_top)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.kernels.gemv.embed_argmax import finite_argmax
 from shoestring.kernels.sampling import noise
 from shoestring.kernels.sampling.sample_tokens import logit_thresholds, sample_tokens_
 
@@ -85,12 +86,13 @@ def check_setting(name: str, value: object) -> None:
 
 
 def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One token id per row, [R] int64. positions[r] is the index that the token will have in its request."""
+    """One token id per row, [R] int64; NO_TOKEN where its logits are not finite. positions[r] is the index that the
+    token will have in its request."""
     num_rows, device = len(logits_RV), logits_RV.device
     assert len(samplings) == len(positions) == num_rows
     drawn = [r for r in range(num_rows) if not samplings[r].greedy]
     if not drawn:
-        return logits_RV.argmax(dim=-1)
+        return finite_argmax(logits_RV)
     chosen = [samplings[r] for r in drawn]
     numbers, seeds = parameters(chosen)
     row_D = torch.tensor(drawn, device=device)
@@ -103,7 +105,7 @@ def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence
         token_D,
         cuts=any(s.cuts for s in chosen),
     )
-    return token_D if len(drawn) == num_rows else logits_RV.argmax(dim=-1).index_copy_(0, row_D, token_D)
+    return token_D if len(drawn) == num_rows else finite_argmax(logits_RV).index_copy_(0, row_D, token_D)
 
 
 def keep_likely(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:

@@ -54,6 +54,7 @@ class Order(IntEnum):
     SECONDS = 4  # measure a forward
     SCORE = 5  # log-probabilities of a prompt
     CLOSE = 6
+    DISCARD = 7  # what is not finite in these blocks
 
 
 def open_ranks(device: str = "auto", *, lost_after_s: float = LOST_AFTER_S) -> Ranks | None:
@@ -157,6 +158,9 @@ class Ranks:
                     runner, skips = Runner(model, BlockPool(num_blocks, block_size, grows=True)), []
                 elif order is Order.SKIP:
                     skips.append(SkipSet.from_json(json.loads(bytes(body).decode())))
+                elif order is Order.DISCARD:
+                    assert runner is not None
+                    runner.discard_nonfinite(body)
                 elif order is Order.SCORE:
                     num_top, *tokens = body
                     prompt_logprobs(model, tokens, num_top)
@@ -192,6 +196,11 @@ class LeadRunner(Runner):
         with self._ranks.lockstep():
             self._ranks.send(Order.SECONDS, [self._number(skip), num_rows])
             return super().measure_seconds(num_rows, skip)
+
+    def discard_nonfinite(self, blocks: Sequence[int]) -> None:
+        with self._ranks.lockstep():
+            self._ranks.send(Order.DISCARD, list(blocks))
+            super().discard_nonfinite(blocks)
 
     def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
         with self._ranks.lockstep():

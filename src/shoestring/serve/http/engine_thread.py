@@ -35,6 +35,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.serve.engine.engine import Engine, Output, Request
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
+from shoestring.serve.engine.request import NonFiniteLogits
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way
@@ -364,6 +365,10 @@ class EngineThread:
             self._fail(choice, ApiError(500, "computing the prompt's log-probabilities failed"))
             return
         self._score_from = 2 * time.monotonic() - began
+        bad = next((i for i, entry in enumerate(scored) if entry is not None and math.isnan(entry.logprob)), None)
+        if bad is not None:
+            self._fail(choice, _engine_error(NonFiniteLogits(bad)))
+            return
         self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
         choice.score_prompt = None
         self._add(choice)
@@ -514,8 +519,11 @@ def deadline_error(choice: PendingChoice) -> ApiError:
 def _engine_error(error: UserError | None) -> ApiError:
     """Why the engine ended one request; the others go on."""
     assert error is not None
-    assert isinstance(error, GrammarLimitExceeded)
-    return ApiError(400, str(error), param="response_format", code="schema_too_complex")
+    if isinstance(error, GrammarLimitExceeded):
+        return ApiError(400, str(error), param="response_format", code="schema_too_complex")
+    assert isinstance(error, NonFiniteLogits)
+    log.error("a request ended with an error: %s", error)
+    return ApiError(500, str(error), code="nonfinite_logits")
 
 
 def kv_usage(engine: Engine) -> float:

@@ -249,7 +249,8 @@ def decode_drafts(
     reports = [r.rule.needs_draft_probabilities(r.sampling) for r in requests]
     samplings = [r.rule.draft_sampling(r.sampling, len(r.tokens)) for r in requests]
     for i in range(n):
-        tokens.append(sample(logits_NV, samplings, [len(r.tokens) + i for r in requests]))
+        chosen_N = sample(logits_NV, samplings, [len(r.tokens) + i for r in requests])
+        tokens.append(chosen_N.clamp(min=0))  # NO_TOKEN of a broken drafter: any token, which the target rejects
         if any(reports):
             probs.append(probabilities(logits_NV, samplings))
         if i + 1 < n:

@@ -15,6 +15,8 @@ from (one-hot for a draft that was not sampled).
            q_i(x_i)); the longest prefix that passes its own test is kept. Keeps the distribution, and never accepts
            less than `token` on average.
 
+Where the target's logits are not finite, the last token of a request is NO_TOKEN in all of them.
+
 Without drafts all three are plain decoding with the same noise. The random numbers of `token` and `block` are keyed by
 (seed, purpose, length of the text before the step): `block` looks at all drafts before it rejects one, so the noise of
 a position must not be used again when the position is drafted again.
@@ -37,6 +39,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
+from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.serve.engine.sampling import Sampling, gumbel_noise, keep_likely, sample
 
 RuleName = Literal["coupled", "token", "block"]
@@ -230,8 +233,11 @@ def _verify_by_chance(
     final_NV = residual(p_NGV[at], q_NGV[at], r_N)
     seeds = [derived_seed(c.sampling.seed, "final", c.position) if c.drafts else c.sampling.seed or 0 for c in checks]
     noise_NV = gumbel_noise(seeds, [c.position for c in checks], vocab, device)
-    token_N = (final_NV.log() + noise_NV).argmax(-1)
-    found = torch.stack([taken_N, token_N], dim=1).tolist()  # the one host sync of a step
+    # A maximum is NaN where there is one. No draft is accepted by a row that is not finite, nor after one.
+    finite_NG1 = logits_RV.amax(dim=-1).isfinite()[torch.tensor(row, device=device)]
+    finite_N = finite_NG1.long().cumprod(dim=1)[at] > 0
+    token_N = torch.where(finite_N, (final_NV.log() + noise_NV).argmax(-1), NO_TOKEN)
+    found = torch.stack([taken_N * finite_N, token_N], dim=1).tolist()  # the one host sync of a step
     return [[*c.drafts[:taken], extra] for c, (taken, extra) in zip(checks, found, strict=True)]
 
 
