@@ -83,7 +83,7 @@ def table() -> str:
         rows.append(cells)
     header = ["SmolLM2-135M, one request", "perplexity", "token by token"]
     for threads, clock in clocks:
-        header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "of llama.cpp"]
+        header += [f"tokens/s, {threads} thread{'s' * (threads > 1)}, {clock} clock", "times llama.cpp"]
     some = next(iter(speed.values()))
     config, notes = some["config"], {n["note"] for n in speed.values() if n["note"]}
     said = (

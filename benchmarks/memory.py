@@ -107,8 +107,8 @@ def table() -> str:
     if (label, "bf16") in found:
         ratio = found[label, "bf16"][LINEAR]["ratio"]
         said += (
-            f" Wanted of linear layers at `{label}`: {least:g} times smaller, which is "
-            f"{'met' if ratio >= least else 'missed'}."
+            f" Target for linear layers at `{label}`: {least:g} times smaller "
+            f"({'met' if ratio >= least else 'missed'})."
         )
     return markdown(header, rows) + said + provenance(lines)
 

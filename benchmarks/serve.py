@@ -69,7 +69,7 @@ def table() -> str:
     lines = newest(BENCH)
     if not lines:
         return "Not measured yet."
-    header = ["load", "tokens in, out (mean)", "requests/s asked", "answered whole", "tokens/s"]
+    header = ["load", "tokens in, out (mean)", "requests/s offered", "completed", "tokens/s"]
     header += [f"{name} p50 / p90 / p99, ms" for name in ("TTFT", "TPOT", "ITL")]
     rows = [
         [
@@ -84,7 +84,7 @@ def table() -> str:
         for n in lines
     ]
     notes = "".join(f"\n- {n['case']}: {n['note']}" for n in lines if n["note"])
-    header.append("goodput, requests/s (TTFT, TPOT promised)")
+    header.append("goodput, requests/s (TTFT, TPOT limits)")
     return markdown(header, rows) + (f"\n{notes}" if notes else "") + provenance(lines)
 
 

@@ -220,8 +220,8 @@ def table() -> str:
          f"{q['rss_mb'][0]:.0f} -> {q['rss_mb'][1]:.0f} ({q['rss_growth']:+.2%} in the last third)"]
         for n in lines for q in [n["quality"]]
     ]  # fmt: skip
-    header = ["load", "seconds", "whole answers", "wrong", "left midway"]
-    header += [f"{name} p50 / p90 / p99, ms" for name in ("first piece", "between pieces", "whole answer")]
+    header = ["load", "seconds", "completed", "wrong", "aborted by the client"]
+    header += [f"{name} p50 / p90 / p99, ms" for name in ("first token", "between chunks", "whole answer")]
     return markdown([*header, "memory of the server, MB"], rows) + provenance(lines)
 
 

@@ -235,7 +235,8 @@ def table() -> str:
                 f"{bare['value']:.1f}",
             ]
         )
-    header = ["model", "compiled", "ours, tokens/s", "bare loop", "ratio", "peak GiB", "plain loss", "bare loop"]
+    header = ["model, batch", "compiled", "ours, tokens/s", "bare loop, tokens/s", "ratio"]
+    header += ["ours, peak GiB", "ours with plain loss, GiB", "bare loop, GiB"]
     return markdown(header, rows) + provenance(lines)
 
 
