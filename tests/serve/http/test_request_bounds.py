@@ -14,6 +14,7 @@ pytest.importorskip("pydantic", reason="the server needs shoestring[serve]")
 from shoestring.errors import suggest
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.http import request_parsing
+from shoestring.serve.http.grammar import wanted_schema
 from shoestring.serve.http.request_parsing import (
     MAX_TOKENIZE_BYTES,
     Limits,
@@ -105,6 +106,23 @@ def test_halves_of_characters_are_refused(half: bytes) -> None:
 
 def test_whole_characters_and_marks_of_order_are_taken() -> None:
     assert read_json(b'\xef\xbb\xbf{"prompt": "\\ud83d\\ude42"}') == {"prompt": "🙂"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},
+        {"enum": ["a", -(2**63) + 1]},
+        {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+        {"type": "object", "properties": {"a": {"items": [{"minimum": -1e19}]}}},
+    ],
+)
+def test_numbers_that_crash_the_grammar_library_are_refused(schema: dict[str, Any]) -> None:
+    def ask(schema: dict[str, Any]) -> str | None:
+        return wanted_schema({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+    assert "cannot be used" in refusal(lambda: ask(schema)).message
+    assert ask({"type": "integer", "minimum": -(2**62), "maximum": 2**63 - 1})
 
 
 # -- encoding ------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_SCHEMA_STRING = 1 << 13  # a mask takes 2 us for each character of a string that the text is within
 MAX_PROPERTIES = 500  # of one object; compiling takes time with their square
 MAX_MULTIPLE = 10_000  # of multipleOf; compiling takes 30 us and 0.3 kB for each number below it
+LEAST_NUMBER = -(2**62)  # the library crashes, and the server with it, at the least 64-bit integer
 COMPILE_LIMIT_S = 5.0  # a schema that took longer is refused, also when it comes again
 LIBRARY_LIMITS = {
     "initial_lexer_fuel": 100_000,
@@ -290,6 +291,8 @@ def check_schema(schema: dict[str, Any]) -> None:
             raise _too_large(f"it has more than {MAX_SCHEMA_CHARACTERS} characters")
         if isinstance(node, str) and len(node) > MAX_SCHEMA_STRING:
             raise _too_large(f"it has a string of {len(node)} characters; {MAX_SCHEMA_STRING} are allowed")
+        if isinstance(node, int | float) and node < LEAST_NUMBER:
+            raise _refused(f"the JSON schema has a number below {LEAST_NUMBER}, which cannot be used")
         if isinstance(node, list):
             rest += node
         elif isinstance(node, dict):
