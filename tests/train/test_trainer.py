@@ -284,6 +284,8 @@ def test_schedules() -> None:
 def test_a_mesh_that_does_not_fit_says_how_to_start_it() -> None:
     with pytest.raises(UserError, match=r"needs 4 processes but 1 is running.*torchrun --nproc-per-node 4"):
         open_mesh(MeshConfig(dp=2, tp=2), "cpu")
+    with pytest.raises(UserError, match=r"mesh\.timeout_s=0 is not possible"):
+        open_mesh(MeshConfig(timeout_s=0), "cpu")
 
 
 def test_init_is_keyed_by_name_and_seed() -> None:

@@ -33,9 +33,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from shoestring.errors import lost_peer
+
 BEAT_S = 0.2
 LOST_AFTER_S = 20.0
 PATIENCE_S = 5.0
+NOTICE_S = 2.0  # more than a connection takes to end
 HEARD_S = 5.0  # how long a process that failed waits for the others to know
 MAX_LINE = 4096  # no line of ours is longer
 BEAT, HEARD, BYE, FAILED, HELLO = "beat", "heard", "bye", "failed ", "hello "
@@ -88,7 +91,7 @@ class RankFailureWatch:
         self.rank, self.num, self.failed = rank, num, ""
         self.on_failure: Callable[[str], None] | None = None  # of the first process; called by the watching thread
         self._lost_after = max(lost_after_s, 2 * BEAT_S)
-        self._closed = threading.Event()
+        self._closed, self._noticed = threading.Event(), threading.Event()
         host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._peers = self._accept(host, share) if rank == 0 else [self._connect(host, share)]
         self._thread = threading.Thread(target=self._watch, name="shoestring-rank-failure", daemon=True)
@@ -123,7 +126,10 @@ class RankFailureWatch:
 
     # -- called from anywhere ------------------------------------------------------------------------------
     def announce(self, error: BaseException) -> None:
-        """This process failed. Returns when the others know, or after a few seconds."""
+        """This process failed. Returns when the others know, or after a few seconds. A collective that fails because
+        another process is gone is that one's failure, which the watch is about to notice."""
+        if lost_peer(error) is not None and self._noticed.wait(NOTICE_S):
+            return
         who = "the first process" if self.rank == 0 else f"process {self.rank}"
         message = " ".join(str(error).split()) or type(error).__name__
         self.failed = self.failed or f"{who} failed: {message[:300]}"
@@ -170,7 +176,7 @@ class RankFailureWatch:
                 peer.silent_turns += 1
                 if peer.silent_turns * BEAT_S > self._lost_after:
                     message = message or (
-                        f"{peer.name} has not answered for {self._lost_after:.0f} s: it is stopped or unreachable"
+                        f"{peer.name} has not answered for {self._lost_after:g} s: it is stopped or unreachable"
                     )
         return message
 
@@ -191,6 +197,7 @@ class RankFailureWatch:
 
     def _end(self, message: str) -> None:
         self.failed = message
+        self._noticed.set()
         if self.rank == 0:
             self._tell(message, wait_s=0)
             self._write(HEARD)

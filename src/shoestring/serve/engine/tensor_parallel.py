@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, lost_peer
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model.parallel import tensor_parallel_
 from shoestring.model.skip import SkipSet, Watch
@@ -149,7 +149,8 @@ class Ranks:
             try:
                 order, body = self._receive()
             except RuntimeError as error:
-                raise UserError(f"the first process is gone, so this one ends: {error}") from None
+                reason = lost_peer(error) or error
+                raise UserError(f"the first process is gone, so this one ends: {reason}") from None
             if order is Order.CLOSE:
                 return
             with self.lockstep():
