@@ -66,7 +66,7 @@ def test_the_table_has_both_and_says_whether_the_target_is_met(tmp_path: Path, m
         memory.save("8B", "int4:g128", held, dense)
         page = memory.table()
         assert "| int4:g128 | int8:g0 | 4,000 | 3.50 | 5,000 | 3.20 |\n\n8B. Target" in page
-        assert f"linear layers at `int4:g128`: 3.5 times smaller, which is {word}." in page
+        assert f"linear layers at `int4:g128`: 3.5 times smaller ({word})." in page
     assert "| bf16 | bf16 | 14,000 | 1.00 | 16,000 | 1.00 |\n| int4:g128 | bf16 | 4,000 | 3.50 | 5,800 | 2.76 |" in page
 
 
