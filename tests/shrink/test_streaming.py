@@ -20,7 +20,7 @@ from interrupted import dying
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.evals.perplexity import perplexity, streamed_perplexity
+from shoestring.evals.perplexity import perplexity
 from shoestring.formats import convert, pack, parse_format
 from shoestring.host.block_offload import fits_on_device, on_device
 from shoestring.model import Decoder, ModelSpec, save_model
@@ -179,14 +179,14 @@ def test_perplexity_is_that_of_whole_passes(
         done: list[int] = []
         want = perplexity(whole, text, **options)
         told = partial(lambda done, now, total: done.append(now), done)
-        got = streamed_perplexity(streamed, text, calibration, **options, progress=told)
+        got = perplexity(streamed, text, offload=calibration, **options, progress=told)
         assert got == want
         assert all(len(blocks) == 1 for blocks in on_it) and len(on_it) > spec.num_layers
         assert len(done) == spec.num_layers and done[-1] == want.num_tokens
         assert not any(is_on_device(block, FULL) for block in streamed.blocks)
         assert streamed.embed.weight.dtype == HALF
     with pytest.raises(UserError, match="does not fit this model"):
-        streamed_perplexity(streamed, text, calibration, context=65)
+        perplexity(streamed, text, offload=calibration, context=65)
 
 
 # -- one block at a time -------------------------------------------------------------------------------------
@@ -440,10 +440,10 @@ def test_a_walk_and_an_evaluation_hold_little_more_than_a_block() -> None:
             pass
 
     go_through(deep(WIDER, 1))
-    streamed_perplexity(deep(WIDER, 1), text, calibration, context=32)
+    perplexity(deep(WIDER, 1), text, offload=calibration, context=32)
     room = ends + 2.5 * block + activations + LIBRARIES
-    assert gpu_peak(lambda: streamed_perplexity(model, text, calibration, context=32)) < room
+    assert gpu_peak(lambda: perplexity(model, text, offload=calibration, context=32)) < room
     assert gpu_peak(lambda: go_through(model)) < room + hessians < 12 * block
-    got = streamed_perplexity(model, text, calibration, context=32)
+    got = perplexity(model, text, offload=calibration, context=32)
     want = perplexity(deep(WIDER).to(gpu()), text, context=32)
     assert got.nll == pytest.approx(want.nll, rel=1e-3)

@@ -98,7 +98,7 @@ def evaluate_row(
 
 
 def fitting_context(key: str, context: int, loaded: LoadedModel) -> int:
-    """As many tokens as are asked for, or as many as the model reads, which is said then."""
+    """`context`, or the model's positions where they are fewer, with a message."""
     room = loaded.spec.max_positions
     if context > room:
         RunLog(None).say(f"{key}={context} is more than the model's {room} positions: windows of {room} are used")
@@ -113,16 +113,13 @@ def measure_perplexity(
     max_tokens: int | None = None,
     offload: BlockOffload | None = None,
 ) -> dict[str, Any]:
-    from shoestring.evals.perplexity import perplexity, streamed_perplexity
+    from shoestring.evals.perplexity import perplexity
 
     batch = max(1, ROWS // max(1, context))
     with RunLog(None).progress(min(len(tokens), max_tokens or len(tokens)), "perplexity") as bar:
         options: dict[str, Any] = {"context": context, "stride": stride, "max_tokens": max_tokens, "batch": batch}
         options["progress"] = lambda done, total: bar.advance(done - bar.done)
-        if offload is None:
-            result = perplexity(model, tokens, **options)
-        else:
-            result = streamed_perplexity(model, tokens, offload, **options)
+        result = perplexity(model, tokens, **options, offload=offload)
     return {
         "perplexity": round(result.value, 4),
         "num_tokens": result.num_tokens,

@@ -10,6 +10,7 @@ first token of each is not counted. Words, documents and BOS tokens have no spec
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ class Window:
     stop: int
     counted_from: int
 
+    @property
+    def num_counted(self) -> int:
+        return self.stop - self.counted_from
+
 
 def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     """The windows that count every token at most once, in order."""
@@ -70,53 +75,60 @@ def perplexity(
     max_tokens: int | None = None,
     batch: int = 1,
     progress: Progress | None = None,
+    offload: BlockOffload | None = None,
 ) -> Perplexity:
-    """Perplexity of the first `max_tokens` of a 1-D tensor of token ids. progress(counted so far, to count)."""
-    stride = context if stride is None else stride
-    tokens = checked_tokens(model, tokens, context, stride, max_tokens, batch)
-    plan = windows(len(tokens), context, stride)
-    total = sum(w.stop - w.counted_from for w in plan)
-    device = model.embed.weight.device
-    nll_sum, done = 0.0, 0
-    for group in equal_shapes(plan, batch):
-        nll_sum += _nll_sum(model, tokens, group, device)
-        done += sum(w.stop - w.counted_from for w in group)
-        if progress is not None:
-            progress(done, total)
-    return perplexity_of(nll_sum, total, context, stride)
+    """Perplexity of the first `max_tokens` of a 1-D tensor of token ids. progress(counted so far, to count).
 
-
-@torch.no_grad()
-def streamed_perplexity(
-    model: Decoder,
-    tokens: Tensor,
-    offload: BlockOffload,
-    *,
-    context: int = CONTEXT,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-    batch: int = 1,
-    progress: Progress | None = None,
-) -> Perplexity:
-    """The same number for a model of which one block at a time is on the device (host/block_offload.py).
-
-    All windows pass through one block after the other. progress(counted so far, to count) counts a block as its share
-    of all tokens.
+    `offload`: the same number with one block at a time on its device (host/block_offload.py). All windows then pass
+    through one block after the other, and progress counts a block as its share of all tokens.
     """
     stride = context if stride is None else stride
     tokens = checked_tokens(model, tokens, context, stride, max_tokens, batch)
     plan = windows(len(tokens), context, stride)
-    groups = equal_shapes(plan, batch)
-    total = sum(w.stop - w.counted_from for w in plan)
+    groups, total = equal_shapes(plan, batch), sum(w.num_counted for w in plan)
+    if offload is not None:
+        nll_sum = _streamed_nll_sum(model, tokens, groups, offload, total, progress)
+    else:
+        nll_sum, done = 0.0, 0
+        for group in groups:
+            nll_sum += _nll_sum(model, tokens, group)
+            done += sum(w.num_counted for w in group)
+            if progress is not None:
+                progress(done, total)
+    nll = nll_sum / total
+    if math.isnan(nll):
+        raise NanLikelihood
+    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, total, context, stride)
+
+
+def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window]) -> float:
+    device = model.embed.weight.device
+    rows, targets = predicted(tokens, group, device)
+
+    def readout(hidden_RD: Tensor, head: Head) -> Tensor:
+        return read_nll(hidden_RD, head, targets)[0].double().sum()
+
+    return float(model(inputs_of(tokens, group).to(device), rows=rows, readout=readout))
+
+
+def _streamed_nll_sum(
+    model: Decoder,
+    tokens: Tensor,
+    groups: list[list[Window]],
+    offload: BlockOffload,
+    total: int,
+    progress: Progress | None,
+) -> float:
     device, dtype = offload.onload_device or model.device, model.compute_dtype
-    width = max(w.stop - w.start for w in plan) - 1  # a window's last token is only predicted, never read
+    inputs = [inputs_of(tokens, group) for group in groups]
     with ExitStack() as stack:
-        shape = (len(plan), width, model.spec.d_model)
+        shape = (sum(map(len, inputs)), max(x.shape[1] for x in inputs), model.spec.d_model)
         store = activation_store(shape, dtype, device, offload, stack)
-        parts = _parts(store, groups)
+        starts = itertools.accumulate(map(len, inputs), initial=0)
+        parts = [store[at : at + len(x), : x.shape[1]] for at, x in zip(starts, inputs, strict=False)]
         args = {t: model.block_args(t, device) for t in {part.shape[1] for part in parts}}
-        for part, group in zip(parts, groups, strict=True):
-            part.copy_(model.embed_inputs(torch.stack([tokens[w.start : w.stop - 1] for w in group])))
+        for part, x in zip(parts, inputs, strict=True):
+            part.copy_(model.embed_inputs(x))
         for index, block in enumerate(model.blocks):
             with on_device(block, offload.onload_device, dtype):
                 if device.type == "cpu":  # no kernels for packed weights: decode once, not in every pass
@@ -127,44 +139,17 @@ def streamed_perplexity(
                 progress(total * (index + 1) // len(model.blocks), total)
         for module in model.tail_modules():
             stack.enter_context(on_device(module, offload.onload_device, dtype))
-        nll_sum = sum(
-            _streamed_nll_sum(model, part.contiguous().to(device), tokens, group)
-            for part, group in zip(parts, groups, strict=True)
-        )
-    return perplexity_of(nll_sum, total, context, stride)
+        nll_sum = 0.0
+        for part, group in zip(parts, groups, strict=True):
+            rows, targets = predicted(tokens, group, device)
+            hidden_RD = model.final_hidden(part.contiguous().to(device)).flatten(0, 1)[rows]
+            nll_sum += float(read_nll(hidden_RD, model.read_head(hidden_RD.dtype), targets)[0].double().sum())
+    return nll_sum
 
 
-def _parts(store_NTD: Tensor, groups: list[list[Window]]) -> list[Tensor]:
-    """The view of the store for each group of windows; the last window of a text can be shorter."""
-    parts, at = [], 0
-    for group in groups:
-        parts.append(store_NTD[at : at + len(group), : group[0].stop - group[0].start - 1])
-        at += len(group)
-    return parts
-
-
-def _streamed_nll_sum(model: Decoder, x_BTD: Tensor, tokens: Tensor, group: list[Window]) -> float:
-    rows, targets = predicted(tokens, group, x_BTD.device)
-    hidden_RD = model.final_hidden(x_BTD).flatten(0, 1)[rows]
-    return float(read_nll(hidden_RD, model.read_head(hidden_RD.dtype), targets)[0].double().sum())
-
-
-def perplexity_of(nll_sum: float, num_tokens: int, context: int, stride: int) -> Perplexity:
-    nll = nll_sum / num_tokens
-    if math.isnan(nll):
-        raise NanLikelihood
-    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, num_tokens, context, stride)
-
-
-def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window], device: torch.device) -> float:
-    # The last token of a window is only predicted, never read.
-    inputs_BT = torch.stack([tokens[w.start : w.stop - 1] for w in group]).to(device)
-    rows, targets = predicted(tokens, group, device)
-
-    def readout(hidden_RD: Tensor, head: Head) -> Tensor:
-        return read_nll(hidden_RD, head, targets)[0].double().sum()
-
-    return float(model(inputs_BT, rows=rows, readout=readout))
+def inputs_of(tokens: Tensor, group: list[Window]) -> Tensor:
+    """[windows, length - 1]: the last token of a window is only predicted, never read."""
+    return torch.stack([tokens[w.start : w.stop - 1] for w in group])
 
 
 def predicted(tokens: Tensor, group: list[Window], device: torch.device) -> tuple[Tensor, Tensor]:
