@@ -128,11 +128,13 @@ def test_without_a_seed_each_request_draws_its_own_and_says_it() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    actions=st.lists(st.tuples(st.sampled_from(["add", "abort", "step"]), st.integers(0, 30)), max_size=40),
+    actions=st.lists(
+        st.tuples(st.sampled_from(["add", "abort", "pause", "resume", "step", "step"]), st.integers(0, 30)), max_size=60
+    ),
     max_requests=st.integers(1, 4),
     chunk=st.integers(1, 12),
 )
-def test_blocks_after_random_adds_aborts_and_steps(
+def test_blocks_after_random_adds_aborts_pauses_and_steps(
     actions: list[tuple[str, int]], max_requests: int, chunk: int
 ) -> None:
     model, drafter = cached_decoder(), LookupDrafter()
@@ -142,6 +144,7 @@ def test_blocks_after_random_adds_aborts_and_steps(
     pool = engine.cache.pool
     added: list[Request] = []
     aborted: set[int] = set()
+    paused: list[Request] = []
     for action, n in actions:
         if action == "add":
             added.append(engine.add([n % 29] * (1 + n % 9), Sampling(max_tokens=1 + n % 5)))
@@ -150,6 +153,14 @@ def test_blocks_after_random_adds_aborts_and_steps(
             if victim.finish_reason is None:
                 aborted.add(victim.id)
             engine.abort(victim)
+        elif action == "pause" and engine.busy:
+            inside = [*engine.running, *engine.waiting]
+            paused.append(inside[n % len(inside)])
+            engine.pause(paused[-1])
+        elif action == "resume" and paused:
+            back = paused.pop(n % len(paused))
+            if back.finish_reason is None:
+                engine.resume(back)
         else:
             engine.step()
         assert pool.num_free + pool.num_used + pool.num_cached == 5
@@ -157,6 +168,9 @@ def test_blocks_after_random_adds_aborts_and_steps(
         assert set(held) == set(pool._refs) and len(held) == sum(pool._refs.values())
         assert all(r.num_computed <= len(r.tokens) - 1 for r in engine.running)
         assert drafter.live <= {r.id for r in engine.running}
+    for request in paused:
+        if request.finish_reason is None:
+            engine.resume(request)
     while engine.busy:
         engine.step()
     assert engine.cache.pool.num_used == 0 and not drafter.live

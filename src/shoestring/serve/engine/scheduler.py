@@ -14,7 +14,8 @@ A request whose next token cannot be chosen yet is `late` and gets no row; it ke
 So a long prompt never stalls decoding requests, and none starves: the oldest request always gets its row (it may take
 every other block, and a request that can never fit is refused on arrival), so it ends, and the next becomes the oldest.
 
-Pure bookkeeping: no tensors, no clock. Left out: priorities, fairness between users.
+Pure bookkeeping: no tensors, no clock. Left out: priorities; fairness between clients is the server's
+(serve/http/waiting_line.py), which pauses and resumes requests.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ KEEP_ALIVE_S = 15.0  # an idle stream sends a comment this often
 LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
 CLIENT_LEFT = 499  # nginx's code; only in the log
 DRAINED_BODIES = 8  # a body this many times too large is still read to its end, so that the 413 arrives
-MAX_BODIES_BYTES = 256 << 20  # of all bodies that are being read or wait, over all connections
+MAX_BODIES_BYTES = 256 << 20  # of all bodies that are being read or wait; where one may be larger, two of them
 RENDERED_INLINE = 4096  # tokens and log-probabilities; more are written on a worker thread
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 
@@ -415,7 +415,7 @@ class Api:
                     break
                 if size > limit or not part:
                     continue
-                if self._bodies_bytes + len(part) > MAX_BODIES_BYTES:
+                if self._bodies_bytes + len(part) > max(MAX_BODIES_BYTES, 2 * limit):
                     raise ApiError(
                         503,
                         "the server is reading too many large requests at once; try again later",
