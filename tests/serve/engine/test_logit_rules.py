@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from naive_decoding import LookupDrafter
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.logit_rules import (
     LogitRules,
+    RuleTensors,
     SamplingWithRules,
     TokenHistory,
     VerifyWithRules,
@@ -34,6 +37,27 @@ def test_rules_follow_their_formulas() -> None:
     ends = LogitRules(min_tokens=2, eos_ids=(3,))
     assert apply_row_rules(logits, ends, [], [0])[3] == -math.inf
     assert apply_row_rules(logits, ends, [], [0, 0])[3] == 3.0
+
+
+def test_rules_that_follow_a_text_equal_those_counted_anew() -> None:
+    """Row by row of a growing text, drafts that are dropped again included; the prompt is read once."""
+    reads = 0
+
+    class Prompt(tuple[int, ...]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal reads
+            reads += 1
+            return super().__iter__()
+
+    rules = LogitRules(((5, 2.0), (7, -3.0)), presence=0.7, frequency=0.4, repetition=1.2, min_tokens=9, eos_ids=(3,))
+    prompt, rng, written = Prompt((1, 2, 2, 8)), random.Random(0), list[int]()
+    tensors = RuleTensors(rules, prompt, torch.zeros(12))
+    for _ in range(20):
+        logits, drafts = torch.randn(12), [rng.randrange(12) for _ in range(rng.randrange(3))]
+        got = tensors.apply(logits, written, drafts)
+        assert torch.equal(got, apply_row_rules(logits, rules, list(prompt), [*written, *drafts]))
+        written += [rng.randrange(12) for _ in range(rng.randrange(1, 3))]
+    assert reads == 1 + 20  # `list` above
 
 
 def test_rows_without_rules_are_not_touched_and_drafts_count_as_written() -> None:

@@ -62,6 +62,71 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class DistinctTokens:
+    """Which tokens occur, as an index tensor that grows with them."""
+
+    def __init__(self, tokens: Sequence[int], device: torch.device) -> None:
+        self._known = set(tokens)
+        self._at = torch.tensor(sorted(self._known), device=device, dtype=torch.int64)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._at = self.at(tokens)
+        self._known.update(tokens)
+
+    def at(self, more: Sequence[int] = ()) -> Tensor:
+        """Those that occur, `more` included."""
+        new = [token for token in dict.fromkeys(more) if token not in self._known]
+        return torch.cat([self._at, torch.tensor(new, device=self._at.device)]) if new else self._at
+
+
+class RuleTensors:
+    """The rules of one request as tensors on the device of the logits. They are kept from step to step: counting a long
+    prompt again for every token would hold up all other requests."""
+
+    def __init__(self, rules: LogitRules, prompt: Sequence[int], like_V: Tensor) -> None:
+        """`like_V`: a row of logits."""
+        self.rules, device = rules, like_V.device
+        self._bias_at = torch.tensor([token for token, _ in rules.bias], device=device, dtype=torch.int64)
+        self._bias = torch.tensor([bias for _, bias in rules.bias], device=device, dtype=like_V.dtype)
+        self._eos_at = torch.tensor(rules.eos_ids, device=device, dtype=torch.int64)
+        self._seen = DistinctTokens(prompt if rules.repetition != 1 else (), device)  # in prompt and text
+        self._written = DistinctTokens((), device)
+        self._count_V = torch.zeros_like(like_V)  # how often each was written
+        self._num_counted = 0
+
+    def apply(self, logits_V: Tensor, written: Sequence[int], drafts: Sequence[int]) -> Tensor:
+        """A row after `written` and `drafts`. `written` only grows from call to call."""
+        rules, out_V = self.rules, logits_V.clone()
+        self._count(written)
+        if rules.repetition != 1:
+            seen = self._seen.at(drafts)
+            before = out_V[seen]
+            out_V[seen] = torch.where(before > 0, before / rules.repetition, before * rules.repetition)
+        if rules.presence or rules.frequency:
+            token, count_V = self._written.at(drafts), self._count_V
+            if drafts:
+                count_V = self._added(count_V.clone(), drafts)
+            out_V[token] -= rules.presence + rules.frequency * count_V[token]
+        if rules.bias:
+            out_V[self._bias_at] += self._bias
+        if len(written) + len(drafts) < rules.min_tokens and 0 < len(rules.eos_ids) < len(out_V):
+            out_V[self._eos_at] = -torch.inf
+        return out_V
+
+    def _count(self, written: Sequence[int]) -> None:
+        assert self._num_counted <= len(written)
+        new, self._num_counted = written[self._num_counted :], len(written)
+        if new and self.rules.repetition != 1:
+            self._seen.add(new)
+        if new and (self.rules.presence or self.rules.frequency):
+            self._written.add(new)
+            self._added(self._count_V, new)
+
+    def _added(self, count_V: Tensor, tokens: Sequence[int]) -> Tensor:
+        at = torch.tensor(tokens, device=count_V.device)
+        return count_V.index_add_(0, at, count_V.new_ones(len(at)))
+
+
 @dataclass
 class TokenHistory:
     """A request's tokens so far, as its verifier saw them. Owned by the thread that steps the engine."""
@@ -69,6 +134,7 @@ class TokenHistory:
     prompt: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tensors: RuleTensors | None = field(default=None, repr=False)  # made with the first logits
 
 
 class GrammarLimitExceeded(UserError):
@@ -148,9 +214,11 @@ def apply_rules(logits_RV: Tensor, checks: Sequence[Check]) -> Tensor:
         sampling = check.sampling
         if isinstance(sampling, SamplingWithRules) and sampling.changes_logits:
             written = _written(check)
+            if sampling.rules.active and sampling.history.tensors is None:
+                sampling.history.tensors = RuleTensors(sampling.rules, sampling.history.prompt, out_RV[row])
             for i in range(check.num_rows):
-                so_far = [*written, *check.drafts[:i]]
-                out_RV[row + i] = apply_row_rules(out_RV[row + i], sampling.rules, sampling.history.prompt, so_far)
+                if sampling.history.tensors is not None:
+                    out_RV[row + i] = sampling.history.tensors.apply(out_RV[row + i], written, check.drafts[:i])
                 if sampling.grammar is not None:
                     allowed_V = sampling.grammar.allowed(written, check.drafts[:i], out_RV.shape[1])
                     if allowed_V is not None:
@@ -174,22 +242,7 @@ def _written(check: Check) -> list[int]:
 
 def apply_row_rules(logits_V: Tensor, rules: LogitRules, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
     """One row of logits after the rules, given the prompt and what was written since."""
-    out_V = logits_V.clone()
-    vocab = len(out_V)
-    if rules.repetition != 1:
-        seen = torch.tensor(sorted({*prompt, *written}), device=out_V.device, dtype=torch.int64)
-        before = out_V[seen]
-        out_V[seen] = torch.where(before > 0, before / rules.repetition, before * rules.repetition)
-    if written and (rules.presence or rules.frequency):
-        token = torch.tensor(written, device=out_V.device)
-        count_V = torch.bincount(token, minlength=vocab).to(out_V.dtype)
-        out_V -= rules.presence * (count_V > 0) + rules.frequency * count_V
-    if rules.bias:
-        index = torch.tensor([t for t, _ in rules.bias], device=out_V.device)
-        out_V[index] += torch.tensor([b for _, b in rules.bias], device=out_V.device, dtype=out_V.dtype)
-    if len(written) < rules.min_tokens and 0 < len(rules.eos_ids) < vocab:
-        out_V[torch.tensor(rules.eos_ids, device=out_V.device)] = -torch.inf
-    return out_V
+    return RuleTensors(rules, prompt, logits_V).apply(logits_V, written, ())
 
 
 def record(logits_RV: Tensor, checks: Sequence[Check], gained: Sequence[Sequence[int]]) -> None:
