@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,13 +21,12 @@ from typing import Any
 import httpx
 
 from shoestring.errors import as_command
-from shoestring.serve.engine import rank_failure
+from shoestring.serve.engine.rank_failure import RankFailureWatch
 from shoestring.serve.http import server
 
 model, folder, case = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 server.STOP_S = 0.5
-rank_failure.PATIENCE_S = 1.0
-options = server.ServeOptions(port=0, drain_s=0.5, rank_timeout_s=1.5 if case == "silence" else 100)
+options = server.ServeOptions(port=0, drain_s=0.5, rank_timeout_s=5 if case == "silence" else 100)
 TEXT = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
@@ -55,9 +53,8 @@ def client() -> None:
         refused = httpx.post(url + "/v1/completions", json={"prompt": "The"})
         seen["refused"] = [refused.status_code, refused.json()["error"]["code"]]
     (folder / "seen.json").write_text(json.dumps(seen))
-    # After the first process has given up: the follower must find out and end, too.
-    later = 0 if case == "silence" else 2
-    subprocess.Popen(["sh", "-c", f"sleep {later}; kill -CONT {follower()}"])
+    if case == "silence":
+        os.kill(follower(), signal.SIGCONT)
 
 
 lines: list[str] = []
@@ -68,6 +65,13 @@ if os.environ["RANK"] == "0":
         lines.append(message % args)
         info(message, *args)
 
+    announce = RankFailureWatch.announce
+
+    def announce_and_continue(self: RankFailureWatch, error: BaseException) -> None:
+        os.kill(follower(), signal.SIGCONT)  # the first process has given up: the follower must find out and end, too
+        announce(self, error)
+
+    RankFailureWatch.announce = announce_and_continue  # type: ignore[method-assign]
     server.log.info = note  # type: ignore[method-assign]
     threading.Thread(target=client, daemon=True).start()
 else:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from shoestring.errors import UserError
 from shoestring.serve.engine import rank_failure
 from shoestring.serve.engine.rank_failure import RankFailureWatch
 
@@ -67,7 +68,7 @@ def test_a_process_that_fails_tells_all_the_others() -> None:
         others.say(1, "failed process 1 failed: out of memory")
         assert failure() == "process 1 failed: out of memory"
         assert others.heard(1, "heard") and others.heard(2, "failed process 1 failed: out of memory")
-        with pytest.raises(RuntimeError, match="process 1 failed: out of memory; the processes are out of step"):
+        with pytest.raises(UserError, match="process 1 failed: out of memory; the processes are out of step"):
             watch.check()
 
 

@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shoestring.errors import lost_peer
+from shoestring.errors import UserError, lost_peer
 
 BEAT_S = 0.2
 LOST_AFTER_S = 20.0
@@ -137,7 +137,7 @@ class RankFailureWatch:
 
     def check(self) -> None:
         if self.failed:
-            raise RuntimeError(f"{self.failed}; the processes are out of step: start them again")
+            raise UserError(f"{self.failed}; the processes are out of step: start them again")
 
     def close(self) -> None:
         """Say goodbye: the end of this process is no failure from now on."""

@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, lost_peer
 from shoestring.serve.engine.engine import Engine, Output, Request
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
 from shoestring.serve.engine.request import NonFiniteLogits
@@ -282,8 +282,12 @@ class EngineThread:
                     self._hand_out(self.engine.step())
                 self._publish()
                 self._step_began = None
-        except Exception:
-            log.exception("the engine loop ended because a step failed")
+        except Exception as error:
+            reason = str(error) if isinstance(error, UserError) else lost_peer(error)
+            if reason is not None:  # no defect of this process
+                log.error("the engine loop ended: %s", reason)
+            else:
+                log.exception("the engine loop ended because a step failed")
         finally:
             self._step_began = None
             gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
