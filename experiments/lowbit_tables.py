@@ -278,6 +278,20 @@ def untrained() -> str:
     return _table(kept, SMOLLM2, all_grids=False)
 
 
+def two_scales() -> str:
+    """SmolLM2 on evenly spaced levels, NF with one scale, and NF with two, side by side; bits in brackets."""
+    best = best_settings()
+    rows, lines = [], []
+    for bits, group, method in itertools.product((3, 4), GROUPS, ("rtn", "awq", "gptq")):
+        labels = [f"{kind}:g{group}" for kind in (f"int{bits}", f"nf{bits}:s1", f"nf{bits}:s2")]
+        found = [best[SMOLLM2, method, label] for label in labels]
+        cells = [f"{_shown(f)} ({f.lines[0]['config']['bits']:.2f})" for f in found]
+        rows.append([str(bits), str(group), _named(method, SMOLLM2), *cells])
+        lines += [n for f in found for n in f.lines]
+    header = ["bits", "group", "method", "int", "nf, one scale", "nf, two scales"]
+    return markdown(header, rows) + provenance(lines)
+
+
 def _table(best: dict[tuple[str, str, str], Found], model: str, *, all_grids: bool = True) -> str:
     here = {(method, label): f for (name, method, label), f in best.items() if name == model}
     columns = [m for m in COLUMNS if any(method == m for method, _ in here)]
