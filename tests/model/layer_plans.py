@@ -12,7 +12,7 @@ import torch
 
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.layer_plan import DecoderPlan, NormPlan, RopePlan, plan_decoder
-from shoestring.model.spec import RopeScaling
+from shoestring.model.spec import Llama3Rope
 
 SPEC = ModelSpec(40, 32, 2, 4, 2, 16, 64, 32)
 BASE = plan_decoder(SPEC)
@@ -37,7 +37,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attn.qk_norm.eps": (0.3,),
     "attn.rope": (None,),
     "attn.rope.theta": (20.0,),
-    "attn.rope.scaling": (RopeScaling(8.0, 1.0, 4.0, 8),),
+    "attn.rope.scaling": (Llama3Rope(8.0, 1.0, 4.0, 8),),
     "attn.window": (3,),
     "attn.scale": (0.8,),
     "mlp.d_ff": (96,),

@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 SPEC = ModelSpec(97, 32, 2, 4, 2, 8, 48, 64, tied=False, bos_id=1, eos_id=2)
 QWEN3 = replace(SPEC, model_type="qwen3", qk_norm=True, head_dim=16, norm_eps=1e-6, tied=True)
-QWEN2 = replace(SPEC, model_type="qwen2", qkv_bias=True, sliding_window=4, first_window_layer=1)
+QWEN2 = replace(SPEC, model_type="qwen2", qkv_bias=True, sliding_window=4, full_layers=(0,))
 MISTRAL = replace(SPEC, model_type="mistral", sliding_window=5)
 GPT2 = ModelSpec(
     97, 32, 2, 4, 4, 8, 48, 64, model_type="gpt2", norm="layer", act="gelu_tanh", positions="learned",

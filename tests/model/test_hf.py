@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.model.hf import spec_from_hf, spec_to_hf
 from shoestring.model.hf_names import from_hf_names, to_hf_names
-from shoestring.model.spec import ModelSpec, RopeScaling
+from shoestring.model.spec import Llama3Rope, ModelSpec
 from shoestring.model.transformer import Decoder
 
 transformers = pytest.importorskip("transformers")
@@ -44,6 +45,15 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.0, 4.0, 6.0],
+}
+ORIGINAL = {"original_max_position_embeddings": 32}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
@@ -81,25 +91,88 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_inner": 40,
         "activation_function": "gelu",
     },
+    "llama-linear": {"model_type": "llama", **SMALL, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "llama-dynamic": {"model_type": "llama", **SMALL, "rope_scaling": {"type": "dynamic", "factor": 3.0}},
+    "qwen3-yarn": {"model_type": "qwen3", **SMALL, "head_dim": 16, "rope_parameters": YARN},
+    "gemma2": {"model_type": "gemma2", **SMALL, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20},
+    "gemma2-caps": {
+        "model_type": "gemma2",
+        **SMALL,
+        "head_dim": 12,
+        "attn_logit_softcapping": 0.7,
+        "final_logit_softcapping": 1.1,
+    },
+    "gemma3": {"model_type": "gemma3_text", **SMALL, "num_hidden_layers": 7, "head_dim": 12, "sliding_window": 5},
+    "gemma3-scaled": {
+        "model_type": "gemma3_text",
+        **SMALL,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+        },
+    },
+    "phi3": {"model_type": "phi3", **SMALL, "sliding_window": 7},
+    "phi3-longrope": {"model_type": "phi3", **SMALL, **ORIGINAL, "rope_scaling": LONGROPE},
+    "phi3-long": {"model_type": "phi3", **SMALL, "original_max_position_embeddings": 20, "rope_scaling": LONGROPE},
+    "phi3-part": {
+        "model_type": "phi3",
+        **SMALL,
+        **ORIGINAL,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0]},
+    },
+    "olmo2": {"model_type": "olmo2", **SMALL},
+    "smollm3": {"model_type": "smollm3", **SMALL, "num_hidden_layers": 5, "rope_theta": 500.0},
+    "smollm3-flags": {"model_type": "smollm3", **SMALL, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False},
+    "gpt-neox": {"model_type": "gpt_neox", **SMALL, "rotary_pct": 0.5},
+    "gpt-neox-serial": {"model_type": "gpt_neox", **SMALL, "use_parallel_residual": False, "attention_bias": False},
+    "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        **SMALL,
+        **MOE,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+    "qwen3-moe": {"model_type": "qwen3_moe", **SMALL, **MOE, "head_dim": 12, "norm_topk_prob": True},
+    "olmoe": {"model_type": "olmoe", **SMALL, "num_experts": 4, "num_experts_per_tok": 3},
 }
+for neox in ("gpt-neox", "gpt-neox-serial"):
+    del CONFIGS[neox]["num_key_value_heads"]
 
 
 def reference(config: dict[str, Any]) -> Any:
     """A `transformers` model with random weights everywhere, norms and biases included."""
     fields = {k: v for k, v in copy.deepcopy(config).items() if k != "model_type"}
+    fields.setdefault("pad_token_id", 0)  # some families' default lies outside of this vocabulary
     torch.manual_seed(0)
     hf_config = transformers.AutoConfig.for_model(config["model_type"], **fields)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config).float().eval()
+    # Eager: with torch's fused attention `transformers` leaves Gemma 2's cap of the scores out.
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model
 
 
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a folder that `transformers` writes: names of experts and of heads differ in memory."""
+    if not (hasattr(model.config, "num_experts_per_tok") or model.config.model_type == "gpt_neox"):
+        return model.state_dict()
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
+
+
 def ours(model: Any, config: dict[str, Any]) -> Decoder:
     spec = spec_from_hf(config)
     decoder = Decoder(spec)
-    decoder.load_state_dict(from_hf_names(spec, model.state_dict()))
+    decoder.load_state_dict(from_hf_names(spec, stored(model)))
     return decoder.eval()
 
 
@@ -124,7 +197,7 @@ def test_logits_equal_transformers_and_names_go_both_ways(name: str, tokens: tor
     assert spec.num_params() == sum(p.numel() for p in model.parameters())
 
     back = to_hf_names(spec, decoder.state_dict())
-    theirs = model.state_dict()
+    theirs = stored(model)
     for key, tensor in back.items():
         assert torch.equal(tensor, theirs[key]), key
     assert set(theirs) - set(back) <= {"lm_head.weight"} if spec.tied else set(theirs) == set(back)
@@ -146,6 +219,19 @@ def test_the_windows_and_scalings_above_matter(tokens: torch.Tensor) -> None:
         ("qwen2-window", {"use_sliding_window": False}),
         ("qwen2-window", {"max_window_layers": 0}),
         ("llama3-old", {"rope_scaling": None}),
+        ("llama-linear", {"rope_scaling": None}),
+        ("qwen3-yarn", {"rope_parameters": {"rope_theta": 500.0}}),
+        ("gemma2", {"sliding_window": 64}),
+        ("gemma2", {"query_pre_attn_scalar": 12}),
+        ("gemma2-caps", {"attn_logit_softcapping": None}),
+        ("gemma2-caps", {"final_logit_softcapping": None}),
+        ("gemma3", {"rope_local_base_freq": 20.0}),
+        ("phi3-longrope", {"rope_scaling": None}),
+        ("smollm3", {"no_rope_layers": [1] * 5}),
+        ("gpt-neox", {"rotary_pct": 1.0}),
+        ("gpt-neox", {"use_parallel_residual": False}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("qwen3-moe", {"norm_topk_prob": False}),
     ]:
         config = CONFIGS[name]
         model = reference(config)
@@ -157,7 +243,7 @@ def test_the_windows_and_scalings_above_matter(tokens: torch.Tensor) -> None:
 def test_llama3_scaling_is_written_in_both_spellings() -> None:
     spec = spec_from_hf(CONFIGS["llama3-old"])
     assert spec == spec_from_hf(CONFIGS["llama3-new"])
-    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16)
+    assert spec.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 16)
     written = spec_to_hf(spec)
     assert written["rope_scaling"]["rope_type"] == "llama3"
     assert written["rope_parameters"]["rope_theta"] == written["rope_theta"] == 500.0
@@ -214,7 +300,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        ("llama", {"model_type": "gemma2"}, ["gemma2", "llama, mistral, qwen2, qwen3, gpt2"]),
+        ("llama", {"model_type": "deepseek_v3"}, ["deepseek_v3", "llama, mistral, qwen2, qwen3, smollm3"]),
         ("llama", {"model_type": "lama"}, ["Did you mean 'llama'"]),
         ("llama", {"model_type": None}, ["model_type"]),
         ("llama", {"hidden_size": None}, ["hidden_size"]),
@@ -231,8 +317,21 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"hidden_act": "relu"}, ["hidden_act", "silu", "gelu"]),
         ("llama", {"hidden_act": ["silu"]}, ["hidden_act=['silu']"]),
         ("gpt2", {"activation_function": {}}, ["activation_function={}"]),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ("llama", {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, ["ntk", "yarn", "llama3"]),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": -2.0}}, ["factor", "-2.0"]),
+        ("llama", {"rope_scaling": {"type": "linear"}}, ["factor"]),
+        ("qwen3", {"rope_scaling": {**YARN, "beta_fast": "many"}}, ["beta_fast"]),
+        ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0, 2.0]}}, ["[2, 4]", "needs 4"]),
+        ("phi3", {"rope_scaling": {**LONGROPE, "short_factor": [1.0, None]}}, ["short_factor"]),
+        ("phi3", {"partial_rotary_factor": 1.5}, ["1.5"]),
+        ("gpt-neox", {"rotary_pct": 0.1}, ["0 of head_dim=8"]),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, ["attn_logit_softcapping"]),
+        ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma3", {"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, ["rope_parameters"]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "5"]),
+        ("mixtral", {"num_experts_per_tok": 9}, ["9 of 4 experts"]),
+        ("qwen2-moe", {"mlp_only_layers": "none"}, ["mlp_only_layers"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]),
         ("llama", {"rope_scaling": "llama3"}, ["rope_scaling"]),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
         ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
@@ -244,7 +343,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
         ("llama", {"eos_token_id": "</s>"}, ["eos_token_id"]),
         ("mistral", {"num_key_value_heads": None, "sliding_window": "4"}, ["sliding_window"]),
-        ("qwen2-window", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, ["layer_types"]),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, ["layer_types"]),
         ("qwen2-window", {"layer_types": ["full_attention"]}, ["layer_types", "3"]),
         ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["without a sliding window"]),

@@ -70,9 +70,7 @@ def test_a_field_that_an_executor_does_not_declare_is_refused() -> None:
 
 
 def test_plans_follow_from_specs() -> None:
-    spec = replace(
-        SPEC, qk_norm=True, norm_eps=1e-6, sliding_window=7, first_window_layer=1, act="geglu", mlp_bias=True
-    )
+    spec = replace(SPEC, qk_norm=True, norm_eps=1e-6, sliding_window=7, full_layers=(0,), act="geglu", mlp_bias=True)
     first, second = plan_decoder(spec).layers
     assert first == replace(second, attn=replace(second.attn, window=None)) and second.attn.window == 7
     assert second.attn.qk_norm == NormPlan("rms", 1e-6) and second.attn.rope == RopePlan(10000.0)

@@ -11,16 +11,16 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.model.attention import attend_with, causal_attention, mask_at, rope_frequencies, rope_tables, rotate
 from shoestring.model.layer_plan import RopePlan
-from shoestring.model.spec import ModelSpec, RopeScaling
+from shoestring.model.spec import Llama3Rope, ModelSpec
 from shoestring.model.transformer import Decoder, Head
 
 LLAMA = ModelSpec(61, 32, 3, 4, 2, 8, 48, 32, tied=False)
 SPECS = {
     "llama": LLAMA,
-    "llama3": replace(LLAMA, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16), rope_theta=500.0, tied=True),
+    "llama3": replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 16), rope_theta=500.0, tied=True),
     "biases": replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True),
     "mistral": replace(LLAMA, model_type="mistral", sliding_window=5),
-    "qwen2": replace(LLAMA, model_type="qwen2", qkv_bias=True, sliding_window=4, first_window_layer=2),
+    "qwen2": replace(LLAMA, model_type="qwen2", qkv_bias=True, sliding_window=4, full_layers=(0, 1)),
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=12),
     "gpt2": ModelSpec(
         61, 32, 2, 4, 4, 8, 48, 32, model_type="gpt2", norm="layer", act="gelu_tanh", positions="learned",

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
@@ -33,12 +32,12 @@ Progress = Callable[[int, int], None]  # (done, total)
 
 def read_nll(hidden_RD: Tensor, head: Head, target_R: Tensor) -> tuple[Tensor, Tensor]:
     """-log p(target) [R] in fp32 (fp64 where given), and whether the target is the likeliest token [R]."""
-    weight_VD = head.weight_VD.to(hidden_RD.dtype)
+    head = head.to(hidden_RD.dtype)
     num_shards = 1 if head.group is None else head.group.size()
-    block = max(1, BLOCK_LOGITS // (weight_VD.shape[0] * num_shards))
+    block = max(1, BLOCK_LOGITS // (head.weight_VD.shape[0] * num_shards))
     nll, greedy = [], []
     for rows_D, target in zip(hidden_RD.split(block), target_R.split(block), strict=True):
-        logits = F.linear(rows_D, weight_VD)
+        logits = head.logits(rows_D)
         if head.group is not None:
             logits = collectives.gather_last(logits, head.group)
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -184,8 +183,9 @@ def branch_attention(positions_BT: Tensor, branches_BT: Tensor, plan: DecoderPla
     age_BTS = positions_BT[:, :, None] - positions_BT[:, None, :]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = plan.layers[layer].attn.window
-        # Every row, padding included, sees itself, so that its softmax is finite.
-        return attend_with(q, k, v, seen_BTS if window is None else seen_BTS & (age_BTS < window))
+        window, softcap = plan.layers[layer].attn.window, plan.layers[layer].attn.softcap
+        # A padding row may be younger than all it could see; with itself in view its softmax stays finite.
+        mask = seen_BTS if window is None else seen_BTS & (age_BTS < window)
+        return attend_with(q, k, v, mask, softcap=softcap)
 
     return attend

@@ -37,6 +37,7 @@ class InputSource:
     readers: tuple[str, ...]
     repeat: int = 1
     span: int = 1
+    offset: float = 0.0  # what the source adds to its stored weight before it multiplies (Gemma's norms: 1)
 
     def reduce(self, channel: Tensor) -> Tensor:
         """Readers' channels -> source channels, as means."""

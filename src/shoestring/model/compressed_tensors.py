@@ -74,10 +74,10 @@ def save_compressed_tensors(
 
 def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym]:
     """The same formats, once each is known to fit the layout; UserError that names the first that does not."""
-    if spec.model_type == "gpt2":
+    if hf_names.is_fused(spec):
         raise UserError(
-            "compressed-tensors cannot hold a gpt2 model: its layers are Conv1D in transformers, and only Linear "
-            f"layers are packed there; {INSTEAD}"
+            f"compressed-tensors cannot hold a {spec.model_type} model: transformers computes several of its layers as "
+            f"one or as Conv1D, and only separate Linear layers are packed there; {INSTEAD}"
         )
     if not formats:
         raise UserError(

@@ -219,8 +219,11 @@ class _FolderSource:
         source = self._source(name)
         shape = self._files.shape(self._stored[source.name])
         shape = shape[::-1] if source.transpose else shape
+        if source.rows is None:
+            return shape
         # A fused tensor of the wrong height shows as a wrong share of it.
-        return shape if source.rows is None else (shape[0] - 2 * (source.rows[1] - source.rows[0]), *shape[1:])
+        own = source.heads * (source.rows[1] - source.rows[0])
+        return (shape[0] - (source.height - own), *shape[1:])
 
     def read(self, name: str, box: Box) -> Tensor:
         source = self._source(name)
@@ -231,6 +234,9 @@ class _FolderSource:
                 f"{self.folder}: tensor {stored!r} is stored as {dtype}; weights must be "
                 f"{', '.join(_FLOATS)}: give the folder of the unquantized model"
             )
+        if source.heads > 1:  # rows of every head: read whole, then cut
+            whole = tuple(slice(0, n) for n in self._files.shape(stored))
+            return source.take(self._files.read(stored, whole))[box.slices()]
         index = list(box.slices())
         if source.rows is not None:
             index[0] = slice(index[0].start + source.rows[0], index[0].stop + source.rows[0])

@@ -29,7 +29,7 @@ from shoestring.model.attention import rope_frequencies
 from shoestring.model.hf import EPS_RANGE, MOST_WINDOW, THETA_RANGE
 from shoestring.model.hf_names import GGUF_BLOCK, GGUF_TOP
 from shoestring.model.layer_plan import RopePlan
-from shoestring.model.spec import ModelSpec, RopeScaling
+from shoestring.model.spec import Llama3Rope, ModelSpec
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.model.transformer import Decoder
 
@@ -296,7 +296,7 @@ def _with_rope_factors(path: Path, spec: ModelSpec, factors: Tensor | None) -> M
         return spec
     plain = rope_frequencies(RopePlan(spec.rope_theta), spec.head_dim)
     if factors.shape == plain.shape:
-        guess = RopeScaling(float(factors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
+        guess = Llama3Rope(float(factors.max()), low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
         scaled = rope_frequencies(RopePlan(spec.rope_theta, guess), spec.head_dim)
         if torch.allclose(plain / scaled, factors, rtol=1e-4):
             return replace(spec, rope_scaling=guess)

@@ -1,9 +1,8 @@
 """Hugging Face config.json, to and from a ModelSpec.
 
-`spec_from_hf` reads a config.json of model_type llama (SmolLM2 too), mistral, qwen2, qwen3 or gpt2, with the
-defaults that `transformers` gives to a missing field; `spec_to_hf` writes it back and proves, by reading its
-own output, that nothing was lost. A field that asks for arithmetic the decoder does not have (another rotary
-type, experts, logit caps, ...) is an error, never an approximation.
+`spec_from_hf` reads a config.json of one of MODEL_TYPES with the defaults that `transformers` gives to a missing
+field; `spec_to_hf` writes it back and proves, by reading its own output, that nothing was lost. A field that asks for
+arithmetic the decoder does not have (another rotary type, ALiBi, multipliers, ...) is an error, never an approximation.
 
 Left out on purpose: tensor names (hf_names.py), files (folder.py), GGUF (gguf.py).
 """
@@ -11,17 +10,38 @@ Left out on purpose: tensor names (hf_names.py), files (folder.py), GGUF (gguf.p
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from shoestring.errors import UserError, shown, suggest
 from shoestring.json_files import REQUIRED, Fields
-from shoestring.model.spec import ModelSpec, RopeScaling
+from shoestring.model.spec import (
+    DynamicRope,
+    Experts,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelSpec,
+    RopeScaling,
+    YarnRope,
+)
 
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 MODEL_TYPES = tuple(_ARCHITECTURE)
@@ -41,7 +61,22 @@ _GPT2_SIZES = {
     "max_positions": "n_positions",
 }
 
-# Fields that change the arithmetic, and the values under which they do not. Anything else is refused.
+# What `transformers` takes for a missing field, where that is not Llama's.
+_EPS = {**dict.fromkeys(("phi3", "olmo2", "mixtral", "olmoe"), 1e-5)}
+_THETA = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0}
+_TIED = ("smollm3", "gemma2", "gemma3_text")
+# Its default number of key/value heads is right for few models of these families: the field must be there.
+_KV_HEADS_GIVEN = ("mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe")
+_ATTENTION_BIAS = ("llama", "qwen3", "smollm3", "olmo2", "qwen3_moe", "olmoe", "gemma2", "gemma3_text")
+_MLP_BIAS = ("llama", "smollm3")
+_GEMMA = ("gemma2", "gemma3_text")
+_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}  # whatever the width
+_QK_NORM = {"qwen3": "head", "qwen3_moe": "head", "gemma3_text": "head", "olmo2": "width", "olmoe": "width"}
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+_WINDOW_EVERYWHERE = ("mistral", "mixtral", "phi3", "qwen3_moe")  # layer_types is not looked at
+
+# Fields that change the arithmetic, and the values under which they do not. Anything else is refused, but for the
+# families that read the field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "clip_qkv"), (None,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1.0)),
@@ -51,6 +86,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "partial_rotary_factor": (None, 1.0),
     "no_rope_layers": (None, []),
+}
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _GEMMA),
+    **dict.fromkeys(("num_experts", "num_local_experts"), _EXPERTS),
+    "partial_rotary_factor": ("phi3", "gpt_neox"),
+    "no_rope_layers": ("smollm3",),
 }
 _GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
@@ -62,6 +103,7 @@ _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gel
 EPS_RANGE: dict[str, float] = {"least": 1e-12, "most": 0.1}
 THETA_RANGE: dict[str, float] = {"least": 1.0, "most": 1e15}
 SCALING_RANGE: dict[str, float] = {"least": 1e-6, "most": 1e6}
+PART_RANGE: dict[str, float] = {"least": 1e-6, "most": 1.0}
 MOST_WINDOW = 2**31 - 1
 ORIGINAL = "original_max_position_embeddings"
 MOST_TOKEN_ID = 2**31 - 1
@@ -83,9 +125,9 @@ def _end_ids(config: Fields) -> dict[str, Any]:
     return {"bos_id": next(iter(bos), None), "eos_id": next(iter(eos), None), "extra_eos_ids": eos[1:]}
 
 
-def _refuse_unknown_arithmetic(config: Fields) -> None:
+def _refuse_unknown_arithmetic(config: Fields, model_type: str) -> None:
     for key, neutral in _NEUTRAL.items():
-        if key in config and config.get(key) not in neutral:
+        if key in config and config.get(key) not in neutral and model_type not in _READ_BY.get(key, ()):
             raise UserError(
                 f"config.json: {key}={shown(config.get(key))} asks for arithmetic the decoder does not have; "
                 f"only {' or '.join(repr(n) for n in neutral)} is supported"
@@ -112,41 +154,130 @@ def spec_from_hf(values: dict[str, Any]) -> ModelSpec:
             f"config.json: model_type {shown(model_type)} is not supported; supported: "
             f"{', '.join(MODEL_TYPES)} (SmolLM2 is llama).{suggest(str(model_type), list(MODEL_TYPES))}"
         )
-    _refuse_unknown_arithmetic(config)
-    return _from_gpt2(config) if model_type == "gpt2" else _from_llama_like(config, model_type)
+    _refuse_unknown_arithmetic(config, model_type)
+    if model_type == "gpt2":
+        return _from_gpt2(config)
+    return _from_neox(config) if model_type == "gpt_neox" else _from_llama_like(config, model_type)
 
 
 def _from_llama_like(config: Fields, model_type: str) -> ModelSpec:
-    act = config.get("hidden_act", "silu")
-    if not isinstance(act, str) or act not in _GATES:
-        raise UserError(
-            f"config.json: hidden_act={shown(act)} is not supported for {model_type}; supported: {', '.join(_GATES)}"
-        )
     sizes = {ours: config.whole(theirs) for ours, theirs in _SIZES.items()}
-    num_heads = sizes["num_heads"]
-    # `transformers` has other defaults for Mistral (8) and Qwen (32), right for few: the field must be there.
-    kv_default = num_heads if model_type == "llama" or "num_key_value_heads" in config else REQUIRED
-    window, first_window_layer = _windows(config, model_type, sizes["num_layers"])
-    attention_bias = model_type in ("llama", "qwen3") and config.flag("attention_bias", False)
-    theta, scaling = _rope(config)
+    num_layers, num_heads = sizes["num_layers"], sizes["num_heads"]
+    kv_default = REQUIRED if model_type in _KV_HEADS_GIVEN and "num_key_value_heads" not in config else num_heads
+    window, full_layers = _windows(config, model_type, num_layers)
+    attention_bias = model_type in _ATTENTION_BIAS and config.flag("attention_bias", False)
     return ModelSpec(
         **sizes,
         **_end_ids(config),
+        **_rope(config, model_type),
         num_kv_heads=config.whole("num_key_value_heads", kv_default),
         head_dim=_head_dim(config, model_type, sizes["d_model"], num_heads),
         d_ff=config.whole("intermediate_size"),
         model_type=model_type,
-        norm_eps=config.number("rms_norm_eps", 1e-6, **EPS_RANGE),
-        act=cast(Literal["swiglu", "geglu", "geglu_tanh"], _GATES[act]),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm=model_type == "qwen3",
-        qkv_bias=attention_bias or model_type == "qwen2",
+        norm="rms_offset" if model_type in _GEMMA else "rms",
+        norm_eps=config.number("rms_norm_eps", _EPS.get(model_type, 1e-6), **EPS_RANGE),
+        norm_placement="both" if model_type in _GEMMA else "post" if model_type == "olmo2" else "pre",
+        act=_gate(config, model_type),
+        no_rope_layers=_no_rope_layers(config, num_layers) if model_type == "smollm3" else (),
+        qk_norm=model_type in _QK_NORM,
+        qk_norm_over=cast(Literal["head", "width"], _QK_NORM.get(model_type, "head")),
+        qkv_bias=attention_bias or model_type == "qwen2" or _qwen2_moe_bias(config, model_type),
         out_bias=attention_bias,
-        mlp_bias=model_type == "llama" and config.flag("mlp_bias", False),
-        tied=config.flag("tie_word_embeddings", False),
+        mlp_bias=model_type in _MLP_BIAS and config.flag("mlp_bias", False),
+        tied=config.flag("tie_word_embeddings", model_type in _TIED),
+        experts=_experts(config, model_type, num_layers) if model_type in _EXPERTS else None,
         sliding_window=window,
-        first_window_layer=first_window_layer,
+        full_layers=full_layers,
+        **(_gemma(config, model_type) if model_type in _GEMMA else {}),
+    )
+
+
+def _gate(config: Fields, model_type: str) -> Literal["swiglu", "geglu", "geglu_tanh"]:
+    # Gemma's hidden_act is a leftover of its first release, which `transformers` does not look at.
+    key, default = ("hidden_activation", "gelu_pytorch_tanh") if model_type in _GEMMA else ("hidden_act", "silu")
+    act = config.text(key, default)
+    if act not in _GATES:
+        raise UserError(
+            f"config.json: {key}={shown(act)} is not supported for {model_type}; supported: {', '.join(_GATES)}"
+        )
+    return cast(Literal["swiglu", "geglu", "geglu_tanh"], _GATES[act])
+
+
+def _gemma(config: Fields, model_type: str) -> dict[str, Any]:
+    def cap(key: str, default: float | None) -> float | None:
+        if key in config and config.get(key) is None:
+            return None
+        return None if key not in config and default is None else config.number(key, default, **SCALING_RANGE)
+
+    second = model_type == "gemma2"
+    return {
+        "attn_scale": config.number("query_pre_attn_scalar", 256, **SCALING_RANGE) ** -0.5,
+        "attn_softcap": cap("attn_logit_softcapping", 50.0 if second else None),
+        "logit_softcap": cap("final_logit_softcapping", 30.0 if second else None),
+        "scaled_embeddings": True,
+    }
+
+
+def _no_rope_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
+    """SmolLM3 lists for every layer whether it rotates (1) or not (0); by default every fourth does not."""
+    flags = config.get("no_rope_layers")
+    if flags is None:
+        interval = config.whole("no_rope_layer_interval", 4)
+        return tuple(i for i in range(num_layers) if (i + 1) % interval == 0)
+    if not isinstance(flags, list) or len(flags) != num_layers or any(f not in (0, 1) for f in flags):
+        raise UserError(f"config.json: no_rope_layers must be a list of 0 or 1 for each of the {num_layers} layers")
+    return tuple(i for i, rotates in enumerate(flags) if not rotates)
+
+
+def _qwen2_moe_bias(config: Fields, model_type: str) -> bool:
+    return model_type == "qwen2_moe" and config.flag("qkv_bias", True)
+
+
+def _experts(config: Fields, model_type: str, num_layers: int) -> Experts:
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    shared = {"num": config.whole(key), "top_k": config.whole("num_experts_per_tok")}
+    if model_type == "mixtral":
+        return Experts(**shared, d_ff=config.whole("intermediate_size"))
+    renormalize = config.flag("norm_topk_prob", False)
+    if model_type == "olmoe":
+        return Experts(**shared, d_ff=config.whole("intermediate_size"), renormalize=renormalize)
+    dense = config.list("mlp_only_layers", None) or []
+    if any(type(i) is not int or i < 0 for i in dense):
+        raise UserError(f"config.json: mlp_only_layers must be a list of layer numbers, not {shown(dense)}")
+    step = config.whole("decoder_sparse_step", 1)
+    return Experts(
+        **shared,
+        d_ff=config.whole("moe_intermediate_size"),
+        renormalize=renormalize,
+        shared_d_ff=config.whole("shared_expert_intermediate_size") if model_type == "qwen2_moe" else 0,
+        dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % step),
+    )
+
+
+def _from_neox(config: Fields) -> ModelSpec:
+    act = config.get("hidden_act", "gelu")
+    if not isinstance(act, str) or act not in _GELU:
+        raise UserError(
+            f"config.json: hidden_act={shown(act)} is not supported for gpt_neox; supported: {', '.join(_GELU)}"
+        )
+    sizes = {ours: config.whole(theirs) for ours, theirs in _SIZES.items()}
+    attention_bias = config.flag("attention_bias", True)
+    return ModelSpec(
+        **sizes,
+        **_end_ids(config),
+        **_rope(config, "gpt_neox"),
+        num_kv_heads=sizes["num_heads"],
+        head_dim=_divide_width(sizes["d_model"], sizes["num_heads"], "hidden_size", "num_attention_heads"),
+        d_ff=config.whole("intermediate_size"),
+        model_type="gpt_neox",
+        norm="layer",
+        norm_eps=config.number("layer_norm_eps", 1e-5, **EPS_RANGE),
+        parallel_residual=config.flag("use_parallel_residual", True),
+        act=cast(Literal["gelu_tanh", "gelu"], _GELU[act]),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=True,
+        tied=config.flag("tie_word_embeddings", False),
     )
 
 
@@ -154,8 +285,8 @@ def _head_dim(config: Fields, model_type: str, d_model: int, num_heads: int) -> 
     head_dim = config.whole("head_dim", None)
     if head_dim is not None:
         return head_dim
-    if model_type == "qwen3":
-        return 128  # what `transformers` assumes for Qwen3, whatever the width
+    if model_type in _HEAD_DIM:
+        return _HEAD_DIM[model_type]
     return _divide_width(d_model, num_heads, "hidden_size", "num_attention_heads")
 
 
@@ -167,88 +298,186 @@ def _divide_width(d_model: int, num_heads: int, width_key: str, heads_key: str) 
     return d_model // num_heads
 
 
-def _windows(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, int]:
-    """(sliding window, first layer that has it)."""
-    if model_type == "llama":
-        window, first = None, 0
-    elif model_type == "mistral":
-        # Absent means 4096 in `transformers`; null means no window.
-        window, first = (
-            (config.whole("sliding_window", None, most=MOST_WINDOW) if "sliding_window" in config else 4096),
-            0,
-        )
-    else:
-        window = (
-            config.whole("sliding_window", 4096, most=MOST_WINDOW) if config.flag("use_sliding_window", False) else None
-        )
-        first = config.whole("max_window_layers", 28, least=0)
+def _windows(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """(sliding window, layers that attend to everything all the same)."""
+    window, full = _window_defaults(config, model_type, num_layers)
     kinds = config.get("layer_types")
     if kinds is not None:
-        first = _first_window_layer(kinds, num_layers)
-        if model_type == "mistral" and first not in (0 if window is not None else num_layers, num_layers):
-            raise UserError("config.json: layer_types of a mistral model must be all the same kind")
-        if first < num_layers and window is None:
+        named = _full_layers(kinds, num_layers)
+        if model_type in _WINDOW_EVERYWHERE:
+            if len(named) not in (0, num_layers):
+                raise UserError(f"config.json: layer_types of a {model_type} model must be all the same kind")
+        elif model_type not in ("llama", "olmo2", "olmoe"):  # these have no window at all
+            full = named
+        if len(named) < num_layers and window is None:
             raise UserError(
                 f"config.json: layer_types asks for sliding_attention in a {model_type} model without a sliding window"
             )
-        if model_type == "mistral":
-            first = 0  # `transformers` applies Mistral's window to every layer, whatever layer_types says
-    if window is None or first >= num_layers:
-        return None, 0
-    return window, first
+    if window is None or len(full) == num_layers:
+        return None, ()
+    return window, full
 
 
-def _first_window_layer(kinds: Any, num_layers: int) -> int:
+def _window_defaults(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The same where config.json has no layer_types."""
+    if model_type in ("llama", "olmo2", "olmoe"):
+        return None, ()
+    if model_type == "mistral":
+        # Absent means 4096 in `transformers`; null means no window.
+        return (config.whole("sliding_window", None, most=MOST_WINDOW) if "sliding_window" in config else 4096), ()
+    if model_type in ("mixtral", "phi3"):
+        return config.whole("sliding_window", None, most=MOST_WINDOW), ()
+    if model_type in _GEMMA:
+        key = "sliding_window_pattern" if "sliding_window_pattern" in config else "_sliding_window_pattern"
+        pattern = 2 if model_type == "gemma2" else config.whole(key, 6)
+        return config.whole("sliding_window", 4096, most=MOST_WINDOW), tuple(range(pattern - 1, num_layers, pattern))
+    if not config.flag("use_sliding_window", False):
+        return None, ()
+    window = config.whole("sliding_window", None if model_type == "smollm3" else 4096, most=MOST_WINDOW)
+    if model_type == "qwen3_moe":
+        return window, ()
+    if model_type == "smollm3":  # the layers that do not rotate have the window
+        windowed = _no_rope_layers(config, num_layers)
+        return window, tuple(i for i in range(num_layers) if i not in windowed)
+    first = config.whole("max_window_layers", 28, least=0)
+    return window, tuple(range(min(first, num_layers)))
+
+
+def _full_layers(kinds: Any, num_layers: int) -> tuple[int, ...]:
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise UserError(f"config.json: layer_types must be a list with one entry for each of the {num_layers} layers")
     unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(f"config.json: layer_types has {unknown[0]!r}; supported: full_attention, sliding_attention")
-    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else num_layers
-    if "full_attention" in kinds[first:]:
-        raise UserError(
-            "config.json: layer_types mixes full_attention above sliding_attention; only full layers "
-            "followed by sliding layers are supported"
-        )
-    return first
+    return tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
 
 
-def _rope(config: Fields) -> tuple[float, RopeScaling | None]:
-    """Both spellings: rope_theta + rope_scaling (transformers 4) and rope_parameters (transformers 5)."""
+# -- rotary positions ----------------------------------------------------------------------------------------
+
+
+def _rope(config: Fields, model_type: str) -> dict[str, Any]:
+    """The spec's rotary fields. Both spellings: rope_theta + rope_scaling (transformers 4) and rope_parameters
+    (transformers 5), which Gemma 3 has by layer type."""
     given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     for key, value in given.items():
         if value is not None and not isinstance(value, dict):
             raise UserError(f"config.json: {key} must be an object or null, not {shown(value)}")
-    theta = config.number("rope_theta", 10000.0, **THETA_RANGE)
-    found = [_rope_fields(rope, key, theta, config) for key, rope in given.items() if rope]
+    theta = config.number(_THETA_KEY.get(model_type, "rope_theta"), _THETA.get(model_type, 10000.0), **THETA_RANGE)
+    part = config.number(_PART_KEY[model_type], _PART[model_type], **PART_RANGE) if model_type in _PART else 1.0
+    base = {"rope_theta": theta, "rotary_fraction": part}
+    by_layer = given["rope_parameters"] or {}
+    if model_type == "gemma3_text":
+        base["window_rope_theta"] = config.number("rope_local_base_freq", 10000.0, **THETA_RANGE)
+        if "full_attention" in by_layer:
+            return _rope_by_layer(base, Fields(by_layer, "config.json, rope_parameters"), config)
+    found = [_rope_fields(base, Fields(rope, f"config.json, {key}"), config) for key, rope in given.items() if rope]
     if len(found) == 2 and found[0] != found[1]:
         raise UserError(
             "config.json: rope_scaling and rope_parameters disagree; keep the one the model was trained with"
         )
-    return found[0] if found else (theta, None)
+    return found[0] if found else {**base, "rope_scaling": None}
 
 
-def _rope_fields(rope: dict[str, Any], key: str, theta: float, config: Fields) -> tuple[float, RopeScaling | None]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if any(isinstance(v, dict) for v in rope.values()):
-        raise UserError(f"config.json: {key} differs by layer type; one rotary setting for all layers is supported")
-    if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: {key} has rope_type {shown(kind)}; supported: 'default' and 'llama3'")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UserError(
-            f"config.json: partial_rotary_factor={shown(rope['partial_rotary_factor'])} is not supported; only 1.0 is"
-        )
-    fields = Fields(
-        {**rope, ORIGINAL: rope.get(ORIGINAL, config.get("max_position_embeddings"))}, f"config.json, {key}"
+_THETA_KEY = {"gpt_neox": "rotary_emb_base"}
+_PART = {"phi3": 1.0, "gpt_neox": 0.25}  # of a head that is rotated
+_PART_KEY = {"phi3": "partial_rotary_factor", "gpt_neox": "rotary_pct"}
+
+
+def _rope_by_layer(base: dict[str, Any], by_layer: Fields, config: Fields) -> dict[str, Any]:
+    whole, windowed = (
+        _rope_fields(base, Fields(by_layer.object(kind), f"{by_layer.where}.{kind}"), config)
+        for kind in ("full_attention", "sliding_attention")
     )
-    theta = fields.number("rope_theta", theta, **THETA_RANGE)
-    if kind == "default":
-        return theta, None
-    factors = {name: fields.number(name, **SCALING_RANGE) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    scaling = RopeScaling(**factors, original_positions=fields.whole(ORIGINAL, most=MOST_WINDOW))
+    if windowed["rope_scaling"] is not None:
+        raise UserError(f"{by_layer.where}.sliding_attention is scaled; only full_attention may be")
+    return {**whole, "window_rope_theta": windowed["rope_theta"]}
+
+
+def _rope_fields(base: dict[str, Any], rope: Fields, config: Fields) -> dict[str, Any]:
+    if any(isinstance(v, dict) for v in rope.values.values()):
+        raise UserError(f"{rope.where} differs by layer type, which this model_type does not have")
+    fraction = rope.number("partial_rotary_factor", base["rotary_fraction"], **PART_RANGE)
+    if fraction != 1.0 and config.get("model_type") not in _PART:
+        raise UserError(f"{rope.where}: partial_rotary_factor={fraction!r} is not supported here; only 1.0 is")
+    return {
+        **base,
+        "rope_theta": rope.number("rope_theta", base["rope_theta"], **THETA_RANGE),
+        "rotary_fraction": fraction,
+        "rope_scaling": _rope_scaling(rope, config),
+    }
+
+
+def _rope_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if config.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # what its first releases called it
+    if not isinstance(kind, str) or kind not in _ROPE_KINDS:
+        raise UserError(f"{rope.where} has rope_type {shown(kind)}; supported: {', '.join(_ROPE_KINDS)}")
+    return _ROPE_KINDS[kind](rope, config)
+
+
+def _original_positions(rope: Fields, config: Fields) -> int:
+    # Phi-3 has it beside the rotary fields, where it comes first.
+    beside = config.whole(ORIGINAL, 4096 if config.get("model_type") == "phi3" else None, most=MOST_WINDOW)
+    if beside is not None:
+        return beside
+    return rope.whole(ORIGINAL, config.whole("max_position_embeddings"), most=MOST_WINDOW)
+
+
+def _llama3(rope: Fields, config: Fields) -> Llama3Rope:
+    factors = {key: rope.number(key, **SCALING_RANGE) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling = Llama3Rope(**factors, original_positions=_original_positions(rope, config))
     if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise UserError(f"config.json: {key} needs high_freq_factor > low_freq_factor")
-    return theta, scaling
+        raise UserError(f"{rope.where} needs high_freq_factor > low_freq_factor")
+    return scaling
+
+
+def _yarn(rope: Fields, config: Fields) -> YarnRope:
+    original = _original_positions(rope, config)
+    factor = rope.number("factor", config.whole("max_position_embeddings") / original, **SCALING_RANGE)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    by_default = magnitude(1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        both = [rope.number(key, **SCALING_RANGE) for key in ("mscale", "mscale_all_dim")]
+        by_default = magnitude(both[0]) / magnitude(both[1])
+    return YarnRope(
+        factor,
+        original,
+        rope.number("attention_factor", by_default, **SCALING_RANGE),
+        rope.number("beta_fast", 32.0, **SCALING_RANGE),
+        rope.number("beta_slow", 1.0, **SCALING_RANGE),
+        rope.flag("truncate", True),
+    )
+
+
+def _longrope(rope: Fields, config: Fields) -> LongRope:
+    original = _original_positions(rope, config)
+    factor = rope.number("factor", config.whole("max_position_embeddings") / original, **SCALING_RANGE)
+    by_default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    return LongRope(
+        _numbers(rope, "short_factor"),
+        _numbers(rope, "long_factor"),
+        original,
+        rope.number("attention_factor", by_default, **SCALING_RANGE),
+    )
+
+
+def _numbers(rope: Fields, name: str) -> tuple[float, ...]:
+    values = rope.list(name)
+    return tuple(Fields({name: v}, rope.where).number(name, **SCALING_RANGE) for v in values)
+
+
+_ROPE_KINDS: dict[str, Callable[[Fields, Fields], RopeScaling | None]] = {
+    "default": lambda rope, config: None,
+    "linear": lambda rope, config: LinearRope(rope.number("factor", **SCALING_RANGE)),
+    "dynamic": lambda rope, config: DynamicRope(rope.number("factor", **SCALING_RANGE)),
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 def _from_gpt2(config: Fields) -> ModelSpec:
@@ -312,8 +541,11 @@ def _lost(spec: ModelSpec) -> list[str]:
 
 def _normal(spec: ModelSpec) -> ModelSpec:
     """The same arithmetic with the fields that do not matter at their defaults."""
-    if spec.sliding_window is None or spec.first_window_layer >= spec.num_layers:
-        spec = dataclasses.replace(spec, sliding_window=None, first_window_layer=0)
+    full = tuple(i for i in range(spec.num_layers) if spec.window(i) is None)
+    if len(full) == spec.num_layers:
+        spec = dataclasses.replace(spec, sliding_window=None, full_layers=())
+    else:
+        spec = dataclasses.replace(spec, full_layers=full)
     if spec.positions == "learned":
         spec = dataclasses.replace(spec, rope_theta=10000.0, rope_scaling=None)
     return spec
@@ -340,28 +572,89 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
             # The decoder has no dropout; a fine-tuning run elsewhere should not add it unasked.
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
-    return {**shared, **_write_llama_like(spec)}
+    if spec.model_type == "gpt_neox":
+        return {**shared, **_write_neox(spec), **_write_rope(spec)}
+    return {**shared, **_write_llama_like(spec), **_write_rope(spec)}
+
+
+def _write_neox(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "intermediate_size": spec.d_ff,
+        "hidden_act": "gelu" if spec.act == "gelu" else "gelu_new",
+        "layer_norm_eps": spec.norm_eps,
+        "use_parallel_residual": spec.parallel_residual,
+        "attention_bias": spec.qkv_bias,
+        "rotary_pct": spec.rotary_fraction,
+        "rotary_emb_base": spec.rope_theta,
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+    }
 
 
 def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
+    gate = _GATE_NAMES.get(spec.act, "silu")  # what a family cannot say is noticed by `_lost`
     out: dict[str, Any] = {
         "intermediate_size": spec.d_ff,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "hidden_act": _GATE_NAMES.get(spec.act, "silu"),  # what a family cannot say is noticed by `_lost`
+        "hidden_act": gate,
         "rms_norm_eps": spec.norm_eps,
-        **_write_rope(spec),
     }
-    if spec.model_type in ("llama", "qwen3"):
+    if spec.model_type in _ATTENTION_BIAS:
         out["attention_bias"] = spec.qkv_bias
-    if spec.model_type == "llama":
+    if spec.model_type in _MLP_BIAS:
         out["mlp_bias"] = spec.mlp_bias
-    if spec.model_type == "mistral":
-        out["sliding_window"] = spec.sliding_window
-    if spec.model_type in ("qwen2", "qwen3"):
+    if spec.model_type == "smollm3":
+        out["no_rope_layers"] = [int(i not in spec.no_rope_layers) for i in range(spec.num_layers)]
+    if spec.model_type == "phi3":
+        out["partial_rotary_factor"] = spec.rotary_fraction
+        if isinstance(spec.rope_scaling, LongRope):
+            out["original_max_position_embeddings"] = spec.rope_scaling.original_positions
+    if spec.model_type in _GEMMA:
+        out["hidden_activation"] = gate
+        out["query_pre_attn_scalar"] = _scalar(spec)
+        out["attn_logit_softcapping"], out["final_logit_softcapping"] = spec.attn_softcap, spec.logit_softcap
+        if spec.model_type == "gemma3_text":
+            out["rope_local_base_freq"] = spec.window_rope_theta
+    if spec.experts is not None:
+        out |= _write_experts(spec, spec.experts)
+    return out | _write_windows(spec)
+
+
+def _scalar(spec: ModelSpec) -> float:
+    """What the inverse square root of is the scale of the scores; a whole number where it was one."""
+    scalar = spec.head_dim if spec.attn_scale is None else spec.attn_scale**-2
+    return round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-9) else scalar
+
+
+def _write_experts(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
+    out: dict[str, Any] = {"num_experts_per_tok": experts.top_k}
+    # Some releases of `transformers` read one name, some the other.
+    out |= dict.fromkeys(("num_local_experts",) if spec.model_type == "mixtral" else ("num_experts",), experts.num)
+    if spec.model_type in ("mixtral", "olmoe"):
+        out["intermediate_size"] = experts.d_ff
+    if spec.model_type != "mixtral":
+        out["norm_topk_prob"] = experts.renormalize
+    if spec.model_type in ("qwen2_moe", "qwen3_moe"):
+        out |= {
+            "moe_intermediate_size": experts.d_ff,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(experts.dense_layers),
+        }
+    if spec.model_type == "qwen2_moe":
+        out |= {"shared_expert_intermediate_size": experts.shared_d_ff, "qkv_bias": spec.qkv_bias}
+    return out
+
+
+def _write_windows(spec: ModelSpec) -> dict[str, Any]:
+    if spec.model_type in ("llama", "olmo2", "olmoe"):
+        return {}
+    out: dict[str, Any] = {"sliding_window": spec.sliding_window}
+    if spec.model_type in ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe"):
         out["use_sliding_window"] = spec.sliding_window is not None
-        out["sliding_window"] = spec.sliding_window
-        out["max_window_layers"] = spec.first_window_layer if spec.sliding_window else spec.num_layers
+    if spec.model_type in ("qwen2", "qwen3", "qwen2_moe"):
+        windowed = [i for i in range(spec.num_layers) if spec.window(i) is not None]
+        out["max_window_layers"] = windowed[0] if windowed else spec.num_layers
+    if spec.model_type not in _WINDOW_EVERYWHERE:
         out["layer_types"] = [
             "full_attention" if spec.window(i) is None else "sliding_attention" for i in range(spec.num_layers)
         ]
@@ -370,10 +663,21 @@ def _write_llama_like(spec: ModelSpec) -> dict[str, Any]:
 
 def _write_rope(spec: ModelSpec) -> dict[str, Any]:
     """Both spellings, so that transformers 4 and 5 read the same angles."""
-    theta: dict[str, Any] = {"rope_theta": spec.rope_theta}
-    if spec.rope_scaling is None:
-        return {**theta, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **theta}}
-    fields = dataclasses.asdict(spec.rope_scaling)
-    original = fields.pop("original_positions")
-    scaling = {"rope_type": "llama3", **fields, "original_max_position_embeddings": original}
-    return {**theta, "rope_scaling": scaling, "rope_parameters": {**scaling, **theta}}
+    base: dict[str, Any] = {"rope_theta": spec.rope_theta}
+    if spec.model_type in _PART:
+        base["partial_rotary_factor"] = spec.rotary_fraction
+    scaling = _write_scaling(spec.rope_scaling)
+    new = {**(scaling or {"rope_type": "default"}), **base}
+    if spec.model_type == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": spec.window_rope_theta}
+        new = {"full_attention": new, "sliding_attention": local}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": scaling, "rope_parameters": new}
+
+
+def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(scaling).items()}
+    renamed = {"short": "short_factor", "long": "long_factor", "original_positions": "original_max_position_embeddings"}
+    kind = {Llama3Rope: "llama3", LinearRope: "linear", DynamicRope: "dynamic", YarnRope: "yarn", LongRope: "longrope"}
+    return {"rope_type": kind[type(scaling)], **{renamed.get(name, name): v for name, v in fields.items()}}

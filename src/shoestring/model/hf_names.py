@@ -1,16 +1,20 @@
 """Tensor names: ours to and from Hugging Face's.
 
-A pure mapping. Each of our tensors is a row range of one Hugging Face tensor, possibly transposed (`Source`);
-only GPT-2 needs either: its Conv1D stores weights as [in, out] and fuses q, k and v. Packed parts
-(`weight_codes`, ...) map like `weight`. A packed GPT-2 cannot be fused or transposed, so packed folders have
-separate q, k and v as attn.{q,k,v}_proj and all weights as [out, in]. folder.py reads files by the same `Source`.
+A pure mapping. Each of our tensors is a range of rows of one Hugging Face tensor, possibly transposed (`Source`).
+Most families keep their layers apart; GPT-2's Conv1D stores weights as [in, out] and fuses q, k and v, Phi-3 fuses
+q, k, v and gate, up, and GPT-NeoX fuses q, k, v head by head. Packed parts (`weight_codes`, ...) map like `weight`.
+Packed weights cannot be fused or transposed, so packed folders keep such layers apart under Llama's names (q_proj,
+gate_proj, ...) and all weights as [out, in].
+
+A new family is one entry of `_FAMILIES`. Left out on purpose: files. folder.py reads only the box it needs, by the
+same `Source`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,112 +22,226 @@ from torch import Tensor
 from shoestring.errors import UserError
 from shoestring.model.spec import ModelSpec
 
-# Our modules: Hugging Face's names in the Llama family and in GPT-2, and llama.cpp's (gguf.py).
-_TOP = {
-    "embed": ("model.embed_tokens", "transformer.wte", "token_embd"),
-    "positions": ("", "transformer.wpe", ""),
-    "norm": ("model.norm", "transformer.ln_f", "output_norm"),
-    "head": ("lm_head", "lm_head", "output"),
+
+@dataclass(frozen=True)
+class _Family:
+    """The names of one family: our module -> theirs. A `*` stands for the number of an expert."""
+
+    layers: str  # what stands before the number of a layer
+    top: dict[str, str]
+    block: dict[str, str]
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)  # their module -> ours inside it, in row order
+    by_head: bool = False  # fused rows come head by head: q, k, v of the first, then of the second
+    transposed: frozenset[str] = frozenset()  # our modules whose weights are stored as [in, out]
+
+    def fusion_of(self, inner: str) -> str | None:
+        return next((theirs for theirs, ours in self.fused.items() if inner in ours), None)
+
+
+_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_QKV = ("attn.q", "attn.k", "attn.v")
+_ATTENTION = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
 }
-_BLOCK = {
-    "attn_norm": ("input_layernorm", "ln_1", "attn_norm"),
-    "attn.q": ("self_attn.q_proj", "attn.q_proj", "attn_q"),
-    "attn.k": ("self_attn.k_proj", "attn.k_proj", "attn_k"),
-    "attn.v": ("self_attn.v_proj", "attn.v_proj", "attn_v"),
-    "attn.o": ("self_attn.o_proj", "attn.c_proj", "attn_output"),
-    "attn.q_norm": ("self_attn.q_norm", "", "attn_q_norm"),
-    "attn.k_norm": ("self_attn.k_norm", "", "attn_k_norm"),
-    "mlp_norm": ("post_attention_layernorm", "ln_2", "ffn_norm"),
-    "mlp.gate": ("mlp.gate_proj", "", "ffn_gate"),
-    "mlp.up": ("mlp.up_proj", "mlp.c_fc", "ffn_up"),
-    "mlp.down": ("mlp.down_proj", "mlp.c_proj", "ffn_down"),
+_PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_POST_NORMS = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_MLP = {"mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
+_EXPERTS = {
+    "mlp.router": "mlp.gate",
+    **{f"mlp.experts.*.{part}": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "mlp.shared_gate": "mlp.shared_expert_gate",
 }
-(_LLAMA_TOP, _GPT2_TOP, GGUF_TOP), (_LLAMA_BLOCK, _GPT2_BLOCK, GGUF_BLOCK) = (
-    [{ours: names[i] for ours, names in table.items() if names[i]} for i in range(3)] for table in (_TOP, _BLOCK)
+_MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate",
+    **{
+        f"mlp.experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs}"
+        for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+}
+_LLAMA = _Family("model.layers", _TOP, {**_PRE_NORMS, **_ATTENTION, **_MLP})
+_WITH_EXPERTS = _Family("model.layers", _TOP, {**_PRE_NORMS, **_ATTENTION, **_MLP, **_EXPERTS})
+_GEMMA = _Family(
+    "model.layers",
+    _TOP,
+    {"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST_NORMS, **_ATTENTION, **_MLP},
 )
-_GPT2_QKV = ("attn.q", "attn.k", "attn.v")
-_GPT2_CONV1D = ("attn.o", "mlp.up", "mlp.down")
-# Constants that older checkpoints store beside the weights: rotary angles, GPT-2's causal mask.
-_CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+_FAMILIES = {
+    "gpt2": _Family(
+        "transformer.h",
+        {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
+        {
+            "attn_norm": "ln_1",
+            **{f"attn.{x}": f"attn.{x}_proj" for x in "qkv"},
+            "attn.o": "attn.c_proj",
+            "mlp_norm": "ln_2",
+            "mlp.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        },
+        fused={"attn.c_attn": _QKV},
+        transposed=frozenset({*_QKV, "attn.o", "mlp.up", "mlp.down"}),
+    ),
+    "phi3": _Family(
+        "model.layers",
+        _TOP,
+        {**_PRE_NORMS, **_ATTENTION, **_MLP},
+        fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": ("mlp.gate", "mlp.up")},
+    ),
+    "gpt_neox": _Family(
+        "gpt_neox.layers",
+        {"embed": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
+        {
+            **_PRE_NORMS,
+            **{f"attn.{x}": f"attention.{x}_proj" for x in "qkv"},
+            "attn.o": "attention.dense",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+        },
+        fused={"attention.query_key_value": _QKV},
+        by_head=True,
+    ),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "olmo2": _Family("model.layers", _TOP, {**_POST_NORMS, **_ATTENTION, **_MLP}),
+    "mixtral": _Family("model.layers", _TOP, {**_PRE_NORMS, **_ATTENTION, **_MIXTRAL}),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _WITH_EXPERTS),
+}
+
+# llama.cpp's names (gguf.py).
+GGUF_TOP = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+GGUF_BLOCK = {
+    "attn_norm": "attn_norm",
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+# Constants that older checkpoints store beside the weights: rotary angles, causal masks.
+_CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|(attn|attention)\.bias|(attn|attention)\.masked_bias)$")
+_EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our tensors is stored: rows [start, stop) of Hugging Face tensor `name`, once transposed."""
+    """Where one of our tensors is stored: rows [start, stop) of Hugging Face tensor `name`, once transposed, of whose
+    `height` rows that is a part. With `heads` the rows of every head are a part of that head's rows."""
 
     name: str
     rows: tuple[int, int] | None = None
+    height: int = 0
     transpose: bool = False
+    heads: int = 1
 
     def take(self, t: Tensor) -> Tensor:
         t = t.t() if self.transpose else t
-        return (t if self.rows is None else t[self.rows[0] : self.rows[1]]).contiguous()
+        if self.rows is None:
+            return t.contiguous()
+        return t.unflatten(0, (self.heads, -1))[:, self.rows[0] : self.rows[1]].flatten(0, 1).contiguous()
 
 
-def _tables(spec: ModelSpec) -> tuple[dict[str, str], dict[str, str], str]:
-    if spec.model_type == "gpt2":
-        return _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
-    return _LLAMA_TOP, _LLAMA_BLOCK, "model.layers"
+def _family(spec: ModelSpec) -> _Family:
+    return _FAMILIES.get(spec.model_type, _LLAMA)
+
+
+def is_fused(spec: ModelSpec) -> bool:
+    """Whether the family stores several of our layers as one, or transposed."""
+    return bool(_family(spec).fused)
 
 
 def hf_module(spec: ModelSpec, module: str) -> str:
     """Our module name in Hugging Face's words: blocks.3.mlp.up -> model.layers.3.mlp.up_proj."""
-    top, block, prefix = _tables(spec)
-    if module in top:
-        return top[module]
+    family = _family(spec)
+    if module in family.top:
+        return family.top[module]
     _, layer, inner = module.split(".", 2)
-    return f"{prefix}.{layer}.{block[inner]}"
+    return f"{family.layers}.{layer}.{_renamed(family.block, inner)}"
 
 
 def our_module(spec: ModelSpec, module: str) -> str | None:
     """The inverse of `hf_module`; None for a module we do not have."""
-    top, block, prefix = _tables(spec)
-    for ours, theirs in top.items():
+    family = _family(spec)
+    for ours, theirs in family.top.items():
         if module == theirs:
             return ours
-    found = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.(.+)", module)
+    found = re.fullmatch(re.escape(family.layers) + r"\.(\d+)\.(.+)", module)
     if not found or int(found[1]) >= spec.num_layers:
         return None
-    return next((f"blocks.{found[1]}.{ours}" for ours, theirs in block.items() if theirs == found[2]), None)
+    inner = _renamed({theirs: ours for ours, theirs in family.block.items()}, found[2])
+    return None if inner is None else f"blocks.{found[1]}.{inner}"
+
+
+def _renamed(names: dict[str, str], inner: str) -> str | None:
+    """`inner` by the table, the number of an expert kept."""
+    expert = _EXPERT.search(inner)
+    if expert is None:
+        return names.get(inner)
+    renamed = names.get(_EXPERT.sub("*", inner))
+    return None if renamed is None else renamed.replace("*", expert[0])
 
 
 def source_of(spec: ModelSpec, name: str, *, packed: bool = False) -> Source:
     """Which Hugging Face tensor holds our tensor `name`. `packed`: the folder holds packed weights."""
     module, leaf = name.rsplit(".", 1)
+    family = _family(spec)
     inner = module.split(".", 2)[2] if module.startswith("blocks.") else module
-    if spec.model_type == "gpt2" and not packed:
-        if inner in _GPT2_QKV:
-            start = _GPT2_QKV.index(inner) * spec.d_model
-            fused = hf_module(spec, module).rsplit(".", 1)[0] + ".c_attn"
-            return Source(f"{fused}.{leaf}", (start, start + spec.d_model), transpose=leaf == "weight")
-        if inner in _GPT2_CONV1D:
-            return Source(f"{hf_module(spec, module)}.{leaf}", transpose=leaf == "weight")
-    return Source(f"{hf_module(spec, module)}.{leaf}")
+    if packed:
+        return Source(f"{hf_module(spec, module)}.{leaf}")
+    transpose = inner in family.transposed and leaf == "weight"
+    fusion = family.fusion_of(inner)
+    if fusion is None:
+        return Source(f"{hf_module(spec, module)}.{leaf}", transpose=transpose)
+    heights = [_height(spec, part) for part in family.fused[fusion]]
+    at, heads = family.fused[fusion].index(inner), spec.num_heads if family.by_head else 1
+    start, total = sum(heights[:at]), sum(heights)
+    rows = (start // heads, (start + heights[at]) // heads)
+    _, layer, _ = module.split(".", 2)
+    return Source(f"{family.layers}.{layer}.{fusion}.{leaf}", rows, total, transpose, heads)
+
+
+def _height(spec: ModelSpec, inner: str) -> int:
+    """Rows of a layer that some family fuses."""
+    if inner == "attn.q":
+        return spec.num_heads * spec.head_dim
+    return spec.num_kv_heads * spec.head_dim if inner in _QKV else spec.d_ff
 
 
 def targets_of(spec: ModelSpec, name: str, *, packed: bool = False) -> list[str]:
     """Which of our tensors lie in Hugging Face tensor `name`; [] for a name that is not ours."""
     module, _, leaf = name.rpartition(".")
-    if spec.model_type == "gpt2" and not packed and module.endswith(".attn.c_attn"):
-        modules = [our_module(spec, module[: -len("c_attn")] + f"{x}_proj") for x in "qkv"]
-    else:
-        modules = [our_module(spec, module)]
-    ours = [f"{m}.{leaf}" for m in modules if m is not None]
-    return [o for o in ours if source_of(spec, o, packed=packed).name == name]
+    family = _family(spec)
+    found = re.fullmatch(re.escape(family.layers) + r"\.(\d+)\.(.+)", module)
+    if not packed and found and found[2] in family.fused and int(found[1]) < spec.num_layers:
+        return [f"blocks.{found[1]}.{inner}.{leaf}" for inner in family.fused[found[2]]]
+    ours = our_module(spec, module)
+    if ours is None or source_of(spec, f"{ours}.{leaf}", packed=packed).name != name:
+        return []
+    return [f"{ours}.{leaf}"]
 
 
 def is_constant(spec: ModelSpec, name: str) -> bool:
     """True for a stored tensor that carries no weight: rotary angles, masks, the copy of a tied embedding."""
-    return bool(_CONSTANTS.search(name)) or (spec.tied and name == "lm_head.weight")
+    return bool(_CONSTANTS.search(name)) or (spec.tied and name == f"{_family(spec).top['head']}.weight")
 
 
 def with_prefix(spec: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     """{full name: stored name}. Folders of the bare model (the original GPT-2) lack the first word."""
-    prefix = _tables(spec)[2].split(".")[0] + "."
+    family = _family(spec)
+    prefix, head = family.layers.split(".")[0] + ".", family.top["head"] + "."
     names = list(names)
     if any(n.startswith(prefix) for n in names):
         return {n: n for n in names}
-    return {n if n.startswith("lm_head.") else prefix + n: n for n in names}
+    return {n if n.startswith(head) else prefix + n: n for n in names}
 
 
 def is_packed(names: Iterable[str]) -> bool:
@@ -147,8 +265,12 @@ def merge_plan(spec: ModelSpec, names: Iterable[str], *, packed: bool) -> dict[s
 
 def merge(spec: ModelSpec, names: list[str], tensors: list[Tensor], *, packed: bool) -> Tensor:
     """One Hugging Face tensor from our tensors `names`."""
-    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return whole.t().contiguous() if source_of(spec, names[0], packed=packed).transpose else whole
+    source = source_of(spec, names[0], packed=packed)
+    if len(tensors) == 1:
+        whole = tensors[0]
+    else:
+        whole = torch.cat([t.unflatten(0, (source.heads, -1)) for t in tensors], dim=1).flatten(0, 1)
+    return whole.t().contiguous() if source.transpose else whole
 
 
 def to_hf_names(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,13 +2,17 @@
 
 `plan_decoder(spec)` is the only place where a ModelSpec becomes arithmetic:
 
-    x = embed(token), plus positions(p) where positions are learned
-    for every layer, for every sublayer in its order:   x = x + sublayer(norm(x))
-    logits = head(final_norm(x))
+    x = scale embed(token), plus positions(p) where positions are learned
+    for every layer, for every sublayer in its order:   x = x + post_norm(sublayer(norm(x)))
+    logits = softcap(head(final_norm(x)))
 
-    attn   q, k, v = x W + b; q and k normed per head; q and k rotated by position (RoPE);
-           o(softmax(scale q k^T) v), causal, over at most `window` positions
-    mlp    down(act(gate(x)) * up(x)) where gated, else down(act(up(x)))
+    attn   q, k, v = x W + b; q and k normed; q and k rotated by position (RoPE), or a part of each head;
+           o(softmax(softcap(scale q k^T)) v), causal, over at most `window` positions
+    mlp    down(act(gate(x)) * up(x)) where gated, else down(act(up(x)));
+           with experts the sum of the `top_k` that a router chooses, each weighed by its softmax
+
+A norm that is absent is the identity; `softcap(z)` is cap * tanh(z / cap). In a parallel layer both sublayers read the
+layer's input.
 
 `Decoder.forward` (transformer.py) computes every plan. The fused step (serve/engine/fused_decoder.py), the two CPU
 steps (serve/engine/cpu_decode.py) and tensor parallelism (parallel.py) each declare a `Support`: the values of every
@@ -27,12 +31,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from shoestring.model.skip import KINDS, Kind
-from shoestring.model.spec import GATED, ModelSpec, RopeScaling
+from shoestring.model.spec import GATED, DynamicRope, LinearRope, Llama3Rope, LongRope, ModelSpec, RopeScaling, YarnRope
 
 
 @dataclass(frozen=True)
 class NormPlan:
-    kind: Literal["rms", "layer"]  # layer: with a bias
+    kind: Literal["rms", "rms_offset", "layer"]  # rms_offset: x / rms(x) * (1 + weight); layer: with a bias
     eps: float
 
 
@@ -40,6 +44,12 @@ class NormPlan:
 class RopePlan:
     theta: float
     scaling: RopeScaling | None = None
+    dim: int | None = None  # dims of a head that are rotated, from the first; None: all
+
+    @property
+    def table_scale(self) -> float:
+        """What cosine and sine are multiplied by."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnRope | LongRope) else 1.0
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,11 @@ class AttentionPlan:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormPlan | None = None
+    qk_norm_over: Literal["head", "width"] = "head"  # each head by itself, or all heads together
     rope: RopePlan | None = None
     window: int | None = None  # positions that a row sees, itself included; None: all before it
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +79,27 @@ class MlpPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """What stands in place of one feed-forward layer; `LayerPlan.mlp` describes each expert."""
+
+    num: int
+    top_k: int
+    renormalize: bool = True
+    shared_d_ff: int = 0  # of an expert for every row, weighed by a sigmoid gate; 0: none
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     d_model: int
-    attn_norm: NormPlan
+    attn_norm: NormPlan | None
     attn: AttentionPlan
-    mlp_norm: NormPlan
+    mlp_norm: NormPlan | None
     mlp: MlpPlan
     order: tuple[Kind, ...] = KINDS  # of the sublayers, each of which adds to the residual stream
+    attn_post_norm: NormPlan | None = None
+    mlp_post_norm: NormPlan | None = None
+    parallel: bool = False
+    experts: ExpertsPlan | None = None
 
     def __post_init__(self) -> None:
         assert sorted(self.order) == sorted(KINDS)
@@ -84,6 +110,8 @@ class DecoderPlan:
     layers: tuple[LayerPlan, ...]
     final_norm: NormPlan
     learned_positions: bool = False
+    embed_scale: float | None = None
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         # The KV cache has one shape for all layers.
@@ -92,30 +120,77 @@ class DecoderPlan:
 
 
 def plan_decoder(spec: ModelSpec) -> DecoderPlan:
-    norm = NormPlan(spec.norm, spec.norm_eps)
-    mlp = MlpPlan(spec.d_ff, spec.act, spec.mlp_bias)
-    windows = [spec.window(layer) for layer in range(spec.num_layers)]
-    made = {w: LayerPlan(spec.d_model, norm, _plan_attention(spec, w), norm, mlp) for w in set(windows)}
-    return DecoderPlan(tuple(made[w] for w in windows), norm, spec.positions == "learned")
+    made: dict[tuple[object, ...], LayerPlan] = {}
+
+    def plan_layer(layer: int) -> LayerPlan:
+        key = (spec.window(layer), layer in spec.no_rope_layers, spec.experts_of(layer))
+        return made.setdefault(key, _plan_layer(spec, layer))
+
+    return DecoderPlan(
+        tuple(plan_layer(layer) for layer in range(spec.num_layers)),
+        NormPlan(spec.norm, spec.norm_eps),
+        learned_positions=spec.positions == "learned",
+        embed_scale=spec.d_model**0.5 if spec.scaled_embeddings else None,
+        logit_softcap=spec.logit_softcap,
+    )
 
 
-def _plan_attention(spec: ModelSpec, window: int | None) -> AttentionPlan:
+def _plan_layer(spec: ModelSpec, layer: int) -> LayerPlan:
+    norm, chosen = NormPlan(spec.norm, spec.norm_eps), spec.experts_of(layer)
+    before = norm if spec.norm_placement in ("pre", "both") else None
+    after = norm if spec.norm_placement in ("post", "both") else None
+    return LayerPlan(
+        spec.d_model,
+        before,
+        _plan_attention(spec, layer),
+        before,
+        MlpPlan(spec.d_ff if chosen is None else chosen.d_ff, spec.act, spec.mlp_bias),
+        attn_post_norm=after,
+        mlp_post_norm=after,
+        parallel=spec.parallel_residual,
+        experts=chosen and ExpertsPlan(chosen.num, chosen.top_k, chosen.renormalize, chosen.shared_d_ff),
+    )
+
+
+def _plan_attention(spec: ModelSpec, layer: int) -> AttentionPlan:
     return AttentionPlan(
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
         spec.qkv_bias,
         spec.out_bias,
-        qk_norm=NormPlan("rms", spec.norm_eps) if spec.qk_norm else None,
-        rope=RopePlan(spec.rope_theta, spec.rope_scaling) if spec.positions == "rope" else None,
-        window=window,
+        qk_norm=NormPlan("rms" if spec.norm == "layer" else spec.norm, spec.norm_eps) if spec.qk_norm else None,
+        qk_norm_over=spec.qk_norm_over,
+        rope=_plan_rope(spec, layer),
+        window=spec.window(layer),
+        scale=spec.attn_scale,
+        softcap=spec.attn_softcap,
     )
+
+
+def _plan_rope(spec: ModelSpec, layer: int) -> RopePlan | None:
+    if spec.positions != "rope" or layer in spec.no_rope_layers:
+        return None
+    dim = None if spec.rotary_dim == spec.head_dim else spec.rotary_dim
+    if spec.window_rope_theta is not None and spec.window(layer) is not None:
+        return RopePlan(spec.window_rope_theta, None, dim)
+    return RopePlan(spec.rope_theta, spec.rope_scaling, dim)
 
 
 # -- what an executor computes ------------------------------------------------------------------------------
 
 
-PARTS = (DecoderPlan, LayerPlan, NormPlan, AttentionPlan, RopePlan, MlpPlan)
+PARTS = (DecoderPlan, LayerPlan, NormPlan, AttentionPlan, RopePlan, MlpPlan, ExpertsPlan)
+
+
+class InstancesOf:
+    """The values of these types, as a container for `Support.only`."""
+
+    def __init__(self, *types: type) -> None:
+        self.types = types
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, self.types)
 
 
 @dataclass(frozen=True)
@@ -132,6 +207,19 @@ class Support:
             if name not in free and value not in self.only.get(name, ()):
                 return f"{name}={value!r}"
         return None
+
+
+# What most executors leave to the model's own forward: the values that all of these fields must have.
+PLAIN: dict[str, Container[object]] = {
+    **dict.fromkeys(
+        ("embed_scale", "logit_softcap", "attn.softcap", "attn.scale", "attn.rope.dim", "experts"), (None,)
+    ),
+    **dict.fromkeys(("attn_post_norm", "mlp_post_norm"), (None,)),
+    "attn.qk_norm_over": ("head",),
+    "parallel": (False,),
+}
+# Scalings that only change the frequencies, for every length of text alike.
+PLAIN_ROPE = InstancesOf(type(None), Llama3Rope, LinearRope, DynamicRope)
 
 
 def features(plan: DecoderPlan) -> Iterator[tuple[str, object]]:

@@ -75,12 +75,17 @@ def parallelize(model: Decoder, mesh: Mesh, cfg: ParallelConfig) -> Decoder:
 # Only heads and inner widths are cut; what is computed per row with whole tensors may be anything.
 SUPPORT = Support(
     any_value="""
-        learned_positions order d_model attn_norm.kind attn_norm.eps mlp_norm.kind mlp_norm.eps final_norm.kind
-        final_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim attn.qkv_bias attn.out_bias attn.window
-        attn.scale attn.qk_norm attn.qk_norm.eps attn.rope attn.rope.theta attn.rope.scaling mlp.d_ff mlp.act
-        mlp.bias
+        learned_positions order parallel embed_scale logit_softcap d_model attn_norm attn_norm.kind attn_norm.eps
+        mlp_norm mlp_norm.kind mlp_norm.eps attn_post_norm attn_post_norm.kind attn_post_norm.eps mlp_post_norm
+        mlp_post_norm.kind mlp_post_norm.eps final_norm.kind final_norm.eps attn.num_heads attn.num_kv_heads
+        attn.head_dim attn.qkv_bias attn.out_bias attn.window attn.scale attn.softcap attn.qk_norm attn.qk_norm.eps
+        attn.rope attn.rope.theta attn.rope.scaling attn.rope.dim mlp.d_ff mlp.act mlp.bias
     """,
-    only={"attn.qk_norm.kind": ("rms",)},  # a bias would need the sum over ranks of its gradient
+    only={
+        "attn.qk_norm.kind": ("rms", "rms_offset"),  # a bias would need the sum over ranks of its gradient
+        "attn.qk_norm_over": ("head",),  # a norm over all heads would need a sum over ranks
+        "experts": (None,),
+    },
 )
 
 

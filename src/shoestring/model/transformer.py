@@ -7,7 +7,9 @@ and rotary angles in fp32.
 Parameter names (hf.py maps them to and from Hugging Face):
     embed.weight  positions.weight  blocks.N.{attn_norm,mlp_norm}.{weight,bias}
     blocks.N.attn.{q,k,v,o}.{weight,bias}  blocks.N.attn.{q_norm,k_norm}.weight
-    blocks.N.mlp.{gate,up,down}.{weight,bias}  norm.{weight,bias}  head.weight (absent when tied)
+    blocks.N.{attn_post_norm,mlp_post_norm}.weight  blocks.N.mlp.{gate,up,down}.{weight,bias}
+    blocks.N.mlp.router.weight  blocks.N.mlp.experts.E.{gate,up,down}.weight
+    blocks.N.mlp.{shared.{gate,up,down},shared_gate}.weight  norm.{weight,bias}  head.weight (absent when tied)
 
 Shapes: B batch, T rows, D model width, H query heads, G key/value heads, V vocabulary.
 """
@@ -28,9 +30,17 @@ from shoestring.formats import Dense, Format, FormatLinear, sparse24_ffn
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu_pair
 from shoestring.model import collectives
-from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate
+from shoestring.model.attention import Attend, causal_attention, rope_frequencies, rope_tables, rotate, soft_cap
 from shoestring.model.blocks import BlocksModel, InputSource, check_tokens
-from shoestring.model.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, MlpPlan, NormPlan, plan_decoder
+from shoestring.model.layer_plan import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    LayerPlan,
+    MlpPlan,
+    NormPlan,
+    plan_decoder,
+)
 from shoestring.model.skip import COMPUTE, BlockSkip, SkipSet, Watch
 from shoestring.model.spec import ModelSpec
 
@@ -46,6 +56,15 @@ class Head(NamedTuple):
 
     weight_VD: Tensor
     group: ProcessGroup | None = None
+    softcap: float | None = None
+
+    def to(self, dtype: torch.dtype) -> Head:
+        return self._replace(weight_VD=self.weight_VD.to(dtype))
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Of this rank's rows of the vocabulary, in the dtype of the hidden states."""
+        logits = F.linear(hidden_RD, self.weight_VD.to(hidden_RD.dtype))
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
 
 
 Readout = Callable[[Tensor, Head], R]
@@ -57,7 +76,8 @@ class Norm(nn.Module):
     def __init__(self, width: int, plan: NormPlan) -> None:
         super().__init__()
         self.kind, self.eps = plan.kind, plan.eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.offset = 1.0 if plan.kind == "rms_offset" else 0.0  # of the weight, which is stored without it
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - self.offset))
         self.bias = nn.Parameter(torch.zeros(width)) if self.kind == "layer" else None
         # Set by tensor parallelism where ranks norm different heads with one weight: gradients are summed.
         self.weight_group: ProcessGroup | None = None
@@ -71,7 +91,7 @@ class Norm(nn.Module):
             return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(x.dtype)
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * weight).to(x.dtype)
+        return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
 
 
 class Embedding(nn.Embedding):
@@ -97,28 +117,34 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     def __init__(self, plan: AttentionPlan, d_model: int, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, plan.head_dim, plan.window
-        # causal_attention scales scores by 1 / sqrt(head_dim); queries take the rest of another scale.
+        self.layer, self.head_dim, self.window, self.softcap = layer, plan.head_dim, plan.window, plan.softcap
+        # Attention scales scores by 1 / sqrt(head_dim); the rest of another scale goes into the queries.
         self.query_scale = None if plan.scale is None else plan.scale * plan.head_dim**0.5
         q_width, kv_width = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim
         self.q = FormatLinear(d_model, q_width, bias=plan.qkv_bias)
         self.k = FormatLinear(d_model, kv_width, bias=plan.qkv_bias)
         self.v = FormatLinear(d_model, kv_width, bias=plan.qkv_bias)
         self.o = FormatLinear(q_width, d_model, bias=plan.out_bias)
-        self.q_norm = None if plan.qk_norm is None else Norm(plan.head_dim, plan.qk_norm)
-        self.k_norm = None if plan.qk_norm is None else Norm(plan.head_dim, plan.qk_norm)
+        self.norms_heads = plan.qk_norm_over == "head"
+        widths = (plan.head_dim, plan.head_dim) if self.norms_heads else (q_width, kv_width)
+        self.q_norm = None if plan.qk_norm is None else Norm(widths[0], plan.qk_norm)
+        self.k_norm = None if plan.qk_norm is None else Norm(widths[1], plan.qk_norm)
 
     def forward(self, x_BTD: Tensor, rope: RopeTables | None, attend: Attend | None) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
-        q, k, v = self.q(x_BTD).view(heads), self.k(x_BTD).view(heads), self.v(x_BTD).view(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD).view(heads)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = q.view(heads), k.view(heads)
+        elif self.norms_heads:
+            q, k = self.q_norm(q.view(heads)), self.k_norm(k.view(heads))
+        else:
+            q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         if self.query_scale is not None:
             q = q * self.query_scale
         if attend is None:
-            out = causal_attention(q, k, v, window=self.window)
+            out = causal_attention(q, k, v, window=self.window, softcap=self.softcap)
         else:
             out = attend(self.layer, q, k, v)
         return self.o(out.flatten(2))
@@ -140,17 +166,56 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
 
 
+class MixtureOfExperts(nn.Module):
+    """Each row through its `top_k` experts; see layer_plan.ExpertsPlan.
+
+    Experts are ordinary feed-forward layers, so that every Format, calibration and packing works on each of them.
+    A loop over those that have rows: on a GPU this waits for the choice. Rows without a choice cost nothing.
+    """
+
+    def __init__(self, plan: ExpertsPlan, expert: MlpPlan, d_model: int) -> None:
+        super().__init__()
+        self.top_k, self.renormalize = plan.top_k, plan.renormalize
+        self.router = FormatLinear(d_model, plan.num, bias=False)
+        self.experts = nn.ModuleList(Mlp(expert, d_model) for _ in range(plan.num))
+        shared = dataclasses.replace(expert, d_ff=plan.shared_d_ff) if plan.shared_d_ff else None
+        self.shared = None if shared is None else Mlp(shared, d_model)
+        self.shared_gate = None if shared is None else FormatLinear(d_model, 1, bias=False)
+
+    def named_mlps(self) -> list[tuple[str, Mlp]]:
+        """The feed-forward layers inside, by their names here."""
+        named = [(f"experts.{i}", cast(Mlp, expert)) for i, expert in enumerate(self.experts)]
+        return named if self.shared is None else [*named, ("shared", self.shared)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows_RD = x.flatten(0, -2)
+        chance = self.router(rows_RD).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weight_RK, chosen_RK = chance.topk(self.top_k, dim=-1)
+        if self.renormalize:
+            weight_RK = weight_RK / weight_RK.sum(-1, keepdim=True)
+        out_RD = torch.zeros_like(rows_RD)
+        for expert in chosen_RK.unique().tolist():
+            row, place = (chosen_RK == expert).nonzero(as_tuple=True)
+            part = self.experts[expert](rows_RD[row]) * weight_RK[row, place, None].to(x.dtype)
+            out_RD = out_RD.index_add(0, row, part)
+        if self.shared is not None and self.shared_gate is not None:
+            out_RD = out_RD + self.shared_gate(rows_RD).sigmoid() * self.shared(rows_RD)
+        return out_RD.view(x.shape)
+
+
 class Block(nn.Module):
     def __init__(self, plan: LayerPlan, layer: int, rope_index: int | None) -> None:
         """`rope_index`: which of the model's `ropes` this block rotates with."""
         super().__init__()
-        # The forward reads plain attributes, not the plan, so that torch.compile has one graph for all blocks.
-        self.order = plan.order
+        # Forwards read plain attributes, not the plan: torch.compile then has one graph for all blocks.
+        self.order, self.parallel = plan.order, plan.parallel
         self.rope_index = rope_index
-        self.attn_norm = Norm(plan.d_model, plan.attn_norm)
+        self.attn_norm = _norm(plan.d_model, plan.attn_norm)
         self.attn = Attention(plan.attn, plan.d_model, layer)
-        self.mlp_norm = Norm(plan.d_model, plan.mlp_norm)
-        self.mlp = Mlp(plan.mlp, plan.d_model)
+        self.attn_post_norm = _norm(plan.d_model, plan.attn_post_norm)
+        self.mlp_norm = _norm(plan.d_model, plan.mlp_norm)
+        self.mlp = _feed_forward(plan)
+        self.mlp_post_norm = _norm(plan.d_model, plan.mlp_post_norm)
 
     def forward(
         self,
@@ -160,18 +225,31 @@ class Block(nn.Module):
         skip: BlockSkip = COMPUTE,
         watch: Watch | None = None,
     ) -> Tensor:
+        entry = x
         for kind in self.order:
-            before = x
+            before, read = x, entry if self.parallel else x
             stand_in = skip.attn if kind == "attn" else skip.mlp
             if stand_in is not None:
                 x = stand_in.apply(x)
             elif kind == "attn":
-                x = x + self.attn(self.attn_norm(x), rope, attend)
+                out = self.attn(read if self.attn_norm is None else self.attn_norm(read), rope, attend)
+                x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
             else:
-                x = x + self.mlp(self.mlp_norm(x))
+                out = self.mlp(read if self.mlp_norm is None else self.mlp_norm(read))
+                x = x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
             if watch is not None:
                 watch(self.attn.layer, kind, before, x)
         return x
+
+
+def _norm(width: int, plan: NormPlan | None) -> Norm | None:
+    return None if plan is None else Norm(width, plan)
+
+
+def _feed_forward(plan: LayerPlan) -> Mlp | MixtureOfExperts:
+    if plan.experts is None:
+        return Mlp(plan.mlp, plan.d_model)
+    return MixtureOfExperts(plan.experts, plan.mlp, plan.d_model)
 
 
 class Decoder(BlocksModel):
@@ -180,6 +258,8 @@ class Decoder(BlocksModel):
         super().__init__()
         self.spec, self.plan = spec, plan or plan_decoder(spec)
         self.compute_dtype = torch.float32
+        # The longest text of an engine that runs this model: some rotary scalings have other angles for long texts.
+        self.context: int | None = None
         self.embed = Embedding(spec.vocab_size, spec.d_model)
         self.positions = Embedding(spec.max_positions, spec.d_model) if self.plan.learned_positions else None
         ropes = [layer.attn.rope for layer in self.plan.layers]
@@ -195,14 +275,19 @@ class Decoder(BlocksModel):
     def embed_rows(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """What the first block reads, in compute dtype."""
         x = self.embed(tokens_BT).to(self.compute_dtype)
+        if self.plan.embed_scale is not None:
+            x = x * torch.tensor(self.plan.embed_scale, dtype=x.dtype)  # rounded to the dtype first, as was trained
         return x if self.positions is None else x + self.positions(positions_BT).to(x.dtype)
 
-    def rope_tables(self, positions_BT: Tensor) -> list[RopeTables | None]:
-        """cos and sin for each block. Recomputed per forward, in microseconds; a meta build would leave a buffer
-        empty."""
+    def rope_tables(self, positions_BT: Tensor, context: int | None = None) -> list[RopeTables | None]:
+        """What each block rotates with. Recomputed per forward: a few microseconds, and no buffer that a meta build
+        would leave empty. `context`: the length of the text, where it is read whole."""
         head_dim, device = self.plan.layers[0].attn.head_dim, positions_BT.device
-        frequencies = [rope_frequencies(rope, head_dim, device) for rope in self.ropes]
-        tables = [rope_tables(f, positions_BT, self.compute_dtype) for f in frequencies]
+        frequencies = [rope_frequencies(rope, head_dim, device, context or self.context) for rope in self.ropes]
+        tables = [
+            rope_tables(f, positions_BT, self.compute_dtype, rope.table_scale)
+            for f, rope in zip(frequencies, self.ropes, strict=True)
+        ]
         indices = [cast(Block, block).rope_index for block in self.blocks]
         return [None if i is None else tables[i] for i in indices]
 
@@ -217,7 +302,8 @@ class Decoder(BlocksModel):
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         x = self.embed_rows(tokens_BT, positions_BT)
-        for layer, (block, rope) in enumerate(zip(self.blocks, self.rope_tables(positions_BT), strict=True)):
+        tables = self.rope_tables(positions_BT, tokens_BT.shape[1] if attend is None else None)
+        for layer, (block, rope) in enumerate(zip(self.blocks, tables, strict=True)):
             if skip is None and watch is None:
                 x = block(x, rope, attend)
             else:
@@ -226,10 +312,12 @@ class Decoder(BlocksModel):
 
     def read_head(self, dtype: torch.dtype) -> Head:
         if self.head is None:
-            return Head(local(self.embed.weight), self.embed.group)
-        if isinstance(self.head.format, Dense) and not self.head.packed:
-            return Head(local(self.head.weight), self.embed.group)
-        return Head(self.head.effective_weight(dtype), self.embed.group)
+            weight = local(self.embed.weight)
+        elif isinstance(self.head.format, Dense) and not self.head.packed:
+            weight = local(self.head.weight)
+        else:
+            weight = self.head.effective_weight(dtype)
+        return Head(weight, self.embed.group, self.plan.logit_softcap)
 
     def forward(
         self,
@@ -254,10 +342,11 @@ class Decoder(BlocksModel):
             x = x.flatten(0, 1)[rows]
         if readout is not None:
             return readout(x, self.read_head(x.dtype))
-        if self.head is not None:
-            logits = self.head(x)
+        if self.head is None:
+            logits = self.read_head(x.dtype).logits(x)
         else:
-            logits = F.linear(x, self.read_head(x.dtype).weight_VD.to(x.dtype))
+            cap, logits = self.plan.logit_softcap, self.head(x)
+            logits = logits if cap is None else soft_cap(logits, cap)
         group = self.embed.group
         return logits if group is None else collectives.gather_last(logits, group)
 
@@ -271,7 +360,7 @@ class Decoder(BlocksModel):
 
     def block_args(self, length: int, device: torch.device) -> list[tuple[Any, ...]]:
         """Rotary tables; no `attend`: causal attention within the inputs."""
-        return [(rope, None) for rope in self.rope_tables(torch.arange(length, device=device)[None])]
+        return [(rope, None) for rope in self.rope_tables(torch.arange(length, device=device)[None], length)]
 
     def tail_modules(self) -> list[nn.Module]:
         return [self.norm, self.embed if self.head is None else self.head]
@@ -280,20 +369,35 @@ class Decoder(BlocksModel):
         return self.norm(x)
 
     def read_logits(self, hidden_RD: Tensor) -> Tensor:
-        return F.linear(hidden_RD, self.read_head(hidden_RD.dtype).weight_VD.to(hidden_RD.dtype))
+        return self.read_head(hidden_RD.dtype).logits(hidden_RD)
 
     def input_sources(self, block: nn.Module) -> list[InputSource]:
         assert isinstance(block, Block)
-        attn, mlp = block.attn, block.mlp
-        found = [InputSource(block.attn_norm, ("attn.q", "attn.k", "attn.v"))]
+        attn = block.attn
+        found = []
+        if (norm := block.attn_norm) is not None:
+            found.append(InputSource(norm, ("attn.q", "attn.k", "attn.v"), offset=norm.offset))
         if not attn.v.packed:
             # Heads that share a value head share its channels.
             repeat = attn.o.in_features // attn.v.out_features
             found.append(InputSource(attn.v, ("attn.o",), repeat, attn.head_dim))
-        found.append(InputSource(block.mlp_norm, ("mlp.gate", "mlp.up") if mlp.gated else ("mlp.up",)))
-        if mlp.gated and not mlp.up.packed:
-            found.append(InputSource(mlp.up, ("mlp.down",)))
+        if isinstance(block.mlp, Mlp):
+            found += _mlp_sources(block.mlp, "mlp", block.mlp_norm)
+        else:
+            # The norm before experts also feeds the router, which stays as it is.
+            for name, mlp in block.mlp.named_mlps():
+                found += _mlp_sources(mlp, f"mlp.{name}", None)
         return found
+
+
+def _mlp_sources(mlp: Mlp, name: str, norm: Norm | None) -> list[InputSource]:
+    found = []
+    if norm is not None:
+        readers = (f"{name}.gate", f"{name}.up") if mlp.gated else (f"{name}.up",)
+        found.append(InputSource(norm, readers, offset=norm.offset))
+    if mlp.gated and not mlp.up.packed:
+        found.append(InputSource(mlp.up, (f"{name}.down",)))
+    return found
 
 
 @torch.no_grad()

@@ -123,7 +123,8 @@ def fold_scale(linears: dict[str, FormatLinear], source: InputSource, s: Tensor)
         linears[name].weight.mul_(s.to(linears[name].weight.dtype))
     own, weight, bias = source.reduce(s), source.source.weight, source.source.bias
     assert isinstance(weight, Tensor)
-    weight.div_((own[:, None] if weight.ndim == 2 else own).to(weight.dtype))
+    divisor = (own[:, None] if weight.ndim == 2 else own).to(weight.dtype)
+    weight.copy_((weight + source.offset) / divisor - source.offset if source.offset else weight / divisor)
     if bias is not None:
         assert isinstance(bias, Tensor)
         bias.div_(own.to(bias.dtype))

@@ -39,7 +39,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError, suggest
@@ -236,7 +235,7 @@ class DraftDistill(Objective):
         ids_M = self.vocab_ids.to(head.weight_VD.device)
         place_V = torch.full((head.weight_VD.shape[0],), -1, device=ids_M.device)
         place_V[ids_M] = torch.arange(len(ids_M), device=ids_M.device)
-        return Head(head.weight_VD[ids_M]), place_V
+        return head._replace(weight_VD=head.weight_VD[ids_M]), place_V
 
 
 def _cells(z: Tensor, known: Known, lo: int, hi: int, place_V: Tensor | None) -> Cells:
@@ -247,11 +246,11 @@ def _cells(z: Tensor, known: Known, lo: int, hi: int, place_V: Tensor | None) ->
 def token_losses(
     hidden_ND: Tensor, head: Head, known: Known, loss: Loss, place_V: Tensor | None = None, chunk: int = 0
 ) -> Tensor:
-    """Loss of every token [N], without gradients, in chunks of logits."""
-    weight = head.weight_VD.detach().to(hidden_ND.dtype)
-    chunk = chunk or default_chunk(max(1, len(hidden_ND)), weight.shape[0], hidden_ND.element_size())
+    """Loss of every token [N], without gradients and without all logits at once."""
+    head = head.to(hidden_ND.dtype)
+    chunk = chunk or default_chunk(max(1, len(hidden_ND)), head.weight_VD.shape[0], hidden_ND.element_size())
     parts = [
-        loss(_cells(F.linear(hidden_ND[lo : lo + chunk], weight), known, lo, lo + chunk, place_V))
+        loss(_cells(head.logits(hidden_ND[lo : lo + chunk]), known, lo, lo + chunk, place_V))
         for lo in range(0, len(hidden_ND), chunk)
     ]
     return torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
@@ -272,10 +271,10 @@ class LiveScores:
 
         def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
             hidden_ND = hidden_BTD.flatten(0, 1)
-            weight = head.weight_VD.to(hidden_ND.dtype)
-            rows = default_chunk(len(hidden_ND), weight.shape[0], 4)
+            head = head.to(hidden_ND.dtype)
+            rows = default_chunk(len(hidden_ND), head.weight_VD.shape[0], 4)
             for part in hidden_ND.split(rows):
-                logp = F.linear(part, weight).float().log_softmax(-1)
+                logp = head.logits(part).float().log_softmax(-1)
                 top = logp.topk(min(self.k, logp.shape[1]), dim=-1)
                 tail = torch.log1p(-top.values.exp().sum(-1).clamp(max=1 - 1e-7))
                 parts.append((top.indices, top.values, tail))

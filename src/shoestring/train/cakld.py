@@ -29,7 +29,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
@@ -168,10 +167,10 @@ def teacher_confidence(teacher: nn.Module, batches: Iterable[Micro], mesh: Mesh 
         micro = micro.to(device)
         hidden_BTD, head = read_teacher(teacher, micro.tokens_BT)
         hidden_ND, target_N = hidden_BTD.flatten(0, 1), micro.targets_BT.flatten()
-        weight = head.weight_VD.to(hidden_ND.dtype)
-        rows = max(1, CHUNK_LOGITS.get(device.type, 1 << 24) // weight.shape[0])
+        head = head.to(hidden_ND.dtype)
+        rows = max(1, CHUNK_LOGITS.get(device.type, 1 << 24) // head.weight_VD.shape[0])
         for h, t in zip(hidden_ND.split(rows), target_N.split(rows), strict=True):
-            logp = vocab_log_softmax(F.linear(h, weight).float(), head)
+            logp = vocab_log_softmax(head.logits(h).float(), head)
             taken = vocab_take(logp, t.clamp(min=0)[:, None], head)[:, 0]
             sums[0] += (taken.double().exp() * (t != IGNORED)).sum()
         sums[1] += micro.num_counted

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shoestring.errors import UserError
 from shoestring.kernels.loss.cross_entropy import cross_entropy_
 from shoestring.kernels.loss.distill import distill_
+from shoestring.model.attention import soft_cap
 from shoestring.model.collectives import all_sum, max_over
 from shoestring.model.transformer import Head
 from shoestring.train.step import IGNORED, Micro, Objective
@@ -73,14 +74,14 @@ class TeacherObjective(Objective):
     def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
         teacher_BTD, teacher_head = read_teacher(self.teacher, micro.tokens_BT)
         teacher_ND, target_N = teacher_BTD.flatten(0, 1), micro.targets_BT.flatten()
-        teacher_weight = teacher_head.weight_VD.to(teacher_ND.dtype)
+        teacher_head = teacher_head.to(teacher_ND.dtype)
 
         def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
             check_vocabulary(head.weight_VD.shape[0], teacher_head.weight_VD.shape[0])
             whole = head.group is None and teacher_head.group is None
 
             def chunk_loss(logits: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-                z_teacher, target = F.linear(teacher_ND[lo:hi], teacher_weight), target_N[lo:hi]
+                z_teacher, target = teacher_head.logits(teacher_ND[lo:hi]), target_N[lo:hi]
                 if whole:
                     loss_N, grad = self.compare(logits, z_teacher, target.contiguous())
                     return loss_N.sum(), grad
@@ -252,7 +253,13 @@ class _ChunkedHead(torch.autograd.Function):
         for lo in range(0, num_rows, chunk):
             hi = min(lo + chunk, num_rows)
             logits = torch.mm(hidden_ND[lo:hi], weight.t(), out=buffer[: hi - lo, :vocab])
+            slope = None
+            if head.softcap is not None:
+                # d softcap(z) / dz = 1 - (softcap(z) / cap)^2. Taken now: chunk_loss may overwrite the logits.
+                logits.copy_(soft_cap(logits, head.softcap))
+                slope = 1 - (logits / head.softcap).square()
             loss, grad = chunk_loss(logits, lo, hi)
+            grad = grad if slope is None else grad * slope
             total += loss
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[lo:hi])

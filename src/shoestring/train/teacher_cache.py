@@ -32,7 +32,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import UserError, shown
@@ -141,10 +140,10 @@ def teacher_rows(teacher: nn.Module, micro: Micro, k: int) -> dict[str, Tensor]:
 
     def readout(hidden_BTD: Tensor, head: Head) -> Tensor:
         hidden_ND = hidden_BTD[counted]
-        weight = head.weight_VD.to(hidden_ND.dtype)
-        rows = max(1, CHUNK_LOGITS.get(hidden_ND.device.type, 1 << 24) // weight.shape[0])
+        head = head.to(hidden_ND.dtype)
+        rows = max(1, CHUNK_LOGITS.get(hidden_ND.device.type, 1 << 24) // head.weight_VD.shape[0])
         for h, t in zip(hidden_ND.split(rows), target_N.split(rows), strict=True):
-            found.append(_top_rows(vocab_log_softmax(F.linear(h, weight).float(), head), t, k, head))
+            found.append(_top_rows(vocab_log_softmax(head.logits(h).float(), head), t, k, head))
         return hidden_BTD.new_zeros(())
 
     teacher(micro.tokens_BT, readout=readout)

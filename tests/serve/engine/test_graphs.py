@@ -41,7 +41,7 @@ SHAPES = {
         "out_bias": True,
         "qkv_bias": True,
     },
-    "window": {"sliding_window": 5, "first_window_layer": 1},
+    "window": {"sliding_window": 5, "full_layers": (0,)},
     "geglu": {"act": "geglu"},
     "geglu_tanh": {"act": "geglu_tanh", "mlp_bias": True},
 }

@@ -12,7 +12,7 @@ from tiny import tiny_decoder
 @pytest.mark.parametrize("blocks", [range(2, 7), [6, 0, 3, 1, 5]])
 def test_token_by_token_equals_the_full_forward(window: int | None, blocks: list[int]) -> None:
     """Neighbouring blocks are read in place, scattered ones gathered."""
-    model = tiny_decoder(sliding_window=window, first_window_layer=1)
+    model = tiny_decoder(sliding_window=window, full_layers=(0,))
     tokens = torch.randint(0, 29, (1, 20), generator=torch.Generator().manual_seed(0))
     want = model(tokens)[0]
     cache = KVCache(model.plan, BlockPool(8, 4))

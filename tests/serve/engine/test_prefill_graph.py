@@ -54,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_the_token_behind_every_span_is_the_models(window: int | None, kind: Any) -> None:
     """Whole prompts, few rows behind many, pieces of some tiles, single rows, each in one step with the others."""
-    model = tiny_decoder(max_positions=256, sliding_window=window, first_window_layer=1)
+    model = tiny_decoder(max_positions=256, sliding_window=window, full_layers=(0,))
     texts = torch.randint(0, 29, (4, 220), generator=torch.Generator().manual_seed(1))
     runner = Runner(model, BlockPool(300, 4), graphs=True)
     runner.warm_up_prefill(4, 512, [kind])

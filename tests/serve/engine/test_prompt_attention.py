@@ -87,7 +87,7 @@ def test_nothing_is_padded_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_no_prompt_waits_for_a_plan(window: int | None, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets and draft models, fused and plain, prompts of all lengths, alone and together."""
-    target = tiny_decoder(0, sliding_window=window, first_window_layer=1)
+    target = tiny_decoder(0, sliding_window=window, full_layers=(0,))
     draw = random.Random(3)
     asked = []
     for turn in range(12):

@@ -41,7 +41,7 @@ from shoestring.kernels.lowbit.w4a8 import Operands, w4a8
 from shoestring.kernels.runtime.cpp import load_library
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies
-from shoestring.model.layer_plan import DecoderPlan, Support, features
+from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, Support, features
 from shoestring.model.transformer import Block, Decoder
 from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
@@ -50,15 +50,16 @@ SOURCE = Path(__file__).with_name("cpu_decode.cpp")
 SUPPORT = Support(
     any_value="""
         d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim
-        attn.qkv_bias attn.out_bias attn.qk_norm attn.qk_norm.eps attn.rope.theta attn.rope.scaling mlp.d_ff
+        attn.qkv_bias attn.out_bias attn.qk_norm attn.qk_norm.eps attn.rope.theta mlp.d_ff
         mlp.bias
     """,
     only={
+        **PLAIN,
+        "attn.rope.scaling": PLAIN_ROPE,
         **dict.fromkeys(("attn_norm.kind", "attn.qk_norm.kind", "mlp_norm.kind", "final_norm.kind"), ("rms",)),
         "learned_positions": (False,),
         "order": (("attn", "mlp"),),
         "attn.window": (None,),
-        "attn.scale": (None,),
         "mlp.act": ("swiglu",),
     },
 )

@@ -45,7 +45,7 @@ from shoestring.kernels.lowbit.few_rows import MOST_ROWS as FEW_ROWS
 from shoestring.kernels.lowbit.int8_linear import int8_linear, int8_linear_usable
 from shoestring.kernels.lowbit.lowbit_linear import lowbit_row_linear
 from shoestring.model.attention import rope_frequencies
-from shoestring.model.layer_plan import LayerPlan, Support
+from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, LayerPlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, Norm
 from shoestring.serve.engine.kv_cache import KVCache, modules_of
@@ -259,15 +259,17 @@ def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 SUPPORT = Support(
     any_value="""
-        learned_positions d_model attn_norm.kind attn_norm.eps mlp_norm.kind mlp_norm.eps final_norm.kind
-        final_norm.eps attn.num_heads attn.num_kv_heads attn.qkv_bias attn.out_bias attn.window attn.qk_norm
-        attn.qk_norm.eps attn.rope attn.rope.theta attn.rope.scaling mlp.d_ff mlp.act mlp.bias
+        learned_positions d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads
+        attn.qkv_bias attn.out_bias attn.window attn.qk_norm attn.qk_norm.eps attn.rope attn.rope.theta mlp.d_ff
+        mlp.act mlp.bias
     """,
     only={
+        **PLAIN,
+        **dict.fromkeys(("attn_norm.kind", "mlp_norm.kind", "final_norm.kind"), ("rms", "layer")),
+        "attn.rope.scaling": PLAIN_ROPE,
         "order": (("attn", "mlp"),),  # as SkipSet.after counts them
         "attn.head_dim": range(0, 1 << 30, 2),  # rope_store_ takes pairs
         "attn.qk_norm.kind": ("rms",),
-        "attn.scale": (None,),
     },
 )
 

@@ -36,6 +36,7 @@ class KVCache:
     def __init__(self, plan: DecoderPlan, pool: BlockPool) -> None:
         self.pool = pool
         self._windows = [layer.attn.window for layer in plan.layers]
+        self._softcaps = [layer.attn.softcap for layer in plan.layers]
         # Width, dtype and device come from the first keys written: a tensor-parallel rank holds fewer heads.
         self._keys: list[Tensor | None] = [None] * len(plan.layers)
         self._values: list[Tensor | None] = [None] * len(plan.layers)
@@ -87,7 +88,7 @@ class KVCache:
             values = self._values[layer] = self._grown(self._values[layer], v_BTGD)
             keys.flatten(0, 1).index_copy_(0, place_T, k_BTGD[0])
             values.flatten(0, 1).index_copy_(0, place_T, v_BTGD[0])
-            outs, row, window = [], 0, self._windows[layer]
+            outs, row, window, softcap = [], 0, self._windows[layer], self._softcaps[layer]
             for group, index in zip(groups, index_of, strict=True):
                 num_rows = len(group) * group[0].num
                 shape = (len(group), group[0].num)
@@ -97,14 +98,14 @@ class KVCache:
                     # mask.
                     k_NTGD = k_BTGD[0, row : row + num_rows].unflatten(0, shape)
                     v_NTGD = v_BTGD[0, row : row + num_rows].unflatten(0, shape)
-                    out_NTHD = prompt_attention(q_NTHD, k_NTGD, v_NTGD, window=window)
+                    out_NTHD = prompt_attention(q_NTHD, k_NTGD, v_NTGD, window=window, softcap=softcap)
                 else:
                     length = max(s.stop for s in group)
                     k_NSGD, v_NSGD = _read(keys, index)[:, :length], _read(values, index)[:, :length]
                     if (row, window) not in masks:
                         at_NT = position_T[row : row + num_rows].unflatten(0, shape)
                         masks[row, window] = mask_at(at_NT, length, window=window)
-                    out_NTHD = attend_with(q_NTHD, k_NSGD, v_NSGD, masks[row, window])
+                    out_NTHD = attend_with(q_NTHD, k_NSGD, v_NSGD, masks[row, window], softcap=softcap)
                 outs.append(out_NTHD.flatten(0, 1))
                 row += num_rows
             return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.errors import UserError
@@ -286,11 +285,11 @@ def prompt_logprobs(model: Decoder, tokens: Sequence[int], num_top: int) -> list
     found: list[TokenLogprob | None] = [None]
 
     def read(hidden_BTD: Tensor, head: Head) -> Tensor:
-        hidden_RD, weight_VD = hidden_BTD[0, :-1], head.weight_VD.to(hidden_BTD.dtype)
+        hidden_RD, head = hidden_BTD[0, :-1], head.to(hidden_BTD.dtype)
         num_shards = 1 if head.group is None else head.group.size()
-        block = max(1, BLOCK_LOGITS // (weight_VD.shape[0] * num_shards))
+        block = max(1, BLOCK_LOGITS // (head.weight_VD.shape[0] * num_shards))
         for start in range(0, len(hidden_RD), block):
-            logits = F.linear(hidden_RD[start : start + block], weight_VD)
+            logits = head.logits(hidden_RD[start : start + block])
             if head.group is not None:
                 logits = collectives.gather_last(logits, head.group)
             found.extend(token_logprobs(logits, tokens[start + 1 : start + 1 + len(logits)], num_top))

@@ -66,11 +66,13 @@ def _planned(q_NTHD: Tensor) -> bool:
     return q_NTHD.is_cuda and q_NTHD.dtype in (torch.bfloat16, torch.float16) and cudnn_sdp_enabled()
 
 
-def prompt_attention(q_NTHD: Tensor, k_NTGD: Tensor, v_NTGD: Tensor, *, window: int | None = None) -> Tensor:
+def prompt_attention(
+    q_NTHD: Tensor, k_NTGD: Tensor, v_NTGD: Tensor, *, window: int | None = None, softcap: float | None = None
+) -> Tensor:
     """`causal_attention` of N texts read from their start."""
     num = q_NTHD.shape[1]
-    if num < LONG or not _planned(q_NTHD):
-        return causal_attention(q_NTHD, k_NTGD, v_NTGD, window=window)
+    if num < LONG or softcap is not None or not _planned(q_NTHD):
+        return causal_attention(q_NTHD, k_NTGD, v_NTGD, window=window, softcap=softcap)
     outs = []
     for text in zip(*(t.split(1) for t in (q_NTHD, k_NTGD, v_NTGD)), strict=True):
         if num % STEP:
