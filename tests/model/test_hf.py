@@ -47,11 +47,7 @@ GPT2 = {
 }
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.3, 1.7],
-    "long_factor": [1.5, 2.0, 4.0, 6.0],
-}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 6.0]}
 ORIGINAL = {"original_max_position_embeddings": 32}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 

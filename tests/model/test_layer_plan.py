@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_plans import BASE, OF_THE_DECODER, SPEC, VALUES, changed, combinations, decoder, single_changes
+from layer_plans import BASE, OF_THE_DECODER, SPEC, VALUES, base_of, changed, combinations, decoder, single_changes
 from torch import Tensor
 
 from shoestring.errors import UserError
@@ -52,7 +52,7 @@ def test_every_field_has_values_to_try() -> None:
     assert set(VALUES) == field_names()
     assert all(is_dataclass(part) for part in PARTS)
     for name, values in VALUES.items():
-        assert values and all(changed(BASE, name, value) != BASE for value in values)
+        assert values and all(changed(base_of(name), name, value) != base_of(name) for value in values)
 
 
 @pytest.mark.parametrize("support", [fused_decoder.SUPPORT, cpu_decode.SUPPORT, parallel.SUPPORT])
@@ -84,7 +84,7 @@ def test_plans_follow_from_specs() -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_the_model_computes_every_field(name: str) -> None:
     """Another value is another function: of the same weights, or of other ones."""
-    before = changed(BASE, "attn.qk_norm", NormPlan("rms", 1e-5)) if name.startswith("attn.qk_norm.") else BASE
+    before = base_of(name)
     for value in VALUES[name]:
         one, other = decoder(before), decoder(changed(before, name, value))
         shapes = [{n: p.shape for n, p in model.named_parameters()} for model in (one, other)]

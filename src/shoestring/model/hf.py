@@ -560,6 +560,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied,
         "bos_token_id": spec.bos_id,
         "eos_token_id": list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_id,
+        "pad_token_id": None,  # some families' default may lie outside of this vocabulary
         "use_cache": True,
     }
     if spec.model_type == "gpt2":

@@ -33,7 +33,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import collectives
 from shoestring.model.layer_plan import Support
 from shoestring.model.spec import ModelSpec
-from shoestring.model.transformer import Block, Decoder
+from shoestring.model.transformer import Block, Decoder, Norm
 from shoestring.state.boxes import local_box
 
 CompileMode = Literal["off", "blocks", "whole"]
@@ -250,8 +250,8 @@ def init_weights(model: Decoder, seed: int) -> None:
         leaf = name.rsplit(".", 2)[-2:]
         if leaf[-1] == "bias":
             local(param).zero_()
-        elif "norm" in leaf[0]:
-            local(param).fill_(1.0)
+        elif isinstance(norm := model.get_submodule(name.rpartition(".")[0]), Norm):
+            local(param).fill_(1.0 - norm.offset)
         elif leaf[-1] == "weight":
             _draw_(param, seed, name, residual if leaf[0] in ("o", "down") else 0.02)
 

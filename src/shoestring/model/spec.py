@@ -165,6 +165,14 @@ class ModelSpec:
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.rotary_fraction)
 
+    @property
+    def default_context(self) -> int:
+        """How long a text is read unless more is asked for. A model with `LongRope` has other angles for longer texts,
+        which also change its answers to short ones."""
+        if isinstance(self.rope_scaling, LongRope):
+            return min(self.max_positions, self.rope_scaling.original_positions)
+        return self.max_positions
+
     def window(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
 

@@ -166,6 +166,17 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.act == "gelu_tanh" else "none"))
 
 
+class Router(nn.Module):
+    """A small product that no Format touches: few weights, and a rounding error chooses another expert."""
+
+    def __init__(self, width: int, num: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight).to(x.dtype))
+
+
 class MixtureOfExperts(nn.Module):
     """Each row through its `top_k` experts; see layer_plan.ExpertsPlan.
 
@@ -176,11 +187,11 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, plan: ExpertsPlan, expert: MlpPlan, d_model: int) -> None:
         super().__init__()
         self.top_k, self.renormalize = plan.top_k, plan.renormalize
-        self.router = FormatLinear(d_model, plan.num, bias=False)
+        self.router = Router(d_model, plan.num)
         self.experts = nn.ModuleList(Mlp(expert, d_model) for _ in range(plan.num))
         shared = dataclasses.replace(expert, d_ff=plan.shared_d_ff) if plan.shared_d_ff else None
         self.shared = None if shared is None else Mlp(shared, d_model)
-        self.shared_gate = None if shared is None else FormatLinear(d_model, 1, bias=False)
+        self.shared_gate = None if shared is None else Router(d_model, 1)
 
     def named_mlps(self) -> list[tuple[str, Mlp]]:
         """The feed-forward layers inside, by their names here."""

@@ -19,6 +19,7 @@ Not supported: several processes, attention masks between documents.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -123,7 +124,26 @@ class Collector:
 
     def statistics(self, prefix: str = "") -> dict[str, Statistics]:
         made = {name: sums.mean(self.num_samples, prefix + name) for name, sums in self.sums.items()}
-        return {name: made[self.source[name]] for name in self.source}
+        found = {name: made[self.source[name]] for name in self.source}
+        unseen = [name for name in self.layers if name not in found]
+        if unseen:
+            warnings.warn(
+                f"{len(unseen)} layers saw no calibration token and are treated as if all inputs were alike: "
+                f"{', '.join(prefix + name for name in unseen[:3])}{' ...' if len(unseen) > 3 else ''}; "
+                "a longer calibration text reaches more experts",
+                stacklevel=2,
+            )
+        return found | {name: _unseen(self.layers[name], self.dtype) for name in unseen}
+
+
+def _unseen(layer: nn.Module, dtype: torch.dtype) -> Statistics:
+    """For an expert that the router chose for no token: every input channel counts the same, so that methods which
+    weigh errors by the inputs round to nearest."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    width, device = weight.shape[1], weight.device
+    eye = torch.eye(width, dtype=dtype, device=device)
+    return Statistics(eye, torch.ones(width, dtype=dtype, device=device), eye.new_empty(0, width), 0)
 
 
 @dataclass

@@ -42,7 +42,7 @@ from shoestring.kernels.runtime.cpp import load_library
 from shoestring.kernels.runtime.triton_backend import fall_back
 from shoestring.model.attention import rope_frequencies
 from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, Support, features
-from shoestring.model.transformer import Block, Decoder
+from shoestring.model.transformer import Block, Decoder, Mlp
 from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
 
@@ -87,6 +87,8 @@ def _rounds_inputs(model: nn.Module) -> bool:
     for block, plan in zip(model.blocks, model.plan.layers, strict=True):
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
+        if not isinstance(mlp, Mlp):
+            return False
         inner = (mlp.gate, mlp.up) if plan.mlp.gated else (mlp.up,)
         for layers in ((attn.q, attn.k, attn.v), (attn.o,), inner, (mlp.down,)):
             if not all(isinstance(x, Int8Linear) and x.packed for x in layers):

@@ -33,6 +33,7 @@ from torch import Tensor
 from shoestring.errors import UserError, suggest
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.model.skip import SkipSet
+from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
 from shoestring.serve.engine.graphs import DeviceDraft, PendingTokens
@@ -124,7 +125,8 @@ class Engine:
         check_least(max_requests=max_requests, chunk=chunk, block_size=block_size)
         check_least(least=0, num_drafts=num_drafts, max_waiting=max_waiting)
         check_rule(rule)
-        context = context_limit(spec.max_positions, max_context, block_size, num_blocks)
+        context = context_limit(spec, max_context, block_size, num_blocks)
+        model.context = context
         grows = num_blocks is None
         if num_blocks is None:
             num_blocks = max_requests * -(-context // block_size)
@@ -757,9 +759,9 @@ def check_rule(rule: str) -> None:
         )
 
 
-def context_limit(positions: int, max_context: int | None, block_size: int, num_blocks: int | None) -> int:
+def context_limit(spec: ModelSpec, max_context: int | None, block_size: int, num_blocks: int | None) -> int:
     """Tokens of one request at most: a request alone always fits the blocks there are."""
-    context = positions if max_context is None else max_context
+    positions, context = spec.max_positions, spec.default_context if max_context is None else max_context
     if not 1 <= context <= positions:
         raise UserError(
             f"max_context={context} does not fit this model, which has {positions} positions; give 1 to {positions}"
