@@ -40,7 +40,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "experts.num": (5,),
     "experts.top_k": (1, 4),
     "experts.renormalize": (False,),
-    "experts.shared_d_ff": (48,),
+    "experts.shared_d_ff": (32,),
     "attn.num_heads": (2,),
     "attn.num_kv_heads": (1, 4),
     "attn.head_dim": (24,),

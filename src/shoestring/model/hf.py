@@ -195,12 +195,17 @@ def _from_llama_like(config: Fields, model_type: str) -> ModelSpec:
 def _gate(config: Fields, model_type: str) -> Literal["swiglu", "geglu", "geglu_tanh"]:
     # Gemma's hidden_act is a leftover of its first release, which `transformers` does not look at.
     key, default = ("hidden_activation", "gelu_pytorch_tanh") if model_type in _GEMMA else ("hidden_act", "silu")
-    act = config.text(key, default)
-    if act not in _GATES:
+    return cast(Literal["swiglu", "geglu", "geglu_tanh"], _activation(config, key, default, _GATES))
+
+
+def _activation(config: Fields, key: str, default: str, known: dict[str, str]) -> str:
+    act = config.get(key, default)
+    if not isinstance(act, str) or act not in known:
         raise UserError(
-            f"config.json: {key}={shown(act)} is not supported for {model_type}; supported: {', '.join(_GATES)}"
+            f"config.json: {key}={shown(act)} is not supported for {config.get('model_type')}; supported: "
+            f"{', '.join(known)}"
         )
-    return cast(Literal["swiglu", "geglu", "geglu_tanh"], _GATES[act])
+    return known[act]
 
 
 def _gemma(config: Fields, model_type: str) -> dict[str, Any]:
@@ -255,11 +260,6 @@ def _experts(config: Fields, model_type: str, num_layers: int) -> Experts:
 
 
 def _from_neox(config: Fields) -> ModelSpec:
-    act = config.get("hidden_act", "gelu")
-    if not isinstance(act, str) or act not in _GELU:
-        raise UserError(
-            f"config.json: hidden_act={shown(act)} is not supported for gpt_neox; supported: {', '.join(_GELU)}"
-        )
     sizes = {ours: config.whole(theirs) for ours, theirs in _SIZES.items()}
     attention_bias = config.flag("attention_bias", True)
     return ModelSpec(
@@ -273,7 +273,7 @@ def _from_neox(config: Fields) -> ModelSpec:
         norm="layer",
         norm_eps=config.number("layer_norm_eps", 1e-5, **EPS_RANGE),
         parallel_residual=config.flag("use_parallel_residual", True),
-        act=cast(Literal["gelu_tanh", "gelu"], _GELU[act]),
+        act=cast(Literal["gelu_tanh", "gelu"], _activation(config, "hidden_act", "gelu", _GELU)),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         mlp_bias=True,
@@ -484,11 +484,6 @@ def _from_gpt2(config: Fields) -> ModelSpec:
     # `transformers` accepts the Llama spellings of these fields for GPT-2 too.
     other = {theirs: _SIZES[ours] for ours, theirs in _GPT2_SIZES.items()}
     config = Fields({**{k: config.get(v) for k, v in other.items() if v in config}, **config.values}, config.where)
-    act = config.get("activation_function", "gelu_new")
-    if not isinstance(act, str) or act not in _GELU:
-        raise UserError(
-            f"config.json: activation_function={shown(act)} is not supported for gpt2; supported: {', '.join(_GELU)}"
-        )
     sizes = {ours: config.whole(theirs) for ours, theirs in _GPT2_SIZES.items()}
     return ModelSpec(
         **sizes,
@@ -499,7 +494,7 @@ def _from_gpt2(config: Fields) -> ModelSpec:
         model_type="gpt2",
         norm="layer",
         norm_eps=config.number("layer_norm_epsilon", 1e-5, **EPS_RANGE),
-        act=cast(Literal["gelu_tanh", "gelu"], _GELU[act]),
+        act=cast(Literal["gelu_tanh", "gelu"], _activation(config, "activation_function", "gelu_new", _GELU)),
         positions="learned",
         qkv_bias=True,
         out_bias=True,
