@@ -31,7 +31,17 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from shoestring.model.skip import KINDS, Kind
-from shoestring.model.spec import GATED, DynamicRope, LinearRope, Llama3Rope, LongRope, ModelSpec, RopeScaling, YarnRope
+from shoestring.model.spec import (
+    GATED,
+    DynamicRope,
+    Experts,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelSpec,
+    RopeScaling,
+    YarnRope,
+)
 
 
 @dataclass(frozen=True)
@@ -148,8 +158,12 @@ def _plan_layer(spec: ModelSpec, layer: int) -> LayerPlan:
         attn_post_norm=after,
         mlp_post_norm=after,
         parallel=spec.parallel_residual,
-        experts=chosen and ExpertsPlan(chosen.num, chosen.top_k, chosen.renormalize, chosen.shared_d_ff),
+        experts=None if chosen is None else _plan_experts(chosen),
     )
+
+
+def _plan_experts(experts: Experts) -> ExpertsPlan:
+    return ExpertsPlan(experts.num, experts.top_k, experts.renormalize, experts.shared_d_ff)
 
 
 def _plan_attention(spec: ModelSpec, layer: int) -> AttentionPlan:

@@ -98,6 +98,7 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
     for block in model.blocks:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
+        assert isinstance(mlp, Mlp)  # by SUPPORT
         for linear in (attn.q, attn.k, attn.v, mlp.up, *([mlp.gate] if mlp.gated else [])):
             column_parallel_(linear, tp)
         for linear in (attn.o, mlp.down):

@@ -152,6 +152,7 @@ class TorchDecodeStep:
     def _layer(self, block: nn.Module) -> _Layer:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
+        assert isinstance(mlp, Mlp) and block.attn_norm and block.mlp_norm  # by SUPPORT
         return _Layer(
             block.attn_norm.weight.detach(),
             _product(attn.q, attn.k, attn.v),
@@ -363,6 +364,7 @@ class CompiledDecodeStep:
     def _layer(self, block: nn.Module) -> _CLayer:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
+        assert isinstance(mlp, Mlp)  # by SUPPORT
         norms = (block.attn_norm, attn.q_norm, attn.k_norm, block.mlp_norm)
         return _CLayer(
             *(None if n is None else self._keep(n.weight) for n in norms),

@@ -47,7 +47,7 @@ from shoestring.kernels.lowbit.lowbit_linear import lowbit_row_linear
 from shoestring.model.attention import rope_frequencies
 from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, LayerPlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
-from shoestring.model.transformer import Block, Decoder, Norm
+from shoestring.model.transformer import Block, Decoder, Mlp, Norm
 from shoestring.serve.engine.kv_cache import KVCache, modules_of
 from shoestring.serve.engine.prompt_attention import prompt_attention
 
@@ -326,6 +326,7 @@ class FusedDecoder:
     def _layer(self, block: nn.Module, plan: LayerPlan, freq: Tensor | None, cos_sin: Tensor | None) -> _Layer:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
+        assert isinstance(mlp, Mlp) and plan.attn_norm and block.attn_norm and block.mlp_norm  # by SUPPORT
         eps = (plan.attn.qk_norm or plan.attn_norm).eps  # unused without head norms
         return _Layer(
             plan,
