@@ -33,7 +33,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import collectives
 from shoestring.model.layer_plan import Support
 from shoestring.model.spec import ModelSpec
-from shoestring.model.transformer import Block, Decoder, Norm
+from shoestring.model.transformer import Block, Decoder, Mlp, Norm
 from shoestring.state.boxes import local_box
 
 CompileMode = Literal["off", "blocks", "whole"]
