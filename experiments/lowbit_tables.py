@@ -278,6 +278,14 @@ def untrained() -> str:
     return _table(kept, SMOLLM2, all_grids=False)
 
 
+def two_bits() -> str:
+    """SmolLM2 at 2 bits in groups of 64, a method a row."""
+    best, label = best_settings(), "int2:g64"
+    methods = [m for m in COLUMNS if (SMOLLM2, m, label) in best]
+    rows = [[_named(m, SMOLLM2), _shown(best[SMOLLM2, m, label])] for m in methods]
+    return markdown([f"{label}, calibration tokens in brackets", "perplexity"], rows)
+
+
 def two_scales() -> str:
     """SmolLM2 on evenly spaced levels, NF with one scale, and NF with two, side by side; bits in brackets."""
     best = best_settings()
