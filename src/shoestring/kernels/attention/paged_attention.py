@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shoestring.hardware.device import device_limits
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 BLOCK = 64  # keys per load
 MAX_SPLITS = 32
@@ -92,10 +92,10 @@ def paged_attention(
     assert keys_NPGD.is_contiguous() and values_NPGD.is_contiguous() and keys_NPGD.shape == values_NPGD.shape
     assert tables_LW.stride(1) == 1 and tables_LW.dtype == tiles_L4.dtype == torch.int32
     shared = num_heads // num_groups
-    heads = _pow2(shared)
-    rows = _pow2(rows_per_tile)
+    heads = next_power_of_2(shared)
+    rows = next_power_of_2(rows_per_tile)
     rows = max(rows, -(-16 // heads))  # tl.dot needs at least 16 rows
-    m, d = rows * heads, max(16, _pow2(head_dim))
+    m, d = rows * heads, max(16, next_power_of_2(head_dim))
     num_tiles = tiles_L4.shape[0]
     if out_THD is None:
         out_THD = torch.empty(num_rows, num_heads, head_dim, device=q_THD.device, dtype=q_THD.dtype)
@@ -124,7 +124,7 @@ def paged_attention(
 
 def prefill_rows(num_heads: int, num_groups: int) -> int:
     """Rows per tile that fill a prefill program."""
-    return max(1, PREFILL_ROWS // _pow2(num_heads // num_groups))
+    return max(1, PREFILL_ROWS // next_power_of_2(num_heads // num_groups))
 
 
 def most_programs() -> int:
@@ -138,7 +138,3 @@ def splits_for(num_tiles: int, num_groups: int) -> int:
     while num > 1 and num_tiles * num_groups * num > most:
         num //= 2
     return num
-
-
-def _pow2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 
 def rope_store_ref_(
@@ -76,7 +76,7 @@ def rope_store_(
     _rope_store_kernel[(num_rows, -(-num_all // heads))](
         qkv_TE, keys_SGD, values_SGD, slots_T, positions_T, qkv_TE if freq is None else freq,
         qkv_TE if q_norm_D is None else q_norm_D, qkv_TE if k_norm_D is None else k_norm_D, eps, num_heads, num_groups,
-        D=head_dim, HALF_P=1 << (head_dim // 2 - 1).bit_length(), HEADS=heads, ROTATE=freq is not None,
+        D=head_dim, HALF_P=next_power_of_2(head_dim // 2), HEADS=heads, ROTATE=freq is not None,
         NORM=q_norm_D is not None, **pdl_options(qkv_TE), num_warps=1 if heads == 1 else 4,
     )  # fmt: skip
     return qkv_TE[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))

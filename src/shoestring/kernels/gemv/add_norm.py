@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MAX_WIDTH = 1 << 15  # a row is held in registers
 
@@ -36,7 +36,7 @@ def add_norm_(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: floa
     assert x_TD.is_contiguous() and (delta_TD is None or delta_TD.is_contiguous())
     out_TD = torch.empty_like(x_TD)
     if num_rows:
-        block = 1 << (width - 1).bit_length()
+        block = next_power_of_2(width)
         _add_norm_kernel[(num_rows,)](
             x_TD, x_TD if delta_TD is None else delta_TD, weight_D, out_TD, eps,
             WIDTH=width, BLOCK=block, ADD=delta_TD is not None, **pdl_options(x_TD),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 PIECE = 2048  # logits of a program
 NO_TOKEN = -1  # in place of a token: the logits are not finite
@@ -68,7 +68,7 @@ def argmax_token_(logits_TV: Tensor, out_T: Tensor, nonfinite: int = NO_TOKEN) -
     peaks, places = piece_argmax(logits_TV)
     num_pieces = peaks.shape[1]
     _argmax_of_pieces_kernel[(len(out_T),)](
-        peaks, places, out_T, num_pieces, BLOCK=1 << (num_pieces - 1).bit_length(), NONFINITE=nonfinite, num_warps=1,
+        peaks, places, out_T, num_pieces, BLOCK=next_power_of_2(num_pieces), NONFINITE=nonfinite, num_warps=1,
         **pdl_options(logits_TV),
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoestring.hardware.device import device_limits
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MAX_BYTES = 8192  # inputs of a row of 8-bit codes at most: they are kept in registers
 BYTE_ROWS, BYTE_PROGRAMS, BYTE_WARPS = 4, 4, 4  # rows of W at a time, programs per SM at most, warps
@@ -125,7 +125,7 @@ def _byte_rows(
     _byte_rows_kernel[(min(-(-num_out // BYTE_ROWS), most),)](
         x_1K, weight.view(torch.int32), x_1K if bias is None else bias, x_1K if norm_K is None else norm_K,
         x_1K if residual_1N is None else residual_1N, scale_N, zero_N, out_1N, eps, num_out,
-        K=num_in, WORDS_P=1 << (num_in // 4 - 1).bit_length(), ROWS=BYTE_ROWS, BIAS=bias is not None,
+        K=num_in, WORDS_P=next_power_of_2(num_in // 4), ROWS=BYTE_ROWS, BIAS=bias is not None,
         NORM=norm_K is not None, RESIDUAL=residual_1N is not None, **pdl_options(x_1K), num_warps=BYTE_WARPS,
     )  # fmt: skip
     return out_1N
@@ -133,7 +133,7 @@ def _byte_rows(
 
 def tile_for(num_out: int, num_in: int, swiglu: bool) -> tuple[int, int, int]:
     """(rows of W per program, columns per load, warps): several programs per SM, each with several loads."""
-    columns = 1 << (num_in - 1).bit_length()
+    columns = next_power_of_2(num_in)
     if columns <= 2048:
         return (4 if columns <= 1024 or swiglu else 1), min(columns, 1024), 4
     if swiglu:

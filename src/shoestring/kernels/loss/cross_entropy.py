@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 
 def cross_entropy_ref(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def _cross_entropy_op(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     if num_rows:
         # 8192 keeps a block in registers at 8 warps for every vocabulary; larger blocks spill.
         _cross_entropy_kernel[(num_rows,)](
-            logits_NV, logits_NV.stride(0), target_N, loss, vocab, BLOCK=min(8192, _pow2(vocab)), num_warps=8
+            logits_NV, logits_NV.stride(0), target_N, loss, vocab, BLOCK=min(8192, next_power_of_2(vocab)), num_warps=8
         )
     return loss
 
@@ -57,7 +57,3 @@ def _cross_entropy_op(logits_NV: Tensor, target_N: Tensor) -> Tensor:
 @_cross_entropy_op.register_fake
 def _(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)
-
-
-def _pow2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 
 def distill_ref(
@@ -83,7 +83,7 @@ def _distill_op(
         _distill_kernel[(num_rows,)](
             logits_NV, logits_NV.stride(0), teacher_NV, teacher_NV.stride(0), target_N, loss, vocab,
             forward, reverse, ce, 1 / temperature,
-            REVERSE=reverse != 0, CE=ce != 0, BLOCK=min(4096, _pow2(vocab)), num_warps=8,
+            REVERSE=reverse != 0, CE=ce != 0, BLOCK=min(4096, next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip
     return loss
 
@@ -91,7 +91,3 @@ def _distill_op(
 @_distill_op.register_fake
 def _(logits_NV: Tensor, *rest: object) -> Tensor:
     return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)
-
-
-def _pow2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

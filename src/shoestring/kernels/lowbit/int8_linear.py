@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoestring.kernels.gemv.row_linear import row_linear_ref
 from shoestring.kernels.runtime.pdl import pdl_options
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MOST_ROWS = 64
 OUTS, BLOCK, WARPS = 128, 32, 8  # outputs of a program, words (of 4 inputs) at a time, warps
@@ -61,7 +61,7 @@ def int8_linear(
     out_MN = torch.empty(num_rows, num_out, device=x_MK.device, dtype=out_dtype or x_MK.dtype)
     _int8_linear_kernel[(-(-num_out // OUTS),)](
         x_M4J, codes_NK.view(torch.int32), scale_N, zero_N, x_M4J if bias is None else bias, out_MN, num_rows, num_out,
-        WORDS=num_in // 4, ROWS=max(16, 1 << (num_rows - 1).bit_length()), OUTS=OUTS, BLOCK=BLOCK,
+        WORDS=num_in // 4, ROWS=max(16, next_power_of_2(num_rows)), OUTS=OUTS, BLOCK=BLOCK,
         BIAS=bias is not None, **pdl_options(x_MK), num_warps=WARPS, num_stages=4,
     )  # fmt: skip
     return out_MN

@@ -35,7 +35,7 @@ from shoestring.kernels.runtime.nvrtc import (
     nvrtc_library,
     pointer,
 )
-from shoestring.kernels.runtime.triton_backend import fall_back, interpreting, triton_usable
+from shoestring.kernels.runtime.triton_backend import fall_back, interpreting, next_power_of_2, triton_usable
 
 MOST_ROWS = 64  # of the Triton kernel
 
@@ -209,7 +209,7 @@ def lowbit_parts_linear(
         x_MK, codes.contiguous(), scale.contiguous(), other, other if table is None else table,
         x_MK if bias is None else bias, y, rows, out, width, groups, x_MK.stride(0), codes.shape[1],
         GROUP=width // groups, BITS=bits, TABLE=table is not None, SCALES=1 if scale.ndim == 2 else scale.shape[2],
-        BIAS=bias is not None, BM=max(16, 1 << (rows - 1).bit_length()), BN=block, BR=16 if width < 1024 else 32,
+        BIAS=bias is not None, BM=max(16, next_power_of_2(rows)), BN=block, BR=16 if width < 1024 else 32,
         num_warps=4,
     )  # fmt: skip
     return y.view(*x.shape[:-1], out)

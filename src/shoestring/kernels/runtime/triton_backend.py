@@ -40,6 +40,11 @@ def triton_refusal() -> str | None:
     return None if _found_triton() else NOT_INSTALLED
 
 
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is at least n: Triton's blocks have such sizes."""
+    return 1 << (n - 1).bit_length()
+
+
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 

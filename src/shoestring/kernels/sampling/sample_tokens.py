@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN, PIECE, finite_argmax, piece_argmax
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 from shoestring.kernels.sampling.noise import GOLDEN, MIX1, MIX2, gumbel_noise
 from shoestring.kernels.sampling.sample_tokens_cpu import LEAST_VOCAB, row_threshold, sample_tokens_cpu_
 
@@ -81,7 +81,7 @@ def sample_tokens_(
     assert seed_R.dtype == position_R.dtype == out_R.dtype == torch.int64 and out_R.is_contiguous()
     peaks, places = piece_argmax(logits_RV)
     num_pieces, device = peaks.shape[1], logits_RV.device
-    pieces = {"num_pieces": num_pieces, "PIECES": 1 << (num_pieces - 1).bit_length()}
+    pieces = {"num_pieces": num_pieces, "PIECES": next_power_of_2(num_pieces)}
     limits = torch.empty(num_rows if cuts else 0, dtype=torch.int32, device=device)
     if cuts:
         _limit_kernel[(num_rows,)](
