@@ -40,12 +40,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("fresh")
     venv.create(place / "env", with_pip=False, symlinks=True)
     python = place / "env" / "bin" / "python"
-    # A line of a .pth file is one more folder of packages. Files of that kind in it are not read: no checkout appears.
-    here = sysconfig.get_paths()["purelib"]
-    at = Path(sysconfig.get_path("purelib", "venv", {"base": str(place / "env"), "platbase": str(place / "env")}))
-    (at / "beside.pth").write_text(here + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel)], check=True, env=_outside())
+    subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True, env=_outside())
+    # A line of a .pth file is one more folder of packages. Files of that kind in it are not read: no checkout appears.
+    at = Path(sysconfig.get_path("purelib", "venv", {"base": str(place / "env"), "platbase": str(place / "env")}))
+    (at / "beside.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return python.parent
 
 
