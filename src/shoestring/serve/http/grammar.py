@@ -48,7 +48,7 @@ MAX_PROPERTIES = 500  # of one object; compiling takes time with their square
 MAX_MULTIPLE = 10_000  # of multipleOf; compiling takes 30 us and 0.3 kB for each number below it
 LEAST_NUMBER = -(2**62)  # the library crashes, and the server with it, at the least 64-bit integer
 COMPILE_LIMIT_S = 5.0  # a schema that took longer is refused, also when it comes again
-LIBRARY_LIMITS = {
+LIBRARY_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
     "max_grammar_size": 20_000,
     "max_items_in_row": 4_000,  # each property that may come next takes four
@@ -112,7 +112,7 @@ class Grammars:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
             return _refused(f"the JSON schema cannot be used: {_first_line(error)}")
-        limits: Any = llguidance.LLParserLimits(**LIBRARY_LIMITS)
+        limits = llguidance.LLParserLimits(**LIBRARY_LIMITS)
         matcher = llguidance.LLMatcher(table, grammar, log_level=0, limits=limits)
         first = None if matcher.is_error() else matcher.deep_copy()
         mask = None if first is None else first.compute_bitmask()
@@ -283,7 +283,7 @@ def wanted_schema(response_format: dict[str, Any] | None) -> str | None:
 
 def check_schema(schema: dict[str, Any]) -> None:
     """Refuse what the library would take too long for, in a pass that stops early."""
-    size, rest = 0, [schema]
+    size, rest = 0, list[Any]([schema])
     while rest:
         node = rest.pop()
         size += len(node) + 2 if isinstance(node, str | dict | list) else 4
