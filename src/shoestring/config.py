@@ -45,15 +45,16 @@ class Option(NamedTuple):
 def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) -> T:
     """Build `cls` from its defaults (or from `start`) and `key=value` strings."""
     given: dict[str, str] = {}
+    keys = _keys(cls)
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals:
-            hint = "" if item in _keys(cls) else suggest(item, _keys(cls))
-            raise UserError(f"{item!r} is not key=value; write for example steps=100.{hint}")
+            hint = "" if item in keys else suggest(item, keys)
+            raise UserError(f"{shown(item)} is not key=value; write for example steps=100.{hint}")
         if key in given:
-            raise UserError(f"{key!r} is given twice ({given[key]!r} and {value!r}); give it once")
+            raise UserError(f"{shown(key)} is given twice ({shown(given[key])} and {shown(value)}); give it once")
         given[key] = value
-    unknown = [k for k in given if k not in _keys(cls)]
+    unknown = [k for k in given if k not in keys]
     if unknown:
         raise UserError(_unknown(cls, unknown[0]))
     return _build(cls, given, prefix="", start=_MISSING if start is None else start)
@@ -81,7 +82,7 @@ def from_json(cls: type[T], values: dict[str, Any]) -> T:
         _check_least(fields[key], built[key], key)
     for key, f in fields.items():
         if key not in built and _default(f) is _MISSING:
-            raise UserError(f"the saved config has no {key!r}; it is damaged, start a new run")
+            raise UserError(f"the saved config has no {shown(key)}; it is damaged, start a new run")
     return cls(**built)
 
 
@@ -121,11 +122,11 @@ def parse_value(hint: Any, text: str, key: str = "value") -> Any:
             if one is not type(None):
                 with contextlib.suppress(UserError):
                     return parse_value(one, text, key)
-        raise UserError(f"{key}={text!r} is not a value of type {type_name(hint)}")
+        raise UserError(f"{key}={shown(text)} is not a value of type {type_name(hint)}")
     if typing.get_origin(hint) is Literal:
         allowed = {str(a): a for a in typing.get_args(hint)}
         if text not in allowed:
-            raise UserError(f"{key}={text!r}: allowed are {', '.join(allowed)}.{suggest(text, list(allowed))}")
+            raise UserError(f"{key}={shown(text)}: allowed are {', '.join(allowed)}.{suggest(text, list(allowed))}")
         return allowed[text]
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
@@ -240,9 +241,9 @@ def _unknown(cls: type, key: str) -> str:
     keys = _keys(cls)
     nested = [k for k in keys if k.startswith(key + ".")]
     if nested:
-        return f"{key!r} is a group of settings; set one of {', '.join(nested)}"
+        return f"{shown(key)} is a group of settings; set one of {', '.join(nested)}"
     hint = suggest(key, keys) or f" Known are {', '.join(keys)}."
-    return f"unknown setting {key!r}.{hint}"
+    return f"unknown setting {shown(key)}.{hint}"
 
 
 def _as_dataclass(cls: Any) -> Any:

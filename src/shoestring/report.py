@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoestring.runlog import read_config, read_jsonl, versions, write_atomically
+from shoestring.runlog import read_config, read_evals, read_metrics, versions, write_atomically
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44
@@ -175,8 +175,8 @@ def run_sections(folder: Path) -> list[Section]:
     ran = config.get("versions") or versions()
     settings = config.get("config", {})
     return [
-        loss_curves(read_jsonl(folder / "metrics.jsonl")),
-        eval_table(read_jsonl(folder / "evals.jsonl")),
+        loss_curves(read_metrics(folder / "metrics.jsonl")),
+        eval_table(read_evals(folder / "evals.jsonl")),
         Text("Command", str(config.get("command", "")), code=True),
         Table("Config", ["key", "value"], [[k, v] for k, v in flatten(settings).items()]),
         Table("Versions", ["package", "version"], [[k, v] for k, v in ran.items()]),

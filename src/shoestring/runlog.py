@@ -27,8 +27,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoestring.errors import Interrupted, UserError
-from shoestring.json_files import json_lines, kind_of, parse_json, read_object
+from shoestring.errors import Interrupted, UserError, shown
+from shoestring.json_files import Fields, json_lines, kind_of, parse_json, read_object
 
 PLAIN_PROGRESS_SECONDS = 10.0
 # Settings of one command, not of the run: config.json has them like this.
@@ -46,7 +46,7 @@ class RunLog:
         if self.folder is not None and main:
             make_run_folder(self.folder, exist_ok=True)
             (self.folder / "metrics.jsonl").touch()  # also without metrics: it is what marks a run folder
-            self.history = read_jsonl(self.folder / "metrics.jsonl")
+            self.history = read_metrics(self.folder / "metrics.jsonl")
 
     # -- metrics -----------------------------------------------------------------------------------
     def log(self, step: int, **scalars: float) -> None:
@@ -98,7 +98,7 @@ class RunLog:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows of evals.jsonl so far."""
-        return [] if self.folder is None else read_jsonl(self.folder / "evals.jsonl")
+        return [] if self.folder is None else read_evals(self.folder / "evals.jsonl")
 
     def close(self) -> None:
         if self._tensorboard:
@@ -311,7 +311,11 @@ def resumable(recipe: str, folder: Path, done: Callable[[], str] = str) -> Itera
 def read_config(folder: Path) -> dict[str, Any]:
     """What save_config wrote; nothing where there is no config.json."""
     path = folder / "config.json"
-    return read_object(path, remedy="a run or model folder has JSON there") if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    found = read_object(path, remedy="a run or model folder has JSON there")
+    Fields(found, str(path)).object("config", {})
+    return found
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -330,6 +334,29 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         except UserError as error:
             bad = error  # said only where a line follows
+    return rows
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl: a step, and numbers (null where one was not finite)."""
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, 1):
+        Fields(row, f"{path}, row {number}").whole("step", least=0)
+        if bad := [k for k, v in row.items() if isinstance(v, bool | str | list | dict)]:
+            raise UserError(f"{path}, row {number}: {shown(bad[0])} is not a number; repair or delete the row")
+    return rows
+
+
+def read_evals(path: Path) -> list[dict[str, Any]]:
+    """The rows of evals.jsonl: texts and numbers."""
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, 1):
+        if bad := [k for k, v in row.items() if isinstance(v, list | dict)]:
+            raise UserError(
+                f"{path}, row {number}: {shown(bad[0])} is not a text or a number; repair or delete the row"
+            )
+        for key in ("perplexity", "megabytes"):
+            Fields(row, f"{path}, row {number}").number(key, 1.0, least=0.0)
     return rows
 
 

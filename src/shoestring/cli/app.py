@@ -510,7 +510,8 @@ def main() -> None:
 def _complain(text: str, code: int) -> int:
     sys.stdout.flush()
     rank = f"[rank {_rank()}] " if _rank() > 0 else ""
-    print(rank + " ".join(text.split()), file=sys.stderr, flush=True)
+    printable = text.encode("utf-8", "backslashreplace").decode()  # bytes of a file name that are no text
+    print(rank + " ".join(printable.split()), file=sys.stderr, flush=True)
     return code
 
 

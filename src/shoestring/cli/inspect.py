@@ -19,18 +19,20 @@ from typing import Any
 
 import torch
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.formats.convert import format_linears
 from shoestring.formats.registry import from_json
-from shoestring.json_files import read_object
+from shoestring.json_files import Fields, read_object
 from shoestring.model import load_model
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.report import Table, eval_table, flatten, in_words
-from shoestring.runlog import read_config, read_jsonl
+from shoestring.runlog import read_config, read_evals, read_metrics
 from shoestring.state.files import DTYPES, TensorFiles
+
+ERRORS = ("output_error", "weight_error")
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,11 @@ def _run(folder: Path, each_layer: bool) -> list[Table]:
     rows.append(["checkpoints", ", ".join(checkpoints) or "none"])
     settings = [[k, str(v)] for k, v in flatten(config.get("config", {})).items()]
     tables = [Table(f"Run {folder.name}", ["", ""], rows), Table("Config", ["key", "value"], settings)]
-    metrics = read_jsonl(folder / "metrics.jsonl")
+    metrics = read_metrics(folder / "metrics.jsonl")
     if metrics:
         last = {k: v for row in metrics for k, v in row.items() if k != "time"}
         tables.append(Table("Last metrics", list(last), [list(last.values())]))
-    evals = read_jsonl(folder / "evals.jsonl")
+    evals = read_evals(folder / "evals.jsonl")
     if evals:
         tables.append(eval_table(evals))
     models = [p.parent for p in sorted(folder.glob("*/config.json"))]
@@ -154,9 +156,17 @@ def folder_weights(folder: Path) -> list[Stored]:
 def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Shape and Format of each packed module, by Hugging Face's names."""
     if (folder / "shoestring.json").is_file():
-        modules: dict[str, Any] = read_object(folder / "shoestring.json").get("modules", {})
-        labels = {name: from_json(m["format"]).label for name, m in modules.items()}
-        return {name: tuple(m["shape"]) for name, m in modules.items()}, labels
+        path = folder / "shoestring.json"
+        modules = Fields(read_object(path), str(path)).object("modules")
+        shapes: dict[str, tuple[int, ...]] = {}
+        labels: dict[str, str] = {}
+        for name, module in modules.items():
+            match module:
+                case {"format": dict(format), "shape": [int(rows), int(width)]} if rows > 0 and width > 0:
+                    shapes[name], labels[name] = (rows, width), from_json(format).label
+                case _:
+                    raise UserError(f"{path}: {shown(name)} needs a 'format' and a 'shape' of two sizes; save it again")
+        return shapes, labels
     quantization = read_object(folder / "config.json").get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
         files = CompressedFiles(folder, quantization)
@@ -167,8 +177,14 @@ def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str,
 def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[list[Stored], str]:
     """The weights with what quantization wrote about them, and a sentence on what that is; or as they are."""
     path = folder / "quantization.json"
-    written = read_object(path) if path.is_file() else {}
-    known = {layer["name"]: layer for layer in written.get("layers", [])}
+    written = Fields(read_object(path) if path.is_file() else {}, str(path))
+    known: dict[Any, dict[str, Any]] = {}
+    for layer in written.list("layers", []):
+        match layer:
+            case {"name": str(name)} if all(type(layer.get(e)) in (float, int, type(None)) for e in ERRORS):
+                known[name] = layer
+            case _:
+                raise UserError(f"{path}: {shown(layer)} is no layer with a name and its errors; delete the file")
     if not known:
         return stored, ""
     found = []
@@ -176,7 +192,7 @@ def with_errors(stored: list[Stored], folder: Path, spec: ModelSpec) -> tuple[li
         error = known.get(our_module(spec, s.name.removesuffix(".weight")), {})
         found.append(replace(s, output_error=error.get("output_error"), weight_error=error.get("weight_error")))
     # A recipe that trains the whole model wrote down the errors of the grids it started from.
-    method = written["method"]
+    method = written.text("method")
     when = "before training end to end" if method.startswith("shrink/") else f"by {method}"
     return found, f"Errors are relative mean squares, of outputs on the calibration text; measured {when}."
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shoestring.errors import UserError
+from shoestring.json_files import parse_json, read_text
 from shoestring.paths import cache_folder
 
 P = TypeVar("P")  # the dataclass of a plan
@@ -102,7 +103,7 @@ def overridden(plan: P, variable: str, can_run: Callable[[P], bool], refusal: st
     if not given:
         return plan
     try:
-        plan = dataclasses.replace(plan, **json.loads(given))  # type: ignore[type-var]
+        plan = dataclasses.replace(plan, **parse_json(given, "it", "see below"))  # type: ignore[type-var]
         runs = can_run(plan)
     except (TypeError, ValueError, ArithmeticError) as error:
         names = ", ".join(f.name for f in dataclasses.fields(plan))  # type: ignore[arg-type]
@@ -115,11 +116,11 @@ def overridden(plan: P, variable: str, can_run: Callable[[P], bool], refusal: st
 # -- files ---------------------------------------------------------------------------------------------------
 def read_plans(path: Path, plan: type[P]) -> dict[str, P]:
     """The plans in a file: none where there is no file; unreadable ones are left out with a warning."""
-    try:
-        found, reasons = parse_plans(path.read_text(encoding="utf-8"), plan)
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as why:
+    try:
+        found, reasons = parse_plans(read_text(path), plan)
+    except ValueError as why:
         found, reasons = {}, [str(why)]
     if reasons:
         warnings.warn(f"{path}: measured plans are ignored: {'; '.join(reasons)}", stacklevel=2)
@@ -128,7 +129,7 @@ def read_plans(path: Path, plan: type[P]) -> dict[str, P]:
 
 def parse_plans(text: str, plan: type[P]) -> tuple[dict[str, P], list[str]]:
     """The plans of a file's text, and why others are left out. ValueError where it is no JSON object."""
-    lines = json.loads(text)
+    lines = parse_json(text, "the file", "write it again")
     if not isinstance(lines, dict):
         raise ValueError("not a JSON object of plans")
     found, reasons = {}, []

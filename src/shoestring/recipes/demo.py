@@ -44,7 +44,7 @@ from shoestring.model.gguf import find_smollm2
 from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, write_report
-from shoestring.runlog import RunLog, check_free, new_run_folder, read_jsonl
+from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 
@@ -259,7 +259,7 @@ def write_page(demo: Demo) -> None:
         ]
     )
     sections: list[Section] = [
-        loss_curves(read_jsonl(demo.folder / "train" / "metrics.jsonl")),
+        loss_curves(read_metrics(demo.folder / "train" / "metrics.jsonl")),
         tables[0],
         size_plot("The small model: size and perplexity", small),
         tables[1],

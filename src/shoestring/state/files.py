@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, room
+from shoestring.errors import UserError, room, shortened
 from shoestring.json_files import read_object
+from shoestring.paths import check_path
 
 SHARD_BYTES = 5 * 10**9
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
@@ -95,6 +96,7 @@ class TensorFiles:
         held: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             if file not in opened:
+                check_path(file)
                 if Path(file).name != file:
                     raise UserError(f"{index} names the file {file!r}; only files beside it are read")
                 if not (index.parent / file).is_file():
@@ -138,7 +140,9 @@ def open_tensors(path: Path) -> Any:
         with path.open("rb") as f:
             if f.read(20).startswith(b"version https://git-"):
                 raise UserError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`") from error
-        raise UserError(f"{path} is truncated or corrupt ({error}); download or save it again") from error
+        raise UserError(
+            f"{path} is truncated or corrupt ({shortened(str(error), 200)}); download or save it again"
+        ) from error
 
 
 def _no_weights(folder: Path, stem: str) -> UserError:

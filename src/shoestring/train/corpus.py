@@ -37,7 +37,7 @@ _MIN_CHUNK = 2048  # characters: a text without marks is cut at blank lines into
 _MAX_CHUNK = 32768  # ... and at a line end, then anywhere, where no blank line comes for so long
 _MOST_UNFOLDED = 1 << 28  # bytes that a row group of a parquet file may have, however small the file is
 _MOST_EMPTY = 100_000  # documents without text, one after the other
-_MOST_DOCUMENT = 1 << 30  # characters
+_MOST_DOCUMENT = 1 << 26  # characters; also how far a mark is looked for in a text
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")
 
 
@@ -194,6 +194,8 @@ def _read_file(path: Path) -> Iterator[Document]:
         elif suffix == ".parquet":
             yield from _read_parquet(path)
         elif suffix == ".py":
+            if path.stat().st_size > _MOST_DOCUMENT:
+                raise UserError(f"{path} has more than {_MOST_DOCUMENT:,} bytes, which no program has; leave it out")
             yield Document("".join(_decoded(path)))
         else:
             yield from (Document(text) for text in _read_text(path))
@@ -262,9 +264,10 @@ def _find_cut(text: str, start: int) -> int | None:
 
 def _contains(path: Path, wanted: bytes) -> bool:
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
+        size = min(os.fstat(file.fileno()).st_size, _MOST_DOCUMENT)
+        if size == 0:
             return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
             return content.find(wanted) >= 0
 
 

@@ -36,7 +36,7 @@ from shoestring.kernels.sparse24.masks import is_24, mask24_eager
 from shoestring.mesh import Mesh
 from shoestring.model import load_model, save_model
 from shoestring.report import Section, metric_curves
-from shoestring.runlog import RunLog, read_jsonl
+from shoestring.runlog import RunLog, read_metrics
 from shoestring.train.gradients import cut_axes
 from shoestring.train.step import Hook, PassCounter, Run
 
@@ -461,7 +461,7 @@ def save_packed(folder: Path, layers: str, dtype: torch.dtype) -> None:
 
 def flip_plots(folder: Path) -> list[Section]:
     """Flip rate, magnitudes and the controller's mu against the step."""
-    rows = read_jsonl(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
     return [
         metric_curves(rows, "Flip rate", "share of the mask that one step changes", "flip_rate"),
         metric_curves(rows, "Kept and masked weights", "mean |w|", "kept_magnitude", "masked_magnitude"),

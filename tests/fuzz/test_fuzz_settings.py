@@ -1,0 +1,62 @@
+"""Hostile settings of every recipe: read, or refused in one line; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.outcomes import Tally
+from tests.fuzz.settings_cases import RECIPES, RUNS, make_home, read_case, run_case
+
+FEW, MANY, MANY_RUNS, SEED = 12, 150, 20, 0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_home(tmp_path_factory.mktemp("settings") / "home")
+
+
+def read_all(recipe: str, seeds: range) -> Tally:
+    tally = Tally(f"settings: {recipe}")
+    for seed in seeds:
+        tally.add(*read_case(recipe, seed))
+    return tally
+
+
+def run_all(recipe: str, home: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> Tally:
+    monkeypatch.setenv("SHOESTRING_CACHE", str(home.parent / "cache"))
+    before = Path.cwd()
+    tally = Tally(f"run: {recipe}")
+    try:
+        for seed in seeds:
+            tally.add(*run_case(recipe, home, seed, os.chdir))
+    finally:
+        os.chdir(before)
+    return tally
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_settings_are_read_or_refused(recipe: str) -> None:
+    read_all(recipe, range(FEW)).check()
+
+
+def test_a_run_with_a_hostile_setting(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_all("shrink/rtn", home, range(5), monkeypatch).check()
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_many_settings(recipe: str) -> None:
+    tally = read_all(recipe, range(1000, 1000 + MANY))
+    tally.save(SEED)
+    tally.check()
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("recipe", RUNS)
+def test_many_runs(recipe: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = run_all(recipe, home, range(1000, 1000 + MANY_RUNS), monkeypatch)
+    tally.save(SEED)
+    tally.check()
