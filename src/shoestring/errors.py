@@ -59,8 +59,16 @@ def as_command(main: Callable[[], None]) -> None:
 
 
 def is_users(error: OSError) -> bool:
-    """A full disk or a missing permission: not a defect of Shoestring."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    """A full disk, a missing permission, a name that is too long: not a defect of Shoestring."""
+    return error.errno in (
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+    )
 
 
 def room(error: OSError) -> str:

@@ -356,7 +356,7 @@ def read_evals(path: Path) -> list[dict[str, Any]]:
                 f"{path}, row {number}: {shown(bad[0])} is not a text or a number; repair or delete the row"
             )
         for key in ("perplexity", "megabytes"):
-            Fields(row, f"{path}, row {number}").number(key, 1.0, least=0.0)
+            Fields(row, f"{path}, row {number}").number(key, 1.0, least=0.0, most=sys.float_info.max)
     return rows
 
 

@@ -30,7 +30,15 @@ from shoestring.cli.terminal import (
     stream_text,
     user_lines,
 )
-from shoestring.errors import Interrupted, UserError, is_users, lost_peer_as_user_error, memory_as_user_error, room
+from shoestring.errors import (
+    Interrupted,
+    UserError,
+    is_users,
+    lost_peer_as_user_error,
+    memory_as_user_error,
+    room,
+    shortened,
+)
 from shoestring.paths import check_path, find_model
 
 if TYPE_CHECKING:
@@ -494,7 +502,7 @@ def run_cli(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         if is_users(error):
-            where = f" ({error.filename})" if error.filename else ""
+            where = f" ({shortened(str(error.filename), 100)})" if error.filename else ""
             return _complain(f"error: {error.strerror}{where}; {room(error)}choose another place", 2)
         return _bug(error)
     except Exception as error:

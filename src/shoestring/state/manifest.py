@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from shoestring.errors import UserError
+from shoestring.json_files import read_bytes
 from shoestring.state.boxes import Box, check_cover
 from shoestring.state.files import DTYPE_NAMES, DTYPES
 
 MANIFEST = "manifest.json"
+MOST_BYTES = 1 << 28
 FORMAT = "shoestring-checkpoint"
 VERSION = 1
 
@@ -148,15 +150,9 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(f"no checkpoint at {folder}: there is no such folder")
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError as e:
-        raise UserError(
-            f"{folder} is not a checkpoint: it has no {MANIFEST}; point to a folder such as step-00000100"
-        ) from e
-    except OSError as e:
-        raise UserError(f"cannot read {file}: {e.strerror or e}") from e
-    manifest = parse_manifest(data, file)
+    if not file.is_symlink() and not file.exists():
+        raise UserError(f"{folder} is not a checkpoint: it has no {MANIFEST}; point to a folder such as step-00000100")
+    manifest = parse_manifest(read_bytes(file, MOST_BYTES), file)
     _check_files(folder, manifest)
     return manifest
 
