@@ -75,11 +75,15 @@ def command(*argv: str | Path, seconds: float = 60.0) -> tuple[Outcome, str]:
     return outcome_of_process(done.returncode, done.stderr), done.stderr
 
 
-def test_a_pipe_in_the_place_of_a_config_is_no_hang(tmp_path: Path) -> None:
+@pytest.mark.lab
+@pytest.mark.parametrize("verb", ["generate", "inspect", "eval", "export"])
+def test_a_pipe_in_the_place_of_a_file_is_no_hang(verb: str, tmp_path: Path) -> None:
+    more = {"generate": ["the cat"], "export": [tmp_path / "out"]}.get(verb, [])
+    name = "checksums.json" if verb == "inspect" else "tokenizer_config.json"
     make_llama(tmp_path / "m")
-    (tmp_path / "m" / "tokenizer_config.json").unlink()
-    os.mkfifo(tmp_path / "m" / "tokenizer_config.json")
-    outcome, told = command("generate", tmp_path / "m", "the cat")
+    (tmp_path / "m" / name).unlink()
+    os.mkfifo(tmp_path / "m" / name)
+    outcome, told = command(verb, tmp_path / "m", *more, *(["--verify"] if verb == "inspect" else []))
     assert outcome == "clean" and "is a pipe" in told, told
 
 
@@ -88,6 +92,6 @@ def test_paths_that_cannot_be(verb: str, capsys: pytest.CaptureFixture[str]) -> 
     from shoestring.cli.app import run_cli
 
     more = {"generate": ["hi"], "export": ["out"]}.get(verb, [])
-    for path in ("x" * 300, "a/" * 3000, "a\0b", "\udcff"):
+    for path in ("nowhere", "x" * 300, "a/" * 3000, "a\0b", "\udcff"):
         assert run_cli([verb, path, *more]) == 2
         assert capsys.readouterr().err.startswith("error: ")

@@ -297,7 +297,7 @@ def _read_parquet(path: Path) -> Iterator[Document]:
                     number += 1
                     found = (None if at is None else text[at].as_py() for text, at in zip(texts, places, strict=True))
                     yield _document_of(dict(zip(columns, found, strict=True)), f"{path}, row {number}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, IndexError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} is not a readable parquet file: {shortened(reason, 200)}") from error
 
