@@ -19,7 +19,9 @@ from shoestring.runlog import (
     new_run_folder,
     open_run_folder,
     read_config,
+    read_evals,
     read_jsonl,
+    read_metrics,
     resumable,
 )
 
@@ -212,3 +214,29 @@ def test_ticks_are_round_and_inside() -> None:
     assert nice_ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert nice_ticks(1.3, 1.9) == [1.4, 1.6, 1.8]
     assert nice_ticks(-0.04, 0.11) == [0, 0.05, 0.1]
+
+
+def test_rows_of_metrics_and_evaluations_are_typed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5, "val": null}\n')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.5, "val": None}]
+    for bad in (
+        '{"loss": 1}',
+        '{"step": "1"}',
+        '{"step": -1}',
+        '{"step": 1, "loss": "x"}',
+        '{"step": 1, "loss": [1]}',
+        "3",
+    ):
+        path.write_text(bad + '\n{"step": 2}\n')
+        with pytest.raises(UserError, match=r"metrics\.jsonl, (row|line) 1"):
+            read_metrics(path)
+    path.write_text('{"model": "m", "perplexity": 1e64}\n')  # of a model that has diverged
+    assert read_evals(path)[0]["perplexity"] == 1e64
+    for bad in ('{"perplexity": "x"}', '{"model": ["m"]}', '{"megabytes": -1}'):
+        path.write_text(bad + "\n{}\n")
+        with pytest.raises(UserError, match="row 1"):
+            read_evals(path)
+    (tmp_path / "config.json").write_text('{"recipe": "x", "config": 3}')
+    with pytest.raises(UserError, match="config must be an object"):
+        read_config(tmp_path)

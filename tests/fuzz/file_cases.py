@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from file_damage import damage_bytes, damage_entry, damage_json, damage_lines
+from outcomes import Outcome
+
 from shoestring.errors import UserError
-from tests.fuzz.file_damage import damage_bytes, damage_entry, damage_json, damage_lines
-from tests.fuzz.outcomes import Outcome
 
 SECONDS = 20.0  # for one case, on a busy machine; a good file takes a tenth of one
 MOST_GROWTH = 1 << 30  # bytes that the process may grow by for one forged file

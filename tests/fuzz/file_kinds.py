@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from file_cases import Kind, on
+from file_damage import LONG_NAME, damage_value, hostile_json
 
 from shoestring.cli.inspect import summarize
 from shoestring.evals.tasks import read_task
@@ -35,9 +37,7 @@ from shoestring.state.manifest import MANIFEST, read_manifest
 from shoestring.train.corpus import documents
 from shoestring.train.step import Micro
 from shoestring.train.teacher_cache import ScalarCache, build_scalar_cache
-from tests.fuzz.file_cases import Kind, on
-from tests.fuzz.file_damage import LONG_NAME, damage_value, hostile_json
-from tests.tiny import GPT2, LLAMA, QWEN2, chat_tokenizer, random_model, tiny_llama, tiny_tokenizer
+from tiny import GPT2, LLAMA, QWEN2, chat_tokenizer, random_model, tiny_llama, tiny_tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé <b> 😀"}]
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from file_cases import outcome_of
+from outcomes import Outcome, outcome_of_process
+
 from shoestring.cli.app import run_cli
 from shoestring.config import Option, describe
 from shoestring.model import Tokenizer, save_model
 from shoestring.recipes.find import builtin_recipes, load_recipe, resolve_config
-from tests.fuzz.file_cases import outcome_of
-from tests.fuzz.outcomes import Outcome, outcome_of_process
-from tests.tiny import QWEN2, random_model
+from tiny import QWEN2, random_model
 
 RECIPES = tuple(builtin_recipes())
 NUMBERS = (

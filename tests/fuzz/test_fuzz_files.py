@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from file_cases import Kind, run_case
+from file_kinds import KINDS, make_llama
+from outcomes import Outcome, Tally, outcome_of_process
 
 from shoestring.model import chat
-from tests.fuzz.file_cases import Kind, run_case
-from tests.fuzz.file_kinds import KINDS, make_llama
-from tests.fuzz.outcomes import Outcome, Tally, outcome_of_process
 
 FEW, MANY, SEED = 11, 300, 0
 

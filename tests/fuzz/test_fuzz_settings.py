@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-
-from tests.fuzz.outcomes import Tally
-from tests.fuzz.settings_cases import RECIPES, RUNS, make_home, read_case, run_case
+from outcomes import Tally
+from settings_cases import RECIPES, RUNS, make_home, read_case, run_case
 
 FEW, MANY, MANY_RUNS, SEED = 12, 150, 20, 0
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from shoestring.errors import UserError
 from shoestring.formats import IntAsym, convert, pack, packed_state, parse_format
 from shoestring.model import ModelSpec, Tokenizer, load_into, load_model, read_spec, save_model
 from shoestring.model.hf import spec_from_hf
-from tiny import logits, random_model
+from tiny import logits, random_model, tiny_llama
 
 transformers = pytest.importorskip("transformers")
 
@@ -457,3 +458,16 @@ def test_shards_are_gathered_and_scattered(tmp_path: Path, run_ranks: Callable[.
 
 def test_config_written_is_the_config_read(good: Path) -> None:
     assert spec_from_hf(json.loads((good / "config.json").read_text())) == SPEC
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 9999), ("vocab_size", 1 << 26), ("intermediate_size", 1 << 26)]
+)
+def test_a_config_that_asks_for_more_than_the_files_hold_costs_nothing(tmp_path: Path, key: str, value: int) -> None:
+    folder = save_model(tmp_path / "m", tiny_llama())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"asks for 9999 layers|the file has shape"):
+        load_model(folder)
+    assert time.monotonic() - began < 5

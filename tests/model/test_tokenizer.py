@@ -433,3 +433,38 @@ def test_smollm2_vocabulary_like_transformers(assets: Path, smollm2_file: Path) 
     assert tokenizer.vocab_size == 49152
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.eos_ids == {0, 2}
+
+
+FORGED = {
+    "a charsmap that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "a charsmap that ends early": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}},
+    "a token that is nowhere": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "zz", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+    "more stripped than there is": {"decoder": {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9}},
+}
+
+
+@pytest.mark.parametrize("changes", FORGED.values(), ids=FORGED)
+def test_panics_of_the_library_are_errors(tmp_path: Path, changes: dict[str, Any]) -> None:
+    stored = json.loads(Tokenizer.train(["the cat sat"], 260).backend.to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**stored, **changes}))
+    with pytest.raises(UserError, match=r"not a tokenizer.json|cannot encode|cannot decode") as error:
+        tokenizer = Tokenizer.from_file(tmp_path)
+        tokenizer.decode(tokenizer.encode("aaa the cat"))
+    assert type(error.value.__cause__).__name__ == "PanicException"
+
+
+def test_padding_and_truncation_of_the_file_are_the_callers_choice(tmp_path: Path) -> None:
+    stored = json.loads(Tokenizer.train(["the cat sat"], 260).backend.to_str())
+    padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    stored["padding"] = {"strategy": {"Fixed": 10**12}, **padding}  # would end the process
+    stored["truncation"] = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    tokenizer = Tokenizer.from_file(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"

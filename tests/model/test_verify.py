@@ -14,7 +14,7 @@ from shoestring.errors import UserError
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import load_model, save_model
 from shoestring.model.verify import check_intact, read_checksums, verify
-from tests.tiny import tiny_llama, tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
