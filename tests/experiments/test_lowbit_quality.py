@@ -64,6 +64,7 @@ def test_settings_by_name_do_what_they_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lab
 def test_orderings_at_two_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = taught(250)
     subject = chain_subject(

@@ -23,7 +23,7 @@ from shoestring.train.shards import Corpus, tokenize_corpus
 from shoestring.train.sparse24 import count_24
 from shoestring.train.trainer import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.lab]
 
 CASES = ("dense", "half-width", "SR-STE", "FST", "S-STE")
 LETTERS, NUM_TEXTS, TEXT_LENGTH = string.ascii_letters[:30], 94, 2000
