@@ -116,11 +116,12 @@ def overridden(plan: P, variable: str, can_run: Callable[[P], bool], refusal: st
 # -- files ---------------------------------------------------------------------------------------------------
 def read_plans(path: Path, plan: type[P]) -> dict[str, P]:
     """The plans in a file: none where there is no file; unreadable ones are left out with a warning."""
-    if not path.exists():
-        return {}
     try:
+        path.stat()
         found, reasons = parse_plans(read_text(path), plan)
-    except ValueError as why:
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as why:
         found, reasons = {}, [str(why)]
     if reasons:
         warnings.warn(f"{path}: measured plans are ignored: {'; '.join(reasons)}", stacklevel=2)

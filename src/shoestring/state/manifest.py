@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoestring.errors import UserError
+from shoestring.errors import UserError, shown
 from shoestring.json_files import read_bytes
 from shoestring.state.boxes import Box, check_cover
 from shoestring.state.files import DTYPE_NAMES, DTYPES
@@ -95,7 +95,7 @@ def encode_value(name: str, value: Any) -> Any:
             return {k: encode_value(name, v) for k, v in value.items()}
         return {"__dict__": [[encode_value(name, k), encode_value(name, v)] for k, v in value.items()]}
     raise UserError(
-        f"{name!r} holds a {type(value).__name__}; a checkpoint takes tensors and JSON values (None, bool, "
+        f"{shown(name)} holds a {type(value).__name__}; a checkpoint takes tensors and JSON values (None, bool, "
         "int, float, str, list, tuple, dict): make it one of these in state_dict()"
     )
 
@@ -168,7 +168,7 @@ def parse_manifest(data: bytes, file: Path) -> Manifest:
     if not isinstance(root, dict) or root.get("format") != FORMAT:
         raise bad("is not a checkpoint manifest of Shoestring")
     if root.get("version") != VERSION:
-        raise bad(f"has version {root.get('version')!r}, this program reads {VERSION}; update Shoestring")
+        raise bad(f"has version {shown(root.get('version'))}, this program reads {VERSION}; update Shoestring")
     first, _, rest = data.partition(b"\n")
     if first != f'{{"checksum": "{hashlib.sha256(rest).hexdigest()}",'.encode():
         raise bad("is damaged: its own checksum does not fit")
@@ -209,7 +209,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _part(bad: Bad, name: str, entry: Any) -> PartInfo:
     if not _PART.fullmatch(name):
-        raise bad(f"lists the part {name!r}; parts are named part-00000.safetensors and lie in the folder itself")
+        raise bad(f"lists the part {shown(name)}; parts are named part-00000.safetensors and lie in the folder itself")
     if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"} or not _is_int(entry["bytes"]):
         raise bad(f"has a bad entry for {name}")
     if not isinstance(entry["sha256"], str) or not _HEX.fullmatch(entry["sha256"]):
@@ -223,11 +223,11 @@ def _ints(value: Any) -> bool:
 
 def _tensor(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "boxes"} or not _ints(entry["shape"]):
-        raise bad(f"has a bad entry for tensor {name!r}")
+        raise bad(f"has a bad entry for tensor {shown(name)}")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        raise bad(f"gives tensor {name!r} the unknown dtype {entry['dtype']!r}")
+        raise bad(f"gives tensor {shown(name)} the unknown dtype {shown(entry['dtype'])}")
     if not isinstance(entry["boxes"], list):
-        raise bad(f"has bad boxes for tensor {name!r}")
+        raise bad(f"has bad boxes for tensor {shown(name)}")
     boxes = tuple(_box(bad, name, b, parts) for b in entry["boxes"])
     shape = tuple(entry["shape"])
     try:
@@ -239,14 +239,14 @@ def _tensor(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> Stor
 
 def _box(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredBox:
     if not isinstance(entry, dict) or set(entry) != {"start", "stop", "part", "key"}:
-        raise bad(f"has a bad box for tensor {name!r}")
+        raise bad(f"has a bad box for tensor {shown(name)}")
     if not isinstance(entry["part"], str) or entry["part"] not in parts:
-        raise bad(f"puts tensor {name!r} into the unknown part {entry['part']!r}")
+        raise bad(f"puts tensor {shown(name)} into the unknown part {shown(entry['part'])}")
     start, stop, key = entry["start"], entry["stop"], entry["key"]
     if not _ints(start) or not _ints(stop) or not isinstance(key, str) or len(start) != len(stop):
-        raise bad(f"has a bad box for tensor {name!r}")
+        raise bad(f"has a bad box for tensor {shown(name)}")
     if any(a >= b for a, b in zip(start, stop, strict=True)):
-        raise bad(f"has an empty box for tensor {name!r}")
+        raise bad(f"has an empty box for tensor {shown(name)}")
     return StoredBox(Box(tuple(start), tuple(stop)), entry["part"], key)
 
 
