@@ -15,7 +15,7 @@ httpx = pytest.importorskip("httpx")
 from serving import running, wait_for  # noqa: E402
 
 from shoestring.errors import UserError  # noqa: E402
-from shoestring.serve.http.app import is_known_host  # noqa: E402
+from shoestring.serve.http.app import is_known_host, network_of  # noqa: E402
 from shoestring.serve.http.server import ServeOptions  # noqa: E402
 
 TEXT = "/v1/completions"
@@ -173,6 +173,12 @@ def test_garbage_behind_a_request_ends_only_its_connection(service: Any, caplog:
 )
 def test_a_name_is_known_or_not(host: str, known: bool) -> None:
     assert is_known_host(host, ("llm.example",)) == known
+
+
+def test_all_addresses_of_one_client_are_one() -> None:
+    assert network_of("10.0.0.1") == network_of("::ffff:10.0.0.1") != network_of("10.0.0.2")
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:2%eth0") != network_of("2001:db8:0:1::1")
+    assert network_of("x" * 9000) == "x" * 64
 
 
 def test_without_a_key_a_foreign_name_is_refused() -> None:

@@ -24,8 +24,8 @@ from shoestring.serve.http.request_parsing import (
     tokenize,
 )
 from shoestring.serve.http.request_schema import (
-    MAX_CONTAINERS,
     MAX_MESSAGES,
+    MAX_STRUCTURE,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -88,10 +88,14 @@ def test_messages_are_bounded_in_number() -> None:
     assert f"at most {MAX_MESSAGES}" in refusal(lambda: body.chat).message
 
 
-def test_a_body_of_a_million_arrays_is_refused_unparsed() -> None:
-    error = refusal(lambda: read_json(b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}"))
-    assert str(MAX_CONTAINERS) in error.message
-    # Brackets inside a text are no arrays.
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}", b'{"a": 1,' + b'"b":1,' * 600_000 + b'"prompt": ""}']
+)
+def test_a_body_of_a_million_arrays_or_keys_is_refused_unparsed(body: bytes) -> None:
+    assert str(MAX_STRUCTURE) in refusal(lambda: read_json(body)).message
+
+
+def test_marks_inside_a_text_are_no_structure() -> None:
     text = '[{"a": "\\"["}] \\' * 100_000
     assert read_json(json.dumps({"prompt": text}).encode())["prompt"] == text
 

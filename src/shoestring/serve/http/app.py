@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -464,7 +464,7 @@ class RequestMiddleware:
         request_id = given.decode("latin-1") if 0 < len(given) <= 64 and given.isalnum() else secrets.token_hex(8)
         # Whose turn the request takes where clients wait for each other.
         key = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest() if self._keys else ""
-        note: dict[str, Any] = {"client": f"{key} {scope['client'][0] if scope.get('client') else ''}"}
+        note: dict[str, Any] = {"client": f"{key} {network_of(scope['client'][0]) if scope.get('client') else ''}"}
         scope["shoestring"] = note
         status = 0
 
@@ -512,6 +512,18 @@ class RequestMiddleware:
         # Every key is compared, in constant time, so that the time tells nothing about them.
         matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
         return kind.lower() == b"bearer" and any(matches)
+
+
+@lru_cache(maxsize=1024)
+def network_of(address: str) -> str:
+    """The address of a client; of IPv6 its /64, because one client has all of that."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # of a proxy's header
+        return address[:64]
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
 
 
 def is_known_host(header: str, names: tuple[str, ...]) -> bool:

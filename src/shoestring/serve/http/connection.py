@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +46,17 @@ class ConnectionLimits:
 
 
 class LimitedConnection(H11Protocol):
-    """uvicorn's protocol with time-outs. A timer runs whenever the server waits for the client."""
+    """uvicorn's protocol with time-outs. A timer runs whenever the server waits for the client.
 
-    def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
+    `opened` holds all connections of the server, in the order in which they last began to wait: a search for the one
+    that has waited the longest ends at the first or soon after, however many there are.
+    """
+
+    def __init__(self, limits: ConnectionLimits, opened: dict[LimitedConnection, None], **options: Any) -> None:
         super().__init__(**options)
         self.conn = _CountedChunks(h11.SERVER)
-        self._limits = limits
+        self._limits, self._opened = limits, opened
         self._timer: asyncio.TimerHandle | None = None
-        self.waits_since = time.monotonic()
 
     @property
     def waits_for_client(self) -> bool:
@@ -69,7 +71,7 @@ class LimitedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_timer(self._limits.header_timeout_s)
-        if len(self.connections) > self._limits.within_files():
+        if len(self._opened) > self._limits.within_files():
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
@@ -80,6 +82,7 @@ class LimitedConnection(H11Protocol):
             self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._opened.pop(self, None)
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -101,7 +104,8 @@ class LimitedConnection(H11Protocol):
     # -- limits ---------------------------------------------------------------------------------------------
     def _set_timer(self, seconds: float) -> None:
         self._stop_timer()
-        self.waits_since = time.monotonic()
+        self._opened.pop(self, None)
+        self._opened[self] = None
         self._timer = self.loop.call_later(seconds, self._late)
 
     def _stop_timer(self) -> None:
@@ -114,12 +118,13 @@ class LimitedConnection(H11Protocol):
         self.transport.abort()  # close() would wait until the client has read what is left
 
     def _make_room(self) -> None:
-        others = [c for c in self.connections if isinstance(c, LimitedConnection) and c is not self]
-        waiting = [c for c in others if c.waits_for_client and not c.transport.is_closing()]
-        if waiting:
-            min(waiting, key=lambda c: c.waits_since).transport.abort()
+        waiting = (c for c in self._opened if c.waits_for_client and c is not self)
+        longest = next(waiting, None)
+        if longest is not None:
+            del self._opened[longest]
+            longest.transport.abort()
             return
-        log.warning("%d connections are busy; a new one is refused", len(others))
+        log.warning("%d connections are busy; a new one is refused", len(self._opened) - 1)
         error = ApiError(503, "the server has as many connections as it takes; try again later", code="overloaded")
         body = written(error.body()).encode()
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"

@@ -26,9 +26,9 @@ MAX_BIASES = 4096
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_STREAM_OPTIONS = 16
-# Objects and arrays in a body. Millions of them, as "[[],[],...", would keep the garbage collector busy for seconds
-# while no other thread runs.
-MAX_CONTAINERS = 1 << 16
+# Objects, arrays and keys in a body. Hundreds of thousands of them keep the parser and the garbage collector busy for
+# so long, while no other thread runs, that streams would stop.
+MAX_STRUCTURE = 1 << 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -279,8 +279,10 @@ def read_json(body: bytes) -> dict[str, Any]:
     The parser is pydantic's: it is two to three times as fast as Python's (no other thread runs meanwhile) and refuses
     halves of surrogate pairs, written out or as bytes. Python's takes both, and they fail when they are encoded.
     """
-    if has_many_containers(body):
-        raise ApiError(400, f"the request body has more than {MAX_CONTAINERS} objects and arrays", code="too_large")
+    if has_much_structure(body):
+        raise ApiError(
+            400, f"the request body has more than {MAX_STRUCTURE} objects, arrays and keys", code="too_large"
+        )
     try:
         raw = from_json(body.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
@@ -296,17 +298,21 @@ def read_json(body: bytes) -> dict[str, Any]:
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
-def has_many_containers(body: bytes) -> bool:
-    """Whether there are more than MAX_CONTAINERS objects and arrays; brackets inside strings do not count."""
-    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+def has_much_structure(body: bytes) -> bool:
+    """Whether there are more than MAX_STRUCTURE objects, arrays and keys; what is inside strings does not count."""
+
+    def count(begin: int, end: int) -> int:
+        return sum(body.count(mark, begin, end) for mark in (b"[", b"{", b":"))
+
+    if count(0, len(body)) <= MAX_STRUCTURE:
         return False
     num = at = 0
     for string in _STRING.finditer(body):
-        num += body.count(b"[", at, string.start()) + body.count(b"{", at, string.start())
+        num += count(at, string.start())
         at = string.end()
-        if num > MAX_CONTAINERS:
+        if num > MAX_STRUCTURE:
             return True
-    return num + body.count(b"[", at) + body.count(b"{", at) > MAX_CONTAINERS
+    return num + count(at, len(body)) > MAX_STRUCTURE
 
 
 def _check_entries(raw: dict[str, Any], name: str, most: int) -> None:

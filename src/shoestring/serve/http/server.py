@@ -190,7 +190,7 @@ class Service:
         self._api = Api(self.engine_thread, tokenizer, settings)
         config = uvicorn.Config(
             self._api.app(),
-            http=partial(LimitedConnection, limits),  # type: ignore[arg-type]
+            http=partial(LimitedConnection, limits, {}),  # type: ignore[arg-type]
             ws="none",  # a WebSocket would leave LimitedConnection
             timeout_keep_alive=min(5.0, options.header_timeout_s),  # type: ignore[arg-type]
             backlog=128,  # so many new connections are taken in one turn of the event loop
