@@ -284,23 +284,21 @@ def test_the_demo_in_miniature(cli: Callable[..., str], corpus: Path, tmp_path: 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("number", "reason"), [("SIGKILL", "Connection "), ("SIGSTOP", "Timed out waiting 6000ms")])
 def test_a_lost_rank_is_one_line_that_says_how_to_go_on(
-    cli: Callable[..., str], run_ranks: Callable[..., str], corpus: Path, tmp_path: Path
+    number: str, reason: str, cli: Callable[..., str], run_ranks: Callable[..., str], corpus: Path, tmp_path: Path
 ) -> None:
-    """Stopped: `mesh.timeout_s` bounds the wait in every group. Killed: one line with the command, which works."""
+    """One that is killed is noticed at once, one that is stopped after mesh.timeout_s."""
     run = tmp_path / "run"
-    settings = [f"data={corpus}", "steps=6", "save_every=2", "mesh.dp=2", f"run={run}", *TINY, *SHORT]
+    settings = [f"data={corpus}", "steps=6", "save_every=2", f"run={run}", *TINY, *SHORT]
+    settings += ["mesh.dp=2", *(["mesh.timeout_s=6"] if number == "SIGSTOP" else [])]
     script = Path(__file__).with_name("train") / "ranks_lost.py"
     with pytest.raises(AssertionError) as failed:
-        run_ranks(2, script, str(tmp_path), "run", "train/dense", *settings, timeout=120)
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert len(seen) == 2 and all(text.startswith("lost another process of this job (") for text, _ in seen)
-    assert "(Timed out waiting 1000ms for" in seen[0][0] and seen[0][1] > 0.9
-    assert all(seconds < 8 for _, seconds in seen)
+        run_ranks(2, script, str(tmp_path), number, "run", "train/dense", *settings, timeout=120)
     said = [line.strip() for line in str(failed.value).splitlines()]
     assert "--- rank 0, exit 2:" in said and "--- rank 1, exit -9:" in said, said
     (line,) = (line for line in said if line.startswith("error: "))
-    assert line.startswith("error: lost another process of this job (Connection ")
+    assert line.startswith(f"error: lost another process of this job ({reason}")
     again = f"torchrun --nproc-per-node 2 -m shoestring run train/dense resume={run}"
     assert line.endswith(f"go on with `{again}`") and "Traceback" not in str(failed.value)
     out = cli("run", "train/dense", f"resume={run}", "mesh.dp=1")

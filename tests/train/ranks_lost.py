@@ -1,57 +1,36 @@
-"""Run on two ranks by test_recipes.py: what the first does when the second is stopped, then when it is killed.
+"""Run on two ranks by test_recipes.py: a training command in whose fourth step the second rank is killed or stopped.
 
-    ranks_lost.py FOLDER COMMAND...
-
-How each collective ended goes to FOLDER/seen.json. Then the command runs; the second rank kills itself in step 4.
+ranks_lost.py FOLDER SIGKILL|SIGSTOP COMMAND...
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from shoestring.cli.app import run_cli
-from shoestring.errors import UserError, lost_peer_as_user_error
-from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.train import trainer
 
-folder, first = Path(sys.argv[1]), os.environ["RANK"] == "0"
-mesh = open_mesh(MeshConfig(dp=2, timeout_s=1), "cpu")
-mesh.sum(torch.ones(1))  # connected
-mesh.barrier()
-if first:
-    seen = []
-    for wait in (lambda: mesh.sum(torch.ones(1)), mesh.barrier):  # the group of an axis, and that of all
-        began = time.monotonic()
-        try:
-            with lost_peer_as_user_error():
-                wait()
-        except UserError as error:
-            seen.append([str(error), time.monotonic() - began])
-    (folder / "seen.json").write_text(json.dumps(seen))
-else:
-    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-dist.destroy_process_group()
+folder, number = Path(sys.argv[1]), signal.Signals[sys.argv[2]]
+(folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+while len(list(folder.glob("pid-*"))) < 2:  # processes that start far apart would not meet within a short time-out
+    time.sleep(0.01)
 
-os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # another meeting in the same store
-if not first:
-    from shoestring.train import trainer
-
+if os.environ["RANK"] == "1":
     add, count = trainer._Meter.add, [0]
 
-    def killed(self: trainer._Meter, *args: object) -> None:
+    def hit(self: trainer._Meter, *args: object) -> None:
         count[0] += 1
         if count[0] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         add(self, *args)  # type: ignore[arg-type]
 
-    trainer._Meter.add = killed  # type: ignore[method-assign, assignment]
-sys.exit(run_cli(sys.argv[2:]))
+    trainer._Meter.add = hit  # type: ignore[method-assign, assignment]
+code = run_cli(sys.argv[3:])
+with contextlib.suppress(ProcessLookupError):
+    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)  # one that is stopped would stay for ever
+sys.exit(code)

@@ -98,21 +98,22 @@ class Ranks:
         self.send(Order.CLOSE, [])
 
     def close(self) -> None:
-        """Leave the group, on every process."""
+        """Leave the group, on every process. It ends by a signal where it cannot: a thread that waits in a collective
+        would hold the process for ever."""
+        signal.alarm(LEAVE_S)
         self.failure_watch.close()
         self.mesh.close()
+        signal.alarm(0)
 
     def end(self) -> None:
-        """The last thing the first process does. It ends by a signal where it cannot leave: a thread that waits in a
-        collective would hold the process for ever."""
-        signal.alarm(LEAVE_S)
+        """The last thing the first process does."""
+        signal.alarm(LEAVE_S)  # as in `close`
         if self.failure_watch.failed:  # the others have stopped; a message to them would wait for ever
             self.failure_watch.close()
             return
         with contextlib.suppress(RuntimeError):  # after an error the others may be gone already
             self.dismiss()
         self.close()
-        signal.alarm(0)
 
     @contextlib.contextmanager
     def lockstep(self) -> Iterator[None]:
