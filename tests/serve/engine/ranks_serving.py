@@ -11,7 +11,7 @@ from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, Sublayer
 from shoestring.serve import Engine, NgramDrafter, Sampling
-from shoestring.serve.engine.logit_rules import prompt_logprobs
+from shoestring.serve.engine.logit_rules import prompt_logprob_parts
 from shoestring.serve.engine.tensor_parallel import open_ranks
 from tiny import tiny_decoder
 
@@ -54,8 +54,8 @@ for name in ("llama", "qwen", "packed"):
     skipped = [c.token_ids for c in Engine(whole, skip=SKIP).generate(PROMPTS, SAMPLINGS)]
     got = [c.token_ids for c in Engine(model, skip=SKIP, ranks=ranks).generate(PROMPTS, SAMPLINGS)]
     assert got == skipped and got != want
-    scored = prompt_logprobs(whole, PROMPTS[1], 2)
-    found = engine.runner.prompt_logprobs(PROMPTS[1], 2)
+    scored = [entry for part in prompt_logprob_parts(whole, PROMPTS[1], 2, 99) for entry in part]
+    found = [entry for part in engine.runner.prompt_logprob_parts(PROMPTS[1], 2, 3) for entry in part]
     for a, b in zip(found[1:], scored[1:], strict=True):
         assert a is not None and b is not None
         assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-5

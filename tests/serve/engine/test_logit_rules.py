@@ -17,7 +17,7 @@ from shoestring.serve.engine.logit_rules import (
     VerifyWithRules,
     apply_row_rules,
     apply_rules,
-    prompt_logprobs,
+    prompt_logprob_parts,
     token_logprobs,
 )
 from shoestring.serve.speculative.verify import Check, coupled
@@ -113,16 +113,19 @@ def test_the_engine_obeys_rules_as_the_naive_loop_does(drafter: LookupDrafter | 
     assert len(set(request.new_tokens)) > 5
 
 
-def test_prompt_logprobs_equal_a_plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [99, 7, 3, 1])
+def test_prompt_logprobs_equal_a_plain_forward(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoestring.serve.engine.logit_rules.BLOCK_LOGITS", DECODER.vocab_size * 3)  # several blocks
     model = tiny_decoder()
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     with torch.no_grad():
         expected = model(torch.tensor([prompt]))[0].log_softmax(-1)
-    scored = prompt_logprobs(model, prompt, 2)
+    parts = list(prompt_logprob_parts(model, prompt, 2, chunk))
+    assert len(parts) == -(-(len(prompt) - 1) // chunk)
+    scored = [entry for part in parts for entry in part]
     assert len(scored) == len(prompt) and scored[0] is None
     for i, entry in enumerate(scored[1:]):
         assert entry is not None and entry.token == prompt[i + 1]
         assert entry.logprob == pytest.approx(expected[i, prompt[i + 1]].item(), abs=1e-9)
         assert [t for t, _ in entry.top] == expected[i].topk(2).indices.tolist()
-    assert prompt_logprobs(model, [3], 2) == [None]
+    assert list(prompt_logprob_parts(model, [3], 2, chunk)) == [[None]]

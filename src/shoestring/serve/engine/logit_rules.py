@@ -20,8 +20,9 @@ Shapes: R rows, V vocabulary, D model width.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,11 +32,14 @@ from shoestring.errors import UserError
 from shoestring.kernels.gemv.embed_argmax import NO_TOKEN
 from shoestring.model import collectives
 from shoestring.model.transformer import Decoder, Head
+from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.kv_cache import KVCache
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.serve.speculative.verify import Check, Verifier, Verify, as_verifier
 
 BLOCK_LOGITS = 1 << 23  # logits of a prompt held at once: 32 MB in fp32
+KV_BLOCK = 16  # positions
 
 
 @dataclass(frozen=True)
@@ -277,26 +281,44 @@ def token_logprobs(logits_RV: Tensor, tokens: Sequence[int], num_top: int) -> li
 
 
 @torch.no_grad()
-def prompt_logprobs(model: Decoder, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+def prompt_logprob_parts(
+    model: Decoder, tokens: Sequence[int], num_top: int, chunk: int
+) -> Iterator[list[TokenLogprob | None]]:
     """For each token of a prompt its TokenLogprob given those before it; None for the first.
 
-    One forward over the whole prompt without a cache, logits a block of rows at a time.
+    A forward for every `chunk` tokens, logits a block of rows at a time. The caller may do other work between parts; a
+    prompt of several has a KV cache of its own meanwhile.
     """
-    found: list[TokenLogprob | None] = [None]
+    device, num_rows = model.embed.weight.device, len(tokens) - 1  # the last token is only predicted
+    cache = None
+    if num_rows > chunk:
+        cache = KVCache(model.plan, BlockPool(-(-num_rows // KV_BLOCK), KV_BLOCK, prefix_cache=False))
+    for start in range(0, max(1, num_rows), chunk):
+        stop = min(start + chunk, num_rows)
+        found: list[TokenLogprob | None] = [None] if start == 0 else []
+        if stop > start:
+            ids = torch.tensor([list(tokens[start:stop])], device=device)
+            readout = partial(_read_logprobs, found, tokens[start + 1 : stop + 1], num_top)
+            with limit_cudnn_plans():
+                if cache is None:
+                    model(ids, readout=readout)
+                else:
+                    at = torch.arange(start, stop, device=device)[None]
+                    span = RowSpan(range(cache.pool.num_blocks), start, stop - start)
+                    model(ids, at, attend=cache.plan([span], device), readout=readout)
+        yield found
 
-    def read(hidden_BTD: Tensor, head: Head) -> Tensor:
-        hidden_RD, head = hidden_BTD[0, :-1], head.to(hidden_BTD.dtype)
-        num_shards = 1 if head.group is None else head.group.size()
-        block = max(1, BLOCK_LOGITS // (head.weight_VD.shape[0] * num_shards))
-        for start in range(0, len(hidden_RD), block):
-            logits = head.logits(hidden_RD[start : start + block])
-            if head.group is not None:
-                logits = collectives.gather_last(logits, head.group)
-            found.extend(token_logprobs(logits, tokens[start + 1 : start + 1 + len(logits)], num_top))
-        return hidden_BTD
 
-    device = model.embed.weight.device
-    if len(tokens) > 1:
-        with limit_cudnn_plans():
-            model(torch.tensor([list(tokens)], device=device), readout=read)
-    return found
+def _read_logprobs(
+    found: list[TokenLogprob | None], targets: Sequence[int], num_top: int, hidden_BTD: Tensor, head: Head
+) -> Tensor:
+    """A readout that appends to `found` what row i says about targets[i]."""
+    hidden_RD, head = hidden_BTD[0], head.to(hidden_BTD.dtype)
+    num_shards = 1 if head.group is None else head.group.size()
+    block = max(1, BLOCK_LOGITS // (head.weight_VD.shape[0] * num_shards))
+    for start in range(0, len(hidden_RD), block):
+        logits = head.logits(hidden_RD[start : start + block])
+        if head.group is not None:
+            logits = collectives.gather_last(logits, head.group)
+        found.extend(token_logprobs(logits, targets[start : start + len(logits)], num_top))
+    return hidden_BTD

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
@@ -57,7 +57,7 @@ from shoestring.serve.engine.graphs import (
     sizes_up_to,
 )
 from shoestring.serve.engine.kv_cache import KVCache, cache_root, weights_id
-from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprobs
+from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
 from shoestring.serve.engine.prefill_graph import holds_prefill, launch_prefill, tiles_of, warm_up_prefill
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
 from shoestring.serve.engine.sampling import Sampling
@@ -313,9 +313,11 @@ class Runner:
         """Zeros instead of NaN and infinity among the keys and values of these blocks."""
         self.cache.discard_nonfinite(blocks)
 
-    def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
+    def prompt_logprob_parts(
+        self, tokens: Sequence[int], num_top: int, chunk: int
+    ) -> Iterator[list[TokenLogprob | None]]:
         """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; the KV cache is not used."""
-        return prompt_logprobs(self.model, tokens, num_top)
+        return prompt_logprob_parts(self.model, tokens, num_top, chunk)
 
     def measure_seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
         """Seconds of a forward over this many rows, the best of a few, on a cache of its own. More rows than one

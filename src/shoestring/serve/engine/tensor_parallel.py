@@ -39,7 +39,7 @@ from shoestring.model.parallel import tensor_parallel_
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
-from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprobs
+from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S, RankFailureWatch
 from shoestring.serve.engine.runner import Batch, Runner
 
@@ -52,9 +52,10 @@ class Order(IntEnum):
     SKIP = 2  # a skip set, as the bytes of its JSON; they are numbered in order of arrival
     FORWARD = 3
     SECONDS = 4  # measure a forward
-    SCORE = 5  # log-probabilities of a prompt
+    SCORE = 5  # log-probabilities of a prompt, the first part
     CLOSE = 6
     DISCARD = 7  # what is not finite in these blocks
+    SCORE_ON = 8  # the next part of the prompt of the last SCORE
 
 
 def open_ranks(device: str = "auto", *, lost_after_s: float = LOST_AFTER_S) -> Ranks | None:
@@ -146,6 +147,7 @@ class Ranks:
         """Compute what the first process sends, until it closes."""
         runner: Runner | None = None
         skips: list[SkipSet] = []
+        parts: Iterator[list[TokenLogprob | None]] = iter(())
         while True:
             try:
                 order, body = self._receive()
@@ -164,8 +166,11 @@ class Ranks:
                     assert runner is not None
                     runner.discard_nonfinite(body)
                 elif order is Order.SCORE:
-                    num_top, *tokens = body
-                    prompt_logprobs(model, tokens, num_top)
+                    num_top, chunk, *tokens = body
+                    parts = prompt_logprob_parts(model, tokens, num_top, chunk)
+                    next(parts)
+                elif order is Order.SCORE_ON:
+                    next(parts)
                 else:
                     assert runner is not None
                     skip = None if body[0] == WHOLE_MODEL else skips[body[0]]
@@ -204,10 +209,18 @@ class LeadRunner(Runner):
             self._ranks.send(Order.DISCARD, list(blocks))
             super().discard_nonfinite(blocks)
 
-    def prompt_logprobs(self, tokens: Sequence[int], num_top: int) -> list[TokenLogprob | None]:
-        with self._ranks.lockstep():
-            self._ranks.send(Order.SCORE, [num_top, *tokens])
-            return super().prompt_logprobs(tokens, num_top)
+    def prompt_logprob_parts(
+        self, tokens: Sequence[int], num_top: int, chunk: int
+    ) -> Iterator[list[TokenLogprob | None]]:
+        parts = super().prompt_logprob_parts(tokens, num_top, chunk)
+        for start in range(0, max(1, len(tokens) - 1), chunk):
+            with self._ranks.lockstep():
+                if start == 0:
+                    self._ranks.send(Order.SCORE, [num_top, chunk, *tokens])
+                else:
+                    self._ranks.send(Order.SCORE_ON, [])
+                part = next(parts)
+            yield part
 
     def _number(self, skip: SkipSet | None) -> int:
         if skip is None:

@@ -176,6 +176,8 @@ class EngineThread:
         self._choices: dict[int, PendingChoice] = {}  # by the engine's request id
         self._to_score: WaitingLine[PendingChoice] = WaitingLine()
         self._score_from = 0.0  # not before, while texts are computed
+        self._scored: PendingChoice | None = None  # its prompt is being scored
+        self._stopping = False
         self._line: WaitingLine[PendingChoice] = WaitingLine()
         self._outputs: list[tuple[PendingChoice, ChoiceDelta]] = []
         self._lock = threading.Lock()  # guards _open and _closed
@@ -272,11 +274,13 @@ class EngineThread:
         try:
             if self.engine.runner.device.index is not None:
                 torch.cuda.set_device(self.engine.runner.device)  # the current GPU is a property of each thread
-            while self._read_inbox():
+            while not self._stopping and self._read_inbox():
                 self._step_began = time.monotonic()
                 self._expire_waiting()
                 if self._to_score and (time.monotonic() >= self._score_from or not self.engine.busy):
-                    self._score(self._to_score.pop(self._to_score.next_client(Counter())))
+                    self._scored = self._to_score.pop(self._to_score.next_client(Counter()))
+                    self._score(self._scored)
+                    self._scored = None
                 self._let_in()
                 if self.engine.busy:
                     self._hand_out(self.engine.step())
@@ -294,9 +298,9 @@ class EngineThread:
             self.close(gone)
             self._abort_all(gone)
 
-    def _read_inbox(self) -> bool:
+    def _read_inbox(self, wait: bool = True) -> bool:
         """Process all messages, waiting for one if the engine is idle; False: the loop must end."""
-        wait = not (self.engine.busy or self._to_score or self._line)
+        wait = wait and not (self.engine.busy or self._to_score or self._line)
         while True:
             try:
                 kind, choices, reason = self._inbox.get(block=wait)
@@ -357,18 +361,25 @@ class EngineThread:
         self._line.push(choice, first=True)
 
     def _score(self, choice: PendingChoice) -> None:
-        """Compute the log-probabilities of a prompt, then continue as for any other choice. It is a pass over the whole
-        prompt, for which every text waits; afterwards texts have as much time for their steps."""
+        """Compute the log-probabilities of a prompt, then continue as for any other choice. Texts in the engine get a
+        step after every part of it, and afterwards as much time as the last part took."""
         assert choice.score_prompt is not None
-        began = time.monotonic()
         self._start(choice, self.engine.clock())
-        try:
-            scored = self.engine.runner.prompt_logprobs(choice.prompt, choice.score_prompt)
-        except Exception:  # the engine's state is untouched: other requests continue
-            log.exception("log-probabilities of a prompt failed")
-            self._fail(choice, ApiError(500, "computing the prompt's log-probabilities failed"))
-            return
-        self._score_from = 2 * time.monotonic() - began
+        parts = self.engine.runner.prompt_logprob_parts(choice.prompt, choice.score_prompt, self.engine.chunk)
+        scored: list[TokenLogprob | None] = []
+        while len(scored) < len(choice.prompt):
+            if scored:
+                self._turn_between_parts()
+                if choice.done or self._stopping:
+                    return
+            began = time.monotonic()
+            try:
+                scored += next(parts)
+            except Exception:  # the engine's state is untouched: other requests continue
+                log.exception("log-probabilities of a prompt failed")
+                self._fail(choice, ApiError(500, "computing the prompt's log-probabilities failed"))
+                return
+            self._score_from = 2 * time.monotonic() - began
         bad = next((i for i, entry in enumerate(scored) if entry is not None and math.isnan(entry.logprob)), None)
         if bad is not None:
             self._fail(choice, _engine_error(NonFiniteLogits(bad)))
@@ -376,6 +387,16 @@ class EngineThread:
         self._emit(choice, ChoiceDelta(prompt_logprobs=tuple(scored)))
         choice.score_prompt = None
         self._add(choice)
+
+    def _turn_between_parts(self) -> None:
+        """What the loop does in one turn, but for scoring. The choice that is scored may be cancelled in it."""
+        self._stopping = not self._read_inbox(wait=False)
+        self._step_began = time.monotonic()
+        self._expire_waiting()
+        self._let_in()
+        if self.engine.busy:
+            self._hand_out(self.engine.step())
+        self._publish()
 
     def _hand_out(self, outputs: Sequence[Output]) -> None:
         now = self.engine.clock()
@@ -436,8 +457,14 @@ class EngineThread:
 
     def _expire_waiting(self) -> None:
         now = self.engine.clock()
-        for choice in [c for c in (*self._to_score, *self._line) if now >= c.deadline]:
+        for choice in [c for c in self._outside if now >= c.deadline]:
             self._fail(choice, deadline_error(choice))
+
+    @property
+    def _outside(self) -> list[PendingChoice]:
+        """The choices that are not in the engine yet."""
+        scored = [] if self._scored is None or self._scored.done else [self._scored]
+        return [*scored, *self._to_score, *self._line]
 
     def _fail(self, choice: PendingChoice, error: ApiError) -> None:
         self._emit(choice, ChoiceDelta(error=error))
@@ -479,7 +506,7 @@ class EngineThread:
                 self._fail(choice, reason)
         if stops:  # not this message's to answer
             self._inbox.put(("stop", (), None))
-        for choice in (*self._choices.values(), *self._to_score, *self._line):
+        for choice in (*self._choices.values(), *self._outside):
             try:
                 self._fail(choice, reason)
             except Exception:  # an engine that failed may fail to abort as well
