@@ -15,7 +15,7 @@ from shoestring.model.attention import causal_attention
 from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.engine import prompt_attention as module
 from shoestring.serve.engine import runner as runner_module
-from shoestring.serve.engine.logit_rules import prompt_logprobs
+from shoestring.serve.engine.logit_rules import prompt_logprob_parts
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans, prompt_attention
 from tiny import near_copy, tiny_decoder
 
@@ -102,7 +102,7 @@ def test_no_prompt_waits_for_a_plan(window: int | None, graphs: bool, monkeypatc
     engine = Engine(target, max_requests=6, chunk=100, graphs=graphs, drafter=drafter, num_drafts=2, prefix_cache=False)
     for prompts, texts in zip(asked, want, strict=True):
         assert [c.token_ids for c in engine.generate(prompts, sampling)] == texts
-    prompt_logprobs(target, [1, 2, 3], 0)
+    list(prompt_logprob_parts(target, [1, 2, 3], 0, 512))
     calls.check()
     assert {rows for on, _, rows in calls.met if on} >= {2 * STEP, 3 * STEP}
     assert len({rows for on, _, rows in calls.met if not on}) > 10
