@@ -41,7 +41,7 @@ def test_every_peer_runs_to_its_line(kind: str, num: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(decode_peers, "SMOLLM2_135M", TINY)
     noted: list[Any] = []
     monkeypatch.setattr(decode_peers, "note", lambda *line: noted.append(line))
-    decode_peers.run_peer(kind, "tiny", num, 2, 30.0)
+    decode_peers.run_peer(kind, "tiny", num, 2, 600.0)  # seconds that no run takes
     ((case, rates, bound, config),) = noted
     assert case == PEERS[kind].case and len(rates) == 2 and min(rates) > 0 and bound is None
     assert config["tokens"] == (4 if kind == "static" else 8) and config["batch"] == num

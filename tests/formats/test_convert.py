@@ -24,6 +24,7 @@ from shoestring.formats import (
     Parts,
     allocate_packed,
     bits_per_weight,
+    bypassed,
     convert,
     formats_of,
     init_state,
@@ -425,3 +426,54 @@ def test_kept_decoded_weights_give_the_same_outputs_until_the_model_changes() ->
     keep_decoded(layer)
     layer.to(torch.bfloat16)
     assert layer.decoded is None
+
+
+# -- modules that read weights past their layers ---------------------------------------------------------------
+
+
+def encoder(norm_first: bool = False) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, dropout=0.0)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_transformer_encoder_computes_with_its_formats(norm_first: bool, masked: bool) -> None:
+    """torch's fast path reads linear1.weight: it evaluated the unquantized model, and failed on a packed one."""
+    model, x = encoder(norm_first), torch.randn(3, 5, 32)
+    mask = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]]) if masked else None
+    dense = model(x, src_key_padding_mask=mask)
+    report = convert(model, [("*", IntAsym(bits=2, group=16))])
+    assert {c.name.rsplit(".", 1)[1] for c in report.changed} == {"linear1", "linear2"}
+    got = model(x, src_key_padding_mask=mask)
+    seen = slice(None) if mask is None else ~mask
+    assert (got[seen] - dense[seen]).abs().max() > 1e-2
+    torch.testing.assert_close(got[seen], model.train()(x, src_key_padding_mask=mask)[seen])
+    pack(model.eval())
+    torch.testing.assert_close(model(x, src_key_padding_mask=mask)[seen], got[seen])
+    assert bypassed(model, x) == []
+
+
+def test_every_weight_that_stays_dense_is_named() -> None:
+    model = encoder()
+    report = convert(model, [("*", IntAsym(bits=4, group=16))])
+    left = {x.name: x for x in report.left}
+    assert left["layers.0.self_attn.in_proj_weight"].num_bytes == 96 * 32 * 4
+    assert left["layers.1.self_attn.out_proj"].num_bytes == (32 * 32 + 32) * 4
+    assert str(report).endswith(f"{len(report.left)} left alone (0.0 MB)")
+
+
+def test_layers_that_other_code_reads_are_found() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.read = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.own(x), self.read.weight)
+
+    model = Reader()
+    convert(model, [("*", IntAsym(bits=4, group=16))])
+    assert bypassed(model, torch.randn(2, 32)) == ["read"]

@@ -11,6 +11,10 @@ Modules are changed in place: an nn.Linear becomes a FormatLinear by changing it
 and every reference to it stay. transformers' Conv1D (GPT-2) becomes a FormatLinear too; its weight is a new Parameter,
 transposed to [out, in]. A weight that two modules share (a tied head) is never converted: packing would untie it.
 Embeddings, convolutions and subclasses of nn.Linear are never converted.
+
+Some modules of torch read the weights of their layers past the layers' forward. nn.TransformerEncoderLayer does so in
+eval mode; where one of its layers is converted, that path is turned off. nn.MultiheadAttention always does; its weights
+stay dense and the report names them. `bypassed` finds other cases by running the model.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ class Left:
     name: str
     kind: str
     reason: str
+    num_bytes: int = 0  # of its parameters
 
 
 @dataclass
@@ -74,7 +79,8 @@ class ConvertReport:
         widths = [max(len(row[i]) for row in cells) for i in range(5)] if cells else []
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         summary = f"{len(self.changed)} changed ({self.bits_per_weight:.2f} bits per weight)"
-        return "\n".join([*lines, f"{summary}, {len(self.left)} left alone"])
+        size = sum(x.num_bytes for x in self.left) / 1e6
+        return "\n".join([*lines, f"{summary}, {len(self.left)} left alone ({size:,.1f} MB)"])
 
 
 def fold(name: str) -> str:
@@ -151,7 +157,7 @@ def assign(
             raise UserError(f"{name} cannot be converted: {reason}. Remove it from the rules.")
         if reason or not hits:
             why = reason or ("the output head; name it in a rule to convert it" if skipped else "no rule matches")
-            left.append(Left(name, type(module).__name__, why))
+            left.append(Left(name, type(module).__name__, why, num_bytes(module)))
             continue
         used.add(hits[0])
         chosen[name] = rules[hits[0]][1]
@@ -188,16 +194,60 @@ def convert(model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("
             format.check(weight_shape(module))
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-    report = ConvertReport(left=left)
+    report = ConvertReport(left=[*left, *loose_matrices(model)])
     for name, format in chosen.items():
         module = modules[name]
         if isinstance(format, Dense) and not isinstance(module, FormatLinear):
-            report.left.append(Left(name, type(module).__name__, "dense by rule"))
+            report.left.append(Left(name, type(module).__name__, "dense by rule", num_bytes(module)))
             continue
         before = module.format.label if isinstance(module, FormatLinear) else type(module).__name__
         to_format_linear(module).set_format(format)
         report.changed.append(Changed(name, weight_shape(module), before, format))
+    turn_off_fast_paths(model)
     return report
+
+
+def num_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters(recurse=False))
+
+
+def loose_matrices(model: nn.Module) -> list[Left]:
+    """Parameters of two dims that belong to no linear layer: nn.MultiheadAttention's in_proj_weight, say."""
+    known, found = set(weight_modules(model).values()), []
+    for name, module in model.named_modules():
+        if module in known:
+            continue
+        for own, param in module.named_parameters(recurse=False):
+            if param.ndim == 2:
+                kind, reason = type(module).__name__, "a parameter of its own, read by no linear layer"
+                found.append(Left(f"{name}.{own}".lstrip("."), kind, reason, param.nbytes))
+    return found
+
+
+def turn_off_fast_paths(model: nn.Module) -> None:
+    """In eval mode nn.TransformerEncoderLayer multiplies with `linear1.weight` itself. It would compute the layer as if
+    it had not been converted, and find no weight once it is packed."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(True for _ in format_linears(module)):
+            module.activation_relu_or_gelu = 0  # says that torch's kernel does not know the activation
+        if isinstance(module, nn.TransformerEncoder) and any(True for _ in format_linears(module)):
+            module.use_nested_tensor = False  # which only the fast path can read
+
+
+@torch.no_grad()
+def bypassed(model: nn.Module, *inputs: Any, **named_inputs: Any) -> list[str]:
+    """Run the model on the inputs; the converted layers whose forward did not run. Such a layer is used by other code
+    than its own, which may read the unquantized weight, or it is not used at all for these inputs."""
+    called: set[str] = set()
+    handles = []
+    for name, layer in format_linears(model):
+        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
+    try:
+        model(*inputs, **named_inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, layer in format_linears(model) if name not in called and not isinstance(layer.format, Dense)]
 
 
 def to_format_linear(module: nn.Module) -> FormatLinear:
