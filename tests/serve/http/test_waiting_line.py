@@ -87,6 +87,27 @@ def test_a_newcomer_is_served_while_another_client_fills_the_queue(drafter: str 
         wait_for(lambda: service.engine_thread.num_open == 0 and service.engine.cache.pool.num_used == 0)
 
 
+def test_a_text_that_gave_way_still_follows_its_grammar() -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 8, "maxItems": 8}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"messages": [{"role": "user", "content": "a"}], "seed": 3, "temperature": 1.0, "response_format": form}
+    with (
+        running(max_requests=2, max_queue=8) as service,
+        httpx.Client(base_url=service.url, timeout=120) as newcomer,
+        httpx.Client(
+            base_url=service.url, timeout=120, transport=httpx.HTTPTransport(local_address="127.0.0.2")
+        ) as greedy,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        alone = greedy.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+        texts = [pool.submit(greedy.post, "/v1/chat/completions", json=asked) for _ in range(4)]
+        while not all(text.done() for text in texts):
+            assert newcomer.post(TEXT, json={"prompt": "I", "max_tokens": 1}).status_code == 200
+        assert service.engine.stats.num_preemptions > 0
+        assert {text.result().json()["choices"][0]["message"]["content"] for text in texts} == {alone}
+
+
 def test_a_text_that_gave_way_can_be_cancelled_and_expires() -> None:
     with running(max_requests=2, max_queue=8, deadline_s=2.0) as service:
         with httpx.Client(base_url=service.url, timeout=120) as first, ThreadPoolExecutor(4) as pool:
