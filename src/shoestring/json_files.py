@@ -27,6 +27,7 @@ MOST_TEXT = 1 << 28  # bytes of a file that is read whole
 MOST_DEPTH = 64  # of lists and objects inside each other
 MOST_DIGITS = 40  # of a whole number; `transformers` writes 31 for "no limit"
 
+MOST_NAME, MOST_PATH = 255, 4095  # bytes, of Linux' file systems
 POSITIVE, LARGE = 5e-324, 3e38  # the smallest number above 0; about the largest that fp32 holds
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -107,6 +108,24 @@ def _counting() -> Iterator[int]:
     while True:
         number += 1
         yield number
+
+
+def check_path(path: str | Path) -> None:
+    """UserError for names that the system would refuse in the middle of the work: too long, or with a NUL in them."""
+    text = os.fsencode(path) if _encodes(path) else b"\0"
+    if b"\0" in text or len(text) > MOST_PATH or any(len(part) > MOST_NAME for part in text.split(b"/")):
+        raise UserError(
+            f"{shortened(repr(str(path)), 100)} cannot be a path: names have at most {MOST_NAME} bytes, paths "
+            f"{MOST_PATH}, and none a NUL; give another"
+        )
+
+
+def _encodes(path: str | Path) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair that came from no file name
+        return False
+    return True
 
 
 # -- values ----------------------------------------------------------------------------------------

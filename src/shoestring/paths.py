@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shoestring.errors import UserError, shortened
-from shoestring.json_files import read_object
-
-MOST_NAME, MOST_PATH = 255, 4095  # bytes, of Linux' file systems
+from shoestring.errors import UserError
+from shoestring.json_files import check_path, read_object
 
 
 def expand(path: str | Path) -> Path:
@@ -21,24 +19,6 @@ def expand(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
-
-
-def check_path(path: str | Path) -> None:
-    """UserError for names that the system would refuse in the middle of the work: too long, or with a NUL in them."""
-    text = os.fsencode(path) if _encodes(path) else b"\0"
-    if b"\0" in text or len(text) > MOST_PATH or any(len(part) > MOST_NAME for part in text.split(b"/")):
-        raise UserError(
-            f"{shortened(repr(str(path)), 100)} cannot be a path: names have at most {MOST_NAME} bytes, paths "
-            f"{MOST_PATH}, and none a NUL; give another"
-        )
-
-
-def _encodes(path: str | Path) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # half of a surrogate pair that came from no file name
-        return False
-    return True
 
 
 def find_model(path: str | Path) -> Path:

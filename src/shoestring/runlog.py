@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.errors import Interrupted, UserError, shown
-from shoestring.json_files import Fields, json_lines, kind_of, parse_json, read_object
+from shoestring.json_files import Fields, check_path, json_lines, kind_of, parse_json, read_object
 
 PLAIN_PROGRESS_SECONDS = 10.0
 # Settings of one command, not of the run: config.json has them like this.
@@ -232,6 +232,9 @@ def make_run_folder(folder: Path, exist_ok: bool = False) -> None:
 
 def check_free(folder: Path) -> Path:
     """The folder, when it is absent or empty; nothing of the user's is ever overwritten."""
+    check_path(folder)
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(f"{folder} is a link that leads nowhere; give another name or remove it")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not an empty folder; give another name or remove it")
     above = next(parent for parent in folder.absolute().parents if parent.exists())

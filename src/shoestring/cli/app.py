@@ -39,7 +39,8 @@ from shoestring.errors import (
     room,
     shortened,
 )
-from shoestring.paths import check_path, find_model
+from shoestring.json_files import check_path
+from shoestring.paths import find_model
 
 if TYPE_CHECKING:
     from shoestring.model.folder import LoadedModel

@@ -85,7 +85,10 @@ def write_folder(
     limit: int = SHARD_BYTES,
 ) -> Path:
     """Write the tensors, then what `write_rest` adds, whole or not at all. Every rank calls it; rank 0 writes."""
-    target, get = expand(path).resolve(), {e.info.name: e.get for e in entries}
+    given = expand(path)
+    if given.is_symlink() and not given.exists():
+        raise UserError(f"{given} is a link that leads nowhere; choose another folder to save the model in")
+    target, get = given.resolve(), {e.info.name: e.get for e in entries}
     shards = plan_shards([e.info for e in entries], stem, limit)
     is_main = mesh.is_main if mesh is not None else _is_main_rank()
     out = AtomicFolder(target, sum(e.info.num_bytes for e in entries)) if is_main else None

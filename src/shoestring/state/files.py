@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, room, shortened
-from shoestring.json_files import read_object
-from shoestring.paths import check_path
+from shoestring.json_files import check_path, read_object
 
 SHARD_BYTES = 5 * 10**9
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
