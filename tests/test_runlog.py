@@ -240,3 +240,10 @@ def test_rows_of_metrics_and_evaluations_are_typed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"recipe": "x", "config": 3}')
     with pytest.raises(UserError, match="config must be an object"):
         read_config(tmp_path)
+
+
+def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name, why in (("loop", "leads nowhere"), ("x" * 300, "cannot be a path"), ("a\0b", "cannot be a path")):
+        with pytest.raises(UserError, match=why):
+            check_free(tmp_path / name)

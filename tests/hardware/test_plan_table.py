@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,3 +132,9 @@ def test_fields_at_their_defaults_are_not_written() -> None:
 def test_plans_are_made_for_an_h200_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert device_limits() == H200
+
+
+def test_a_pipe_in_the_place_of_a_plan_file_is_no_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plans.json")
+    with pytest.warns(UserWarning, match="a pipe"):
+        assert read_plans(tmp_path / "plans.json", Plan) == {}

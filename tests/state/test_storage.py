@@ -394,3 +394,10 @@ def test_kill_while_saving_then_the_previous_checkpoint_is_found(tmp_path: Path)
     run.step = step
     again.save(run, {"slow": big})
     assert names(tmp_path) == [step_folder(tmp_path, n).name for n in (step - 1, step)]
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_no_hang(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    os.mkfifo(tmp_path / "step" / MANIFEST)
+    with pytest.raises(UserError, match="is a pipe"):
+        read_manifest(tmp_path / "step")
