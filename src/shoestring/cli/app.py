@@ -445,7 +445,7 @@ def _run_recipe(name: str, overrides: list[str]) -> None:
 
     try:
         if name in builtin_recipes():
-            for model in (item.removeprefix("model=") for item in overrides if item.startswith("model=")):
+            for model in filter(None, (i.removeprefix("model=") for i in overrides if i.startswith("model="))):
                 find_model(model)  # before the recipe's imports, which take seconds
         recipe = load_recipe(name)
         config = resolve_config(recipe, overrides)
