@@ -96,7 +96,7 @@ def test_bad_input_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -
     _, err = cli(capsys, "generate", "model", "the", "--skip", "adskip", code=2)
     assert err.count("\n") == 1 and "adaskip" in err
     _, err = cli(capsys, "generate", "model", "the", "--skip", "calib.txt", code=2)
-    assert err.count("\n") == 1 and "no JSON" in err
+    assert err.count("\n") == 1 and "not valid JSON" in err
     _, err = cli(capsys, "run", "shrink/skip_set", "model=model", "speedup=0.5", code=2)
     assert err.count("\n") == 1 and "speedup=0.5" in err
     _, err = cli(capsys, "run", "shrink/skip_set", "model=model", "calib=calib.txt", "context=999", code=2)
