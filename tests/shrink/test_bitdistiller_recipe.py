@@ -118,7 +118,7 @@ def test_bad_input_is_one_line_and_leaves_no_run(cli: Callable[..., str], here: 
         changed = {a.split("=")[0] for a in argv}
         return cli(*[a for a in SMALL if a.split("=")[0] not in changed], *argv, fails=True)
 
-    assert "the path of a model is empty" in said("model=", "data=corpus.jsonl")
+    assert "model= is empty" in said("model=", "data=corpus.jsonl")
     without = [a for a in SMALL if not a.startswith("model=")]
     assert "model= is missing" in cli(*without, "data=corpus.jsonl", fails=True)
     assert "prompts= (the model" in said()
