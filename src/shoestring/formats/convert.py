@@ -51,7 +51,7 @@ class Left:
     name: str
     kind: str
     reason: str
-    num_bytes: int = 0  # of its parameters
+    num_bytes: int = field(default=0, compare=False)  # of its parameters, in the dtype they have now
 
 
 @dataclass
