@@ -58,6 +58,7 @@ def losses(seed: int, folder: Path, cells: list[tuple[str, str]]) -> dict[tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.lab
 def test_the_order_of_methods_and_bits(tmp_path: Path) -> None:
     """Parts of one loss that another leaves; the comments have what seeds 0, 1 and 2 gave.
 

@@ -12,6 +12,7 @@ from shoestring.shrink.prune import PRUNERS
 
 
 @pytest.mark.slow
+@pytest.mark.lab
 def test_trained_beats_sparsegpt_beats_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prune24_toy, "STEPS", 250)  # of 400 that the table is made with
     toy = Toy(tmp_path)

@@ -28,6 +28,7 @@ from shoestring.kernels.sparse24 import cusparselt, cusparselt_fp8
 from shoestring.kernels.sparse24.cusparselt import Algorithms
 from shoestring.kernels.sparse24.cusparselt_fp8 import E4M3
 
+NEVER_MS = 1e9  # a number that JSON has, unlike infinity
 MAX_ALGORITHMS = 64
 TURNS = 9  # of the best algorithms and the dense product, when a shape is measured
 # A sparse product must be this much faster than the dense one, because packing its operand takes a few percent.
@@ -46,7 +47,7 @@ class Measured:
     n: int
     dtype: str
     algorithms: Algorithms
-    sparse_ms: float  # the mean of the four; infinite where no algorithm was right
+    sparse_ms: float  # the mean of the four; NEVER_MS where no algorithm was right
     dense_ms: float
 
     def __post_init__(self) -> None:
@@ -184,7 +185,7 @@ def _random_operands(m: int, k: int, n: int, device: str) -> tuple[Tensor, Tenso
 
 
 def measured(m: int, k: int, n: int, dtype: torch.dtype, algorithms: Algorithms, found: list[Timed]) -> Measured:
-    sparse_ms = statistics.mean(t.ms for t in found)
+    sparse_ms = min(NEVER_MS, statistics.mean(t.ms for t in found))
     dense_ms = statistics.median(t.dense_ms for t in found)
     return Measured(m, k, n, str(dtype), algorithms, round(sparse_ms, 5), round(dense_ms, 5))
 
