@@ -4,7 +4,7 @@ Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
          shoestring demo steps=1000 max_mb=20      a better small model, in more time
 Needs:   2 CPU cores, 4 GB of memory, no GPU; a GPU is used where there is one
-Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Most of it is training. quick=true takes 215 s of
+Time:    under 10 minutes on 2 slow cores, alone; set-up apart. Most of it is training. quick=true takes about 205 s of
          processor time: under 3 minutes on 2 such cores. A machine with other work takes longer; the last lines say
          what took the time
 Expect:  the small model (2.3M parameters) reaches a perplexity near 75 on unseen Python files (it depends on what is
