@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from shoestring import __version__
+from shoestring.cli.ckpt import ckpt_app
 from shoestring.cli.terminal import (
     chat_prompt,
     find_skips,
@@ -59,6 +60,7 @@ app = typer.Typer(
 
 bench_app = typer.Typer(help="Measure what runs here.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(ckpt_app, name="ckpt")
 
 
 # -- options that several verbs share ------------------------------------------------------------------
