@@ -23,7 +23,7 @@ from shoestring.model import Tokenizer, load_model, save_model
 from shoestring.model.chat import fault, render
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.gguf import load_gguf
-from shoestring.model.hf_names import GGUF_BLOCK, GGUF_TOP
+from shoestring.model.gguf_names import ARCHITECTURES, place_of
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.model.verify import verify
 from shoestring.recipes import find
@@ -241,14 +241,8 @@ def write_gguf(path: Path, changes: dict[str, Any] | None = None) -> None:
             writer.add_string(key, value)
         elif isinstance(value, list) and value:
             writer.add_array(key, value)
-    names = {ours: theirs for ours, theirs in GGUF_TOP.items() if ours != "head"}
     for name, tensor in model.state_dict().items():
-        stem, _, leaf = name.rpartition(".")
-        if stem.startswith("blocks."):
-            _, layer, part = stem.split(".", 2)
-            stored = f"blk.{layer}.{GGUF_BLOCK[part]}.{leaf}"
-        else:
-            stored = f"{names[stem]}.{leaf}"
+        stored = place_of(ARCHITECTURES["llama"], spec, name).name
         writer.add_tensor(stored, np.ascontiguousarray(tensor.float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

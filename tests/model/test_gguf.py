@@ -18,9 +18,11 @@ from torch import Tensor
 
 from shoestring.cli.app import run_cli
 from shoestring.errors import UserError
-from shoestring.model import Decoder
-from shoestring.model.folder import read_spec
-from shoestring.model.gguf import BLOCK_TYPES, load_gguf, read_metadata, unpermute_rope_rows
+from shoestring.model import Decoder, gguf_file
+from shoestring.model.folder import load_model, read_spec
+from shoestring.model.gguf import load_gguf, read_metadata
+from shoestring.model.gguf_file import BLOCK_TYPES, open_gguf
+from shoestring.model.gguf_names import from_interleaved, to_interleaved
 from shoestring.model.tokenizer import Tokenizer
 
 HF_TO_GGUF = {
@@ -222,9 +224,10 @@ def test_head_permutation_is_undone() -> None:
     weight = torch.randn(24, 5)
     for heads in (1, 2, 3):
         there = torch.from_numpy(pairs_from_halves(weight.numpy(), heads))
-        assert torch.equal(unpermute_rope_rows(there, heads), weight)
+        assert torch.equal(from_interleaved(there, heads), weight)
+        assert torch.equal(to_interleaved(weight, heads), there)
     bias = torch.randn(24)
-    assert torch.equal(unpermute_rope_rows(torch.from_numpy(pairs_from_halves(bias.numpy(), 3)), 3), bias)
+    assert torch.equal(from_interleaved(torch.from_numpy(pairs_from_halves(bias.numpy(), 3)), 3), bias)
 
 
 # --- K-quants against the format's definition, element by element -------------------------------
@@ -282,8 +285,36 @@ def test_k_quants_by_definition(tmp_path: Path, vocabulary: dict[str, Any], kind
     assert expected.std() > 1e-3
 
 
-def test_stated_types_are_the_tested_ones() -> None:
-    assert BLOCK_TYPES == ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+def test_every_type_that_the_package_decodes(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    """Random blocks of each type: the same values as the package gives for the same bytes."""
+    rng, model, path = np.random.default_rng(0), tiny_hf("llama", width=256), tmp_path / "m.gguf"
+    kinds = [Type[name] for name in BLOCK_TYPES]
+    raw = {}
+    for kind in kinds:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        raw[kind] = rng.integers(0, 32, (512, 256 // block * size), dtype=np.uint8)
+        if kind not in (Type.F32, Type.F16, Type.BF16):
+            try:
+                gguf.quants.dequantize(raw[kind], kind)
+            except NotImplementedError:  # pragma: no cover
+                pytest.fail(f"{kind.name} is stated as readable")
+    others = [k for k in Type if k not in kinds]
+    for kind in others:  # the list is complete
+        with pytest.raises(NotImplementedError):
+            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    # Six types a file: two layers of three matrices of this shape.
+    names = [f"blk.{layer}.ffn_{part}.weight" for layer in (0, 1) for part in ("gate", "up")]
+    for i in range(0, len(kinds), len(names)):
+        chosen = dict(zip(names, kinds[i : i + len(names)], strict=False))
+        write_gguf(path, vocabulary, model, raw={name: (raw[kind], kind) for name, kind in chosen.items()})
+        file = open_gguf(path)
+        for name, kind in chosen.items():
+            tensor = file.tensors[name]
+            assert tensor.kind == kind.name
+            expected = torch.from_numpy(np.array(gguf.quants.dequantize(raw[kind], kind), dtype=np.float32))
+            assert torch.equal(file.rows(tensor).nan_to_num(7.0), expected.nan_to_num(7.0)), kind
+            some = file.rows(tensor, slice(100, 103))
+            assert torch.equal(some.nan_to_num(7.0), expected[100:103].nan_to_num(7.0))
 
 
 # --- rotary scaling -------------------------------------------------------------------------------
@@ -341,8 +372,12 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
     [
         ({"metadata": {"block_count": None}}, r"metadata of llama has no 'block_count'"),
         ({"metadata": {"feed_forward_length": [128, 64]}}, "differs per layer"),
-        ({"metadata": {"expert_count": 8}}, "mixture of 8 experts"),
-        ({"metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}}, "'yarn'"),
+        ({"metadata": {"expert_count": 8, "expert_used_count": 2}}, r"lacks \d+ tensors.*mlp\.experts"),
+        (
+            {"metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}},
+            "no 'rope.scaling.original_context_le",
+        ),
+        ({"metadata": {"rope.scaling.type": "ntk", "rope.scaling.factor": 4.0}}, "positions by 'ntk'"),
         ({"metadata": {"rope.dimension_count": 8}}, "rotates 8 of 16"),
         ({"metadata": {"block_count": 3}}, "lacks 9 tensors"),
         ({"metadata": {"feed_forward_length": 96}}, r"ffn_\w+\.weight has the shape"),
@@ -364,7 +399,7 @@ def test_llama3_scaling_is_recognised(tmp_path: Path, vocabulary: dict[str, Any]
         ({"metadata": {"rope.freq_base": -10000.0}}, r"freq_base must be a number from 1 to 1e\+15, not -10000"),
         ({"metadata": {"rope.freq_base": float("inf")}}, r"freq_base must be a number"),
         ({"metadata": {"attention.sliding_window": -5.0}}, "sliding_window must be a whole number"),
-        ({"arch": "gemma3"}, "'gemma3'; supported in GGUF files: llama"),
+        ({"arch": "gemma"}, "'gemma'; supported in GGUF files: llama"),
     ],
 )
 def test_refusals(tmp_path: Path, vocabulary: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -373,10 +408,30 @@ def test_refusals(tmp_path: Path, vocabulary: dict[str, Any], options: dict[str,
         load_gguf(path)
 
 
-def test_unsupported_type_names_the_tensor(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
-    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), Type.Q5_0)
-    with pytest.raises(UserError, match=r"tensor token_embd\.weight is stored as Q5_0.*supported: F32.*Q6_K"):
+def test_the_architecture_is_checked_before_the_types(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
+    ids = {"blk.1.ffn_up.weight": (np.ones((128, 64), np.int32), Type.I32)}
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), arch="mamba", raw=ids)
+    with pytest.raises(UserError, match="architecture 'mamba'"):
         load_gguf(path)
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), raw=ids)
+    with pytest.raises(UserError, match=r"ffn_up\.weight' is stored as I32.*supported: F32.*NVFP4"):
+        load_gguf(path)
+
+
+def test_the_file_is_read_once_and_only_where_asked(
+    tmp_path: Path, vocabulary: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", vocabulary, tiny_hf("llama"), Type.Q8_0)
+    opened, decoded = [], []
+    plain_map, plain_rows = gguf_file._mapped, gguf_file.GgufFile.rows
+    monkeypatch.setattr(gguf_file, "_mapped", lambda p: opened.append(p) or plain_map(p))
+    monkeypatch.setattr(
+        gguf_file.GgufFile, "rows", lambda self, t, *index: decoded.append(t.name) or plain_rows(self, t, *index)
+    )
+    assert run_cli(["inspect", str(path)]) == 0
+    assert len(opened) == 1 and decoded == []
+    loaded = load_model(path)
+    assert len(opened) == 2 and len(decoded) == len(set(decoded)) == len(loaded.model.state_dict())
 
 
 def test_vocabulary_larger_than_embedding(tmp_path: Path, vocabulary: dict[str, Any]) -> None:
@@ -451,7 +506,7 @@ def test_vocabularies_of_the_wrong_type(key: str, value: Any) -> None:
         Tokenizer.from_gguf({**fields, f"tokenizer.ggml.{key}": value})
 
 
-@pytest.mark.parametrize("call", ["__init__", "_get"])
+@pytest.mark.parametrize("call", ["_map", "_parse"])
 @pytest.mark.parametrize(
     ("error", "which"),
     [
@@ -475,7 +530,10 @@ def test_no_memory_is_not_a_damaged_file(
     def full(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(gguf.GGUFReader, call, full)
+    if call == "_map":
+        monkeypatch.setattr("mmap.mmap", full)
+    else:
+        monkeypatch.setattr(gguf_file.GgufFile, call, full)
     assert run_cli(["inspect", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: out of {which} memory") and told.count("\n") == 1, told
@@ -490,14 +548,14 @@ def test_other_errors_of_the_reader_keep_their_traceback(
         raise AttributeError("no such thing in this version of gguf")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf.GGUFReader, "_get", broken)
+        patch.setattr(gguf_file.GgufFile, "_parse", broken)
         with pytest.raises(AttributeError):
             load_gguf(path)
 
     def unreadable(*args: Any, **options: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", unreadable)
+    monkeypatch.setattr("mmap.mmap", unreadable)
     with pytest.raises(UserError, match=r"cannot read .*m\.gguf"):
         load_gguf(path)
 

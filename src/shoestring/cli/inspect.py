@@ -104,15 +104,12 @@ def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
 
 
 def _gguf(path: Path, each_layer: bool) -> list[Table]:
-    from shoestring.model.gguf import open_gguf, read_metadata
+    from shoestring.model.gguf_file import open_gguf
 
-    fields = read_metadata(path)
-    stored = [
-        Stored(t.name, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name, 8.0 * int(t.n_bytes))
-        for t in open_gguf(path).tensors
-    ]
-    skipped = ("tokenizer.ggml.", "tokenizer.chat_template", "GGUF.")
-    facts = {k: v for k, v in fields.items() if not k.startswith(skipped) and not isinstance(v, list)}
+    file = open_gguf(path)
+    stored = [Stored(t.name, t.shape, t.kind, 8.0 * t.num_bytes) for t in file.tensors.values()]
+    skipped = ("tokenizer.ggml.", "tokenizer.chat_template")
+    facts = {k: v for k, v in file.metadata(lists=False).items() if not k.startswith(skipped)}
     return [_facts(f"GGUF {path.name}", facts, stored), weights_table(stored, each_layer)]
 
 

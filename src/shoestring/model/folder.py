@@ -111,7 +111,7 @@ def read_spec(path: str | Path) -> tuple[ModelSpec, Tokenizer | None]:
 
 def described(path: str | Path) -> Decoder | None:
     """The model of a folder without weights, on the meta device: for checks that should not wait until gigabytes are
-    read. None for a .gguf file, which is read whole for its shapes.
+    read. None for a .gguf file.
     """
     folder = find_model(path)
     if folder.is_file():
@@ -132,34 +132,6 @@ class _WeightSource(Protocol):
     def check_names(self, expected: set[str]) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, box: Box) -> Tensor: ...
-
-
-class _GgufSource:
-    def __init__(self, path: Path) -> None:
-        from shoestring.model.gguf import load_gguf
-
-        self.path = path
-        self.spec, self._state, self._tokenizer = load_gguf(path)
-        self.formats: dict[str, dict[str, Any]] = {}
-        self.packed_dtype = torch.float32
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
-
-    def check_size(self) -> None:
-        pass  # load_gguf has compared all shapes
-
-    def check_names(self, expected: set[str]) -> None:
-        if missing := sorted(expected - set(self._state)):
-            raise UserError(f"{self.path} lacks {missing[0]!r} ({len(missing)} missing); download it again")
-        if extra := sorted(set(self._state) - expected):
-            raise UserError(f"{self.path} has {extra[0]!r}, which a {self.spec.model_type} model does not")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._state[name].shape)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._state[name][box.slices()]
 
 
 class _FolderSource:
@@ -247,7 +219,11 @@ class _FolderSource:
 
 def _open_source(path: str | Path) -> tuple[Path, _WeightSource]:
     found = find_model(path)
-    return found, _GgufSource(found) if found.suffix == ".gguf" and found.is_file() else _FolderSource(found)
+    if found.suffix != ".gguf" or not found.is_file():
+        return found, _FolderSource(found)
+    from shoestring.model.gguf import GgufSource
+
+    return found, GgufSource(found)
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path) -> ModelSpec:

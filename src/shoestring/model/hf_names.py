@@ -112,21 +112,6 @@ _FAMILIES = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _WITH_EXPERTS),
 }
 
-# llama.cpp's names (gguf.py).
-GGUF_TOP = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
-GGUF_BLOCK = {
-    "attn_norm": "attn_norm",
-    "attn.q": "attn_q",
-    "attn.k": "attn_k",
-    "attn.v": "attn_v",
-    "attn.o": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
 # Constants that older checkpoints store beside the weights: rotary angles, causal masks.
 _CONSTANTS = re.compile(r"(\.|^)(rotary_emb\.inv_freq|(attn|attention)\.bias|(attn|attention)\.masked_bias)$")
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")

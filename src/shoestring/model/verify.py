@@ -107,10 +107,11 @@ def _part_tensors(part: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def _gguf_tensors(path: Path) -> Iterator[tuple[str, str | None]]:
-    from shoestring.model.gguf import dequantize, open_gguf
+    from shoestring.model.gguf_file import open_gguf
 
-    for tensor in open_gguf(path).tensors:
-        yield tensor.name, _value_problem(f"{path}: tensor {tensor.name!r}", dequantize(path, tensor))
+    file = open_gguf(path)
+    for tensor in file.tensors.values():
+        yield tensor.name, _value_problem(f"{path}: tensor {tensor.name!r}", file.rows(tensor))
 
 
 def _value_problem(what: str, tensor: Tensor) -> str | None:
