@@ -1,0 +1,5 @@
+"""Resharding: move every tensor from one mesh to another.
+
+layouts.py says where the tiles of a tensor lie on a mesh, tasks.py which tile must reach whom, topology.py which links
+there are, schedule.py who sends what when, and plan.py puts it together: transfers in order, the same on every rank.
+"""

@@ -1,0 +1,603 @@
+"""The plan: every transfer between two layouts, in order, the same on every rank.
+
+Each bundle of unit tasks becomes
+
+    a copy       where a receiver holds the box already
+    a transfer   inside a host, over its fast links, where a rank of that host holds it
+    a transfer   between hosts: one sender, then a chain through the receiving hosts. A host's link is crossed once;
+                 the rank that takes it in hands it on inside its host. Where every rank has an interface of its own
+                 and several ranks of a host want the same bytes, these are cut into one stripe per rank, and the ranks
+                 exchange stripes over the fast links (a local all-gather).
+
+`operations(rank)` is what one rank has to do, in order. A plan is made once, is plain data (`to_json`, `digest`) and
+is replayed as often as the layouts stay the same. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from shoestring.errors import UserError, shown
+from shoestring.json_files import Fields
+from shoestring.state.boxes import Box
+from shoestring.state.reshard.layouts import BoxLayout, Layout, MeshLayout, Placement
+from shoestring.state.reshard.schedule import Job, JobSchedule, best_schedule, greedy, natural
+from shoestring.state.reshard.schedule import simulate as simulate_jobs
+from shoestring.state.reshard.tasks import (
+    Bundle,
+    MovedTensor,
+    Piece,
+    TensorClass,
+    bundles_of,
+    bytes_of,
+    classes_of,
+    cut_bundle,
+)
+from shoestring.state.reshard.topology import Topology
+
+VERSION = 1
+STRIPE_BYTES = 1 << 16  # smaller stripes are not worth a message
+SPLIT_JOBS = 512  # at most, after bundles were split to balance the senders
+SPLIT_GAIN = 0.98  # a split must shorten the makespan at least to this share
+
+# natural: as `best`, but the first holder sends, in the order of the tasks. naive: every receiver also gets its own
+# message. Both are there to be compared with.
+Strategy = Literal["best", "natural", "naive"]
+Kind = Literal["send", "chain", "gather", "local"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`hops` (from, to), a rank's own arrival before what it hands on; all carry the same bytes."""
+
+    kind: Kind
+    hops: tuple[tuple[int, int], ...]
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+    start: float = 0.0
+    stop: float = 0.0
+
+    @property
+    def sender(self) -> int:
+        return self.hops[0][0]
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        return tuple(to for _, to in self.hops)
+
+
+class Operation(NamedTuple):
+    kind: Literal["copy", "send", "receive"]
+    transfer: int  # its number in the plan; of a copy, its place among `copies`
+    peer: int
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    classes: tuple[TensorClass, ...]
+    copies: tuple[tuple[int, tuple[Piece, ...]], ...]  # (rank, what it keeps)
+    transfers: tuple[Transfer, ...]
+    topology: Topology = field(default_factory=Topology)
+    bound: float = 0.0  # seconds that no plan for this topology beats
+    optimal: bool = False  # proven: no order and choice of senders of these transfers is faster
+
+    @property
+    def makespan(self) -> float:
+        return max((t.stop for t in self.transfers), default=0.0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that arrive somewhere, over any link."""
+        return sum(t.num_bytes * len(t.hops) for t in self.transfers)
+
+    @property
+    def slow_bytes(self) -> int:
+        """Bytes that cross between hosts."""
+        host = self.topology.host
+        return sum(t.num_bytes for t in self.transfers for a, b in t.hops if host(a) != host(b))
+
+    def link_bytes(self) -> dict[tuple[str, str], int]:
+        """Bytes per (interface that sends, interface that receives)."""
+        links: dict[tuple[str, str], int] = {}
+        for t in self.transfers:
+            for a, b in t.hops:
+                if self.topology.host(a) != self.topology.host(b):
+                    key = self.topology.interface(a), self.topology.interface(b)
+                    links[key] = links.get(key, 0) + t.num_bytes
+        return dict(sorted(links.items()))
+
+    @property
+    def ranks(self) -> list[int]:
+        found = {rank for rank, _ in self.copies}
+        for t in self.transfers:
+            found.update(rank for hop in t.hops for rank in hop)
+        return sorted(found)
+
+    def operations(self, rank: int) -> list[Operation]:
+        """What `rank` does, in order: copies, then its part of each transfer."""
+        out = [Operation("copy", i, rank) for i, (owner, _) in enumerate(self.copies) if owner == rank]
+        for i, t in enumerate(self.transfers):
+            for a, b in t.hops:
+                if b == rank:
+                    out.append(Operation("receive", i, a))
+                elif a == rank:
+                    out.append(Operation("send", i, b))
+        return out
+
+    def tensors_of(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box]]:
+        """(name, box) for everything in `pieces`, in the order in which it travels."""
+        for index, box in pieces:
+            for name in self.classes[index].names:
+                yield name, box
+
+    def simulate(self, topology: Topology) -> ReshardPlan:
+        """The same transfers in the same order with the times that another topology gives them."""
+        jobs = [_job_of(t, topology) for t in self.transfers]
+        times = simulate_jobs([job for job, _ in jobs], range(len(jobs)), [0] * len(jobs))
+        moved = [replace(t, start=times.start[i], stop=times.stop[i]) for i, t in enumerate(self.transfers)]
+        limit = wire_bound(bundles_of(self.classes), topology)
+        return replace(self, transfers=tuple(moved), topology=topology, bound=limit, optimal=False)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+    def to_json(self) -> dict[str, Any]:
+        layouts: dict[Layout, int] = {}
+        for kind in self.classes:
+            for layout in (kind.info.src, kind.info.dst):
+                layouts.setdefault(layout, len(layouts))
+        return {
+            "version": VERSION,
+            "topology": self.topology.to_json(),
+            "bound": self.bound,
+            "optimal": self.optimal,
+            "layouts": [_layout_to_json(layout) for layout in layouts],
+            "classes": [
+                [list(k.info.shape), k.info.itemsize, layouts[k.info.src], layouts[k.info.dst], list(k.names)]
+                for k in self.classes
+            ],
+            "copies": [[rank, _pieces_to_json(pieces)] for rank, pieces in self.copies],
+            "transfers": [
+                [t.kind, [list(h) for h in t.hops], _pieces_to_json(t.pieces), t.num_bytes, t.start, t.stop]
+                for t in self.transfers
+            ],
+        }
+
+    @property
+    def digest(self) -> str:
+        """Equal on every rank that made the same plan. Times are left out: they do not change what is moved."""
+        data = self.to_json()
+        moved = [data["layouts"], data["classes"], data["copies"], [t[:4] for t in data["transfers"]]]
+        return hashlib.blake2b(json.dumps(moved).encode(), digest_size=16).hexdigest()
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: str = "the plan") -> ReshardPlan:
+        return _plan_from_json(data, where)
+
+
+# -- making a plan ----------------------------------------------------------------------------------------------
+
+
+def make_plan(
+    tensors: Mapping[str, MovedTensor], topology: Topology | None = None, *, strategy: Strategy = "best", seed: int = 0
+) -> ReshardPlan:
+    topology = topology or Topology()
+    classes = tuple(classes_of(tensors))
+    bundles = bundles_of(classes)
+    copies, local, remote = _split_by_distance(bundles, topology, naive=strategy == "naive")
+    limit = wire_bound(bundles, topology)
+    if strategy == "naive":
+        routes = [r for b in local + remote for r in _separately(b, topology)]
+        plan_times = natural([job for job, _ in routes])
+        return _assemble(classes, copies, routes, plan_times, topology, limit)
+    routes = [_inside(b, topology, turn) for turn, b in enumerate(local)]
+    for turn, bundle in enumerate(remote):
+        routes += _between(bundle, topology, turn, classes)
+    if strategy == "natural":
+        return _assemble(classes, copies, routes, natural([job for job, _ in routes]), topology, limit)
+    best = best_schedule([job for job, _ in routes], seed)
+    parts = 2
+    while best.makespan > limit / SPLIT_GAIN and len(routes) * parts <= SPLIT_JOBS and parts <= 8:
+        cut = [piece for route in routes for piece in _split_route(route, parts, classes)]
+        times = greedy([job for job, _ in cut], seed)
+        if times.makespan < best.makespan * SPLIT_GAIN:
+            return _assemble(classes, copies, cut, times, topology, limit)
+        parts *= 2
+    return _assemble(classes, copies, routes, best, topology, limit)
+
+
+class PlanCache:
+    """Plans by what they were made of; the latest few."""
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._plans: dict[object, ReshardPlan] = {}
+
+    def plan(self, tensors: Mapping[str, MovedTensor], topology: Topology | None = None) -> ReshardPlan:
+        key = frozenset(tensors.items()), repr(topology)
+        if key not in self._plans:
+            while len(self._plans) >= self._most:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = make_plan(tensors, topology)
+        return self._plans[key]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A way to carry out a bundle; the sender is chosen by the schedule."""
+
+    kind: Kind
+    bundle: Bundle
+    senders: tuple[int, ...]  # one rank per sending resource
+    hops: tuple[tuple[int, int], ...]  # the first one starts at `senders`, and is stored as (-1, to)
+
+
+def _split_by_distance(
+    bundles: Sequence[Bundle], topology: Topology, naive: bool
+) -> tuple[list[tuple[int, tuple[Piece, ...]]], list[Bundle], list[Bundle]]:
+    """What ranks keep, what travels inside a host, what travels between hosts."""
+    kept: dict[int, list[Piece]] = {}
+    local: list[Bundle] = []
+    remote: list[Bundle] = []
+    for b in bundles:
+        own = set(b.senders) & set(b.receivers)
+        for rank in sorted(own):
+            kept.setdefault(rank, []).extend(b.pieces)
+        others = tuple(r for r in b.receivers if r not in own)
+        if naive:
+            remote += [replace(b, receivers=others)] if others else []
+            continue
+        near: dict[str, list[int]] = {}
+        for rank in b.senders:
+            near.setdefault(topology.host(rank), []).append(rank)
+        far = []
+        inside: dict[str, list[int]] = {}
+        for rank in others:
+            host = topology.host(rank)
+            inside.setdefault(host, []).append(rank) if host in near else far.append(rank)
+        local += [Bundle(tuple(near[h]), tuple(ranks), b.pieces, b.num_bytes) for h, ranks in inside.items()]
+        remote += [replace(b, receivers=tuple(far))] if far else []
+    return [(rank, tuple(pieces)) for rank, pieces in sorted(kept.items())], local, remote
+
+
+Routed = tuple[Job, _Route]
+
+
+def _inside(b: Bundle, topology: Topology, turn: int) -> Routed:
+    """A chain over the fast links of one host."""
+    ranks = b.receivers
+    hops = ((-1, ranks[0]), *pairwise(ranks))
+    senders = _turned(b.senders, turn)
+    job = Job(
+        tuple(_fast(s, out=True) for s in senders),
+        (b.num_bytes / topology.fast_rate,) * len(senders),
+        tuple(_fast(r, out=False) for r in ranks),
+        tuple(_fast(r, out=True) for r in ranks[:-1]),
+    )
+    return job, _Route("local", b, senders, hops)
+
+
+def _between(b: Bundle, topology: Topology, turn: int, classes: Sequence[TensorClass]) -> list[Routed]:
+    hosts: dict[str, list[int]] = {}
+    for rank in b.receivers:
+        hosts.setdefault(topology.host(rank), []).append(rank)
+    num = min(len(ranks) for ranks in hosts.values()) if topology.nic == "rank" else 1
+    num = max(1, min(num, b.num_bytes // STRIPE_BYTES))
+    stripes = cut_bundle(b, num, classes) if num > 1 else [b]
+    # One rank per sending interface; which one of a host's ranks changes from bundle to bundle.
+    by_interface: dict[str, list[int]] = {}
+    for rank in b.senders:
+        by_interface.setdefault(topology.interface(rank), []).append(rank)
+    senders = tuple(ranks[turn % len(ranks)] for ranks in by_interface.values())
+    routes = []
+    for number, stripe in enumerate(stripes):
+        hops: list[tuple[int, int]] = []
+        at, entries = -1, []
+        for ranks in hosts.values():
+            ring = _turned(ranks, turn + number)
+            hops.append((at, ring[0]))
+            at = ring[0]
+            entries.append(at)
+        for ranks in hosts.values():
+            ring = _turned(ranks, turn + number)
+            hops += pairwise(ring)
+        kind: Kind = "gather" if len(stripes) > 1 else "send" if len(hops) == 1 else "chain"
+        routes.append(
+            (_slow_job(senders, entries, stripe.num_bytes, topology), _Route(kind, stripe, senders, tuple(hops)))
+        )
+    return routes
+
+
+def _separately(b: Bundle, topology: Topology) -> list[Routed]:
+    routes: list[Routed] = []
+    sender = b.senders[0]
+    for rank in b.receivers:
+        route = _Route("send", replace(b, receivers=(rank,)), (sender,), ((-1, rank),))
+        if topology.host(rank) == topology.host(sender):
+            routes.append((_inside(route.bundle, topology, 0)[0], route))
+        else:
+            routes.append((_slow_job((sender,), [rank], b.num_bytes, topology), route))
+    return routes
+
+
+def _slow_job(senders: Sequence[int], entries: Sequence[int], num_bytes: int, topology: Topology) -> Job:
+    slowest = min(topology.rate(e) for e in entries)
+    costs = []
+    for s in senders:
+        rate = min(topology.rate(s), slowest)
+        fill = (len(entries) - 1) * min(topology.chunk_bytes, num_bytes) / rate
+        costs.append(num_bytes / rate + fill + topology.hop_s * len(entries))
+    return Job(
+        tuple(_nic(topology, s, out=True) for s in senders),
+        tuple(costs),
+        tuple(_nic(topology, e, out=False) for e in entries),
+        tuple(_nic(topology, e, out=True) for e in entries[:-1]),
+    )
+
+
+def _split_route(route: Routed, num: int, classes: Sequence[TensorClass]) -> list[Routed]:
+    """Jobs that several senders could share, in parts."""
+    job, way = route
+    if len(way.senders) == 1 or way.bundle.num_bytes < num * STRIPE_BYTES:
+        return [route]
+    parts = cut_bundle(way.bundle, num, classes)
+    share = [p.num_bytes / way.bundle.num_bytes for p in parts]
+    return [
+        (replace(job, costs=tuple(c * s for c in job.costs)), replace(way, bundle=p))
+        for p, s in zip(parts, share, strict=True)
+    ]
+
+
+def _assemble(
+    classes: tuple[TensorClass, ...],
+    copies: list[tuple[int, tuple[Piece, ...]]],
+    routes: Sequence[Routed],
+    times: JobSchedule,
+    topology: Topology,
+    limit: float,
+) -> ReshardPlan:
+    place = {i: n for n, i in enumerate(times.order)}
+    transfers = []
+    for i in sorted(place, key=lambda i: (times.start[i], place[i])):
+        way = routes[i][1]
+        hops = tuple((way.senders[times.sender[i]] if a == -1 else a, b) for a, b in way.hops)
+        transfers.append(
+            Transfer(way.kind, hops, way.bundle.pieces, way.bundle.num_bytes, times.start[i], times.stop[i])
+        )
+    optimal = times.exact or times.makespan <= limit * (1 + 1e-9)
+    return ReshardPlan(classes, tuple(copies), tuple(transfers), topology, limit, optimal)
+
+
+def _turned(ranks: Sequence[int], turn: int) -> tuple[int, ...]:
+    at = turn % len(ranks)
+    return (*ranks[at:], *ranks[:at])
+
+
+def _fast(rank: int, *, out: bool) -> str:
+    return f"{rank} {'>' if out else '<'}"
+
+
+def _nic(topology: Topology, rank: int, *, out: bool) -> str:
+    return f"{topology.interface(rank)} {'>>' if out else '<<'}"
+
+
+def _job_of(t: Transfer, topology: Topology) -> tuple[Job, Transfer]:
+    """A transfer of a finished plan on another topology."""
+    slow = [(a, b) for a, b in t.hops if topology.host(a) != topology.host(b)]
+    if not slow:
+        cost = t.num_bytes / topology.fast_rate
+        receivers = tuple(_fast(b, out=False) for b in t.receivers)
+        return Job((_fast(t.sender, out=True),), (cost,), receivers), t
+    rate = min(min(topology.rate(a), topology.rate(b)) for a, b in slow)
+    fill = (len(slow) - 1) * min(topology.chunk_bytes, t.num_bytes) / rate
+    # A rank that hands on to several hosts sends the same bytes several times.
+    outs = [_nic(topology, a, out=True) for a, _ in slow]
+    copies = max(outs.count(o) for o in outs)
+    cost = copies * t.num_bytes / rate + fill + topology.hop_s * len(slow)
+    receivers = tuple(dict.fromkeys(_nic(topology, b, out=False) for _, b in slow))
+    return Job((outs[0],), (cost,), receivers, tuple(o for o in dict.fromkeys(outs) if o != outs[0])), t
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------
+
+
+def wire_bound(bundles: Sequence[Bundle], topology: Topology) -> float:
+    """Seconds that no plan beats: each host takes in, once, the bytes that no rank of it holds, through the interfaces
+    of the ranks that want them; and they leave their holders at least once."""
+    into: dict[str, dict[frozenset[str], float]] = {}
+    out: dict[frozenset[str], float] = {}
+    rates: dict[str, float] = {}
+    total = 0.0
+    for b in bundles:
+        near = {topology.host(r) for r in b.senders}
+        hosts: dict[str, set[str]] = {}
+        for rank in b.receivers:
+            rates[topology.interface(rank)] = topology.rate(rank)
+            if topology.host(rank) not in near:
+                hosts.setdefault(topology.host(rank), set()).add(topology.interface(rank))
+        for rank in b.senders:
+            rates[topology.interface(rank)] = topology.rate(rank)
+        for host, doors in hosts.items():
+            sums = into.setdefault(host, {})
+            sums[frozenset(doors)] = sums.get(frozenset(doors), 0.0) + b.num_bytes
+        if hosts:
+            key = frozenset(topology.interface(r) for r in b.senders)
+            out[key] = out.get(key, 0.0) + b.num_bytes
+            total += b.num_bytes * len(hosts)
+    limits = [total / math.fsum(rates.values())] if rates else [0.0]
+    for sums in (*into.values(), out):
+        sets = list(sums) if len(sums) <= 256 else []
+        if sums:
+            sets.append(frozenset().union(*sums))
+        for outer in sets:
+            work = sum(size for inner, size in sums.items() if inner <= outer)
+            limits.append(work / math.fsum(rates[name] for name in outer))
+    return max(limits)
+
+
+def least_slow_bytes(bundles: Sequence[Bundle], topology: Topology) -> int:
+    """Bytes that must cross between hosts: once into each host that wants them and has none."""
+    total = 0
+    for b in bundles:
+        near = {topology.host(r) for r in b.senders}
+        total += b.num_bytes * len({topology.host(r) for r in b.receivers} - near)
+    return total
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------
+
+
+def _layout_to_json(layout: Layout) -> dict[str, Any]:
+    if isinstance(layout, MeshLayout):
+        return {
+            "mesh": list(layout.sizes),
+            "placements": [str(p) for p in layout.placements],
+            "ranks": list(layout.ranks),
+        }
+    return {"boxes": [[rank, list(b.start), list(b.stop)] for rank, b in layout.boxes]}
+
+
+def layout_from_json(data: Any, where: str) -> Layout:
+    if not isinstance(data, dict):
+        raise UserError(f"{where}: a layout must be an object, not {shown(data)}")
+    fields = Fields(data, where)
+    if "boxes" in fields:
+        boxes = [_row(row, 3, where) for row in fields.list("boxes")]
+        return BoxLayout(tuple((_whole(rank, where), _box(start, stop, where)) for rank, start, stop in boxes))
+    placements = tuple(Placement.parse(p if isinstance(p, str) else shown(p)) for p in fields.list("placements"))
+    sizes, ranks = _wholes(fields.list("mesh"), where), _wholes(fields.list("ranks", []), where)
+    if math.prod(sizes) > 1 << 20:
+        raise UserError(f"{where}: a mesh of {list(sizes)} has more than a million ranks")
+    return MeshLayout(sizes, placements, ranks)
+
+
+def _pieces_to_json(pieces: Sequence[Piece]) -> list[list[Any]]:
+    return [[p.index, list(p.box.start), list(p.box.stop)] for p in pieces]
+
+
+def _plan_from_json(data: Mapping[str, Any], where: str) -> ReshardPlan:
+    fields = Fields(data, where)
+    if fields.whole("version") != VERSION:
+        raise UserError(f"{where} has version {data['version']}, this release reads {VERSION}; make the plan again")
+    layouts = [layout_from_json(entry, where) for entry in fields.list("layouts")]
+    classes = []
+    for entry in fields.list("classes"):
+        shape, itemsize, src, dst, names = _row(entry, 5, where)
+        pair = [_pick(layouts, i, "layout", where) for i in (src, dst)]
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+            raise UserError(f"{where}: a class needs a list of tensor names, not {shown(names)}")
+        info = MovedTensor(_wholes(shape, where), _whole(itemsize, where), pair[0], pair[1])
+        classes.append(TensorClass(info, tuple(names)))
+    copies = []
+    for entry in fields.list("copies"):
+        rank, pieces = _row(entry, 2, where)
+        copies.append((_whole(rank, where), _pieces(pieces, classes, where)))
+    transfers = []
+    for entry in fields.list("transfers"):
+        kind, hops, pieces, num_bytes, start, stop = _row(entry, 6, where)
+        if kind not in ("send", "chain", "gather", "local"):
+            raise UserError(f"{where}: {shown(kind)} is not a kind of transfer")
+        held = _pieces(pieces, classes, where)
+        if num_bytes != bytes_of(held, classes):
+            raise UserError(f"{where}: a transfer of {shown(num_bytes)} bytes lists {bytes_of(held, classes)}")
+        times = Fields({"start": start, "stop": stop}, where)
+        transfers.append(
+            Transfer(
+                kind, _hops(hops, where), held, num_bytes, times.number("start", least=0), times.number("stop", least=0)
+            )
+        )
+    topology = Topology.from_json(fields.object("topology"), where)
+    plan = ReshardPlan(
+        tuple(classes),
+        tuple(copies),
+        tuple(transfers),
+        topology,
+        fields.number("bound", least=0),
+        fields.flag("optimal"),
+    )
+    check_complete(plan, where)
+    return plan
+
+
+def check_complete(plan: ReshardPlan, where: str = "the plan") -> None:
+    """UserError unless every element that a rank wants arrives there exactly once, from a rank that has it."""
+    arrived: dict[tuple[int, int], list[Box]] = {}
+    for rank, pieces in plan.copies:
+        for p in pieces:
+            arrived.setdefault((p.index, rank), []).append(p.box)
+    held = [{rank for _, ranks in k.info.src.tiles(k.info.shape) for rank in ranks} for k in plan.classes]
+    for t in plan.transfers:
+        have = {t.sender}
+        for a, b in t.hops:
+            if a not in have or b in have:
+                raise UserError(f"{where}: rank {a} hands on to {b} what it has not got, or what {b} has")
+            have.add(b)
+        for p in t.pieces:
+            if t.sender not in held[p.index]:
+                raise UserError(
+                    f"{where}: rank {t.sender} sends {plan.classes[p.index].names[0]!r} and holds none of it"
+                )
+            for rank in t.receivers:
+                arrived.setdefault((p.index, rank), []).append(p.box)
+    for index, kind in enumerate(plan.classes):
+        for box, ranks in kind.info.dst.tiles(kind.info.shape):
+            for rank in ranks:
+                parts = [c for b in arrived.get((index, rank), []) if (c := b.intersect(box)) is not None]
+                if sum(c.size for c in parts) != box.size:
+                    raise UserError(f"{where}: rank {rank} does not get {kind.names[0]!r} exactly once")
+
+
+def _row(entry: Any, num: int, where: str) -> list[Any]:
+    if not isinstance(entry, list) or len(entry) != num:
+        raise UserError(f"{where}: expected a list of {num} values, not {shown(entry)}")
+    return entry
+
+
+def _whole(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+        raise UserError(f"{where}: expected a whole number from 0, not {shown(value)}")
+    return value
+
+
+def _wholes(values: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise UserError(f"{where}: expected a list of whole numbers, not {shown(values)}")
+    return tuple(_whole(v, where) for v in values)
+
+
+def _box(start: Any, stop: Any, where: str) -> Box:
+    first, last = _wholes(start, where), _wholes(stop, where)
+    if len(first) != len(last) or any(b < a for a, b in zip(first, last, strict=True)):
+        raise UserError(f"{where}: {shown(start)} to {shown(stop)} is not a box")
+    return Box(first, last)
+
+
+def _pick(values: Sequence[Any], index: Any, what: str, where: str) -> Any:
+    if _whole(index, where) >= len(values):
+        raise UserError(f"{where}: there is no {what} {index}; it has {len(values)}")
+    return values[index]
+
+
+def _pieces(entries: Any, classes: Sequence[TensorClass], where: str) -> tuple[Piece, ...]:
+    if not isinstance(entries, list):
+        raise UserError(f"{where}: expected a list of pieces, not {shown(entries)}")
+    pieces = []
+    for entry in entries:
+        index, start, stop = _row(entry, 3, where)
+        shape = _pick(classes, index, "class", where).info.shape
+        box = _box(start, stop, where)
+        if len(box.start) != len(shape) or not Box.full(shape).contains(box):
+            raise UserError(f"{where}: {shown(start)} to {shown(stop)} lies outside a tensor of shape {list(shape)}")
+        pieces.append(Piece(index, box))
+    return tuple(pieces)
+
+
+def _hops(entries: Any, where: str) -> tuple[tuple[int, int], ...]:
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{where}: a transfer needs at least one hop, not {shown(entries)}")
+    pairs = [_wholes(_row(entry, 2, where), where) for entry in entries]
+    return tuple((a, b) for a, b in pairs)
