@@ -20,6 +20,7 @@ import typer
 
 from shoestring import __version__
 from shoestring.cli.ckpt import ckpt_app
+from shoestring.cli.reshard import reshard_app
 from shoestring.cli.terminal import (
     chat_prompt,
     find_skips,
@@ -61,6 +62,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure what runs here.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(ckpt_app, name="ckpt")
+app.add_typer(reshard_app, name="reshard")
 
 
 # -- options that several verbs share ------------------------------------------------------------------
