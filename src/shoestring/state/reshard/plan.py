@@ -155,7 +155,7 @@ class ReshardPlan:
             "topology": self.topology.to_json(),
             "bound": self.bound,
             "optimal": self.optimal,
-            "layouts": [_layout_to_json(layout) for layout in layouts],
+            "layouts": [layout_to_json(layout) for layout in layouts],
             "classes": [
                 [list(k.info.shape), k.info.itemsize, layouts[k.info.src], layouts[k.info.dst], list(k.names)]
                 for k in self.classes
@@ -451,7 +451,7 @@ def least_slow_bytes(bundles: Sequence[Bundle], topology: Topology) -> int:
 # -- JSON -------------------------------------------------------------------------------------------------------
 
 
-def _layout_to_json(layout: Layout) -> dict[str, Any]:
+def layout_to_json(layout: Layout) -> dict[str, Any]:
     if isinstance(layout, MeshLayout):
         return {
             "mesh": list(layout.sizes),
