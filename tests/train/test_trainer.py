@@ -22,7 +22,7 @@ from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.gradients import clip_gradients
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant, warmup_cosine, warmup_stable_decay
-from shoestring.train.reducers import SumReducer
+from shoestring.train.reducers.plain import SumReducer
 from shoestring.train.step import IGNORED, Hook, Micro, Objective, Run
 from shoestring.train.trainer import train
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -325,6 +326,15 @@ def _damage(path: Path) -> str | None:
 # -- a training run ------------------------------------------------------------------------------------------
 
 
+class Relaid(ABC):
+    """A part of a run whose state depends on the number of processes, so that what is loaded is not what is saved."""
+
+    @abstractmethod
+    def state_to_load(self, saved: Collection[str]) -> dict[str, Any]:
+        """The state to fill and to give to load_state_dict; `saved`: the names that the checkpoint has for this
+        part."""
+
+
 class RunLike(Protocol):
     step: int
     model: Any
@@ -350,6 +360,17 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 def seed_rng(seed: int, mesh: Mesh | None) -> None:
     """All generators of `rng_state`, another start for each share of the batch."""
     torch.manual_seed((seed * 1_000_003 + (0 if mesh is None else mesh.dp_rank)) % 2**63)
+
+
+def _parts_to_load(parts: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
+    state = {}
+    for name, part in parts.items():
+        prefix = f"parts.{name}."
+        if isinstance(part, Relaid):
+            state[name] = part.state_to_load([n.removeprefix(prefix) for n in saved if n.startswith(prefix)])
+        else:
+            state[name] = part.state_dict()
+    return state
 
 
 class Checkpointer:
@@ -445,7 +466,8 @@ class Checkpointer:
         if names:
             init_state(run.optimizer)
         forget_absent(run.model, run.optimizer, {n.removeprefix(prefix) for n in names})
-        state = agree(run.mesh, lambda: self._state(run, parts))
+        everything = {*saved.tensors, *saved.values}
+        state = agree(run.mesh, lambda: {**self._state(run, parts), "parts": _parts_to_load(parts, everything)})
         absent = load_checkpoint(path, state, run.mesh)
         set_model_state_dict(run.model, state["model"])
         load_optimizer_state(run.model, run.optimizer, state["optimizer"])

@@ -157,7 +157,14 @@ class Reducer(Stateful, Protocol):
 
     clips: bool
 
+    def begin(self, run: Run) -> None:
+        """Called once before the first step of each `train`, after a checkpoint was loaded."""
+
     def __call__(self, model: nn.Module) -> None: ...
+
+    def scalars(self) -> dict[str, float]:
+        """What goes into a line of metrics, over the steps since the last one."""
+        return {}
 
 
 class StepCheckpointer(Protocol):

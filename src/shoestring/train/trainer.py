@@ -26,7 +26,7 @@ from shoestring.mesh import Mesh
 from shoestring.runlog import read_config
 from shoestring.train.gradients import GradientWatch, clip_gradients
 from shoestring.train.optim import Schedule, set_lr
-from shoestring.train.reducers import SumReducer
+from shoestring.train.reducers.plain import SumReducer
 from shoestring.train.step import (
     Data,
     ForwardBackward,
@@ -78,6 +78,7 @@ def train(
     meter = _Meter(run)
     watch = GradientWatch(run.model, world_size=run.mesh.world_size)
     run.model.train()
+    reducer.begin(run)
     forward_backward.begin(run)
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
@@ -113,7 +114,7 @@ def train(
             logs_now = run.step % log_every == 0 or last or evaluates or saves
             if logs_now:
                 watch.check(newest)
-                bar.advance(0, **meter.flush(norm))
+                bar.advance(0, **meter.flush(norm, reducer.scalars()))
             if evaluate is not None and evaluates:
                 run.log.log(run.step, **evaluate(run))
                 run.model.train()
@@ -124,7 +125,7 @@ def train(
             if (run.mesh.world_size == 1 or logs_now) and run.mesh.any(interrupted.is_set()):
                 watch.check(newest)
                 if not logs_now:
-                    meter.flush(norm)
+                    meter.flush(norm, reducer.scalars())
                 _stop(run, parts, checkpointer, steps)
     return run
 
@@ -151,7 +152,7 @@ class _Meter:
         self.loss = loss if self.loss is None else self.loss + loss
         self.count = self.count + count
 
-    def flush(self, norm: Tensor) -> dict[str, float]:
+    def flush(self, norm: Tensor, of_reducer: dict[str, float]) -> dict[str, float]:
         assert self.loss is not None
         loss, count = float(self.run.mesh.sum(self.loss.double())), float(self.count)
         seconds = time.perf_counter() - self.began
@@ -161,7 +162,7 @@ class _Meter:
             "grad_norm": float(norm),
             "tokens_per_s": count / seconds,
         }
-        self.run.log.log(self.run.step, **scalars)
+        self.run.log.log(self.run.step, **scalars, **of_reducer)
         self.loss, self.count = None, 0.0
         self.began = time.perf_counter()
         return scalars

@@ -5,6 +5,7 @@ Run:     shoestring run train/dense data=python steps=2000
          shoestring run train/dense init_from=DIR data=my.jsonl lr=2e-5     continues from a Hugging Face folder
          shoestring run train/dense resume=runs/train-dense-...             continues after Ctrl-C or a crash
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.dp=2 mesh.tp=2
+         torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.replica=4 reducer=int8     over slow links
 Needs:   a CPU for size=tiny and small; a GPU for the others
 Time:    2,048 tokens a step: 0.7 s of processor time on a slow CPU core for size=tiny, 1.2 s with d_model=192
 Expect:  with d_model=192, vocab_size=2048, context=128, lr=2e-3 on 8 MB of Python: a validation loss of 4.4 after
@@ -35,7 +36,8 @@ from shoestring.train import pretraining
 from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import SCHEDULES, adamw
+from shoestring.train.optim import SCHEDULES
+from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
 from shoestring.train.shards import CorpusConfig, load_corpus
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
@@ -45,13 +47,14 @@ EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
 # checkpoint has a fingerprint of the corpus.
 DECIDING = (
     *("size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "act"),
-    *("vocab_size", "batch", "context", "seed"),
+    *("vocab_size", "batch", "context", "seed", "reducer"),
 )
 
 
 @dataclass(frozen=True)
-class Config(pretraining.ModelConfig, CorpusConfig):
-    """Behind the keys of the corpus (train/shards.py) and of the model (train/pretraining.py)."""
+class Config(ReducerConfig, pretraining.ModelConfig, CorpusConfig):
+    """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py) and of the reducer
+    (train/reducers/build.py)."""
 
     steps: int = option(2000, "optimizer steps", least=0)
     batch: int = option(16, "rows per step over all ranks", least=1)
@@ -100,6 +103,7 @@ def pretrain(
         check_free(Path(cfg.run))
     check_resume_from(to_json(cfg))
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
+    check_reducer(cfg, cfg.mesh)
     mesh = open_mesh(cfg.mesh, cfg.device)
     if cfg.graph:
         check_graph(mesh)
@@ -127,7 +131,7 @@ def pretrain(
         if cfg.resume is not None and checkpointer.newest() is None:
             log.say(f"{folder} has no checkpoint yet: starting from the first step")
             log.truncate_after(0)
-        run = Run(model, adamw(model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
+        run = Run(model, build_optimizer(cfg, model, lr=cfg.lr, weight_decay=cfg.weight_decay), mesh, log)
         try:
             train(
                 run,
@@ -136,6 +140,7 @@ def pretrain(
                 steps=cfg.steps,
                 schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
                 hooks=make_hooks(model, mesh, data),
+                reducer=build_reducer(cfg, model, mesh, clip=cfg.clip, seed=cfg.seed, say=log.say),
                 clip=cfg.clip,
                 checkpointer=checkpointer,
                 log_every=cfg.log_every,

@@ -1,8 +1,6 @@
-"""Reducers: how gradients become equal over the mesh axis `replica` (the protocol is `Reducer` in step.py).
+"""The default reducer: gradients are summed in full precision over the mesh axis `replica`.
 
-FSDP2 already sums over `dp`; a reducer works on the outer axis only, which fully_shard never gets. The default sums in
-full precision. A compressed reducer keeps its error feedback in state_dict, by parameter name, and clips before adding
-to it (`clips = True`).
+FSDP2 already sums over `dp`; a reducer works on the outer axis only, which fully_shard never gets.
 """
 
 from __future__ import annotations
@@ -12,10 +10,10 @@ from torch import nn
 
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh
-from shoestring.train.step import Stateful
+from shoestring.train.step import Reducer
 
 
-class SumReducer(Stateful):
+class SumReducer(Reducer):
     """Plain all-reduce; a no-op with one replica."""
 
     clips = False

@@ -1,0 +1,88 @@
+"""What a compressor is: a lossy code for gradients, and the exchange that sums them with it.
+
+    exchange(x, at)     x is this replica's tensor in fp32; the exchange returns Sum(total, error)
+
+`total` is the same on all replicas. `error` is what this replica must add to its next gradient (feedback.py), so that
+over the replicas    sum(total) + sum(errors) = sum(x)    holds exactly but for the rounding of fp32.
+
+Encoding and decoding are pure functions over plain tensors: no process group, no model, no state but what `at` holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoestring.train.reducers.rounds import Exchange
+
+
+@dataclass
+class At:
+    """Where and when a tensor is exchanged. `memory` belongs to one tensor and is kept between steps."""
+
+    rank: int
+    size: int
+    name: str = ""
+    step: int = 0
+    seed: int = 0
+    memory: dict[str, Tensor] = field(default_factory=dict)
+
+    def generator(self, device: torch.device, *, shared: bool = False, part: int = 0) -> torch.Generator:
+        """Random numbers keyed by seed, step and tensor; `shared` ones are the same on all replicas."""
+        key = f"{self.seed}/{self.step}/{self.name}/{-1 if shared else self.rank}/{part}"
+        number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
+        return torch.Generator(device=device).manual_seed(number)
+
+
+@dataclass(frozen=True)
+class Sum:
+    total: Tensor
+    error: Tensor
+
+
+class Compressor(ABC):
+    """A frozen dataclass that is its own config. `feedback`: whether the error is kept and added to the next gradient;
+    a residual of the last step counts `decay` times."""
+
+    feedback: bool = False
+    decay: float = 1.0
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As a user writes it: topk:0.01."""
+
+    def begin(self, x: Tensor, at: At) -> None:
+        """Make what `at.memory` holds, for a tensor like x: before the first step, and before a state is loaded."""
+        return
+
+    @abstractmethod
+    def exchange(self, x: Tensor, at: At) -> Exchange[Sum]: ...
+
+    @abstractmethod
+    def decoded(self, x: Tensor, at: At) -> Tensor:
+        """What the others would see of x: decode(encode(x)), without an exchange."""
+
+    @abstractmethod
+    def sent_bytes(self, shape: torch.Size, size: int) -> int:
+        """What one of `size` replicas sends for a tensor of this shape."""
+
+
+def in_order(parts_RN: Tensor) -> Tensor:
+    """The sum over the first dim, one after the other: the same bits on every machine."""
+    total = parts_RN[0].clone()
+    for part in parts_RN[1:]:
+        total += part
+    return total
+
+
+def to_rows(x: Tensor, num_rows: int, block: int) -> Tensor:
+    """x as [num_rows, a multiple of block], padded with zeros: one row per owner."""
+    flat = x.reshape(-1)
+    per_row = -(-flat.numel() // (num_rows * block)) * block
+    padding = num_rows * per_row - flat.numel()
+    return torch.nn.functional.pad(flat, (0, padding)).view(num_rows, per_row)

@@ -1,0 +1,145 @@
+"""Quantizers: fp32, bf16, int8, int4, QSGD and TernGrad, summed by all-to-all, re-encoding and all-gather.
+
+    scale = |x|_max / levels (or |x|_2 / levels) per block,   code = round(x / scale)
+
+Each rank owns one part of a tensor. It receives the codes of its part from all others, adds the decoded values in fp32,
+encodes the sum, and sends it to everyone. What the owner's second rounding loses goes into the owner's error, so one
+residual per replica covers both roundings.
+
+QSGD (Alistarh et al. 2017) and TernGrad (Wen et al. 2017) round at random and are unbiased; error feedback would not
+help them, because their error can be larger than the gradient. Ours differ from the papers in the scale per block
+instead of per layer, and in the owner's re-encoding with 8 bits, where TernGrad sends sums of codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoestring.kernels.comm.block_codes import decode_blocks, encode_blocks
+from shoestring.train.reducers.compressor import At, Compressor, Sum, in_order, to_rows
+from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners, as_bytes, from_bytes
+
+
+class Quantizer(Compressor):
+    """Encodes rows [R, N] to bytes [R, B], each row by itself; N is a multiple of `block`."""
+
+    block: int
+
+    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def decode(self, wire_RB: Tensor, num: int) -> Tensor:
+        raise NotImplementedError
+
+    def row_bytes(self, num: int) -> int:
+        raise NotImplementedError
+
+    @property
+    def reply(self) -> Quantizer:
+        """How the owner of a part sends the sum."""
+        return self
+
+    def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
+        rows = to_rows(x, at.size, max(self.block, self.reply.block))
+        num = rows.shape[1]
+        wire = self.encode(rows, self._noise(x, at, 0))
+        errors = rows - self.decode(wire, num) if self.feedback else torch.zeros_like(rows)
+        received = yield ToOwners(wire)
+        parts = self.decode(received, num)
+        parts[at.rank] = rows[at.rank]  # does not travel, so it is not rounded
+        total = in_order(parts)
+        reply = self.reply.encode(total[None], self._noise(x, at, 1))
+        answers = self.reply.decode((yield ToAll(reply[0])), num)
+        errors[at.rank] = total - answers[at.rank]
+        return Sum(_from_rows(answers, x), _from_rows(errors, x))
+
+    def decoded(self, x: Tensor, at: At) -> Tensor:
+        rows = to_rows(x, at.size, max(self.block, self.reply.block))
+        return _from_rows(self.decode(self.encode(rows, self._noise(x, at, 0)), rows.shape[1]), x)
+
+    def sent_bytes(self, shape: torch.Size, size: int) -> int:
+        block = max(self.block, self.reply.block)
+        num = -(-shape.numel() // (size * block)) * block
+        return (size - 1) * (self.row_bytes(num) + self.reply.row_bytes(num))
+
+    def _noise(self, x: Tensor, at: At, part: int) -> torch.Generator | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Float(Quantizer):
+    """fp32 (exact) or bf16: summed in fp32 all the same."""
+
+    dtype: torch.dtype = torch.float32
+    block = 1
+
+    @property
+    def name(self) -> str:
+        return "plain" if self.dtype == torch.float32 else "bf16"
+
+    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
+        limit = torch.finfo(self.dtype).max  # the largest fp32 numbers would round to infinity
+        return as_bytes(rows_RN.clamp(-limit, limit).to(self.dtype))
+
+    def decode(self, wire_RB: Tensor, num: int) -> Tensor:
+        return from_bytes(wire_RB, self.dtype).float()
+
+    def row_bytes(self, num: int) -> int:
+        return num * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockCodes(Quantizer):
+    """`bits` per value and an fp32 scale per block (kernels/comm/block_codes.py)."""
+
+    label: str
+    bits: int
+    block: int = 128
+    norm: str = "max"  # or l2
+    stochastic: bool = False
+    clip_sigma: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def feedback(self) -> bool:  # type: ignore[override]
+        return not self.stochastic
+
+    @property
+    def reply(self) -> Quantizer:
+        return REPLY if self.stochastic and self.bits < REPLY.bits else self
+
+    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
+        if self.clip_sigma:
+            blocks = rows_RN.unflatten(1, (-1, self.block))
+            limit = self.clip_sigma * blocks.square().mean(-1, keepdim=True).sqrt()
+            rows_RN = blocks.clamp(-limit, limit).flatten(1)
+        random = torch.rand(rows_RN.shape, generator=noise, device=rows_RN.device) if self.stochastic else None
+        return encode_blocks(rows_RN, self.bits, self.block, norm=self.norm, noise=random)
+
+    def decode(self, wire_RB: Tensor, num: int) -> Tensor:
+        return decode_blocks(wire_RB, num, self.bits, self.block)
+
+    def row_bytes(self, num: int) -> int:
+        return num * self.bits // 8 + num // self.block * 4
+
+    def _noise(self, x: Tensor, at: At, part: int) -> torch.Generator | None:
+        return at.generator(x.device, part=part) if self.stochastic else None
+
+
+PLAIN = Float()
+BF16 = Float(torch.bfloat16)
+INT8 = BlockCodes("int8", 8)
+INT4 = BlockCodes("int4", 4)
+REPLY = BlockCodes("int8 at random", 8, stochastic=True)
+QSGD = BlockCodes("qsgd", 4, block=512, norm="l2", stochastic=True)
+TERNGRAD = BlockCodes("terngrad", 2, block=512, stochastic=True, clip_sigma=2.5)
+
+
+def _from_rows(rows_RN: Tensor, like: Tensor) -> Tensor:
+    return rows_RN.reshape(-1)[: like.numel()].view(like.shape)

@@ -1,0 +1,80 @@
+"""Codes and thresholds of gradients: edge values, and the kernels bit for bit equal to their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import run_interpreted
+
+from shoestring.kernels.comm.block_codes import HUGE, LEVELS, decode_blocks_ref, encode_blocks, encode_blocks_ref
+from shoestring.kernels.comm.top_magnitudes import top_magnitudes
+
+EDGES = torch.tensor([0.0, -0.0, 1e-45, -1e-38, 1e-31, 1.0, -1.0, 3.4028235e38, -3.4028235e38, 0.5, 1.5, 2.5])
+
+
+def hard_rows(num: int) -> torch.Tensor:
+    x = torch.randn(3, num, generator=torch.Generator().manual_seed(num)) * torch.logspace(-3, 3, num)
+    x[0, : min(num, 128)] = 0
+    x[1, : len(EDGES)] = EDGES
+    x[2, :128] *= 1e-35
+    return x
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_codes_stay_within_half_a_step(bits: int) -> None:
+    x = hard_rows(128 * 5)
+    wire = encode_blocks(x, bits, 128)
+    assert wire.shape == (3, 128 * 5 * bits // 8 + 5 * 4) and wire.dtype == torch.uint8
+    back = decode_blocks_ref(wire, x.shape[1], bits, 128)
+    step = x.abs().view(3, -1, 128).amax(-1, keepdim=True).clamp(max=HUGE) / LEVELS[bits]
+    error = (x.clamp(-HUGE, HUGE) - back).view(3, -1, 128).abs()
+    assert back.isfinite().all()
+    assert (error <= step * 0.5001 + 1e-30).all()
+    assert (back[0, :128] == 0).all()
+    # Codes of values that are codes already do not move.
+    assert torch.equal(decode_blocks_ref(encode_blocks_ref(back, bits, 128), x.shape[1], bits, 128), back)
+
+
+def test_random_rounding_is_unbiased() -> None:
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(4000, 128, generator=torch.Generator().manual_seed(1))
+    for bits, norm in ((8, "max"), (4, "l2"), (2, "max")):
+        many = decode_blocks_ref(encode_blocks(x.expand(4000, -1), bits, 128, norm=norm, noise=noise), 128, bits, 128)
+        away = (many.double().mean(0) - x[0]) / (many.std(0) / 4000**0.5 + 1e-3)
+        assert away.abs().max() < 4.5, (bits, norm)
+
+
+def test_the_largest_values_of_rows_with_equal_ones() -> None:
+    x = torch.tensor([[1.0, -3, 3, 2, 3], [0, 0, 0, 0, 0]])
+    assert top_magnitudes(x, 2).tolist() == [[1, 2], [0, 1]]
+    y = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    want = y.abs().topk(30).indices.sort().values
+    assert torch.equal(top_magnitudes(y, 30), want)
+
+
+def check_kernels() -> None:
+    from shoestring.kernels.comm.block_codes import decode_blocks
+    from shoestring.kernels.comm.top_magnitudes import top_magnitudes_ref
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for bits in (8, 4):
+        for num in (128, 128 * 33, 128 * 70):
+            x = hard_rows(num).to(device)
+            wire = encode_blocks(x, bits, 128)
+            assert torch.equal(wire, encode_blocks_ref(x, bits, 128)), (bits, num)
+            joined = torch.cat([wire.new_zeros(3, 3), wire], dim=1)[:, 3:]  # a part of a longer message
+            assert torch.equal(decode_blocks(joined, num, bits, 128), decode_blocks_ref(wire, num, bits, 128))
+    for num, k in ((1, 1), (100, 3), (5000, 50), (9000, 9000), (4096, 41)):
+        x = torch.randn(2, num, device=device)
+        x[1] = x[1].round()
+        assert torch.equal(top_magnitudes(x, k), top_magnitudes_ref(x, k)), (num, k)
+
+
+def test_kernels_equal_their_references_interpreted() -> None:
+    run_interpreted("from test_comm_kernels import check_kernels; check_kernels()")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_equal_their_references_on_a_gpu() -> None:
+    check_kernels()

@@ -1,0 +1,172 @@
+"""Runs on four ranks: compressed reducers over real links, against the same exchange inside one process.
+
+ranks_reducers.py FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks_golden import BASE, MaskedRows
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats.linear import local
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, constant
+from shoestring.train.reducers import demo
+from shoestring.train.reducers.compressed import CompressedReducer, choose
+from shoestring.train.reducers.feedback import Compression
+from shoestring.train.reducers.methods import parse_compressor
+from shoestring.train.reducers.rounds import emulate
+from shoestring.train.step import Run
+from shoestring.train.trainer import train
+
+FOUR, TWO_BY_TWO = MeshConfig(replica=4, timeout_s=120), MeshConfig(replica=2, dp=2, timeout_s=120)
+
+
+def new_run(mesh: Mesh, folder: Path | None = None, method: str = "") -> Run:
+    with torch.device("meta"):
+        model = Decoder(ModelSpec(**{**BASE, "qk_norm": True}))
+    parallelize(model, mesh, ParallelConfig())
+    materialize(model, "cpu")
+    init_weights(model, seed=3)
+    optimizer: Any = demo.sgd(model, lr=1e-2, weight_decay=0.1) if method == "demo" else adamw(model, lr=1e-2)
+    return Run(model, optimizer, mesh, RunLog(folder, main=mesh.is_main, quiet=True))
+
+
+def fit(run: Run, method: str, steps: int, checkpoints: Path | None = None) -> CompressedReducer:
+    reducer = CompressedReducer(run.model, run.mesh, parse_compressor(method), clip=0.5, compare_every=2)
+    kept = None if checkpoints is None else Checkpointer(checkpoints, every=3)
+    rows, rate = MaskedRows(run.mesh), constant(1e-2)
+    train(run, rows, CrossEntropy(), steps=steps, schedule=rate, log_every=1, reducer=reducer, checkpointer=kept)
+    return reducer
+
+
+def weights(run: Run) -> list[Tensor]:
+    return [local(p).detach().clone() for p in run.model.parameters()]
+
+
+def random_gradients(run: Run, replica: int, step: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(100 * step + replica)
+    return {n: torch.randn(p.shape, generator=g) for n, p in run.model.named_parameters()}
+
+
+def check_against_emulation(mesh: Mesh, method: str) -> None:
+    """Sums and residuals equal, bit for bit, those of four replicas in one process; and so does the traffic."""
+    run = new_run(mesh)
+    reducer = CompressedReducer(run.model, mesh, parse_compressor(method), seed=5)
+    chosen = choose(parse_compressor(method), run.model, reducer.params)
+    inside = [Compression(chosen, rank=r, size=4, seed=5) for r in range(4)]
+    for step in range(2):
+        for p, g in zip(run.model.parameters(), random_gradients(run, mesh.rank, step).values(), strict=True):
+            p.grad = g.clone()
+        before = reducer.link.sent_bytes
+        reducer(run.model)
+        sent = reducer.link.sent_bytes - before
+        want = emulate([c.exchange(random_gradients(run, r, step), step) for r, c in enumerate(inside)])[mesh.rank]
+        for name, p in run.model.named_parameters():
+            assert p.grad is not None and torch.equal(p.grad, want[name]), (method, name)
+        for name, residual in inside[mesh.rank].residuals.items():
+            assert torch.equal(residual, local(reducer.residuals[name])), (method, name)
+        assert sent == reducer.compression.sent_bytes({n: p.shape for n, p in reducer.params.items()})
+
+
+def check_resume(mesh: Mesh, folder: Path, method: str) -> None:
+    whole = new_run(mesh, folder / f"whole-{method}", method)
+    fit(whole, method, 6)
+    part = new_run(mesh, folder / method, method)
+    fit(part, method, 3, folder / f"{method}-checkpoints")
+    again = new_run(mesh, folder / method, method)
+    fit(again, method, 6, folder / f"{method}-checkpoints")
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True)), method
+    if mesh.is_main:
+        lines = [[{k: row[k] for k in ("step", "loss", "sent_mb")} for row in r.log.history] for r in (whole, again)]
+        assert lines[0] == lines[1] and len(lines[0]) == 6
+
+
+def total_residuals(reducer: CompressedReducer) -> dict[str, Tensor]:
+    """Over all replicas, whole."""
+    sums = {}
+    for name, residual in reducer.residuals.items():
+        full = residual.full_tensor() if hasattr(residual, "full_tensor") else residual
+        sums[name] = full.double().clone()
+        dist.all_reduce(sums[name], group=reducer.link.group)
+    return sums
+
+
+def check_other_mesh(four: Mesh, two: Mesh, folder: Path) -> None:
+    """Residuals of four replicas go to two that are cut over dp, and back, and keep their sum."""
+    saved = total_residuals(fit(new_run(four), "topk:0.05", 3, folder / "moved"))
+    run = new_run(two)
+    moved = fit(run, "topk:0.05", 3, folder / "moved")
+    for name, total in total_residuals(moved).items():
+        assert (total - saved[name]).norm() <= 1e-6 * saved[name].norm() + 1e-9, name
+    Checkpointer(folder / "back", every=1).save(
+        run, {"reducer": moved, "data": MaskedRows(two), "objective": MaskedRows(two)}
+    )
+    back = total_residuals(fit(new_run(four), "topk:0.05", 3, folder / "back"))
+    assert all((back[n] - saved[n]).norm() <= 1e-6 * saved[n].norm() + 1e-9 for n in saved)
+
+
+def check_errors(mesh: Mesh) -> None:
+    def error_of(change: Any) -> str:
+        run = new_run(mesh)
+        reducer = CompressedReducer(run.model, mesh, parse_compressor("int8"), compare_every=1)
+        for p, g in zip(run.model.parameters(), random_gradients(run, mesh.rank, 0).values(), strict=True):
+            p.grad = g
+        before = weights(run)
+        if mesh.rank == 2:
+            change(run.model, reducer)
+            before = weights(run)
+        try:
+            reducer(run.model)
+        except UserError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, weights(run), strict=True))
+            return str(error)
+        return ""
+
+    def spoil(value: float) -> Any:
+        return lambda model, reducer: model.blocks[1].mlp.up.weight.grad[3, 3:5].fill_(value)
+
+    def nudge(model: Any, reducer: Any) -> None:
+        with torch.no_grad():
+            model.blocks[0].mlp.up.weight[0, 0] += 1e-6
+
+    for value in (float("nan"), float("inf")):
+        said = error_of(spoil(value))
+        assert "blocks.1.mlp.up.weight on rank 2 is NaN or infinite" in said, said
+    said = error_of(nudge)
+    assert "blocks.0.mlp.up.weight differs between replica 0 and replica 2" in said, said
+    said = error_of(lambda model, reducer: setattr(reducer, "steps", 7))
+    assert "rank 2 is at step 7 and rank 0 at step 0" in said, said
+    said = error_of(lambda model, reducer: setattr(reducer, "compressor", parse_compressor("int4")))
+    assert "rank 2 has another model, reducer" in said, said
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    four, two = open_mesh(FOUR, "cpu"), open_mesh(TWO_BY_TWO, "cpu")
+    for method in ("plain", "int8", "terngrad", "topk:0.05", "arc-topk:0.05", "powersgd:2", "demo"):
+        check_against_emulation(four, method)
+    for method in ("int4", "powersgd:2", "qsgd", "demo"):
+        check_resume(four, folder, method)
+    check_other_mesh(four, two, folder)
+    check_errors(four)
+    if os.environ["RANK"] == "0":
+        print("DONE")
+
+
+if __name__ == "__main__":
+    main()
