@@ -17,7 +17,7 @@ from shoestring.errors import UserError
 from shoestring.formats import FormatLinear, IntAsym, convert, pack, parse_format
 from shoestring.model import Decoder, ModelSpec, load_model, save_model
 from shoestring.model.compressed_tensors import pack_zeros, save_compressed_tensors, unpack_zeros
-from shoestring.model.folder import export_model
+from shoestring.model.export import export_model
 from tiny import logits, random_model
 
 # d_ff 72 has no whole number of words of zero points (72 * 4 / 32), heads of 16 rows even less.
@@ -297,8 +297,8 @@ def test_other_refusals(tmp_path: Path) -> None:
         export_model(tmp_path / "dense", tmp_path / "out", "compressed-tensors")
     with pytest.raises(UserError, match="no packed layer"):
         export_model(tmp_path / "dense", tmp_path / "out", "packed")
-    with pytest.raises(UserError, match=r"--as 'gguf' is not possible"):
-        export_model(tmp_path / "dense", tmp_path / "out", "gguf")
+    with pytest.raises(UserError, match=r"--as 'onnx' is not possible"):
+        export_model(tmp_path / "dense", tmp_path / "out", "onnx")
     save_model(tmp_path / "gpt2", quantized(GPT2, ("*", "int4:g8")))
     with pytest.raises(UserError, match=r"gpt2.*Conv1D.*--as packed"):
         export_model(tmp_path / "gpt2", tmp_path / "out", "compressed-tensors")
@@ -311,7 +311,7 @@ def test_export_between_all_layouts(tmp_path: Path) -> None:
     model = quantized(SPEC, ("*", "int4:g8"))
     save_model(tmp_path / "a", model)
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
-    assert "vLLM" in export_model(tmp_path / "a", tmp_path / "b", "compressed-tensors", torch.float32)
+    assert "vLLM" in export_model(tmp_path / "a", tmp_path / "b", "compressed-tensors", torch.float32).reader
     export_model(tmp_path / "b", tmp_path / "c", "packed", torch.float32)
     export_model(tmp_path / "c", tmp_path / "d", "dense", torch.float32)
     for folder in "bcd":

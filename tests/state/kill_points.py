@@ -22,7 +22,7 @@ import torch
 
 from shoestring.errors import UserError
 from shoestring.model import load_model, save_model
-from shoestring.model.folder import export_model
+from shoestring.model.export import export_model
 from shoestring.state.checkpoint import Checkpointer, latest
 from shoestring.state.files import TensorWriter, sweep_leftovers
 from shoestring.state.storage import SafeReader

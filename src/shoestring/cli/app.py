@@ -370,25 +370,35 @@ def inspect(
 @app.command()
 def export(
     model: ModelArgument,
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist or be empty.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, or a name that ends in .gguf; it must be free.")],
     layout: Annotated[
-        str, typer.Option("--as", help="dense, packed (ours) or compressed-tensors (int4 and int8, for vLLM).")
-    ] = "dense",
+        str | None,
+        typer.Option("--as", help="dense, packed (ours), compressed-tensors (int4 and int8, for vLLM) or gguf."),
+    ] = None,
     dtype: Annotated[
-        str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")
+        str, typer.Option(help="Of folders: auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")
+    ] = "auto",
+    kind: Annotated[
+        str,
+        typer.Option("--type", help="Of GGUF: F16, BF16, Q8_0, Q4_0, ..., Q4_K_M; auto: the smallest that is exact."),
     ] = "auto",
 ) -> None:
-    """Write a model folder that others load: dense weights, or integers that vLLM and transformers read."""
+    """Write a model that others load: dense weights, integers for vLLM and transformers, or GGUF for llama.cpp."""
     find_model(model)
+    from shoestring.cli.inspect import written_table
     from shoestring.device import pick_dtype
     from shoestring.evals.model_row import megabytes_on_disk
-    from shoestring.model.folder import export_model
+    from shoestring.model.export import export_model
     from shoestring.runlog import check_free
 
     check_free(out)
     wanted = None if dtype == "auto" else pick_dtype(dtype, "cpu")
-    reader = export_model(model, out, layout, wanted)
-    print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {reader}")
+    exported = export_model(model, out, layout, wanted, kind)
+    if exported.tensors:
+        written_table(exported.tensors).print()
+    print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {exported.reader}")
+    if exported.note is not None:
+        print(f"note: {exported.note}")
 
 
 @app.command("env")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from shoestring.formats.registry import from_json
 from shoestring.json_files import Fields, read_object
 from shoestring.model import load_model
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
+from shoestring.model.gguf_write import WrittenTensor
 from shoestring.model.hf import spec_from_hf
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
@@ -264,6 +266,18 @@ def _facts(title: str, facts: dict[str, Any], stored: list[Stored]) -> Table:
     weights, bits = sum(s.weights for s in stored), sum(s.bits for s in stored)
     total = {"parameters": weights, "MB": bits / 8e6, "bits per parameter": bits / max(weights, 1)}
     return Table(title, ["", ""], [[k, v] for k, v in {**facts, **total}.items()])
+
+
+def written_table(tensors: Sequence[WrittenTensor]) -> Table:
+    """What the matrices of an exported GGUF file became, and what that cost; `tensors` by the order of the model."""
+    rows: list[list[Any]] = []
+    for kind in sorted({t.kind for t in tensors}):
+        members = [t for t in tensors if t.kind == kind]
+        worst = max(members, key=lambda t: t.relative_error)
+        exact = sum(t.exact for t in members)
+        error = "exact" if exact == len(members) else f"{worst.relative_error:.2g} in {worst.name}"
+        rows.append([kind, len(members), exact, error, sum(t.num_bytes for t in members) / 1e6])
+    return Table("Written", ["stored as", "tensors", "exact", "largest relative error", "MB"], rows)
 
 
 # -- whether it is what was written ------------------------------------------------------------------

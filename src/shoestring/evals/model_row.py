@@ -63,8 +63,10 @@ def formats_name(model: nn.Module) -> str:
     return " + ".join(dict.fromkeys(layer.format.label for _, layer in format_linears(model))) or "dense"
 
 
-def megabytes_on_disk(folder: Path) -> float:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / 1e6
+def megabytes_on_disk(path: Path) -> float:
+    """Of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in files) / 1e6
 
 
 # -- evaluation --------------------------------------------------------------------------------------

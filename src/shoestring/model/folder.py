@@ -4,9 +4,9 @@ offered here too.
 A finished model is a Hugging Face folder: config.json, safetensors, tokenizer files. `load_model` also takes
 a run folder (its model/), a GGUF file, and the folders that vLLM users have (compressed_tensors.py).
 `load_into` fills a model that is already built and maybe sharded, reading only this process's box of each tensor.
-`export_model` rewrites a folder for its next reader; docs/export.md has the table of which Format fits where.
 
-Left out on purpose: checkpoints of a running training (state/), pickled weights (never read), downloads.
+Left out on purpose: other layouts (export.py), checkpoints of a running training (state/), pickled weights (never
+read), downloads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from shoestring.device import pick_device
-from shoestring.errors import UserError, suggest
-from shoestring.formats import allocate_packed, formats_of, unpack, use_kernels
+from shoestring.errors import UserError
+from shoestring.formats import allocate_packed, use_kernels
 from shoestring.formats.convert import format_linears
 from shoestring.formats.linear import local
 from shoestring.json_files import Fields, read_object
 from shoestring.model import hf_names
-from shoestring.model.compressed_tensors import METHOD, CompressedFiles, save_compressed_tensors
+from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.hf import spec_from_hf, token_ids
 from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
@@ -38,7 +38,7 @@ from shoestring.state.files import TensorFiles
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
 
-__all__ = ["LoadedModel", "export_model", "load_into", "load_model", "read_spec", "save_model"]
+__all__ = ["LoadedModel", "load_into", "load_model", "read_spec", "save_model"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -315,31 +315,3 @@ def _fill(model: Decoder, source: _WeightSource) -> None:
     for _, linear in format_linears(model):
         if linear.state_names:
             linear.init_state()
-
-
-# -- other layouts --------------------------------------------------------------------------------------------
-
-READERS = {
-    "dense": "transformers loads it with AutoModelForCausalLM",
-    "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
-    "packed": "shoestring loads it",
-}
-
-
-def export_model(source: str | Path, out: Path, layout: str, dtype: torch.dtype | None = None) -> str:
-    """Write `source` to the folder `out`; returns who reads it. `dtype`: of weights that are not packed."""
-    if layout not in READERS:
-        raise UserError(f"--as {layout!r} is not possible: use {', '.join(READERS)}.{suggest(layout, list(READERS))}")
-    loaded = load_model(source)
-    if layout == "compressed-tensors":
-        save_compressed_tensors(out, loaded.model, loaded.tokenizer, dtype=dtype)
-        return READERS[layout]
-    if layout == "dense":
-        unpack(loaded.model)
-    elif not formats_of(loaded.model):
-        raise UserError(
-            f"{source} has no packed layer: quantize it first, for example `shoestring run shrink/ptq`, or use --as "
-            "dense"
-        )
-    save_model(out, loaded.model, loaded.tokenizer, dtype=dtype or torch.bfloat16)
-    return READERS[layout]

@@ -22,12 +22,14 @@ _LLAMA3_SPLIT = (
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 # tokenizer.ggml.pre -> how text is cut before merging. "digits" is GPT-2's pattern with every digit cut off first.
-_GGUF_SPLITS = {
-    **dict.fromkeys(("default", "gpt-2", "gpt2"), "gpt2"),
-    **dict.fromkeys(("smollm", "starcoder"), "digits"),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+GGUF_SPLITS = {
+    **dict.fromkeys(("default", "gpt-2", "gpt2", "olmo", "mpt", "phi-2"), "gpt2"),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), "digits"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
+# Words that are tokens are taken whole, and a BOS is added.
+_GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
 _GGUF_LISTS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("tokens", "merges"), (str, "texts")),
     "scores": (float, "numbers"),
@@ -35,7 +37,7 @@ _GGUF_LISTS: dict[str, tuple[type, str]] = {
 }
 _GGUF_FLAGS = tuple(f"tokenizer.ggml.{key}" for key in ("add_bos_token", "add_eos_token", "add_space_prefix"))
 MOST_LETTERS = 4096  # of a token; how it can be cut is tried at every letter
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # values of tokenizer.ggml.token_type
 
 
 def plain_post_processor() -> processors.PostProcessor:
@@ -107,18 +109,19 @@ def gguf_byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     tokens = need(fields, "tokenizer.ggml.tokens")
     merges = need(fields, "tokenizer.ggml.merges")
     pre = fields.get("tokenizer.ggml.pre", "default")
-    if not isinstance(pre, str) or pre not in _GGUF_SPLITS:
+    if not isinstance(pre, str) or pre not in GGUF_SPLITS:
         raise UserError(
             f"the GGUF vocabulary cuts text in the way {shown(pre)} (tokenizer.ggml.pre), which is not known here; "
-            f"known: {', '.join(_GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
+            f"known: {', '.join(GGUF_SPLITS)}. Use the model's Hugging Face folder instead"
         )
-    split = _GGUF_SPLITS[pre]
+    split = GGUF_SPLITS[pre]
     # A merge may start with a space of its own, never end with one: cut at the first space behind the first character.
     pairs = [(m[: (i := m.find(" ", 1))], m[i + 1 :]) for m in merges]
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = build_bpe(vocab, pairs, "the GGUF vocabulary", ignore_merges=split == "llama3")
+    whole_words = pre in _GGUF_WHOLE_WORDS
+    backend = build_bpe(vocab, pairs, "the GGUF vocabulary", ignore_merges=whole_words)
     set_byte_level(backend, split)
-    return backend, split == "llama3"
+    return backend, whole_words
 
 
 def gguf_sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:

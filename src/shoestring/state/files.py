@@ -300,15 +300,19 @@ def hidden_name(target: Path, kind: str) -> Path:
 
 
 def sweep_leftovers(folder: Path) -> None:
-    """Clean up in `folder` after processes that were killed while they wrote model folders there: half-written ones are
+    """Clean up in `folder` after processes that were killed while they wrote models there: half-written ones are
     deleted, one that was being replaced by a folder that never came is put back. What holds anything else stays."""
     for path in folder.iterdir():
         made = _HIDDEN.fullmatch(path.name)
-        if made is None or path.is_symlink() or not path.is_dir():
+        a_file = path.is_file() and made is not None and made["name"].endswith(".gguf") and made["kind"] == "new"
+        if made is None or path.is_symlink() or not (path.is_dir() or a_file):
             continue
         with contextlib.suppress(OSError):  # of somebody else, or gone in the meantime
             target = folder / made["name"]
             if _is_in_use(path, made["host"], int(made["pid"])):
+                continue
+            if a_file:
+                path.unlink()
                 continue
             if made["kind"] == "old" and not target.exists():
                 path.rename(target)
@@ -318,7 +322,8 @@ def sweep_leftovers(folder: Path) -> None:
 
 def _is_in_use(path: Path, host: str, pid: int) -> bool:
     if host != socket.gethostname():  # of a file system that several machines share
-        newest = max((p.stat().st_mtime for p in (path, *path.iterdir())), default=0.0)
+        inside = path.iterdir() if path.is_dir() else ()
+        newest = max((p.stat().st_mtime for p in (path, *inside)), default=0.0)
         return time.time() - newest < FORGOTTEN_S
     try:
         os.kill(pid, 0)

@@ -1,0 +1,87 @@
+"""A model in the layout of its next reader: `shoestring export`.
+
+Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, gguf_write.py. Here is
+only the choice, and what to say about the result. docs/export.md has the table of which Format fits where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoestring.errors import UserError, suggest
+from shoestring.formats import formats_of, unpack
+from shoestring.model.compressed_tensors import save_compressed_tensors
+from shoestring.model.folder import LoadedModel, load_model
+from shoestring.model.gguf_write import AUTO, WrittenTensor, check_kind, save_gguf
+from shoestring.model.save import save_model
+
+GGUF = "gguf"
+READERS = {
+    "dense": "transformers loads it with AutoModelForCausalLM",
+    "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
+    "packed": "shoestring loads it",
+    GGUF: "llama.cpp and what is built on it load it",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    path: Path
+    layout: str
+    source: LoadedModel  # as it was written: compared with what the target computes (evals/certificate.py)
+    tensors: Sequence[WrittenTensor] = ()  # of a GGUF file
+
+    @property
+    def reader(self) -> str:
+        return READERS[self.layout]
+
+    @property
+    def note(self) -> str | None:
+        """What the reader computes otherwise."""
+        spec = self.source.spec
+        window = spec.sliding_window
+        if self.layout == GGUF and spec.model_type in ("mistral", "mixtral", "phi3") and window:
+            return f"llama.cpp ignores the sliding window of {window:,} tokens: it computes longer texts otherwise"
+        return None
+
+
+def pick_layout(out: Path, layout: str | None) -> str:
+    """What was asked for; a name that ends in .gguf asks for GGUF."""
+    if layout is None:
+        return GGUF if out.suffix == ".gguf" else "dense"
+    if layout not in READERS:
+        raise UserError(f"--as {layout!r} is not possible: use {', '.join(READERS)}.{suggest(layout, list(READERS))}")
+    if (layout == GGUF) != (out.suffix == ".gguf"):
+        raise UserError(f"--as {layout} and {out} do not fit: a GGUF file is called OUT.gguf, a folder is not")
+    return layout
+
+
+def export_model(
+    source: str | Path, out: Path, layout: str | None = None, dtype: torch.dtype | None = None, kind: str = AUTO
+) -> Exported:
+    """Write `source` to `out`. `dtype`: of weights that are not packed; `kind`: of the matrices of a GGUF file."""
+    layout = pick_layout(out, layout)
+    if kind != AUTO and layout != GGUF:
+        raise UserError(f"--type {kind} is for GGUF files; a folder takes --as and --dtype")
+    if dtype is not None and layout == GGUF:
+        raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
+    kind = check_kind(kind)  # before gigabytes are read
+    loaded = load_model(source)
+    if layout == GGUF:
+        return Exported(out, layout, loaded, save_gguf(out, loaded.model, loaded.tokenizer, kind=kind))
+    if layout == "compressed-tensors":
+        save_compressed_tensors(out, loaded.model, loaded.tokenizer, dtype=dtype)
+        return Exported(out, layout, loaded)
+    if layout == "dense":
+        unpack(loaded.model)
+    elif not formats_of(loaded.model):
+        raise UserError(
+            f"{source} has no packed layer: quantize it first, for example `shoestring run shrink/ptq`, or use --as "
+            "dense"
+        )
+    save_model(out, loaded.model, loaded.tokenizer, dtype=dtype or torch.bfloat16)
+    return Exported(out, layout, loaded)

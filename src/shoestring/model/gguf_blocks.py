@@ -1,0 +1,135 @@
+"""Weights as the blocks of GGUF: exactly where our grid is one of llama.cpp's, rounded and measured otherwise.
+
+An integer weight of ours is (q - z) * s with a 16-bit scale s per group. llama.cpp's blocks have 32 weights each:
+
+    Q4_0  d * n,  -8 <= n < 8       Q5_0  d * n,  -16 <= n < 16      Q8_0  d * n,  -128 <= n < 128
+    Q4_1  d * q + m,  0 <= q < 16   Q5_1  d * q + m,  0 <= q < 32
+
+With d = s and n = q - z the first three hold our values bit for bit, as far as n fits: symmetric int4 and all of int2
+and int3 are Q4_0, asymmetric int4 is Q5_0, symmetric int8 is Q8_0. Q4_1 keeps the codes of int4 in half a bit less
+than Q5_0 and rounds m = -z * s to fp16; that is exact for some groups only. Groups must be multiples of 32.
+
+Every result is decoded again and compared, so "exact" is a measurement. All other weights go through the quantizers of
+the `gguf` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.formats import Format
+from shoestring.formats.base import Parts
+from shoestring.formats.groups import group_width
+from shoestring.formats.int_asym import IntAsym
+from shoestring.kernels.lowbit.packing import unpack_bits
+
+BLOCK = 32
+_PIECE = 1 << 22  # weights that are compared at a time
+FLOAT_KINDS = ("F32", "F16", "BF16")
+# What a model can be written as, without llama.cpp; the order is that of their sizes.
+KINDS = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
+_LOWEST = {"Q4_0": -8, "Q5_0": -16, "Q8_0": -128}  # n of these begins here, and ends at its negative
+_OFFSET_TOP = {"Q4_1": 16, "Q5_1": 32}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix as bytes [rows, n] of one kind, and what that costs."""
+
+    kind: str
+    data: Tensor  # uint8
+    error: float  # sum of squared differences
+    norm: float  # sum of squares
+    exact: bool  # the decoded values are equal, bit for bit
+
+
+def encode_blocks(weight: Tensor, kind: str) -> Blocks:
+    """A dense matrix in `kind`, by the package's quantizer."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    values = np.ascontiguousarray(weight.float().numpy())
+    with np.errstate(all="ignore"):
+        raw = quantize(values, GGMLQuantizationType[kind])
+    return _measured(kind, torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8)), weight)
+
+
+def encode_grid(format: Format, parts: Parts, weight: Tensor, kind: str) -> Blocks | None:
+    """The codes of a packed weight in blocks of `kind`, None where they do not fit in there; `weight`: its values."""
+    if not isinstance(format, IntAsym) or group_width(weight.shape[1], format.group) % BLOCK:
+        return None
+    rows, repeats = weight.shape[0], group_width(weight.shape[1], format.group) // BLOCK
+    scale = parts["scale"].repeat_interleave(repeats, dim=1)  # [rows, blocks]
+    zero = parts["zero"].repeat_interleave(repeats, dim=1).to(torch.int32)
+    codes = unpack_bits(parts["codes"], format.bits).view(rows, -1, BLOCK).to(torch.int32)
+    half = scale.to(torch.float16)
+    if not torch.equal(half.float(), scale.float()):
+        return None
+    if kind in _OFFSET_TOP:
+        offset = (-zero.float() * scale.float()).to(torch.float16)
+        if 2**format.bits > _OFFSET_TOP[kind] or not bool(offset.isfinite().all()):
+            return None
+        head, numbers = [half, offset], codes
+    elif kind in _LOWEST:
+        numbers, lowest = codes - zero[..., None], _LOWEST[kind]
+        if int(numbers.min()) < lowest or int(numbers.max()) >= -lowest:
+            return None
+        head, numbers = [half], numbers if kind == "Q8_0" else numbers - lowest
+    else:
+        return None
+    heads = [h[..., None].view(torch.uint8) for h in head]
+    return _measured(kind, torch.cat([*heads, *_packed(numbers, kind)], dim=-1).flatten(1), weight)
+
+
+def _packed(numbers: Tensor, kind: str) -> list[Tensor]:
+    """The bytes behind the scales of blocks [rows, blocks, 32]: low bits of weights i and i + 16 share a byte."""
+    if kind == "Q8_0":
+        return [numbers.to(torch.int8).view(torch.uint8)]
+    low, high = (numbers & 15).split(BLOCK // 2, dim=-1)
+    nibbles = (low | high << 4).to(torch.uint8)
+    if kind in ("Q4_0", "Q4_1"):
+        return [nibbles]
+    fifth = ((numbers >> 4) & 1).view(*numbers.shape[:-1], 4, 8)  # bit i of 32 belongs to weight i
+    weights = 1 << torch.arange(8, dtype=torch.int32)
+    return [(fifth * weights).sum(-1).to(torch.uint8), nibbles]
+
+
+def exact_kinds(weight: Tensor) -> Iterator[str]:
+    """The kinds, smallest first, that may hold a dense matrix exactly, because they do so for its first rows."""
+    some = weight[: min(4, len(weight))]
+    for kind in KINDS[1:]:
+        if fits(weight, kind) and encode_blocks(some, kind).exact:
+            yield kind
+
+
+def fits(weight: Tensor, kind: str) -> bool:
+    return kind in FLOAT_KINDS or weight.shape[-1] % BLOCK == 0
+
+
+def _measured(kind: str, data: Tensor, weight: Tensor) -> Blocks:
+    error = norm = 0.0
+    exact, step = True, max(1, _PIECE // weight.shape[-1])
+    for at in range(0, len(data), step):
+        want, got = weight[at : at + step].float(), decode_blocks(data[at : at + step], kind)
+        if not bool(got.isfinite().all()):
+            raise UserError(f"the weights do not fit into {kind}: some are beyond its range; use BF16 or F32")
+        error += float((got - want).double().square().sum())
+        norm += float(want.double().square().sum())
+        exact = exact and torch.equal(got, want)
+    return Blocks(kind, data, error, norm, exact)
+
+
+def decode_blocks(data: Tensor, kind: str) -> Tensor:
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        values: Any = dequantize(np.ascontiguousarray(data.numpy()), GGMLQuantizationType[kind])
+    return torch.from_numpy(np.array(values, dtype=np.float32))
