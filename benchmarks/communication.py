@@ -29,7 +29,7 @@ from benchmarks.lowbit_gemm import graph_times
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.train.reducers.compressor import At, Compressor
-from shoestring.train.reducers.methods import parse_compressor
+from shoestring.train.reducers.methods import for_tensor, parse_compressor
 from shoestring.train.reducers.quantizers import PLAIN, Quantizer
 from shoestring.train.reducers.rounds import ToOwners
 from shoestring.train.reducers.sparsifiers import TopKSparsifier
@@ -49,6 +49,17 @@ def gradient_shapes(size: str) -> list[tuple[int, int]]:
     vocab, width, layers, d_ff, kv = SIZES[size]
     block = [(width, width), (kv, width), (kv, width), (width, width), (d_ff, width), (d_ff, width), (width, d_ff)]
     return [(vocab, width), *(layers * block)]
+
+
+def traffic(size: str) -> list[tuple[str, int, float]]:
+    """(method, bytes that a replica sends in a step, how many times fewer than plain); embeddings get at least int8."""
+    rows = []
+    for name in ("plain", *METHODS):
+        wanted = parse_compressor(name)
+        shapes = [torch.empty(s, device="meta") for s in gradient_shapes(size)]
+        chosen = [for_tensor(wanted, t, embedding=i == 0) for i, t in enumerate(shapes)]
+        rows.append((name, sum(c.sent_bytes(t.shape, REPLICAS) for c, t in zip(chosen, shapes, strict=True))))
+    return [(name, sent, rows[0][1] / sent) for name, sent in rows]
 
 
 def gradients(size: str, device: str) -> list[Tensor]:
