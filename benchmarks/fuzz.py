@@ -45,7 +45,9 @@ def attacks() -> str:
     if not rows:
         return "No campaign has been recorded."
     loads = [line["quality"]["load_average"] for line in lines]
-    told = f"Load average of the machine, which had other work: {min(loads):.0f} to {max(loads):.0f}."
+    told = f"Load average of the machine, the server and its attackers included: {min(loads):.0f} to {max(loads):.0f}."
+    grown = [line["value"] for line in newest("fuzz") if line["metric"] == "memory_above_start_gb"]
+    told += f" The server used at most {grown[-1]:.2f} GB more than at its start." if grown else ""
     return f"{markdown(header, rows)}\n\n{told}{provenance(lines)}"
 
 

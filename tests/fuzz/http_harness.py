@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 REPO = Path(__file__).resolve().parents[2]
 TEXT = "/v1/completions"
@@ -26,7 +27,7 @@ TEXT = "/v1/completions"
 
 @contextmanager
 def served(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
-    """Host and port of a server with a tiny model, saved in `folder`; its log is folder/log."""
+    """Host and port of a server with a tiny model, saved in `folder`; its log is folder/log, its id in folder/pid."""
     from shoestring.model.folder import save_model
     from tiny import chat_tokenizer, served_model
 
@@ -36,6 +37,7 @@ def served(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w") as log:
         server = subprocess.Popen([*command, *options], stderr=log, cwd=REPO, env=env)
+    (folder / "pid").write_text(str(server.pid))
     try:
         ends = time.monotonic() + 120
         while not (found := re.search(r"at http://([\d.]+):(\d+)/v1", (folder / "log").read_text())):
@@ -46,6 +48,14 @@ def served(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
     finally:
         server.kill()
         server.wait()
+
+
+def memory_gb(folder: Path, field: Literal["VmRSS", "VmHWM"]) -> float:
+    """Resident memory of the server of `folder`: now (VmRSS), or the most it ever had (VmHWM)."""
+    status = Path(f"/proc/{(folder / 'pid').read_text()}/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found, status
+    return int(found[1]) * 1024 / 1e9
 
 
 @dataclass
