@@ -176,6 +176,7 @@ template <int bytes> static void ask_for(const void*) {}
 static void prefetch(const void*) {}
 static uint4 load_late(const void* p) { return check_tensor(p, 16), *(const uint4*)p; }
 static u16 load_late16(const void* p) { return *(const u16*)p; }
+static int load_late32(const void* p) { return *(const int*)p; }
 
 // ---- barriers in shared memory, and bulk copies, which land when somebody waits for them --------------------------
 struct Barrier { int count, pending, bytes, phase; };

@@ -225,9 +225,7 @@ class Support:
 
 # What most executors leave to the model's own forward: the values that all of these fields must have.
 PLAIN: dict[str, Container[object]] = {
-    **dict.fromkeys(
-        ("embed_scale", "logit_softcap", "attn.softcap", "attn.scale", "attn.rope.dim", "experts"), (None,)
-    ),
+    **dict.fromkeys(("embed_scale", "logit_softcap", "attn.softcap", "attn.scale", "attn.rope.dim"), (None,)),
     **dict.fromkeys(("attn_post_norm", "mlp_post_norm"), (None,)),
     "attn.qk_norm_over": ("head",),
     "parallel": (False,),

@@ -148,15 +148,19 @@ def run_on_cpu(
     out: int,
     bias: Tensor | None = None,
     around: dict | None = None,
+    experts: tuple[int, Tensor] | None = None,
 ) -> Tensor:
+    """`experts`: how many weights `chunks` holds, and that of each slot; then y is one for each slot, and x may be."""
     around = around or {}
-    (rows, width), norm_K = x.shape, around.get("norm_K")
+    (rows, width), norm_K = x.shape[-2:], around.get("norm_K")
     swiglu = bool(around.get("swiglu"))
     norm = None if norm_K is None else norm_K.dtype
-    macros = few_rows_macros(layout, BF16, row_class(rows), plan, norm, swiglu)
+    macros = few_rows_macros(layout, BF16, row_class(rows), plan, norm, swiglu, experts=experts is not None)
+    num, experts_S = experts or (1, None)
+    slots = 1 if experts_S is None else len(experts_S)
     parts = ("lowbit/decode", "lowbit/few_rows_x", "lowbit/few_rows")
     library = emulated.library(folder, "few_on_cpu.h", *parts, macros=macros)
-    y = torch.full((rows, out), torch.nan, dtype=BF16)
+    y = torch.full((rows, out) if experts is None else (slots, rows, out), torch.nan, dtype=BF16)
 
     def pointer(t: Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(0 if t is None else t.data_ptr())
@@ -165,7 +169,8 @@ def run_on_cpu(
     library.run(
         pointer(chunks), ctypes.c_long(chunks.numel()), pointer(x), ctypes.c_long(x.numel() * 2),
         *map(pointer, (y, table, bias, norm_K, around.get("residual_1N"))), ctypes.c_float(1e-5), width, rows,
-        *chunks.shape[:2], plan.panel_chunks(width), *plan.grid(chunks.shape[0] * 16)[:2], shared_bytes,
+        len(chunks) // num, chunks.shape[1], plan.panel_chunks(width), *plan.grid(len(chunks) // num * 16)[:2],
+        shared_bytes, pointer(experts_S), slots, rows * width if x.ndim == 3 else 0,
     )  # fmt: skip
     return y
 

@@ -10,7 +10,7 @@ from interpreted import run_interpreted
 
 from shoestring.formats import parse_format
 from shoestring.kernels.lowbit import int8_linear as bytes8
-from shoestring.serve.engine import fused_decoder
+from shoestring.serve.engine import merged_linear
 
 
 def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)) -> None:
@@ -65,19 +65,19 @@ def test_a_served_head_of_bytes_takes_it_for_a_few_rows(monkeypatch: pytest.Monk
     g = torch.Generator().manual_seed(2)
     format = parse_format("int8:g0")
     parts = format.encode(torch.randn(12, 40, generator=g), {})
-    linear = fused_decoder.MergedLinear(format=format, parts=parts)
+    linear = merged_linear.MergedLinear(format=format, parts=parts)
     taken: list[int] = []
 
     def product(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         taken.append(len(x))
         return bytes8.int8_linear_ref(x, *rest)
 
-    monkeypatch.setattr(fused_decoder, "int8_linear", product)
-    monkeypatch.setattr(fused_decoder, "int8_linear_usable", lambda x: len(x) <= bytes8.MOST_ROWS)
+    monkeypatch.setattr(merged_linear, "int8_linear", product)
+    monkeypatch.setattr(merged_linear, "int8_linear_usable", lambda x: len(x) <= bytes8.MOST_ROWS)
     for rows in (1, 2, 64, 65):
         x = torch.randn(rows, 40, generator=g)
         torch.testing.assert_close(linear(x), format.linear(x, parts, None))
     assert taken == [2, 64]  # one row has a kernel of its own, many are decoded for
     grouped = parse_format("int8:g8")
-    fused_decoder.MergedLinear(format=grouped, parts=grouped.encode(torch.randn(12, 40, generator=g), {}))(x[:2])
+    merged_linear.MergedLinear(format=grouped, parts=grouped.encode(torch.randn(12, 40, generator=g), {}))(x[:2])
     assert taken == [2, 64]

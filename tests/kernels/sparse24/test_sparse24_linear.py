@@ -41,7 +41,7 @@ from shoestring.kernels.sparse24.sparse24_linear import (
     plan_key,
     sparse24_macros,
 )
-from shoestring.serve.engine.fused_decoder import merge_linears
+from shoestring.serve.engine.merged_linear import merge_linears
 
 LABELS = ["sparse24", "sparse24+int4:g64", "sparse24+int4:g32:bfloat16", "sparse24+int4:g128", "sparse24+int4:g0"]
 

@@ -20,10 +20,11 @@ from shoestring.serve import DraftModel, Engine, Sampling
 from shoestring.serve.engine import graphs
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.engine import Request
-from shoestring.serve.engine.fused_decoder import FusedDecoder, merge_linears, to_device, unusable
+from shoestring.serve.engine.fused_decoder import FusedDecoder, to_device, unusable
 from shoestring.serve.engine.graphs import GraphCache
 from shoestring.serve.engine.kv_cache import cache_root, modules_of
 from shoestring.serve.engine.logit_rules import LogitRules, SamplingWithRules, VerifyWithRules
+from shoestring.serve.engine.merged_linear import merge_linears
 from shoestring.serve.engine.runner import Batch, Runner
 from shoestring.serve.speculative.draft_model import trim_head
 from shoestring.serve.speculative.verify import verify

@@ -13,9 +13,9 @@ from shoestring.formats import convert, kernel_layout, pack, parse_format, use_k
 from shoestring.kernels.lowbit.lowbit_linear import lowbit_row_linear
 from shoestring.model import load_model, save_model
 from shoestring.serve import Engine, Sampling
-from shoestring.serve.engine import fused_decoder
+from shoestring.serve.engine import fused_decoder, merged_linear
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
-from shoestring.serve.engine.fused_decoder import merge_linears
+from shoestring.serve.engine.merged_linear import merge_linears
 from shoestring.serve.engine.runner import Batch, Runner
 from tiny import tiny_decoder
 
@@ -73,7 +73,7 @@ def test_few_rows_of_packed_layers_are_four_products_and_attention(monkeypatch: 
     def never(*args: Any, **more: Any) -> torch.Tensor:
         raise AssertionError("this belongs into a product")
 
-    monkeypatch.setattr(fused_decoder, "lowbit_row_linear", product)
+    monkeypatch.setattr(merged_linear, "lowbit_row_linear", product)
     monkeypatch.setattr(fused_decoder, "glu", never)
     last = [RowSpan(s.blocks, 11, 1) for s in spans]
     got = runner.forward(Batch(last, tokens[:, 11].tolist(), range(3)))

@@ -27,6 +27,7 @@
 //   DEPTH chunks in a warp's ring, EARLY of them fetched before x   XREG, INT8_MMA as above (INT8_MMA with XREG, without TABLE)
 //   NORM 1: weights in x's dtype, 2: fp32 (with XREG, without clusters)   SWIGLU 1: gate rows, then up rows
 //   PAUSE nanoseconds before the first chunk   OUT32 1: y is fp32
+//   EXPERTS 1: W holds several weights, and block z multiplies with that of experts[z]; -1: with none
 //   HALF_SM_REGS 0: a block takes an SM, else it takes half of one: registers that a thread may use
 #if HALF_SM_REGS
 #define BOUNDS __maxnreg__(HALF_SM_REGS)
@@ -37,7 +38,15 @@
 extern "C" __global__ void BOUNDS lowbit_few_rows(
     const char* __restrict__ W, const u16* X, void* Y, const float* __restrict__ table, const u16* __restrict__ bias,
     const void* __restrict__ norm, const u16* residual, float eps, int K, int M, int pitch_x, int tiles, int chunks,
-    int panel) {
+    int panel, const int* experts, int pitch_slot) {
+#if EXPERTS
+    grid_wait();  // the kernels before choose the experts, so nothing can be fetched earlier
+    const int expert = load_late32(experts + blockIdx.z);
+    if (expert < 0) return;
+    W += (u64)expert * tiles * chunks * CHUNK;
+    X += (u64)blockIdx.z * pitch_slot;
+    Y = (char*)Y + (u64)blockIdx.z * M * (SWIGLU ? tiles >> 1 : tiles) * 16 * (OUT32 ? 4 : 2);
+#endif
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int row_warp = warp % RW, k_warp = warp / RW, tile0 = blockIdx.y * TILES;
     if (HALF_SM_REGS && warp >= WARPS) {  // holds registers only, so that no second block of this kernel fits on the SM

@@ -240,6 +240,7 @@ def few_rows_macros(
     norm: torch.dtype | None = None,
     swiglu: bool = False,
     out32: bool = False,
+    experts: bool = False,
     limits: DeviceLimits = H200,
 ) -> dict[str, int]:
     return {
@@ -258,6 +259,7 @@ def few_rows_macros(
         "NORM": 0 if norm is None else 2 if norm == torch.float32 else 1,
         "SWIGLU": int(swiglu),
         "OUT32": int(out32),
+        "EXPERTS": int(experts),
     }
 
 
@@ -312,7 +314,64 @@ def few_rows_cuda(
         plan.grid(tiles * CHUNK_ROWS),
         warps * 32,
         shared,
-        (*map(pointer, pointers), ctypes.c_float(eps), *map(ctypes.c_int, numbers)),
+        (*map(pointer, pointers), ctypes.c_float(eps), *map(ctypes.c_int, numbers), pointer(None), ctypes.c_int(0)),
         cluster=plan.split,
+    )
+    return y
+
+
+# -- experts ---------------------------------------------------------------------------------------------------
+@functools.cache
+def choose_expert_plan(
+    layout: ChunkLayout, rows: int, out: int, width: int, slots: int, swiglu: bool, limits: DeviceLimits = H200
+) -> FewRowsPlan:
+    """The plan for `slots` experts with weights [out, width]: that of one weight with the rows of all of them."""
+    plan = rule(layout, row_class(rows), out * slots, width, False, swiglu, limits)
+    return overridden(
+        plan,
+        "SHOESTRING_LOWBIT_EXPERT_PLAN",
+        lambda given: given.runs(layout, rows, width, False, swiglu, limits),
+        f"cannot run with {rows} rows of {slots} experts of {out}x{width}",
+    )
+
+
+def few_rows_experts_cuda(
+    x: Tensor,
+    chunks: Tensor,
+    table: Tensor | None,
+    layout: ChunkLayout,
+    num_experts: int,
+    experts_S: Tensor,
+    plan: FewRowsPlan | None = None,
+    *,
+    swiglu: bool = False,
+) -> Tensor:
+    """y [S, rows, out]: x [rows, in], or [S, rows, in], times the weight of each slot's expert. `chunks` holds the
+    weights of all experts, one after the other. Slots of -1 are not written."""
+    (rows, width), slots = x.shape[-2:], len(experts_S)
+    assert x.is_contiguous() and width % 8 == 0 and x.data_ptr() % 16 == 0 and experts_S.dtype == torch.int32
+    limits, (tiles, per_row) = device_limits(x.device.index), (len(chunks) // num_experts, chunks.shape[1])
+    out = tiles * CHUNK_ROWS
+    plan = plan or choose_expert_plan(layout, rows, out, width, slots, swiglu, limits)
+    y = torch.empty(slots, rows, out // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
+    kernel = _kernel(x.device.index, layout, x.dtype, row_class(rows), plan, None, swiglu, False, True)
+    pointers = (chunks, x, y, table, None, None, None)
+    numbers = (width, rows, width, tiles, per_row, plan.panel_chunks(width))
+    split, blocks, _ = plan.grid(out)
+    shared = plan.shared_bytes(layout, rows, width)
+    if split * blocks * slots <= limits.num_sms:  # one block for each SM
+        shared = max(shared, limits.shared_per_sm // 2)
+    kernel.launch(
+        (split, blocks, slots),
+        plan.warps * 32,
+        shared,
+        (
+            *map(pointer, pointers),
+            ctypes.c_float(0.0),
+            *map(ctypes.c_int, numbers),
+            pointer(experts_S),
+            ctypes.c_int(rows * width if x.ndim == 3 else 0),
+        ),
+        cluster=split,
     )
     return y

@@ -55,6 +55,7 @@ SUPPORT = Support(
     """,
     only={
         **PLAIN,
+        "experts": (None,),
         "attn.rope.scaling": PLAIN_ROPE,
         **dict.fromkeys(("attn_norm.kind", "attn.qk_norm.kind", "mlp_norm.kind", "final_norm.kind"), ("rms",)),
         "learned_positions": (False,),

@@ -6,12 +6,9 @@ or few rows of packed weights, the norm, SwiGLU and residual sum are part of the
 lowbit_row_linear); with packed weights and one row per request, RoPE and storing are part of attention
 (kernels/attention/decode_attention.py).
 
-The layers come from the model's DecoderPlan (model/layer_plan.py); `SUPPORT` names what is computed here. A
-`MergedLinear` is one or several layers side by side. Dense weights of equal input are stacked in one tensor and the
-layers' own weights become views of it, so nothing is held twice; packed weights of one Format likewise, part by part
-(law 5 of formats/base.py: the parts of stacked rows are the stacked parts). Layers that cannot be merged are applied
-one after the other. A weight that is trained in a Format or held in another dtype is copied once, as the forward would
-multiply with it: `Runner.refresh` notices when weights change and builds all of this anew.
+The layers come from the model's DecoderPlan (model/layer_plan.py); `SUPPORT` names what is computed here. Weights are
+rearranged and some are copied (merged_linear.py): `Runner.refresh` notices when weights change and builds all of this
+anew.
 
 Rounding differs from `Decoder` in the last bits: sums that pass between two fused operations stay in fp32.
 
@@ -25,14 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats import Dense, FloatAsym, Format, FormatLinear, IntAsym
-from shoestring.formats.base import Parts
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu
 from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable
@@ -40,15 +34,13 @@ from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
 from shoestring.kernels.gemv.add_norm import add_norm_
 from shoestring.kernels.gemv.embed_argmax import embed_rows
-from shoestring.kernels.gemv.row_linear import row_linear
-from shoestring.kernels.lowbit.few_rows import MOST_ROWS as FEW_ROWS
-from shoestring.kernels.lowbit.int8_linear import int8_linear, int8_linear_usable
-from shoestring.kernels.lowbit.lowbit_linear import lowbit_row_linear
 from shoestring.model.attention import rope_frequencies
-from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, LayerPlan, Support
+from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
-from shoestring.model.transformer import Block, Decoder, Mlp, Norm
+from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Mlp, Norm
+from shoestring.serve.engine.fused_experts import FusedExperts, experts_unusable
 from shoestring.serve.engine.kv_cache import KVCache, modules_of
+from shoestring.serve.engine.merged_linear import MergedLinear, merge_linears
 from shoestring.serve.engine.prompt_attention import prompt_attention
 
 
@@ -106,154 +98,6 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
-# -- linear layers ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MergedLinear:
-    """x -> x W^T + b for layers side by side: a dense weight, the parts of a Format, or the layers one by one."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    format: Format | None = None
-    parts: Parts | None = None
-    separate: tuple[FormatLinear, ...] = ()
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        if self.has_row_kernel(x_TD.shape[0]):
-            return self.row(x_TD)
-        if self.weight is not None:
-            return F.linear(x_TD, self.weight, self.bias)
-        if self.format is not None:
-            assert self.parts is not None
-            if self._int8_rows and int8_linear_usable(x_TD):
-                return int8_linear(x_TD, self.parts["codes"], *self._grid, self.bias)
-            return self.format.linear(x_TD, self.parts, self.bias)
-        return torch.cat([layer(x_TD) for layer in self.separate], dim=-1)
-
-    def has_row_kernel(self, num_rows: int) -> bool:
-        """Whether `row` computes so many rows: one of a dense weight or of int8 with one scale a row, few of packed
-        weights in their kernel's layout."""
-        if self.weight is not None or self._int8_rows:
-            return num_rows == 1
-        return self._chunked and num_rows <= FEW_ROWS
-
-    @property
-    def fuses_swiglu(self) -> bool:
-        return not self._int8_rows
-
-    @property
-    def _int8_rows(self) -> bool:
-        format, parts = self.format, self.parts
-        return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and _one_scale(parts)
-
-    @property
-    def _grid(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero of each row of int8."""
-        assert self.parts is not None
-        return self.parts["scale"].flatten(), self.parts["zero"].flatten()
-
-    @property
-    def _chunked(self) -> bool:
-        # 2:4 weights have chunks too, of another kernel.
-        low_bits = isinstance(self.format, IntAsym | FloatAsym)
-        return low_bits and self.parts is not None and "chunks" in self.parts
-
-    def row(self, x_TD: Tensor, **fused: Any) -> Tensor:
-        """The product with the operations `fused` into it: kernels/gemv/row_linear.py, or its packed counterpart."""
-        if self.weight is not None:
-            return row_linear(x_TD, self.weight, self.bias, **fused)
-        assert self.parts is not None
-        if self._chunked:
-            assert isinstance(self.format, IntAsym | FloatAsym)
-            chunks, table = self.parts["chunks"], self.parts.get("table")
-            layout = self.format.layout(x_TD.shape[1])
-            return lowbit_row_linear(x_TD, chunks, table, self.bias, layout, **fused)
-        scale, zero = self._grid
-        return row_linear(x_TD, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **fused)
-
-
-def _one_scale(parts: Parts) -> bool:
-    return "codes" in parts and parts["scale"].shape[1:].numel() == 1
-
-
-def merge_linears(layers: Sequence[FormatLinear], dtype: torch.dtype) -> MergedLinear:
-    """The layers, which share their input, as one."""
-    bias = _stack_biases(layers, dtype)
-    first = layers[0]
-    if all(x.packed and x.decoded is None for x in layers):
-        alike = all(x.format == first.format for x in layers) and (bias is not None or first.bias is None)
-        parts = _stack_parts(layers) if alike else None
-        if parts is None:
-            return MergedLinear(separate=tuple(layers))
-        return MergedLinear(bias=bias, format=first.format, parts=parts)
-    if any(x.packed and x.decoded is None for x in layers):
-        return MergedLinear(separate=tuple(layers))
-    own = all(isinstance(x.format, Dense) and not x.packed and x.weight.dtype == dtype for x in layers)
-    if own and len(layers) == 1:
-        return MergedLinear(local(first.weight).detach(), bias)
-    weights = [_effective_weight(x, dtype) for x in layers]
-    weight = _adjacent(weights) if own else None
-    if weight is not None:
-        return MergedLinear(weight, bias)
-    weight = torch.cat(weights)
-    if own:
-        for layer, rows in zip(layers, weight.split([x.out_features for x in layers]), strict=True):
-            layer.weight.data = rows
-    return MergedLinear(weight, bias)
-
-
-def _effective_weight(layer: FormatLinear, dtype: torch.dtype) -> Tensor:
-    """The weight that the layer's forward multiplies with."""
-    if layer.decoded is not None:
-        return layer.decoded.to(dtype)
-    return layer.effective_weight(dtype).detach()
-
-
-def _stack_biases(layers: Sequence[FormatLinear], dtype: torch.dtype) -> Tensor | None:
-    biases = [local(x.bias).detach().to(dtype) for x in layers if x.bias is not None]
-    assert len(biases) in (0, len(layers))
-    return torch.cat(biases) if biases else None
-
-
-def _stack_parts(layers: Sequence[FormatLinear]) -> Parts | None:
-    """The parts of the stacked rows, of which the layers' own parts become views; None where they do not stack."""
-    first = layers[0]
-    if len(layers) == 1:
-        return first.operands()
-    held = [x.operands() for x in layers]
-    if any(p.keys() != held[0].keys() for p in held):
-        return None
-    whole = first.format.whole_parts
-    if any(not torch.equal(p[n], held[0][n]) for p in held[1:] for n in whole):
-        return None
-    parts: Parts = {n: held[0][n] for n in whole}
-    for name in held[0]:
-        if name in whole:
-            continue
-        stacked = _adjacent([p[name] for p in held])
-        if stacked is not None:
-            parts[name] = stacked
-            continue
-        parts[name] = torch.cat([p[name] for p in held])
-        for layer, rows in zip(layers, parts[name].split([len(p[name]) for p in held]), strict=True):
-            setattr(layer, f"weight_{name}", rows)
-    return parts
-
-
-def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors stacked along their rows, where they are consecutive in one storage already."""
-    first = tensors[0]
-    end = first.storage_offset()
-    for t in tensors:
-        same = t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or not t.is_contiguous() or t.storage_offset() != end or t.dtype != first.dtype:
-            return None
-        end += t.numel()
-    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
-    return first.as_strided(shape, first.stride(), first.storage_offset())
-
-
 # -- the decoder --------------------------------------------------------------------------------------------
 
 
@@ -261,7 +105,7 @@ SUPPORT = Support(
     any_value="""
         learned_positions d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads
         attn.qkv_bias attn.out_bias attn.window attn.qk_norm attn.qk_norm.eps attn.rope attn.rope.theta mlp.d_ff
-        mlp.act mlp.bias
+        mlp.act mlp.bias experts experts.num experts.top_k experts.renormalize experts.shared_d_ff
     """,
     only={
         **PLAIN,
@@ -274,6 +118,14 @@ SUPPORT = Support(
 )
 
 
+def _unsupported(plan: DecoderPlan) -> str | None:
+    if reason := SUPPORT.missing(plan):
+        return reason
+    mlps = (layer.mlp for layer in plan.layers if layer.experts is not None)
+    other = next((mlp for mlp in mlps if mlp.act != "swiglu" or mlp.bias), None)
+    return other and f"experts with mlp.act={other.act!r} and mlp.bias={other.bias}"
+
+
 @dataclass(frozen=True)
 class _Layer:
     plan: LayerPlan
@@ -284,8 +136,7 @@ class _Layer:
     cos_sin: Tensor | None
     o: MergedLinear
     mlp_norm: Norm
-    up: MergedLinear  # gate and up where the activation is gated
-    down: MergedLinear
+    mlp: tuple[MergedLinear, MergedLinear] | FusedExperts  # up, with the gate before it where there is one; down
 
 
 def unusable(model: nn.Module) -> str | None:
@@ -297,11 +148,12 @@ def unusable(model: nn.Module) -> str | None:
         return "the model's modules have hooks"
     if model.embed.group is not None or any(is_sharded(p) for m in modules for p in m._parameters.values()):
         return "the model is sharded"
-    return None
+    experts = [m for m in modules if isinstance(m, MixtureOfExperts)]
+    return next(filter(None, (experts_unusable(m, model.compute_dtype) for m in experts)), None)
 
 
 class FusedDecoder:
-    unsupported = staticmethod(SUPPORT.missing)
+    unsupported = staticmethod(_unsupported)
 
     @torch.no_grad()
     def __init__(self, model: Decoder) -> None:
@@ -325,8 +177,8 @@ class FusedDecoder:
 
     def _layer(self, block: nn.Module, plan: LayerPlan, freq: Tensor | None, cos_sin: Tensor | None) -> _Layer:
         assert isinstance(block, Block)
-        attn, mlp = block.attn, block.mlp
-        assert isinstance(mlp, Mlp) and plan.attn_norm and block.attn_norm and block.mlp_norm  # by SUPPORT
+        attn = block.attn
+        assert plan.attn_norm and block.attn_norm and block.mlp_norm  # by SUPPORT
         eps = (plan.attn.qk_norm or plan.attn_norm).eps  # unused without head norms
         return _Layer(
             plan,
@@ -337,9 +189,15 @@ class FusedDecoder:
             cos_sin,
             merge_linears([attn.o], self.dtype),
             block.mlp_norm,
-            merge_linears([mlp.gate, mlp.up] if plan.mlp.gated else [mlp.up], self.dtype),
-            merge_linears([mlp.down], self.dtype),
+            self._feed_forward(block.mlp),
         )
+
+    def _feed_forward(self, mlp: nn.Module) -> tuple[MergedLinear, MergedLinear] | FusedExperts:
+        if isinstance(mlp, MixtureOfExperts):
+            return FusedExperts.of(mlp, self.dtype)
+        assert isinstance(mlp, Mlp)
+        up = merge_linears([mlp.gate, mlp.up] if mlp.gated else [mlp.up], self.dtype)
+        return up, merge_linears([mlp.down], self.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -377,8 +235,13 @@ class FusedDecoder:
                 if kind == "attn":
                     qkv_TE = self._normed_linear(x_TD, delta, layer.attn_norm, layer.qkv)
                     inner, last = self._attend(index, layer, qkv_TE, rows, cache), layer.o
+                elif isinstance(layer.mlp, FusedExperts):
+                    normed_TD = self._normed(x_TD, delta, layer.mlp_norm)  # x becomes the sum
+                    x_TD, delta, done = layer.mlp(x_TD, normed_TD), None, False
+                    continue
                 else:
-                    inner, last = self._activate(x_TD, delta, layer), layer.down
+                    up, last = layer.mlp
+                    inner = self._activate(x_TD, delta, layer, up)
                 x_TD, delta, done = self._linear_add(x_TD, inner, last, after.get(Sublayer(index, kind)))
         return _sum(x_TD, delta)
 
@@ -419,16 +282,16 @@ class FusedDecoder:
             outs.append(prompt_attention(q, k, v, window=window).flatten(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _activate(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer) -> Tensor:
+    def _activate(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer, linear: MergedLinear) -> Tensor:
         """What the down projection multiplies."""
         act = layer.plan.mlp.act
         if not layer.plan.mlp.gated:
-            up = self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up)
+            up = self._normed_linear(x_TD, delta, layer.mlp_norm, linear)
             return F.gelu(up, approximate="tanh" if act == "gelu_tanh" else "none")
-        fused = act == "swiglu" and layer.up.fuses_swiglu
-        if delta is None and fused and self._row_fused(x_TD, layer.mlp_norm, layer.up):
-            return layer.up.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
-        return glu(self._normed_linear(x_TD, delta, layer.mlp_norm, layer.up), act)
+        fused = act == "swiglu" and linear.fuses_swiglu
+        if delta is None and fused and self._row_fused(x_TD, layer.mlp_norm, linear):
+            return linear.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
+        return glu(self._normed_linear(x_TD, delta, layer.mlp_norm, linear), act)
 
     def _normed_linear(self, x_TD: Tensor, delta: Tensor | None, norm: Norm, linear: MergedLinear) -> Tensor:
         """linear(norm(x + delta)); x becomes the sum."""

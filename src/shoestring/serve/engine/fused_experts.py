@@ -1,0 +1,135 @@
+"""A layer's experts for serving: the same function as `MixtureOfExperts.forward`, without waiting for the choice.
+
+Few rows (decoding) run over slots (kernels/experts/route.py): router, choice, gate and up with SwiGLU, down, and the
+sum with the residual are five kernels, whichever experts are chosen, so a CUDA graph can hold them. More rows
+(prefill) are sorted by expert and go through torch's grouped product; packed weights are decoded for it.
+
+The weights of all experts are stacked in one tensor, of which the layers' own weights become views
+(fused_decoder.merge_linears).
+
+Shapes: T rows, D model width, F inner width of an expert, E experts, K chosen by each row, P = T K choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.formats import Dense, FormatLinear
+from shoestring.formats.linear import local
+from shoestring.kernels.activation.glu import glu
+from shoestring.kernels.experts.expert_linear import expert_linear, lowbit_expert_linear
+from shoestring.kernels.experts.route import MOST_ROWS, choose_experts, combine, route
+from shoestring.kernels.gemv.row_linear import row_linear
+from shoestring.kernels.lowbit.lowbit_linear import decode_chunks
+from shoestring.model.transformer import MixtureOfExperts, Mlp
+from shoestring.serve.engine.merged_linear import MergedLinear, merge_linears
+
+FEW_TILES = 4  # tiles of MOST_ROWS rows that are still faster than decoding or sorting
+GROUPED_DTYPES = (torch.bfloat16,)  # of torch's grouped product on a GPU
+
+
+def experts_unusable(mlp: MixtureOfExperts, dtype: torch.dtype) -> str | None:
+    """Why these experts cannot be stacked, or their products not be grouped."""
+    for linears in zip(*(_linears(e) for e in mlp.experts), strict=True):
+        if any((x.format, x.packed) != (linears[0].format, linears[0].packed) for x in linears):
+            return "the experts have weights of several Formats"
+    for x in _linears(mlp.experts[0]):
+        if x.packed and (x.decoded is not None or "chunks" not in x.operands()):
+            return f"no grouped kernel reads weights of {x.format} on this device"
+        if not x.packed and not isinstance(x.format, Dense):
+            return f"the experts train in {x.format}"
+    if mlp.router.weight.is_cuda and dtype not in GROUPED_DTYPES:
+        return f"grouped products on a GPU compute in bf16, not {dtype}"
+    return None
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    top_k: int
+    renormalize: bool
+    router_ED: Tensor
+    up: MergedLinear  # of expert 0 the gate, then up; then of expert 1; ...
+    down: MergedLinear
+    shared: tuple[Tensor, MergedLinear, MergedLinear] | None  # its gate, up and down
+
+    @staticmethod
+    def of(mlp: MixtureOfExperts, dtype: torch.dtype) -> FusedExperts:
+        experts = [_linears(e) for e in mlp.experts]
+        shared = None
+        if mlp.shared is not None and mlp.shared_gate is not None:
+            gate, up, down = _linears(mlp.shared)
+            weight = local(mlp.shared_gate.weight).detach().to(dtype)
+            shared = weight, merge_linears([gate, up], dtype), merge_linears([down], dtype)
+        return FusedExperts(
+            mlp.top_k,
+            mlp.renormalize,
+            local(mlp.router.weight).detach().to(dtype),
+            merge_linears(list(chain.from_iterable((gate, up) for gate, up, _ in experts)), dtype),
+            merge_linears([down for _, _, down in experts], dtype),
+            shared,
+        )
+
+    @property
+    def num(self) -> int:
+        return len(self.router_ED)
+
+    def __call__(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
+        """x + experts(normed)."""
+        if self.shared is not None:
+            gate_1D, up, down = self.shared
+            x_TD = x_TD + F.linear(normed_TD, gate_1D).sigmoid() * down(glu(up(normed_TD)))
+        num_rows = len(normed_TD)
+        if num_rows <= MOST_ROWS:
+            return self._few(x_TD, normed_TD)
+        if num_rows <= FEW_TILES * MOST_ROWS:
+            pairs = zip(x_TD.split(MOST_ROWS), normed_TD.split(MOST_ROWS), strict=True)
+            return torch.cat([self._few(x, normed) for x, normed in pairs])
+        return self._many(x_TD, normed_TD)
+
+    def _few(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
+        product = row_linear if len(normed_TD) == 1 else F.linear
+        routing = route(product(normed_TD, self.router_ED), self.top_k, self.renormalize)
+        inner_STF = self._slots(self.up, normed_TD, routing.experts_S, swiglu=True)
+        part_STD = self._slots(self.down, inner_STF, routing.experts_S, swiglu=False)
+        return combine(x_TD, part_STD, routing)
+
+    def _slots(self, linear: MergedLinear, x: Tensor, experts_S: Tensor, swiglu: bool) -> Tensor:
+        if linear.weight is not None:
+            return expert_linear(x, linear.weight.unflatten(0, (self.num, -1)), experts_S, swiglu)
+        chunks, table, layout = linear.chunked(x.shape[-1])
+        return lowbit_expert_linear(x, chunks, table, layout, self.num, experts_S, swiglu)
+
+    def _many(self, x_TD: Tensor, normed_TD: Tensor) -> Tensor:
+        weight_TK, chosen_TK = choose_experts(F.linear(normed_TD, self.router_ED), self.top_k, self.renormalize)
+        chosen_P = chosen_TK.flatten()
+        order_P = chosen_P.argsort(stable=True)
+        counts_E = (chosen_P[:, None] == torch.arange(self.num, device=x_TD.device)).sum(0)
+        ends_E = counts_E.cumsum(0).int()
+        inner_PF = glu(self._grouped(self.up, normed_TD[order_P // self.top_k], ends_E))
+        part_PD = normed_TD.new_empty(len(chosen_P), normed_TD.shape[1])
+        part_PD[order_P] = self._grouped(self.down, inner_PF, ends_E)
+        part_TKD = part_PD.unflatten(0, (-1, self.top_k)).float()
+        return (x_TD.float() + (part_TKD * weight_TK[..., None]).sum(1)).to(x_TD.dtype)
+
+    def _grouped(self, linear: MergedLinear, x_PI: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows ends[e - 1] to ends[e] times the weight of expert e."""
+        weight = linear.weight
+        if weight is None:
+            chunks, table, layout = linear.chunked(x_PI.shape[-1])
+            weight = decode_chunks(chunks, table, layout, x_PI.shape[-1], x_PI.dtype)
+        weight_ENI = weight.unflatten(0, (self.num, -1))
+        if x_PI.is_cuda:
+            return torch._grouped_mm(x_PI, weight_ENI.mT, offs=ends_E)
+        ends = ends_E.tolist()
+        parts = [F.linear(x_PI[a:b], w) for a, b, w in zip([0, *ends], ends, weight_ENI, strict=False)]
+        return torch.cat(parts)
+
+
+def _linears(mlp: nn.Module) -> tuple[FormatLinear, FormatLinear, FormatLinear]:
+    assert isinstance(mlp, Mlp)
+    return mlp.gate, mlp.up, mlp.down
