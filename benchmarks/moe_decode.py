@@ -1,0 +1,215 @@
+"""Decoding with a mixture of experts on one GPU, against the bytes of the experts that are chosen, and `transformers`.
+
+    python -m benchmarks.moe_decode                       about 3 minutes on an H200
+    python -m benchmarks.moe_decode --formats int4:g128 --layers 4 --peers none
+
+The shape is that of Qwen3-30B-A3B (width 2048, 128 experts of width 768, 8 chosen by each row) with fewer layers and
+random weights, so rows choose their experts almost evenly. Two measurements:
+
+    experts_us           one layer's norm, router, choice, products and sum, in a CUDA graph over all layers, whose
+                         weights do not fit in the cache. The bound is the bytes of the chosen experts at the speed of a
+                         device-to-device copy of the same run.
+    decode_tokens_per_s  whole steps of the engine, greedy, 128 tokens in, 256 out. The bound counts the chosen experts,
+                         every other weight but the embedding, and keys and values.
+
+Nothing is recorded unless the grouped products agree with the model's own forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode import NEW, PROMPT, attempt, build, copy_bandwidth, decode_ours, prompts, timed
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
+from shoestring.kernels.experts.route import choose_experts
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.spec import Experts
+from shoestring.model.transformer import MixtureOfExperts
+from shoestring.serve.engine.fused_decoder import unusable
+from shoestring.serve.engine.fused_experts import FusedExperts
+
+BENCH = "moe_decode"
+EXPERTS = Experts(num=128, top_k=8, d_ff=768)
+FORMATS = ("bf16", "int4:g128", "int3:g128", "int2:g64")
+ROWS = (1, 4, 16)
+REPLAYS = 20
+
+
+def qwen3_30b(layers: int) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=151936, d_model=2048, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, d_ff=6144,
+        max_positions=4096, rope_theta=1e6, qk_norm=True, tied=False, experts=EXPERTS,
+    )  # fmt: skip
+
+
+def mixtures(model: Decoder) -> list[MixtureOfExperts]:
+    return [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+
+
+def bytes_of_expert(mlp: MixtureOfExperts) -> int:
+    return sum(t.nbytes for t in (*mlp.experts[0].parameters(), *mlp.experts[0].buffers()))
+
+
+def num_chosen(mlp: MixtureOfExperts, normed_RD: Tensor) -> int:
+    return len(choose_experts(mlp.router(normed_RD), mlp.top_k, mlp.renormalize)[1].unique())
+
+
+@torch.no_grad()
+def check(mlp: MixtureOfExperts, fused: FusedExperts) -> float:
+    """Largest relative distance to the model's own forward, over numbers of rows; both round to bf16."""
+    worst = 0.0
+    for rows in (1, 3, 16, 40, 200):
+        x, normed = torch.randn(2, rows, 2048, device="cuda", dtype=torch.bfloat16).unbind()
+        got, want = (fused(x, normed) - x).float(), (x + mlp(normed) - x).float()
+        worst = max(worst, ((got - want).norm() / want.norm()).item())
+    assert worst < 0.02, f"grouped products differ from the model's by {worst:.3f}"
+    return worst
+
+
+@torch.no_grad()
+def time_experts(model: Decoder, fused: list[FusedExperts], rows: int) -> tuple[list[float], float]:
+    """(microseconds of one layer, one number a replay; bytes of the experts that a layer's rows choose)"""
+    x = torch.randn(rows, model.spec.d_model, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        y = x
+        for experts in fused:
+            normed = torch.nn.functional.rms_norm(y, (y.shape[1],))
+            y = experts(y, normed)
+        return y
+
+    y, used = x, []
+    for mlp, experts in zip(mixtures(model), fused, strict=True):
+        normed = torch.nn.functional.rms_norm(y, (y.shape[1],))
+        used.append(num_chosen(mlp, normed) * bytes_of_expert(mlp))
+        y = experts(y, normed)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+    for _ in range(3):
+        graph.replay()
+    seconds = [timed(lambda: [graph.replay() for _ in range(5)]) / 5 for _ in range(REPLAYS)]
+    return [1e6 * s / len(fused) for s in seconds], statistics.mean(used)
+
+
+def note(case: str, metric: str, unit: str, samples: list[float], bound: float, less: bool, **more: Any) -> None:
+    """`less`: whether a smaller value is better."""
+    median = statistics.median(samples)
+    ratio = bound / median if less else median / bound
+    where = more["config"]
+    print(
+        f"{case}, {where['rows']} rows, {metric}: {median:,.1f} ({ratio:.0%} of the bound of {bound:,.1f})", flush=True
+    )
+    record(
+        bench=BENCH, case=case, metric=metric, unit=unit, samples=samples,
+        baseline="memory bandwidth", baseline_value=bound, ratio=ratio, **more,
+    )  # fmt: skip
+
+
+def run_ours(format: str, layers: int, bandwidth: float, repeats: int) -> None:
+    model = build(qwen3_30b(layers), format)
+    reason = unusable(model)
+    assert reason is None, reason
+    case, every = f"shoestring {format}", mixtures(model)
+    fused = [FusedExperts.of(m, torch.bfloat16) for m in every]
+    quality = {"difference": round(check(every[0], fused[0]), 5)}
+    config = {"model": "Qwen3-30B-A3B shape", "layers": layers, "blocks": format}
+    chosen: dict[int, float] = {}
+    for rows in ROWS:
+        samples, needed = time_experts(model, fused, rows)
+        chosen[rows] = needed
+        bound = 1e6 * needed / bandwidth
+        note(case, "experts_us", "us per layer", samples, bound, True, config={**config, "rows": rows}, quality=quality)
+    experts = sum(bytes_of_expert(m) * len(m.experts) for m in every)
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    # Expert weights are views of one storage, each at its own address.
+    others = sum(tensors.values()) - experts - model.embed.weight.nbytes
+    per_token = 2 * layers * model.spec.num_kv_heads * model.spec.head_dim * 2
+    for rows in (1, 16):
+        rates = decode_ours(model, rows, repeats)
+        step = others + layers * chosen[rows] + rows * (PROMPT + NEW // 2) * per_token
+        where = {**config, "rows": rows, "context": PROMPT, "tokens": NEW}
+        note(case, "decode_tokens_per_s", "tokens/s", rates, rows * bandwidth / step, False, config=where)
+
+
+@torch.no_grad()
+def run_transformers(layers: int, repeats: int) -> None:
+    import transformers
+
+    spec = qwen3_30b(layers)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.d_model, num_hidden_layers=layers, intermediate_size=spec.d_ff,
+        num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        num_experts=EXPERTS.num, num_experts_per_tok=EXPERTS.top_k, moe_intermediate_size=EXPERTS.d_ff,
+        norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.Qwen3MoeForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    new = 64
+    for rows in (1, 16):
+        rates = []
+        for seed in range(repeats + 1):
+            ids = torch.tensor(prompts(spec, rows, PROMPT, seed), device="cuda")
+            ask = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+            first = timed(lambda ids=ids, ask=ask: model.generate(ids, max_new_tokens=1, **ask))
+            whole = timed(lambda ids=ids, ask=ask: model.generate(ids, max_new_tokens=new, **ask))
+            rates.append(rows * (new - 1) / (whole - first))
+        print(f"transformers, {rows} rows: {statistics.median(rates[1:]):,.1f} tokens/s", flush=True)
+        record(
+            bench=BENCH, case="transformers, eager bf16", metric="decode_tokens_per_s", unit="tokens/s",
+            samples=rates[1:], note=f"experts: {getattr(config, '_experts_implementation', None)}",
+            config={"model": "Qwen3-30B-A3B shape", "layers": layers, "blocks": "bf16", "rows": rows, "tokens": new},
+        )  # fmt: skip
+
+
+def table() -> str:
+    """One row for each Format: the share of the bound that experts reach, and whole steps."""
+    lines = newest(BENCH)
+    found = {(n["case"], n["metric"], n["config"]["rows"]): n for n in lines}
+    rows = []
+    for case in dict.fromkeys(n["case"] for n in lines):
+        cells = [
+            f"{n['value']:.1f} ({n['ratio']:.0%})" if (n := found.get((case, "experts_us", r))) else "" for r in ROWS
+        ]
+        cells += [f"{n['value']:,.0f}" if (n := found.get((case, "decode_tokens_per_s", r))) else "" for r in (1, 16)]
+        rows.append([case, *cells])
+    header = ["", *(f"{r} rows: us (of bound)" for r in ROWS), "tokens/s, 1 request", "16 requests"]
+    return markdown(header, rows) + provenance(lines) if rows else "Not measured yet."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peers", default="transformers", choices=["transformers", "none"])
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this bench times kernels and needs a CUDA GPU")
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for format in args.formats:
+        with attempt(format):
+            run_ours(format, args.layers, bandwidth, args.repeats)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if args.peers != "none":
+        with attempt("transformers"):
+            run_transformers(args.layers, args.repeats)
+
+
+if __name__ == "__main__":
+    as_command(main)
