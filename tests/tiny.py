@@ -130,6 +130,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+TOOL_CHAT_TEMPLATE = CHAT_TEMPLATE + "{% if tools %}{# <tool_call> #}{% endif %}"  # taken for one that has tools
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -154,7 +155,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def stream(self) -> ByteStream:
+    def stream(self, *, shown: frozenset[int] = frozenset()) -> ByteStream:
         return ByteStream()
 
 

@@ -82,18 +82,27 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "model": ("tiny", None),
     "user": ("me",),
 }
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}],
+}
 OWN: dict[str, dict[str, tuple[Any, ...]]] = {
     TEXT: {"prompt": ("a", ["a", "b"], [1, 2], [[1], [2]]), "logprobs": (0, 2), "echo": (True, False)},
     CHAT: {
         "messages": (
             [{"role": "user", "content": "hi"}],
             [{"role": "system", "content": [{"type": "text", "text": "x"}]}],
+            [CALLED, {"role": "tool", "tool_call_id": "a", "content": "5"}],
         ),
         "logprobs": (True, False),
         "top_logprobs": (0, 2),
         "max_completion_tokens": (1, 4),
         "response_format": ({"type": "text"}, {"type": "json_object"}),
-        "tools": ([],),
+        "tools": ([], TOOLS),
+        "tool_choice": ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
+        "parallel_tool_calls": (True, False),
     },
     "/tokenize": {"prompt": ("a b c",), "messages": (None,), "add_special_tokens": (True, False)},
     "/detokenize": {"tokens": ([1, 2, 3], []), "skip_special_tokens": (True, False)},
@@ -216,6 +225,26 @@ def schema_cases(seed: int, num: int) -> Iterator[BodyCase]:
             form = rng.choice(({"type": "json_schema"}, {"type": "xml"}, {}, {"type": ["json_schema"]}, {"type": None}))
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "seed": i, "response_format": form}
         yield BodyCase(f"schema seed={seed} case={i}", CHAT, json.dumps(body).encode())
+
+
+def tool_cases(seed: int, num: int) -> Iterator[BodyCase]:
+    """Chats with tools: damaged tools, choices and calls, and calls that must follow schemas of every kind."""
+    rng = random.Random(seed)
+    for i in range(num):
+        schema = _hostile_schema(rng) if i % 5 == 0 else _schema(rng)
+        name = rng.choice(("f", "g.h", "", "a b", 'q"', "x" * 65, None, 5)) if i % 3 == 0 else "f"
+        tool: dict[str, Any] = {"type": "function", "function": {"name": name, "parameters": schema}}
+        message = {"role": "user", "content": "a"}
+        body: dict[str, Any] = {"messages": [message], "max_tokens": 3, "tools": [tool], "tool_choice": "required"}
+        if i % 4 == 1:
+            call = json.loads(json.dumps(CALLED))
+            holder = rng.choice((call, call["tool_calls"][0], call["tool_calls"][0]["function"]))
+            holder[rng.choice(sorted(holder))] = _any_value(rng)
+            body |= {"messages": [message, call], "tool_choice": "auto"}
+        elif i % 4 == 2:
+            damaged = rng.choice((body, tool, tool["function"]))
+            damaged[rng.choice(sorted(damaged))] = _any_value(rng)
+        yield BodyCase(f"tools seed={seed} case={i}", CHAT, json.dumps(body).encode())
 
 
 def _schema(rng: random.Random, depth: int = 0) -> Any:

@@ -29,9 +29,10 @@ TEXT = "/v1/completions"
 def served(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
     """Host and port of a server with a tiny model, saved in `folder`; its log is folder/log, its id in folder/pid."""
     from shoestring.model.folder import save_model
-    from tiny import chat_tokenizer, served_model
+    from tiny import TOOL_CHAT_TEMPLATE, chat_tokenizer, served_model
 
     tokenizer = chat_tokenizer()
+    tokenizer.chat_template = TOOL_CHAT_TEMPLATE
     save_model(folder / "tiny", served_model(tokenizer.vocab_size), tokenizer)
     command = [sys.executable, "-m", "shoestring", "serve", str(folder / "tiny"), "--port", "0", "--device", "cpu"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -25,12 +25,14 @@ from http_cases import (  # noqa: E402
     outcome_of_connection,
     outcome_of_response,
     schema_cases,
+    tool_cases,
 )
 from http_harness import Bystanders, attack, memory_gb, receive_all, served  # noqa: E402
 from outcomes import Tally  # noqa: E402
 from serving import running  # noqa: E402
 
 from benchmarks.results import record  # noqa: E402
+from tiny import TOOL_CHAT_TEMPLATE  # noqa: E402
 
 LIMITS = {"max_requests": 4, "max_queue": 4, "max_context": 48, "max_body_mb": 1}
 # What a well-behaved client may feel while others attack, and what the server may use above its memory at the start.
@@ -40,7 +42,7 @@ GAP_S, FIRST_S, MEMORY_GB = 1.0, 2.0, 2.0
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Any]:
-    with running(header_timeout_s=0.3, body_timeout_s=0.3, **LIMITS) as started:
+    with running(TOOL_CHAT_TEMPLATE, header_timeout_s=0.3, body_timeout_s=0.3, **LIMITS) as started:
         yield started
 
 
@@ -95,6 +97,13 @@ def test_schemas(place: tuple[str, int]) -> None:
     assert is_well(place)
 
 
+def test_tools(place: tuple[str, int]) -> None:
+    tally = send_bodies(place, "http tools", tool_cases(seed=1, num=48))
+    tally.check()
+    assert tally.counts["ok"] > 4 and tally.counts["clean"] > 4
+    assert is_well(place)
+
+
 def test_connections(service: Any, place: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:
     tally = send_connections(place, "http connections", connection_cases(seed=1, num=110))
     tally.check()
@@ -114,7 +123,7 @@ def test_others_are_served_during_an_attack(service: Any, place: tuple[str, int]
 
 
 def test_cases_are_functions_of_their_seed() -> None:
-    makers: tuple[Callable[..., Iterator[Any]], ...] = (body_cases, schema_cases, connection_cases)
+    makers: tuple[Callable[..., Iterator[Any]], ...] = (body_cases, schema_cases, tool_cases, connection_cases)
     for make in makers:
         assert list(make(7, 60)) == list(make(7, 60)) != list(make(8, 60))
 
@@ -134,12 +143,14 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize(("kind", "num"), [("http bodies", 2400), ("http schemas", 600), ("http connections", 1200)])
+@pytest.mark.parametrize(
+    ("kind", "num"), [("http bodies", 2400), ("http schemas", 600), ("http tools", 400), ("http connections", 1200)]
+)
 def test_campaign_of_cases(process: tuple[str, int], kind: str, num: int) -> None:
     if kind == "http connections":
         tally = send_connections(process, kind, connection_cases(seed=2, num=num), at_once=32)
     else:
-        make = body_cases if kind == "http bodies" else schema_cases
+        make = {"http bodies": body_cases, "http schemas": schema_cases, "http tools": tool_cases}[kind]
         tally = send_bodies(process, kind, make(seed=2, num=num))
     tally.save(seed=2)
     tally.check()

@@ -16,12 +16,13 @@ from tiny import chat_tokenizer, served_model  # noqa: E402
 
 
 @contextlib.contextmanager
-def running(**options: object) -> Iterator[object]:
-    """A Service on a free port of 127.0.0.1, in a thread of this process."""
+def running(template: str | None = None, **options: object) -> Iterator[object]:
+    """A Service on a free port of 127.0.0.1, in a thread of this process; `template` is another chat template."""
     from shoestring.serve.http.server import ServeOptions, Service, listen
     from shoestring.serve.speculative.drafter_stack import open_drafter
 
     tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
     model = served_model(tokenizer.vocab_size)
     listener = listen("127.0.0.1", 0)
     made = ServeOptions(**options)  # type: ignore[arg-type]

@@ -243,6 +243,9 @@ def serve(
         list[str] | None, typer.Option(help="A web site whose pages may call; may be repeated.")
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file instead of the model's.")] = None,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto (as its template says), hermes, llama3, mistral.")
+    ] = "auto",
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
     verify: Annotated[
         bool, typer.Option("--verify", help="First check checksums, and that all weights are numbers.")
@@ -276,6 +279,7 @@ def serve(
         allow_hosts=tuple(allow_host or ()),
         allow_origins=tuple(allow_origin or ()),
         chat_template=chat_template,
+        tool_format=tool_format,
         metrics_prefix=metrics_prefix,
         int8_activations=int8_activations,
     )

@@ -5,7 +5,7 @@ A template is a stranger's program. It runs in Jinja's immutable sandbox, and th
 process, nothing else. One process serves all templates and threads; it is started for the first chat.
 
 The filters and globals are those that `transformers` offers, so that the same template gives the same text. Left out:
-tools and documents (passed as none), and the mask of assistant tokens.
+documents (passed as none), and the mask of assistant tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def fault(template: str) -> str | None:
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, special: Mapping[str, str]
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    special: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The chat as text. Anything that goes wrong inside the template is a UserError with the template's own words."""
     for position, message in enumerate(messages):
@@ -49,7 +54,7 @@ def render(
             raise UserError(f"message {position} of the chat is {shown(message)}; each needs a 'role' and a 'content'")
     chat = {
         "messages": [dict(message) for message in messages],
-        "tools": None,
+        "tools": [dict(tool) for tool in tools] if tools else None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         **special,

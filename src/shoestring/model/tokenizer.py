@@ -68,6 +68,7 @@ class Tokenizer:
         *,
         special: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_use_template: str | None = None,
         add_bos: bool | None = None,
         more_eos: Iterable[int] = (),
         config: Mapping[str, Any] | None = None,
@@ -78,7 +79,7 @@ class Tokenizer:
         """
         self.backend = backend
         self.special = {k: v for k, v in (special or {}).items() if backend.token_to_id(v) is not None}
-        self.chat_template = chat_template
+        self.chat_template, self.tool_use_template = chat_template, tool_use_template
         self.config = dict(config or {})
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
@@ -116,6 +117,7 @@ class Tokenizer:
             backend,
             special=special,
             chat_template=_read_chat_template(folder, config),
+            tool_use_template=_read_tool_use_template(folder, config),
             add_bos=Fields(config, "tokenizer_config.json").flag("add_bos_token", None),
             more_eos=_generation_eos(folder),
             config=config,
@@ -207,19 +209,31 @@ class Tokenizer:
         with library_errors("the tokenizer cannot decode these ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def stream(self, *, skip_special: bool = True) -> TokenStream:
-        """A decoder that takes one id at a time."""
-        return TokenStream(self, skip_special)
+    def stream(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> TokenStream:
+        """A decoder that takes one id at a time; special tokens among `shown` are not skipped."""
+        return TokenStream(self, self.special_ids - shown if skip_special else frozenset())
 
     # --- chat -------------------------------------------------------------------------------------
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text the model was tuned on for these messages ({"role", "content"})."""
-        if self.chat_template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text the model was tuned on for these messages ({"role", "content"}) and tools (JSON schemas, as OpenAI
+        and `transformers` have them)."""
+        template = self.tool_template if tools else self.chat_template
+        if template is None:
             raise UserError("this model has no chat template; use a chat model, or give it a plain prompt")
         return render(
-            self.chat_template, list(messages), add_generation_prompt=add_generation_prompt, special=self.special
+            template, list(messages), add_generation_prompt=add_generation_prompt, special=self.special, tools=tools
         )
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template for chats with tools: some models have one of its own."""
+        return self.tool_use_template or self.chat_template
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat; no BOS is added beside the one that the template writes itself."""
@@ -239,7 +253,10 @@ class Tokenizer:
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", **self.special}
         config.setdefault("clean_up_tokenization_spaces", False)
         config.pop("chat_template", None)
-        if self.chat_template is not None:
+        if self.chat_template is not None and self.tool_use_template is not None:
+            named = {"default": self.chat_template, "tool_use": self.tool_use_template}
+            config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        elif self.chat_template is not None:
             config["chat_template"] = self.chat_template
         _write_json(folder / "tokenizer_config.json", config)
         _write_json(folder / "special_tokens_map.json", self.special)
@@ -318,18 +335,18 @@ class TokenStream:
     that may be unfinished) and inside a run of SentencePiece byte tokens (which are decoded as one run).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer, self._skipped = tokenizer, skipped
         self._window: list[int] = []  # the ids that were given out last, then those not given out
         self._num_given = 0
         self._given = ""  # the text of the first _num_given ids of the window
 
     def step(self, token_id: int) -> str:
         """The text that became certain with this id; often empty, sometimes several characters."""
-        if self._skip_special and token_id in self._tokenizer.special_ids:
+        if token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        text = self._tokenizer.decode(self._window, self._skip_special)
+        text = self._tokenizer.decode(self._window, False)
         name = self._tokenizer.backend.id_to_token(token_id) or ""
         if text.endswith("\ufffd") or _is_byte_token(name) or len(text) <= len(self._given):
             return ""
@@ -337,12 +354,12 @@ class TokenStream:
         # Keep the ids just given out: decoding depends on what stands before (leading spaces are stripped).
         self._window = self._window[self._num_given :]
         self._num_given = len(self._window)
-        self._given = self._tokenizer.decode(self._window, self._skip_special)
+        self._given = self._tokenizer.decode(self._window, False)
         return fresh
 
     def finish(self) -> str:
         """What was held back, with replacement characters for bytes that never became a character."""
-        text = self._tokenizer.decode(self._window, self._skip_special)[len(self._given) :]
+        text = self._tokenizer.decode(self._window, False)[len(self._given) :]
         self._window, self._num_given, self._given = [], 0, ""
         return text
 
@@ -422,11 +439,24 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return read_text(file, MOST_TEMPLATE)
     template = config.get("chat_template")
     if isinstance(template, list):
-        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
-            raise UserError("tokenizer_config.json: chat_template must be a text, or a list of objects with a 'name'")
-        named = {entry["name"]: entry.get("template") for entry in template}
+        named = _named_templates(template)
         template = named.get("default") or next(iter(named.values()), None)
     return Fields({"chat_template": template}, "tokenizer_config.json").text("chat_template", None)
+
+
+def _read_tool_use_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    if file.exists():
+        return read_text(file, MOST_TEMPLATE)
+    template = config.get("chat_template")
+    found = _named_templates(template).get("tool_use") if isinstance(template, list) else None
+    return Fields({"chat_template": found}, "tokenizer_config.json").text("chat_template", None)
+
+
+def _named_templates(given: list[Any]) -> dict[str, Any]:
+    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in given):
+        raise UserError("tokenizer_config.json: chat_template must be a text, or a list of objects with a 'name'")
+    return {entry["name"]: entry.get("template") for entry in given}
 
 
 def _generation_eos(folder: Path) -> tuple[int, ...]:

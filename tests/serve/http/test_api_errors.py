@@ -118,7 +118,7 @@ def test_the_openai_client_raises_its_own_errors(service: Any) -> None:
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools is not supported"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0] must be"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "json_schema.schema"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "needs logprobs"),

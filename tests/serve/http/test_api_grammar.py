@@ -20,7 +20,7 @@ from serving import running  # noqa: E402
 from shoestring.serve import Engine  # noqa: E402
 from shoestring.serve.engine.logit_rules import SamplingWithRules, TokenHistory, VerifyWithRules  # noqa: E402
 from shoestring.serve.http import grammar  # noqa: E402
-from shoestring.serve.http.grammar import Grammars, PriorityThreads  # noqa: E402
+from shoestring.serve.http.grammar import Grammars, PriorityThreads, wanted_schema  # noqa: E402
 from shoestring.serve.http.request_schema import ApiError  # noqa: E402
 from shoestring.serve.speculative.verify import coupled  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
@@ -79,7 +79,7 @@ def test_drafts_do_not_change_what_a_grammar_allows() -> None:
     pytest.importorskip("llguidance")
     tokenizer = chat_tokenizer()
     model = served_model(tokenizer.vocab_size)
-    made = Grammars(tokenizer, tokenizer.vocab_size, sorted(tokenizer.eos_ids)).of(FORMAT)
+    made = Grammars(tokenizer, tokenizer.vocab_size, sorted(tokenizer.eos_ids)).of(wanted_schema(FORMAT))
     assert made is not None
     texts = []
     for more in ({}, {"drafter": LookupDrafter(), "num_drafts": 3}):
@@ -100,9 +100,9 @@ def test_drafts_do_not_change_what_a_grammar_allows() -> None:
 def test_without_the_library_the_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     grammars = Grammars(chat_tokenizer(), 300, [0])
-    assert grammars.of(None) is None and grammars.of({"type": "text"}) is None
+    assert grammars.of(None) is None and wanted_schema({"type": "text"}) is None
     with pytest.raises(ApiError, match="llguidance") as refused:
-        grammars.of({"type": "json_object"})
+        grammars.of(wanted_schema({"type": "json_object"}))
     assert refused.value.status == 400 and refused.value.param == "response_format"
 
 
@@ -130,7 +130,7 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 )
 def test_schemas_beyond_the_limits_are_refused_before_they_cost_anything(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(ApiError, match=said) as refused:
-        Grammars(chat_tokenizer(), 300, [0]).of(json_schema(schema))
+        wanted_schema(json_schema(schema))
     assert refused.value.status == 400 and refused.value.code == "schema_too_complex"
 
 
@@ -190,7 +190,7 @@ def test_hostile_schemas_do_not_hold_up_others(chats: Any) -> None:
 def test_schemas_are_kept_and_slow_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     grammars = Grammars(chat_tokenizer(), 300, [0])
-    kept, slow = json_schema({"title": "kept"}), json_schema({"title": "slow"})
+    kept, slow, third = (wanted_schema(json_schema({"title": title})) for title in ("kept", "slow", "third"))
     assert grammars.must_compile(kept) and not grammars.must_compile(None)
     assert grammars.of(kept) is grammars.of(kept) and not grammars.must_compile(kept)
     monkeypatch.setattr(grammar, "COMPILE_LIMIT_S", 0.0)
@@ -202,7 +202,7 @@ def test_schemas_are_kept_and_slow_ones_refused(monkeypatch: pytest.MonkeyPatch)
         grammars.of(slow)
     monkeypatch.setattr(grammar, "NUM_COMPILED", 1)
     with pytest.raises(ApiError):
-        grammars.of(json_schema({"title": "third"}))
+        grammars.of(third)
     assert grammars.must_compile(kept)
 
 

@@ -87,7 +87,7 @@ class TextCodec(Protocol):
     eos_ids: set[int]
 
     def encode(self, text: str) -> list[int]: ...
-    def stream(self) -> IncrementalDetokenizer: ...
+    def stream(self, *, shown: frozenset[int]) -> IncrementalDetokenizer: ...
 
 
 class Engine:
@@ -242,7 +242,9 @@ class Engine:
         rule = rule_for(self.rule, sampling)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer.stream(), sampling.stop)
+        stream = None
+        if self.tokenizer is not None:
+            stream = TextStream(self.tokenizer.stream(shown=sampling.shown_special), sampling.stop)
         request = Request(tokens, len(tokens), sampling, next(self._ids), stream, rule)
         self.skip_sets.admit(request)
         return request

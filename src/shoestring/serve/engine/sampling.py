@@ -46,6 +46,7 @@ class Sampling:
     max_tokens: int = 128  # new tokens at most
     stop: tuple[str, ...] = ()  # the first of these to appear ends the text, which is cut before it
     ignore_eos: bool = False
+    shown_special: frozenset[int] = frozenset()  # special tokens that the text shows; the others are left out
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

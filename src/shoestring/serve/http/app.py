@@ -10,7 +10,7 @@ writes one log line. An internal error goes to the log, never to the client.
 
 Nothing on the event loop may take more than some milliseconds: all streams wait for it.
 
-Left out: TLS and rate limits per key, which belong to the proxy in front; tools; images.
+Left out: TLS and rate limits per key, which belong to the proxy in front; images.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ from shoestring.serve.http.request_parsing import (
     Limits,
     ParsedRequest,
     detokenize,
+    grammar_of,
     parse_chat,
     parse_completion,
     tokenize,
+    tools_of,
 )
 from shoestring.serve.http.request_schema import (
     ApiError,
@@ -64,6 +66,7 @@ from shoestring.serve.http.request_schema import (
 )
 from shoestring.serve.http.request_workers import LIGHT_BYTES, RETRY_S, Lane, RequestWorkers
 from shoestring.serve.http.responses import CompletionResponse, event, token_bytes, written
+from shoestring.serve.http.tool_calls import detect_format, format_named
 
 T = TypeVar("T")
 log = logging.getLogger("shoestring.serve")
@@ -91,6 +94,7 @@ class ApiSettings:
     hosts: tuple[str, ...] | None = None
     body_timeout_s: float = 60.0  # to send a body in
     max_wait_s: float = 30.0  # for a worker thread
+    tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
 
 
 class Api:
@@ -101,6 +105,11 @@ class Api:
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
         self.limits = Limits(vocab, engine.max_context, engine_thread.max_texts, eos_ids, tokenizer.spelling())
         self.grammars = Grammars(tokenizer, vocab, eos_ids)
+        template = tokenizer.tool_template
+        self.tool_format = None
+        if template is not None:
+            wanted = settings.tool_format
+            self.tool_format = detect_format(template) if wanted == "auto" else format_named(wanted, template)
         self.created = int(time.time())
         self._token_bytes = token_bytes(tokenizer)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -154,11 +163,13 @@ class Api:
         async with self._body(request) as content:
             body = await self._work(request, len(content), lambda: ChatBody.parse(read_json(content)))
             self._check_model(body.model)
+            tools = tools_of(body, self.tokenizer, self.tool_format)
+            source = grammar_of(body, tools, self.tokenizer)
             parsed = await self._work(
                 request,
                 len(content),
-                lambda: parse_chat(body, self.tokenizer, self.limits, self.grammars),
-                "grammar" if self.grammars.must_compile(body.response_format) else None,
+                lambda: parse_chat(body, self.tokenizer, self.limits, self.grammars, tools, source),
+                "grammar" if self.grammars.must_compile(source) else None,
             )
         return await self._respond(request, parsed)
 
@@ -173,6 +184,7 @@ class Api:
             parsed.chat,
             parsed.include_usage,
             parsed.mark_drafts,
+            parsed.tools,
         )
         collector = OutputCollector()
         deadline = time.monotonic() + self.settings.deadline_s

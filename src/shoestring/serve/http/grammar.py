@@ -1,4 +1,4 @@
-"""JSON by construction: `response_format` as a mask over the next token.
+"""JSON by construction: `response_format` and required tool calls as a mask over the next token.
 
 The grammar and its matcher are those of the `llguidance` library, which is optional
 (pip install 'shoestring[grammar]'). A `JsonGrammar` follows one text. It gives the tokens that may follow
@@ -13,7 +13,7 @@ while the engine computes the logits; the library releases the GIL for both. A t
 
 Whitespace between values is bounded: a model could otherwise write line breaks for ever.
 
-Left out: regular expressions, Lark grammars and tool calls, which the library could do as well.
+Left out: regular expressions and Lark grammars of clients, which the library could do as well.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,7 +37,8 @@ from torch import Tensor
 
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded
-from shoestring.serve.http.request_schema import ApiError
+from shoestring.serve.http.request_schema import ApiError, ToolRequest
+from shoestring.serve.http.tool_calls import ToolFormat, call_grammar
 
 ANY_OBJECT = {"type": "object"}
 WHITESPACE = r"[ \n\t]{0,24}"
@@ -61,6 +63,18 @@ Made = TypeVar("Made")
 MakeGrammar = Callable[[], "JsonGrammar"]
 
 
+@dataclass(frozen=True)
+class GrammarSource:
+    """What is compiled: a JSON schema, or a grammar of ours in Lark's syntax with schemas inside."""
+
+    text: str
+    lark: bool = False
+
+    @property
+    def param(self) -> str:
+        return "tools" if self.lark else "response_format"
+
+
 class Grammars:
     """Makes grammars for one tokenizer; its table of the vocabulary is built when first needed (~1 s)."""
 
@@ -68,59 +82,62 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._table: Any = None
         self._lock = threading.Lock()  # guards _compiled
-        self._compiled: OrderedDict[str, MakeGrammar | ApiError] = OrderedDict()  # least recently used first
+        self._compiled: OrderedDict[GrammarSource, MakeGrammar | ApiError] = OrderedDict()  # least recently used first
         self._mask_threads = PriorityThreads("shoestring-mask", NUM_MASK_THREADS)
 
-    def must_compile(self, response_format: dict[str, Any] | None) -> bool:
-        """Whether `of` would take a while. Anything wrong that can be seen at once is a 400."""
-        text = wanted_schema(response_format)
+    def must_compile(self, source: GrammarSource | None) -> bool:
+        """Whether `of` would take a while."""
         with self._lock:
-            return text is not None and text not in self._compiled
+            return source is not None and source not in self._compiled
 
-    def of(self, response_format: dict[str, Any] | None) -> MakeGrammar | None:
+    def of(self, source: GrammarSource | None) -> MakeGrammar | None:
         """What makes a grammar per text; None for plain text. Anything wrong is a 400."""
-        text = wanted_schema(response_format)
-        if text is None:
+        if source is None:
             return None
         with self._lock:
-            found = self._compiled.get(text)
+            found = self._compiled.get(source)
         if found is None:
-            found = self._compile(text)
+            found = self._compile(source)
         with self._lock:
-            self._compiled[text] = found
-            self._compiled.move_to_end(text)
+            self._compiled[source] = found
+            self._compiled.move_to_end(source)
             if len(self._compiled) > NUM_COMPILED:
                 self._compiled.popitem(last=False)
         if isinstance(found, ApiError):
             raise found.with_traceback(None)
         return found
 
-    def _compile(self, schema: str) -> MakeGrammar | ApiError:
+    def _compile(self, source: GrammarSource) -> MakeGrammar | ApiError:
         """The first mask, often the slowest, is computed here, for all texts of the schema."""
+        refused = partial(_refused, param=source.param)
         try:
             import llguidance
         except ModuleNotFoundError:
-            return _refused(
-                "JSON formats need the package llguidance on the server (pip install 'shoestring[grammar]'); "
-                'without it ask for JSON in the prompt and use {"type": "text"}'
+            return refused(
+                "JSON formats and required tool calls need the package llguidance on the server (pip install "
+                '\'shoestring[grammar]\'); without it ask for JSON in the prompt and use {"type": "text"}, or leave '
+                "tool_choice at auto"
             )
         if not self._eos_ids:
-            return _refused("this model has no end-of-text token, so an answer of this format could not end")
+            return refused("this model has no end-of-text token, so an answer of this format could not end")
         table, began = self._vocabulary(llguidance), time.monotonic()
         try:
-            options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            if source.lark:
+                grammar = llguidance.LLMatcher.grammar_from_lark(source.text)
+            else:
+                options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(source.text, overrides=options)
         except ValueError as error:
-            return _refused(f"the JSON schema cannot be used: {_first_line(error)}")
+            return refused(f"the JSON schema cannot be used: {_first_line(error)}")
         limits = llguidance.LLParserLimits(**LIBRARY_LIMITS)
         matcher = llguidance.LLMatcher(table, grammar, log_level=0, limits=limits)
         first = None if matcher.is_error() else matcher.deep_copy()
         mask = None if first is None else first.compute_bitmask()
         if first is None or mask is None or first.is_error():
             reason = _first_line((matcher if first is None else first).get_error())
-            return _refused(f"the JSON schema cannot be used: {reason}")
+            return refused(f"the JSON schema cannot be used: {reason}")
         if time.monotonic() - began > COMPILE_LIMIT_S:
-            return _refused("the JSON schema takes too long to compile; make it simpler", "schema_too_complex")
+            return refused("the JSON schema takes too long to compile; make it simpler", code="schema_too_complex")
         return lambda: JsonGrammar(matcher.deep_copy(), self._mask_threads, mask)
 
     def _vocabulary(self, llguidance: Any) -> Any:
@@ -264,13 +281,14 @@ class PriorityThreads:
             self._jobs.get()[2]()
 
 
-def wanted_schema(response_format: dict[str, Any] | None) -> str | None:
-    """The JSON schema that a response_format asks for, as JSON; None for plain text."""
+def wanted_schema(response_format: dict[str, Any] | None) -> GrammarSource | None:
+    """The JSON schema that a response_format asks for; None for plain text. Anything wrong that can be seen at once is
+    a 400."""
     if response_format is None or response_format.get("type") == "text":
         return None
     kind = response_format.get("type")
     if kind == "json_object":
-        return json.dumps(ANY_OBJECT)
+        return GrammarSource(json.dumps(ANY_OBJECT))
     if kind != "json_schema":
         raise _refused('response_format needs a type: "text", "json_object" or "json_schema"')
     given = response_format.get("json_schema")
@@ -278,11 +296,28 @@ def wanted_schema(response_format: dict[str, Any] | None) -> str | None:
     if not isinstance(schema, dict):
         raise _refused("response_format json_schema needs json_schema.schema, an object")
     check_schema(schema)
-    return json.dumps(schema)
+    return GrammarSource(json.dumps(schema))
 
 
-def check_schema(schema: dict[str, Any]) -> None:
+def tool_grammar(asked: ToolRequest, form: ToolFormat, tokenizer: Tokenizer) -> GrammarSource:
+    """Calls of the required functions and nothing else. The limits of a schema hold for all of them together."""
+    parameters = {tool.name: tool.parameters for tool in asked.required}
+    check_schema(parameters, "tools")
+    return GrammarSource(
+        call_grammar(form, parameters, tokenizer, parallel=asked.parallel, spaces=WHITESPACE), lark=True
+    )
+
+
+def check_schema(schema: dict[str, Any], param: str = "response_format") -> None:
     """Refuse what the library would take too long for, in a pass that stops early."""
+    try:
+        _check_schema(schema)
+    except ApiError as error:
+        error.param = param
+        raise
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
     size, rest = 0, list[Any]([schema])
     while rest:
         node = rest.pop()
@@ -312,8 +347,8 @@ def _too_large(reason: str) -> ApiError:
     return _refused(f"the JSON schema is too large: {reason}", code="schema_too_complex")
 
 
-def _refused(message: str, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param="response_format", code=code)
+def _refused(message: str, code: str | None = None, param: str = "response_format") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
 
 
 def _first_line(error: object) -> str:

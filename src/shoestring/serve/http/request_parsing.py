@@ -9,14 +9,15 @@ Prompts are checked here, so the engine thread adds them without another check.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Spelling, Tokenizer
 from shoestring.serve.engine.engine import check_prompt
 from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
-from shoestring.serve.http.grammar import Grammars
+from shoestring.serve.http.grammar import Grammars, GrammarSource, tool_grammar, wanted_schema
 from shoestring.serve.http.request_schema import (
     ApiError,
     Body,
@@ -24,8 +25,10 @@ from shoestring.serve.http.request_schema import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    ToolRequest,
     are_ids,
 )
+from shoestring.serve.http.tool_calls import FORMAT_NAMES, ToolCallParser, ToolFormat, shown_ids, takes_tools
 
 DEFAULT_NEW_TOKENS = 16  # of a completion, as in OpenAI's API; a chat answer may fill the context
 MAX_TOKENIZE_BYTES = 1 << 20  # of a text for /tokenize, which no context bounds; a second or two of work
@@ -62,6 +65,19 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     mark_drafts: bool = False
+    tools: ToolUse | None = None
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request and how its answers call them."""
+
+    asked: ToolRequest
+    form: ToolFormat
+
+    def parser(self) -> ToolCallParser:
+        names = [tool.name for tool in self.asked.tools]
+        return ToolCallParser(self.form, names, None if self.asked.parallel else 1)
 
 
 def parse_completion(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> ParsedRequest:
@@ -93,12 +109,53 @@ def parse_completion(body: CompletionBody, tokenizer: Tokenizer, limits: Limits)
     )
 
 
-def parse_chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: Grammars) -> ParsedRequest:
+def tools_of(body: ChatBody, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
+    """What the answers may call; a model that cannot be asked for calls is a 400."""
+    asked = body.tool_request
+    if asked is None:
+        return None
+    template = tokenizer.tool_template
+    if template is not None and not takes_tools(template):
+        raise ApiError(
+            400,
+            "this model's chat template has no place for tools; leave them out, or start the server with a template "
+            "that has one (--chat-template)",
+            param="tools",
+        )
+    if form is None:
+        raise ApiError(
+            400,
+            "this server does not know how the model writes tool calls; start it with --tool-format, one of "
+            + ", ".join(FORMAT_NAMES),
+            param="tools",
+        )
+    return ToolUse(asked, form)
+
+
+def grammar_of(body: ChatBody, tools: ToolUse | None, tokenizer: Tokenizer) -> GrammarSource | None:
+    """What constrains the answers; None: nothing does."""
+    source = wanted_schema(body.response_format)
+    if source is not None and tools is not None:
+        raise ApiError(
+            400, "a JSON response_format does not go with tools; leave out one, or give tool_choice none", param="tools"
+        )
+    return tool_grammar(tools.asked, tools.form, tokenizer) if tools is not None and tools.asked.required else source
+
+
+def parse_chat(
+    body: ChatBody,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    grammars: Grammars,
+    tools: ToolUse | None = None,
+    source: GrammarSource | None = None,
+) -> ParsedRequest:
+    """`tools` of `tools_of` and `source` of `grammar_of`."""
     _check_texts(1, body.n or 1, limits)
-    grammar = grammars.of(body.response_format)
+    grammar = grammars.of(source)
     if grammar is not None and (body.min_tokens or body.ignore_eos):
-        raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format")
-    text = chat_text(body.chat, tokenizer)
+        raise ApiError(400, "min_tokens and ignore_eos do not go with a JSON response_format or required tool calls")
+    text = chat_text(body.chat, tokenizer, None if tools is None else [tool.given for tool in tools.asked.tools])
     _check_size(text, 1, limits)
     prompt = encode_within(text, tokenizer, 1, limits, special=False)
     try:
@@ -106,7 +163,8 @@ def parse_chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: G
     except UserError as error:
         raise ApiError(400, str(error)) from None
     max_tokens = body.max_completion_tokens or body.max_tokens or limits.max_context - len(prompt)
-    samplings = _samplings(body, [prompt], max_tokens, body.num_logprobs, limits, grammar)
+    shown = frozenset[int]() if tools is None else shown_ids(tools.form, tokenizer)
+    samplings = _samplings(body, [prompt], max_tokens, body.num_logprobs, limits, grammar, shown)
     return ParsedRequest(
         [prompt],
         samplings,
@@ -116,15 +174,18 @@ def parse_chat(body: ChatBody, tokenizer: Tokenizer, limits: Limits, grammars: G
         stream=bool(body.stream),
         include_usage=_wants_usage(body),
         mark_drafts=bool(body.mark_drafts),
+        tools=tools,
     )
 
 
-def chat_text(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> str:
+def chat_text(
+    messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
     """The prompt of a chat. The template writes the BOS."""
     if tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions, or start with --chat-template")
     try:
-        return tokenizer.render_chat(messages)
+        return tokenizer.render_chat(messages, tools=tools)
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from None
 
@@ -243,6 +304,7 @@ def _samplings(
     num_logprobs: int | None,
     limits: Limits,
     grammar: Callable[[], Grammar] | None = None,
+    shown_special: frozenset[int] = frozenset(),
 ) -> list[SamplingWithRules]:
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -275,6 +337,7 @@ def _samplings(
                     max_tokens=max(1, max_tokens),
                     stop=stop,
                     ignore_eos=bool(body.ignore_eos),
+                    shown_special=shown_special,
                     rules=rules,
                     num_logprobs=num_logprobs,
                     grammar=None if grammar is None else grammar(),

@@ -3,7 +3,7 @@
 A request body is validated in full before it reaches the engine: types are strict (no "5" for 5, no true for
 1), ranges are named, and a parameter nobody knows is refused with a suggestion rather than ignored, because a
 misspelt parameter that does nothing costs its user a day. OpenAI parameters that cannot matter here (`user`,
-`store`, ...) are accepted; those that would matter but are not built (`tools`, ...) are refused unless they
+`store`, ...) are accepted; those that would matter but are not built (`audio`, ...) are refused unless they
 ask for nothing.
 
 `ApiError` is every error a client sees, as OpenAI's object {"error": {message, type, param, code}}.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
@@ -26,6 +27,8 @@ MAX_BIASES = 4096
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_STREAM_OPTIONS = 16
+MAX_TOOLS = 128  # as OpenAI
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Objects, arrays and keys in a body. Hundreds of thousands of them keep the parser and the garbage collector busy for
 # so long, while no other thread runs, that streams would stop.
 MAX_STRUCTURE = 1 << 16
@@ -177,16 +180,17 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
+    tools: Any = Field(None, description="list of functions")
+    tool_choice: Any = Field(None, description="none, auto, required, or a function")
+    parallel_tool_calls: bool | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-            *("prompt_cache_retention", "parallel_tool_calls", "reasoning_effort", "verbosity"),
+            *("prompt_cache_retention", "reasoning_effort", "verbosity"),
         }
     )
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"], []),
@@ -202,7 +206,17 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def chat(self) -> list[dict[str, str]]:
+    def tool_request(self) -> ToolRequest | None:
+        """The tools that the model may use; None where it may use none."""
+        tools = _tools(self.tools)
+        mode, names = _tool_choice(self.tool_choice, [tool.name for tool in tools])
+        if not tools or mode == "none":
+            return None
+        required = [tool for tool in tools if tool.name in names] if mode == "required" else []
+        return ToolRequest(tools, required, self.parallel_tool_calls is not False)
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
         """The messages with plain text contents, as chat templates want them."""
         if not isinstance(self.messages, list) or not self.messages:
             raise ApiError(400, "messages must be a list of at least one {role, content}", param="messages")
@@ -210,25 +224,153 @@ class ChatBody(Body):
             raise ApiError(
                 400, f"messages has {len(self.messages)} entries; at most {MAX_MESSAGES} are taken", param="messages"
             )
+        _check_arguments_size(self.messages)
         return [_message(m, f"messages[{i}]") for i, m in enumerate(self.messages)]
 
 
-def _message(given: Any, where: str) -> dict[str, str]:
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    parameters: dict[str, Any]  # a JSON schema
+    given: dict[str, Any]  # as the client wrote it, for the chat template
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    tools: list[Tool]
+    required: list[Tool]  # of which one must be called; none: the model decides
+    parallel: bool  # several calls in one answer
+
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _tools(given: Any) -> list[Tool]:
+    if given is None:
+        return []
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise ApiError(400, f"tools must be a list of at most {MAX_TOOLS} functions", param="tools")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
+    names = [tool.name for tool in tools]
+    again = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if again is not None:
+        raise ApiError(400, f"tools has two functions with the name {_shown(again)}", param="tools")
+    return tools
+
+
+def _tool(given: Any, where: str) -> Tool:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(function, dict):
+        raise ApiError(
+            400,
+            f'{where} must be {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}',
+            param="tools",
+        )
+    known = ("name", "description", "parameters", "strict")
+    unknown = next((key for key in function if key not in known), None)
+    if unknown is not None:
+        raise ApiError(400, f"{where}.function has {_shown(unknown)}, which is not supported", param="tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise ApiError(
+            400,
+            f"{where}.function.name is {_shown(name)}; give 1 to 64 letters, digits, '_', '-' or '.'",
+            param="tools",
+        )
+    if not isinstance(function.get("description"), str | None):
+        raise ApiError(400, f"{where}.function.description must be a string", param="tools")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ApiError(400, f"{where}.function.strict must be true or false", param="tools")
+    if not isinstance(parameters, dict | None):
+        raise ApiError(400, f"{where}.function.parameters must be a JSON schema, an object", param="tools")
+    parameters = NO_PARAMETERS if parameters is None else parameters
+    # Templates write descriptions and parameters without asking whether there are any.
+    shown = {"name": name, "description": function.get("description") or "", "parameters": parameters}
+    return Tool(name, parameters, {"type": "function", "function": shown})
+
+
+def _tool_choice(given: Any, names: list[str]) -> tuple[Literal["none", "auto", "required"], list[str]]:
+    """The mode, and the names of the functions that may be called."""
+    if given is None or given == "auto":
+        return "auto", names
+    if given == "none":
+        return "none", names
+    if given == "required":
+        if not names:
+            raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")
+        return "required", names
+    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise ApiError(
+            400,
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or name not in names:
+        raise ApiError(400, f"tool_choice names {_shown(name)}, which is not among the tools", param="tool_choice")
+    return "required", [name]
+
+
+def _check_arguments_size(messages: list[Any]) -> None:
+    """Arguments are JSON in strings, whose structure `read_json` has not counted."""
+    calls = [call for m in messages if isinstance(m, dict) for call in _list(m.get("tool_calls"))]
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    texts = [f.get("arguments") for f in functions if isinstance(f, dict)]
+    if has_much_structure(b",".join(text.encode() for text in texts if isinstance(text, str))):
+        raise ApiError(
+            400,
+            f"the arguments of tool_calls have more than {MAX_STRUCTURE} objects, arrays and keys",
+            code="too_large",
+        )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ApiError(400, f"{where} must be an object with role and content", param=where)
     role = given.get("role")
     if role not in ROLES:
         raise ApiError(400, f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}", param=where)
     # Messages that the server wrote and a client sends back have these; empty ones mean nothing.
-    extra = {k for k, v in given.items() if v} - {"role", "content", "name", "refusal", "annotations"}
+    known = {"role", "content", "name", "refusal", "annotations"}
+    known |= {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(role, set())
+    extra = {k for k, v in given.items() if v} - known
     if extra:
         raise ApiError(400, f"{where} has {_shown(min(extra))}, which is not supported", param=where)
-    message = {"role": "system" if role == "developer" else role, "content": _content(given, role, where)}
-    if given.get("name") is not None:
-        if not isinstance(given["name"], str):
-            raise ApiError(400, f"{where}.name must be a string", param=where)
-        message["name"] = given["name"]
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    message["content"] = _content(given, role, where)
+    for key in ("name", "tool_call_id"):
+        if given.get(key) is not None:
+            if not isinstance(given[key], str):
+                raise ApiError(400, f"{where}.{key} must be a string", param=where)
+            message[key] = given[key]
+    if given.get("tool_calls"):
+        if not isinstance(given["tool_calls"], list):
+            raise ApiError(400, f"{where}.tool_calls must be a list", param=where)
+        message["tool_calls"] = [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(given["tool_calls"])]
     return message
+
+
+def _tool_call(given: Any, where: str) -> dict[str, Any]:
+    """A call that the model made, with its arguments as an object: so templates want them."""
+    function = given.get("function") if isinstance(given, dict) else None
+    good = isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(given.get("id"), str)
+    if not good or given.get("type", "function") != "function":
+        form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}'
+        raise ApiError(400, f"{where} must be {form}", param=where)
+    assert isinstance(function, dict)
+    arguments = function.get("arguments")
+    try:
+        arguments = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str | None) else None
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{where}.function.arguments must be a JSON object, written as a string", param=where)
+    return {"id": given["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _content(message: dict[str, Any], role: str, where: str) -> str:

@@ -20,14 +20,29 @@ from typing import Any
 from shoestring.model.tokenizer import Tokenizer, letter_bytes
 from shoestring.serve.engine.logit_rules import TokenLogprob
 from shoestring.serve.http.engine_thread import ChoiceDelta
+from shoestring.serve.http.request_parsing import ToolUse
+from shoestring.serve.http.tool_calls import CallPart, Part, TextPart, ToolCallParser
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 TokenBytes = Callable[[int], bytes]
 
 
 @dataclass
+class Call:
+    """A tool call, as far as it is written."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def body(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass
 class Choice:
-    text: str = ""
+    text: str = ""  # with tools: what stands outside of calls
     num_tokens: int = 0
     num_cached: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -35,6 +50,18 @@ class Choice:
     finish_reason: str | None = None
     text_offset: int = 0  # of the next token in the log-probabilities of a completion
     begun: bool = False  # its first chunk has been sent
+    parser: ToolCallParser | None = None
+    calls: list[Call] = field(default_factory=list)
+    fresh: list[Part] = field(default_factory=list)  # of the delta added last
+
+    def add_text(self, text: str, ended: bool) -> None:
+        if self.parser is None:
+            self.fresh = [TextPart(text)] if text else []
+        else:
+            self.fresh = [*self.parser.feed(text), *(self.parser.finish() if ended else ())]
+        for part in self.fresh:
+            if isinstance(part, TextPart):
+                self.text += part.text
 
 
 @dataclass
@@ -50,6 +77,7 @@ class CompletionResponse:
     chat: bool
     include_usage: bool = False
     mark_drafts: bool = False
+    tools: ToolUse | None = None
     id: str = ""
     created: int = 0
     choices: list[Choice] = field(default_factory=list)
@@ -57,7 +85,8 @@ class CompletionResponse:
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
-        self.choices = [Choice() for _ in range(len(self.prompts) * self.n)]
+        make = None if self.tools is None else self.tools.parser
+        self.choices = [Choice(parser=None if make is None else make()) for _ in range(len(self.prompts) * self.n)]
 
     @property
     def done(self) -> bool:
@@ -75,13 +104,24 @@ class CompletionResponse:
 
     def add(self, index: int, delta: ChoiceDelta) -> None:
         choice = self.choices[index]
-        choice.text += delta.text
+        choice.add_text(delta.text, delta.finish_reason is not None)
+        self._add_calls(choice)
         choice.num_tokens += len(delta.token_ids)
         choice.num_cached = max(choice.num_cached, delta.num_cached)
         choice.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = list(delta.prompt_logprobs)
-        choice.finish_reason = delta.finish_reason or choice.finish_reason
+        if delta.finish_reason is not None:
+            called = choice.calls and delta.finish_reason == "stop"
+            choice.finish_reason = "tool_calls" if called else delta.finish_reason
+
+    def _add_calls(self, choice: Choice) -> None:
+        for part in choice.fresh:
+            if isinstance(part, CallPart):
+                if part.name is not None:
+                    assert self.tools is not None
+                    choice.calls.append(Call(self.tools.form.call_id(), part.name))
+                choice.calls[part.index].arguments += part.arguments
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(p) for p in self.prompts)  # n choices of one prompt count it once
@@ -102,7 +142,9 @@ class CompletionResponse:
         choice = self.choices[index]
         common = {"index": index, "finish_reason": choice.finish_reason}
         if self.chat:
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.calls:
+                message |= {"content": choice.text or None, "tool_calls": [call.body() for call in choice.calls]}
             return {**common, "message": message, "logprobs": self._chat_logprobs(choice.logprobs)}
         before = "" if self.echo is None else self.echo[index // self.n]
         return {**common, "text": before + choice.text, "logprobs": self._text_logprobs(index, choice.logprobs)}
@@ -115,11 +157,16 @@ class CompletionResponse:
         found = []
         if self.chat:
             if not choice.begun:
-                found.append(self._chat_chunk(index, {"role": "assistant", "content": ""}))
-            if delta.text or (has_tokens and (self.logprobs or self.mark_drafts)):
-                found.append(self._chat_chunk(index, {"content": delta.text}, delta))
+                found.append(
+                    self._chat_chunk(index, {"role": "assistant", "content": "" if self.tools is None else None})
+                )
+            contents = [self._chat_content(choice, part) for part in choice.fresh]
+            if not contents and has_tokens and (self.logprobs or self.mark_drafts):
+                contents = [{"content": ""}]
+            for i, content in enumerate(contents):  # the tokens are told once
+                found.append(self._chat_chunk(index, content, delta if i == 0 else None))
             if delta.finish_reason is not None:
-                found.append(self._chat_chunk(index, {}, finish_reason=delta.finish_reason))
+                found.append(self._chat_chunk(index, {}, finish_reason=choice.finish_reason))
         elif has_tokens or delta.finish_reason is not None:
             before = "" if choice.begun or self.echo is None else self.echo[index // self.n]
             logprobs = self._text_logprobs(index, delta.logprobs)
@@ -131,6 +178,16 @@ class CompletionResponse:
     def last_chunks(self) -> list[str]:
         usage = [self._event([], self.usage())] if self.include_usage else []
         return [*usage, "data: [DONE]\n\n"]
+
+    def _chat_content(self, choice: Choice, part: Part) -> dict[str, Any]:
+        if isinstance(part, TextPart):
+            return {"content": part.text}
+        call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+        if part.name is not None:
+            whole = choice.calls[part.index]
+            function = {"name": whole.name, "arguments": part.arguments}
+            call = {"index": part.index, "id": whole.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
 
     def _chat_chunk(
         self, index: int, content: dict[str, Any], delta: ChoiceDelta | None = None, finish_reason: str | None = None

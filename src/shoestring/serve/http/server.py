@@ -43,6 +43,7 @@ try:
     from shoestring.serve.http.engine_thread import EngineThread
     from shoestring.serve.http.metrics import Metrics
     from shoestring.serve.http.request_schema import ApiError
+    from shoestring.serve.http.tool_calls import FORMAT_NAMES
 except ModuleNotFoundError as error:
     if (error.name or "").startswith("shoestring"):
         raise
@@ -88,6 +89,7 @@ class ServeOptions:
     allow_origins: tuple[str, ...] = ()  # web pages of other sites that may call; none: CORS is off
     metrics_prefix: str = "shoestring"
     chat_template: Path | None = None  # a Jinja file, instead of the model's own
+    tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
     int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ class ServeOptions:
                 not any("/" in name or not name.strip() for name in self.allow_hosts),
                 "names such as llm.example.org, without http:// and path, or '*' for any",
             ),
+            ("tool_format", self.tool_format in ("auto", *FORMAT_NAMES), "auto, " + ", ".join(FORMAT_NAMES)),
             ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
         ):
             if not good:
@@ -185,6 +188,7 @@ class Service:
             options.allow_origins,
             _host_names(options),
             options.body_timeout_s,
+            tool_format=options.tool_format,
         )
         limits = ConnectionLimits(options.header_timeout_s, options.read_timeout_s, options.max_connections)
         self._api = Api(self.engine_thread, tokenizer, settings)
@@ -327,7 +331,7 @@ def _serve(
     if loaded.tokenizer is None:
         raise UserError(f"{model_path} has no tokenizer, and a server talks in text; add tokenizer.json")
     if template is not None:
-        loaded.tokenizer.chat_template = template
+        loaded.tokenizer.chat_template, loaded.tokenizer.tool_use_template = template, None
     policy, draft_skip = (None, None) if skips is None else skips(loaded)
     if ranks is not None:
         ranks.share(loaded.model)
