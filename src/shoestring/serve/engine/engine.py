@@ -57,6 +57,7 @@ from shoestring.serve.engine.scheduler import ScheduledStep, Scheduler
 from shoestring.serve.engine.skip_policy import FfnSimilarity, SkipPolicy, SkipSets, Work
 from shoestring.serve.engine.tensor_parallel import LeadRunner, Ranks
 from shoestring.serve.engine.warmup import warm_up_drafting, warm_up_steps
+from shoestring.serve.engine.weight_update import Values, WeightTarget
 from shoestring.serve.speculative.draft_length import DraftLengthController, Prospects
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.layer_skip_drafter import add_layer_skip
@@ -71,6 +72,7 @@ from shoestring.serve.speculative.verify import (
     rule_for,
     verify,
 )
+from shoestring.state.reshard.version import WeightsVersion
 
 __all__ = ["Completion", "Drafter", "Engine", "Output", "Prompt", "Request", "Stats", "TextCodec"]
 
@@ -231,6 +233,37 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Drop the prefix cache, after the model's weights changed where the engine cannot see it."""
         self.cache.pool.forget()
+
+    # -- other weights ----------------------------------------------------------------------------------------
+    @property
+    def version(self) -> WeightsVersion | None:
+        """Of weights that came with `update_weights`; None: those that the model was loaded with."""
+        return self.runner.version
+
+    @torch.no_grad()
+    def update_weights(self, target: WeightTarget, values: Values, version: WeightsVersion) -> list[Output]:
+        """Replace the weights between two steps, in place. The step in flight is completed first, and its outputs are
+        returned. Requests that run keep their tokens; their keys and values are computed again with the new weights.
+
+        UserError, and nothing changed, for values that do not fit."""
+        assert target.model is self.model
+        target.check(values)
+        outputs = self._land()
+        for request in reversed(self.running):
+            self.scheduler.set_back(request)
+            if self.drafter is not None:
+                self.drafter.release(request)
+        target.write_(values)
+        self.runner.weights_written(version)
+        for request in self.waiting:
+            if request.versions:  # it has been computed with others
+                note_version(request, version)
+        return outputs
+
+    def _land(self) -> list[Output]:
+        """Complete the step that was launched ahead: nothing is in flight afterwards."""
+        launched, self._launched_ahead = self._launched_ahead, None
+        return [] if launched is None else self._complete(launched)
 
     def _request(self, prompt: Prompt, sampling: Sampling | None, checked: bool = False) -> Request:
         sampling = sampling or Sampling()
@@ -482,6 +515,8 @@ class Engine:
         if scheduled.admitted and self.draft_controller is not None:
             self.draft_controller.requests_joined()
         for request in scheduled.admitted:
+            if not request.versions:
+                note_version(request, self.version)
             self.stats.num_prefix_asked += len(request.tokens)
             self.stats.num_prefix_hits += request.num_computed
             if request.num_preempted == 0:
@@ -670,6 +705,12 @@ def check_for(request: Request, num_coming: int = 0) -> Check:
     """`num_coming`: tokens that the request gains before the check."""
     draft, position = request.draft, len(request.tokens) + num_coming
     return Check(tuple(draft.tokens), position, request.sampling, draft.probs_GV, request.rule)
+
+
+def note_version(request: Request, version: WeightsVersion | None) -> None:
+    """From its next token on, the request is written by these weights."""
+    first = len(request.new_tokens)
+    request.versions = [(v, n) for v, n in request.versions if n < first] + [(version, first)]
 
 
 class Proposal:

@@ -170,10 +170,28 @@ class FusedDecoder:
             for block, plan in zip(model.blocks, model.plan.layers, strict=True)
         ]
         self.norm = model.norm
+        self.head = self._head(model)
+
+    @torch.no_grad()
+    def rewrite_copies(self, model: Decoder) -> None:
+        """After the model's weights were written in place: the same for what was made from them."""
+        for block, layer in zip(model.blocks, self.layers, strict=True):
+            fresh = self._layer(block, layer.plan, layer.freq, layer.cos_sin)
+            layer.qkv.overwrite(fresh.qkv)
+            layer.o.overwrite(fresh.o)
+            if isinstance(layer.mlp, FusedExperts):
+                assert isinstance(fresh.mlp, FusedExperts)
+                layer.mlp.overwrite(fresh.mlp)
+            else:
+                assert not isinstance(fresh.mlp, FusedExperts)
+                for old, new in zip(layer.mlp, fresh.mlp, strict=True):
+                    old.overwrite(new)
+        self.head.overwrite(self._head(model))
+
+    def _head(self, model: Decoder) -> MergedLinear:
         if model.head is not None:
-            self.head = merge_linears([model.head], self.dtype)
-        else:
-            self.head = MergedLinear(self.embed.to(self.dtype))
+            return merge_linears([model.head], self.dtype)
+        return MergedLinear(self.embed.to(self.dtype))
 
     def _layer(self, block: nn.Module, plan: LayerPlan, freq: Tensor | None, cos_sin: Tensor | None) -> _Layer:
         assert isinstance(block, Block)

@@ -27,7 +27,7 @@ from shoestring.kernels.experts.route import MOST_ROWS, choose_experts, combine,
 from shoestring.kernels.gemv.row_linear import row_linear
 from shoestring.kernels.lowbit.lowbit_linear import decode_chunks
 from shoestring.model.transformer import MixtureOfExperts, Mlp
-from shoestring.serve.engine.merged_linear import MergedLinear, merge_linears
+from shoestring.serve.engine.merged_linear import MergedLinear, copy_over, merge_linears
 
 FEW_TILES = 4  # tiles of MOST_ROWS rows that are still faster than decoding or sorting
 GROUPED_DTYPES = (torch.bfloat16,)  # of torch's grouped product on a GPU
@@ -73,6 +73,16 @@ class FusedExperts:
             merge_linears([down for _, _, down in experts], dtype),
             shared,
         )
+
+    def overwrite(self, other: FusedExperts) -> None:
+        """As MergedLinear.overwrite."""
+        copy_over(self.router_ED, other.router_ED)
+        self.up.overwrite(other.up)
+        self.down.overwrite(other.down)
+        if self.shared is not None and other.shared is not None:
+            copy_over(self.shared[0], other.shared[0])
+            self.shared[1].overwrite(other.shared[1])
+            self.shared[2].overwrite(other.shared[2])
 
     @property
     def num(self) -> int:

@@ -94,6 +94,22 @@ class MergedLinear:
         scale, zero = self._grid
         return row_linear(x_TD, self.parts["codes"], self.bias, scale_N=scale, zero_N=zero, **fused)
 
+    def overwrite(self, other: MergedLinear) -> None:
+        """Take over the values of `other`, made of the same layers, without a change of address."""
+        mine, new = self.parts or {}, other.parts or {}
+        assert mine.keys() == new.keys() and len(self.separate) == len(other.separate)
+        copy_over(self.weight, other.weight)
+        copy_over(self.bias, other.bias)
+        for name, t in mine.items():
+            copy_over(t, new[name])
+
+
+def copy_over(old: Tensor | None, new: Tensor | None) -> None:
+    """The values of `new` in the memory of `old`; most are the same memory."""
+    assert (old is None) == (new is None)
+    if old is not None and new is not None and old.data_ptr() != new.data_ptr():
+        old.copy_(new)
+
 
 def _one_scale(parts: Parts) -> bool:
     return "codes" in parts and parts["scale"].shape[1:].numel() == 1

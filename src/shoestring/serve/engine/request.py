@@ -20,6 +20,7 @@ from shoestring.model.skip import SkipSet
 from shoestring.serve.engine.block_pool import BlockTable
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.serve.speculative.verify import COUPLED, VerifyRule
+from shoestring.state.reshard.version import WeightsVersion
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
@@ -121,6 +122,8 @@ class Request:
     text: str = ""  # released so far; never shrinks
     finish_reason: FinishReason | None = None
     error: UserError | None = None  # why the engine ended it, with the finish reason "error"
+    # (weights, first new token that they wrote), where weights may change while the server runs; None: as loaded.
+    versions: list[tuple[WeightsVersion | None, int]] = field(default_factory=list)
     # Sublayers to leave out (skip_policy.py): `skip` below position switch_at, `late_skip` from there on.
     skip: SkipSet | None = None
     late_skip: SkipSet | None = None

@@ -61,6 +61,7 @@ from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_par
 from shoestring.serve.engine.prefill_graph import holds_prefill, launch_prefill, tiles_of, warm_up_prefill
 from shoestring.serve.engine.prompt_attention import limit_cudnn_plans
 from shoestring.serve.engine.sampling import Sampling
+from shoestring.state.reshard.version import WeightsVersion
 
 EAGER_SPLITS = 8  # ranges of keys for few requests outside of graphs; 1 for many
 WIDTH = 16  # block tables are padded to a multiple of this
@@ -94,6 +95,7 @@ class Runner:
         self._graphs: GraphCache | None = None
         self._cpu: CompiledDecodeStep | TorchDecodeStep | None = None  # one row on a CPU, with inputs rounded to 8 bits
         self._weights: object = None  # `weights_id` at the last `refresh`
+        self.version: WeightsVersion | None = None  # of weights that were written with `weights_written`
         self._roots: dict[tuple[torch.dtype, str], bytes] = {}  # by dtype and skip set
         self._warmed = 0  # rows of the largest warm-up pass with these weights
         if graphs and (unusable(model) or FusedDecoder.unsupported(model.plan)):
@@ -138,6 +140,18 @@ class Runner:
             self._roots.clear()
             self._warmed = 0
 
+    @torch.no_grad()
+    def weights_written(self, version: WeightsVersion) -> None:
+        """The model's weights were written in place: bring all copies up to date. Graphs stay; what was computed before
+        is not found in the prefix cache again."""
+        if self._fused is not None:
+            self._fused.rewrite_copies(self.model)
+        if self._cpu is not None:
+            self._refresh_cpu(changed=True)
+        self.version = version
+        self._weights = weights_id(self.model)
+        self._roots.clear()
+
     def _refresh_cpu(self, changed: bool) -> bool:
         executor = executor_of(self.model) if self.device.type == "cpu" else None
         if executor is None:
@@ -153,7 +167,7 @@ class Runner:
             self.refresh()
         key = self.model.compute_dtype, skip_set
         if key not in self._roots:
-            self._roots[key] = cache_root(self.model, skip_set, self._weights)
+            self._roots[key] = cache_root(self.model, skip_set, (self.version, self._weights))
         return self._roots[key]
 
     # -- a step ---------------------------------------------------------------------------------------------

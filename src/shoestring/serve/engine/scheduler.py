@@ -82,6 +82,11 @@ class Scheduler:
         elif request in self.waiting:  # not so where it was paused before
             self.waiting.remove(request)
 
+    def set_back(self, request: Request) -> None:
+        """Take all that was computed from a running request, and queue it first."""
+        self._stop(request)
+        self.waiting.appendleft(request)
+
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()
         decoding = self._decoding(step)

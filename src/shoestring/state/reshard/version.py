@@ -1,0 +1,15 @@
+"""The name of a set of weights: which run, which step, and a digest of the bytes. Never an address in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    run: str
+    step: int
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}" + (f"-{self.digest[:12]}" if self.digest else "")
