@@ -33,7 +33,8 @@ from shoestring.serve.engine.skip_policy import open_policy
 from shoestring.serve.speculative.draft_model import read_vocab_ids
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
-from shoestring.state.manifest import MANIFEST, read_manifest
+from shoestring.state.checkpoint_files import MANIFEST
+from shoestring.state.manifest import read_manifest
 from shoestring.train.corpus import documents
 from shoestring.train.step import Micro
 from shoestring.train.teacher_cache import ScalarCache, build_scalar_cache

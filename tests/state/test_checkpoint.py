@@ -27,9 +27,9 @@ from shoestring.state.checkpoint import (
     step_folder,
     unflatten,
 )
+from shoestring.state.checkpoint_files import OLD, hidden
 from shoestring.state.manifest import read_manifest
 from shoestring.state.optimizer import optimizer_state
-from shoestring.state.storage import OLD, hidden
 
 
 class Net(nn.Module):

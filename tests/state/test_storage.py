@@ -26,8 +26,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from shoestring.errors import UserError
 from shoestring.state.checkpoint import Checkpointer, latest, load_checkpoint, save_checkpoint, step_folder
-from shoestring.state.manifest import DTYPES, MANIFEST, decode_value, encode_value, read_manifest
-from shoestring.state.storage import NEW, SafeReader, SafeWriter, split_parts
+from shoestring.state.checkpoint_files import MANIFEST, NEW
+from shoestring.state.files import DTYPES
+from shoestring.state.manifest import decode_value, encode_value, read_manifest
+from shoestring.state.storage import SafeReader, SafeWriter, split_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

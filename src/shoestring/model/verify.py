@@ -17,8 +17,9 @@ from torch import Tensor
 from shoestring.errors import UserError, shown
 from shoestring.json_files import Fields, read_object
 from shoestring.paths import expand, find_model
-from shoestring.state.files import CHECKSUMS, CHUNK, TensorFiles, open_tensors
-from shoestring.state.manifest import MANIFEST, read_manifest
+from shoestring.state.checkpoint_files import CHUNK, MANIFEST
+from shoestring.state.files import CHECKSUMS, TensorFiles, open_tensors
+from shoestring.state.manifest import read_manifest
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shoestring.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the agent of the checkpoint levels plans with boxes and has no torch
     from torch import Tensor
 
 
@@ -145,8 +145,8 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """UserError unless the boxes lie inside the tensor, do not overlap, and leave no element out."""
+def check_inside(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """UserError unless the boxes lie inside the tensor and do not overlap."""
     whole = Box.full(shape)
     for box in boxes:
         if len(box.start) != len(whole.start) or not whole.contains(box):
@@ -159,6 +159,12 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
             f"tensor {name!r} of shape {list(shape)}: boxes {list(a.start)}-{list(a.stop)} and "
             f"{list(b.start)}-{list(b.stop)} overlap"
         )
+
+
+def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """UserError unless the boxes lie inside the tensor, do not overlap, and leave no element out."""
+    check_inside(name, shape, boxes)
+    whole = Box.full(shape)
     # Boxes inside the tensor without overlap cover it exactly when their sizes add up.
     if sum(b.size for b in boxes) != whole.size:
         gap = uncovered(shape, boxes)[0]

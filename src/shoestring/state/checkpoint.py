@@ -7,8 +7,7 @@ writes and reads which box, so a checkpoint from one mesh loads on any other; st
 Entries below a key `private` belong to one rank (random generators, residuals, cursors). Their name carries
 the rank's place in the mesh; otherwise DCP would take them for copies of the same thing and keep one.
 
-Left out: writing in the background and keeping copies in memory or on peers. `Checkpointer.after_step` is the
-place where that decision is made; the trainer knows no other entry point.
+Left out: writing in the background and keeping copies in memory or on peers (levels/checkpointer.py).
 """
 
 from __future__ import annotations
@@ -31,9 +30,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
-from shoestring.state.manifest import MANIFEST, Manifest, decode_value, encode_value
+from shoestring.state.checkpoint_files import MANIFEST, NEW, hidden, sweep
+from shoestring.state.levels.retention import Keep, prune_steps
+from shoestring.state.manifest import Manifest, decode_value, encode_value
 from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state
-from shoestring.state.storage import ADVICE, GONE, NEW, GoneError, SafeReader, SafeWriter, hidden, sweep
+from shoestring.state.storage import ADVICE, GoneError, SafeReader, SafeWriter
 
 PRIVATE = "private"
 ResumeFrom = Literal["newest", "previous"]
@@ -157,7 +158,7 @@ def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None =
     def prepare() -> tuple[SafeReader, dict[str, Tensor]]:
         reader = SafeReader(path)
         tensors, values = flatten(state, where)
-        _check_fits(path, reader.manifest, tensors, values)
+        check_fits(path, reader.manifest, tensors, values)
         return reader, tensors
 
     reader, tensors = agree(mesh, prepare)
@@ -176,7 +177,7 @@ def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None =
     return sorted([*(n for n in tensors if n not in found), *absent])
 
 
-def _check_fits(path: Path, saved: Manifest, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+def check_fits(path: Path | str, saved: Manifest, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     mine, theirs = {*tensors, *values}, {*saved.tensors, *saved.values}
     missing = sorted(n for n in mine - theirs if not _PRIVATE_NAME.search(n))
     unexpected = sorted(n for n in theirs - mine if not _PRIVATE_NAME.search(n))
@@ -295,19 +296,13 @@ def check_steps(steps: int, folder: Path) -> None:
         )
 
 
-def prune(folder: Path | str, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` complete checkpoints (one always stays); returns the deleted."""
-    doomed = [path for _, path in _complete(folder)[: -max(keep, 1)]]
-    for path in doomed:
-        # Renamed first: a half deleted checkpoint must not look like a checkpoint.
-        gone = hidden(path, GONE)
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-    return doomed
+def prune(folder: Path | str, keep: int | Keep) -> list[Path]:
+    """Delete the complete checkpoints that are not to be kept (the newest always stays); returns the deleted."""
+    keep = Keep(keep) if isinstance(keep, int) else keep
+    return prune_steps(Path(folder), keep, Path(folder).parent / "metrics.jsonl")
 
 
-def _set_aside(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
     """Under a name that is no checkpoint's, so that no later run takes it for the newest; nothing is deleted."""
     names = (path.with_name(f"{path.name}.set-aside{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
     target = next(p for p in names if not p.exists())
@@ -362,6 +357,42 @@ def seed_rng(seed: int, mesh: Mesh | None) -> None:
     torch.manual_seed((seed * 1_000_003 + (0 if mesh is None else mesh.dp_rank)) % 2**63)
 
 
+def run_state(run: RunLike, parts: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a checkpoint of the run holds; its tensors are the run's own, not copies."""
+    return {
+        "step": run.step,
+        "model": get_model_state_dict(run.model),
+        "optimizer": optimizer_state(run.model, run.optimizer),
+        "rng": {PRIVATE: rng_state()},
+        "parts": {name: part.state_dict() for name, part in parts.items()},
+    }
+
+
+def state_to_fill(run: RunLike, parts: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
+    """The run's state with a place for every optimizer tensor among the `saved` names, and no other."""
+    prefix = "optimizer.state."
+    names = {n.removeprefix(prefix) for n in saved if n.startswith(prefix)}
+    if names:
+        init_state(run.optimizer)
+    forget_absent(run.model, run.optimizer, names)
+    return agree(run.mesh, lambda: {**run_state(run, parts), "parts": _parts_to_load(parts, saved)})
+
+
+def put_back(run: RunLike, parts: dict[str, Any], state: dict[str, Any]) -> None:
+    """The filled state into the run and its parts."""
+    set_model_state_dict(run.model, state["model"])
+    load_optimizer_state(run.model, run.optimizer, state["optimizer"])
+    for name, part in parts.items():
+        part.load_state_dict(state["parts"][name])
+    set_rng_state(state["rng"][PRIVATE])
+    run.step = state["step"]
+
+
+def started_anew(absent: list[str]) -> str:
+    """For the line about a resumed run: what the checkpoint did not have for this rank."""
+    return f"; {len(absent)} entries private to other ranks start anew" if absent else ""
+
+
 def _parts_to_load(parts: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
     state = {}
     for name, part in parts.items():
@@ -387,17 +418,17 @@ class Checkpointer:
         folder: Path | str,
         *,
         every: int,
-        keep: int = 2,
+        keep: int | Keep = 2,
         last: int | None = None,
         seed: int | None = None,
         resume_from: ResumeFrom = "newest",
     ) -> None:
-        if every < 0 or keep < 1:
+        if every < 0 or (isinstance(keep, int) and keep < 1):
             raise UserError(f"a checkpointer needs every >= 0 and keep >= 1, got every={every} keep={keep}")
         self.seed, self.resume_from = seed, resume_from
         self.folder = Path(folder).absolute()
         self.every = every
-        self.keep = keep
+        self.keep = Keep(keep) if isinstance(keep, int) else keep
         self.last = last  # a step to save after in any case: a finished run can then be made longer
         self.saved_step: int | None = None  # the newest step this process saved or resumed from
 
@@ -420,7 +451,7 @@ class Checkpointer:
         if self.saved_step == run.step:
             return path
         on_main(run.mesh, sweep, self.folder)
-        state = agree(run.mesh, lambda: self._state(run, parts))
+        state = agree(run.mesh, lambda: run_state(run, parts))
         # A folder of this name can only stem from a future that this run did not resume from.
         save_checkpoint(path, state, run.mesh, step=run.step, overwrite=True)
         self.saved_step = run.step
@@ -441,7 +472,7 @@ class Checkpointer:
         if len(paths) < 2:
             raise UserError(f"resume_from=previous: {paths[0]} is the only checkpoint; leave resume_from out")
         self._load(paths[-2], run, parts)
-        kept = on_main(run.mesh, _set_aside, paths[-1])
+        kept = on_main(run.mesh, set_aside, paths[-1])
         if run.log is not None:
             run.log.say(f"the newer checkpoint {paths[-1].name} is set aside as {kept}")
         return True
@@ -461,30 +492,9 @@ class Checkpointer:
 
     def _fill(self, path: Path, run: RunLike, parts: dict[str, Any]) -> None:
         saved = agree(run.mesh, lambda: SafeReader(path).manifest)
-        prefix = "optimizer.state."
-        names = {n for n in (*saved.tensors, *saved.values) if n.startswith(prefix)}
-        if names:
-            init_state(run.optimizer)
-        forget_absent(run.model, run.optimizer, {n.removeprefix(prefix) for n in names})
-        everything = {*saved.tensors, *saved.values}
-        state = agree(run.mesh, lambda: {**self._state(run, parts), "parts": _parts_to_load(parts, everything)})
+        state = state_to_fill(run, parts, (*saved.tensors, *saved.values))
         absent = load_checkpoint(path, state, run.mesh)
-        set_model_state_dict(run.model, state["model"])
-        load_optimizer_state(run.model, run.optimizer, state["optimizer"])
-        for name, part in parts.items():
-            part.load_state_dict(state["parts"][name])
-        set_rng_state(state["rng"][PRIVATE])
-        run.step = state["step"]
+        put_back(run, parts, state)
         self.saved_step = run.step
         if run.log is not None:
-            elsewhere = f"; {len(absent)} entries private to other ranks start anew" if absent else ""
-            run.log.say(f"resumed from {path} at step {run.step}{elsewhere}")
-
-    def _state(self, run: RunLike, parts: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "step": run.step,
-            "model": get_model_state_dict(run.model),
-            "optimizer": optimizer_state(run.model, run.optimizer),
-            "rng": {PRIVATE: rng_state()},
-            "parts": {name: part.state_dict() for name, part in parts.items()},
-        }
+            run.log.say(f"resumed from {path} at step {run.step}{started_anew(absent)}")

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from shoestring.errors import UserError, room, shortened
 from shoestring.json_files import check_path, read_object
+from shoestring.state.checkpoint_files import PartWriter, replace_folder, sync
 
 SHARD_BYTES = 5 * 10**9
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
 FORGOTTEN_S = 24 * 3600.0  # a hidden folder of another machine that is this old belongs to no process any more
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<host>.+)-(?P<pid>[0-9]+)")
-CHUNK = 1 << 24  # bytes hashed and written at a time: a chunk is still in the cache when it is written
 
 # safetensors' names of the dtypes that both it and torch know.
 DTYPES: dict[str, torch.dtype] = {
@@ -203,7 +203,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-class TensorWriter:
+class TensorWriter(PartWriter):
     """One safetensors file, written tensor by tensor in the order of `infos`.
 
     `metadata` goes into the header. With `checksum` the bytes are hashed on the way, so that the file is not read
@@ -213,23 +213,9 @@ class TensorWriter:
     def __init__(
         self, path: Path, infos: Sequence[TensorInfo], *, metadata: dict[str, str] | None = None, checksum: bool = False
     ) -> None:
-        header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-        offset = 0
-        for info in infos:
-            end = offset + info.num_bytes
-            header[info.name] = {
-                "dtype": DTYPE_NAMES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data starts aligned
         self._waiting = list(reversed(infos))
-        self._hash = hashlib.sha256() if checksum else None
-        self.num_bytes = 0
-        self._file = path.open("wb")
-        self._write(len(text).to_bytes(8, "little") + text)
+        entries = [(i.name, DTYPE_NAMES[i.dtype], i.shape, i.num_bytes) for i in infos]
+        super().__init__(path, entries, metadata=metadata, checksum=checksum)
 
     def add(self, t: Tensor) -> None:
         info = self._waiting.pop()
@@ -237,61 +223,12 @@ class TensorWriter:
         if t.numel():  # row-major and little-endian, as every machine that torch runs on
             self._write(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def _write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self.num_bytes += len(view)
-        for at in range(0, len(view), CHUNK):
-            if self._hash is not None:
-                self._hash.update(view[at : at + CHUNK])
-            self._file.write(view[at : at + CHUNK])
-
-    @property
-    def sha256(self) -> str:
-        assert self._hash is not None
-        return self._hash.hexdigest()
-
     def close(self) -> None:
-        """On disk, not only in the page cache: what is renamed next must not be empty after a power cut."""
         assert not self._waiting
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
-            self._file.close()
+        super().close()
 
 
 # -- folders -------------------------------------------------------------------------------------------------
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable; a file's own fsync does not cover its name."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def replace_folder(new: Path, target: Path, old: Path) -> None:
-    """Put the complete folder `new` in the place of `target`, which is kept as `old` in between.
-
-    A crash between the two renames leaves `old`; a failing rename puts it back.
-    """
-    sync(new)
-    had_old = target.exists()
-    if had_old:
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        if had_old:
-            old.rename(target)
-        raise
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def hidden_name(target: Path, kind: str) -> Path:

@@ -9,7 +9,6 @@ Left out: the bytes of the parts (storage.py checks them while it loads).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -22,21 +21,15 @@ import torch
 
 from shoestring.errors import UserError, shown
 from shoestring.json_files import read_bytes
-from shoestring.state.boxes import Box, check_cover
+from shoestring.state.boxes import Box, check_cover, check_inside
+from shoestring.state.checkpoint_files import FORMAT, MANIFEST, VERSION, is_sealed, manifest_bytes
 from shoestring.state.files import DTYPE_NAMES, DTYPES
 
-MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 28
-FORMAT = "shoestring-checkpoint"
-VERSION = 1
 
 _PART = re.compile(r"part-[0-9]{5,}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{64}")
 Bad = Callable[[str], UserError]  # the error about one file, from what is wrong with it
-
-
-def part_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -119,45 +112,38 @@ def decode_value(value: Any) -> Any:
 
 
 def dump_manifest(m: Manifest) -> bytes:
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "world_size": m.world_size,
-        "step": m.step,
-        "parts": {n: {"bytes": p.bytes, "sha256": p.sha256} for n, p in sorted(m.parts.items())},
-        "tensors": {
-            name: {
-                "dtype": DTYPE_NAMES[t.dtype],
-                "shape": list(t.shape),
-                "boxes": [
-                    {"start": list(b.box.start), "stop": list(b.box.stop), "part": b.part, "key": b.key}
-                    for b in t.boxes
-                ],
-            }
-            for name, t in sorted(m.tensors.items())
-        },
-        "values": dict(sorted(m.values.items())),
+    tensors = {
+        name: {
+            "dtype": DTYPE_NAMES[t.dtype],
+            "shape": list(t.shape),
+            "boxes": [
+                {"start": list(b.box.start), "stop": list(b.box.stop), "part": b.part, "key": b.key} for b in t.boxes
+            ],
+        }
+        for name, t in m.tensors.items()
     }
-    rest = json.dumps(body, indent=1, allow_nan=False).removeprefix("{").lstrip("\n").encode() + b"\n"
-    return f'{{"checksum": "{hashlib.sha256(rest).hexdigest()}",\n'.encode() + rest
+    parts = {n: (p.bytes, p.sha256) for n, p in m.parts.items()}
+    return manifest_bytes(m.world_size, m.step, parts, tensors, m.values)
 
 
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> Manifest:
     """The checked manifest of a checkpoint folder; a UserError names the bad file and what to do."""
-    file = folder / MANIFEST
+    file = folder / name
     if not folder.is_dir():
         raise UserError(f"no checkpoint at {folder}: there is no such folder")
     if not file.is_symlink() and not file.exists():
-        raise UserError(f"{folder} is not a checkpoint: it has no {MANIFEST}; point to a folder such as step-00000100")
-    manifest = parse_manifest(read_bytes(file, MOST_BYTES), file)
-    _check_files(folder, manifest)
+        raise UserError(f"{folder} is not a checkpoint: it has no {name}; point to a folder such as step-00000100")
+    manifest = parse_manifest(read_bytes(file, MOST_BYTES), file, kind=kind)
+    _check_files(folder, manifest, name)
     return manifest
 
 
-def parse_manifest(data: bytes, file: Path) -> Manifest:
+def parse_manifest(data: bytes, file: Path, *, kind: str = FORMAT) -> Manifest:
+    """Of a whole checkpoint; with the other kind of one host's share, whose boxes need not cover a tensor."""
+
     def bad(what: str) -> UserError:
         return UserError(f"{file} {what}; do not use this checkpoint, take an earlier one")
 
@@ -165,22 +151,22 @@ def parse_manifest(data: bytes, file: Path) -> Manifest:
         root = json.loads(data, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as e:
         raise bad(f"is not valid JSON ({e})") from e
-    if not isinstance(root, dict) or root.get("format") != FORMAT:
+    if not isinstance(root, dict) or root.get("format") != kind:
         raise bad("is not a checkpoint manifest of Shoestring")
     if root.get("version") != VERSION:
         raise bad(f"has version {shown(root.get('version'))}, this program reads {VERSION}; update Shoestring")
-    first, _, rest = data.partition(b"\n")
-    if first != f'{{"checksum": "{hashlib.sha256(rest).hexdigest()}",'.encode():
+    if not is_sealed(data):
         raise bad("is damaged: its own checksum does not fit")
     if set(root) != {"checksum", "format", "version", "world_size", "step", "parts", "tensors", "values"}:
         raise bad("has unknown or missing fields")
     if not _is_int(root["world_size"]) or not (root["step"] is None or _is_int(root["step"])):
         raise bad("has a bad world_size or step")
-    for kind in ("parts", "tensors", "values"):
-        if not isinstance(root[kind], dict):
-            raise bad(f"has bad {kind}")
+    for field_name in ("parts", "tensors", "values"):
+        if not isinstance(root[field_name], dict):
+            raise bad(f"has bad {field_name}")
     parts = {name: _part(bad, name, entry) for name, entry in root["parts"].items()}
-    tensors = {name: _tensor(bad, name, entry, parts) for name, entry in root["tensors"].items()}
+    whole = kind == FORMAT
+    tensors = {name: _tensor(bad, name, entry, parts, whole) for name, entry in root["tensors"].items()}
     keys = [(b.part, b.key) for t in tensors.values() for b in t.boxes]
     if len(set(keys)) != len(keys):
         raise bad("uses the same key of a part for two boxes")
@@ -221,7 +207,7 @@ def _ints(value: Any) -> bool:
     return isinstance(value, list) and all(_is_int(v) for v in value)
 
 
-def _tensor(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredTensor:
+def _tensor(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo], whole: bool) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "boxes"} or not _ints(entry["shape"]):
         raise bad(f"has a bad entry for tensor {shown(name)}")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
@@ -231,7 +217,10 @@ def _tensor(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> Stor
     boxes = tuple(_box(bad, name, b, parts) for b in entry["boxes"])
     shape = tuple(entry["shape"])
     try:
-        check_cover(name, shape, [b.box for b in boxes])
+        if whole:
+            check_cover(name, shape, [b.box for b in boxes])
+        else:
+            check_inside(name, shape, [b.box for b in boxes])
     except UserError as e:
         raise bad(f"is inconsistent: {e}") from e
     return StoredTensor(DTYPES[entry["dtype"]], shape, boxes)
@@ -250,11 +239,11 @@ def _box(bad: Bad, name: str, entry: Any, parts: dict[str, PartInfo]) -> StoredB
     return StoredBox(Box(tuple(start), tuple(stop)), entry["part"], key)
 
 
-def _check_files(folder: Path, manifest: Manifest) -> None:
+def _check_files(folder: Path, manifest: Manifest, listed_in: str) -> None:
     present = {p.name for p in folder.iterdir()}
-    if extra := present - set(manifest.parts) - {MANIFEST}:
+    if extra := present - set(manifest.parts) - {listed_in}:
         raise UserError(
-            f"{folder / min(extra)} does not belong to this checkpoint ({MANIFEST} does not list it); "
+            f"{folder / min(extra)} does not belong to this checkpoint ({listed_in} does not list it); "
             "move it away if you know it, or do not use this checkpoint"
         )
     for name, info in manifest.parts.items():

@@ -48,9 +48,21 @@ from torch.futures import Future
 
 from shoestring.errors import UserError
 from shoestring.state.boxes import Box, check_cover
-from shoestring.state.files import CHUNK, DTYPE_NAMES, DTYPES, TensorInfo, TensorWriter, replace_folder, sync
-from shoestring.state.manifest import (
+from shoestring.state.checkpoint_files import (
+    CHUNK,
+    FORMAT,
+    HOST_FORMAT,
+    HOST_MANIFEST,
     MANIFEST,
+    NEW,
+    OLD,
+    hidden,
+    part_name,
+    replace_folder,
+    sync,
+)
+from shoestring.state.files import DTYPE_NAMES, DTYPES, TensorInfo, TensorWriter
+from shoestring.state.manifest import (
     Manifest,
     PartInfo,
     StoredBox,
@@ -58,16 +70,8 @@ from shoestring.state.manifest import (
     decode_value,
     dump_manifest,
     encode_value,
-    part_name,
     read_manifest,
 )
-
-# Hidden siblings of a checkpoint: being written, replaced by a newer one of the same name, being deleted.
-NEW, OLD, GONE = ".shoestring-new-", ".shoestring-old-", ".shoestring-gone-"
-
-
-def hidden(path: Path, prefix: str) -> Path:
-    return path.parent / f"{prefix}{path.name}"
 
 
 def io_error(path: Path, error: OSError, needed: int = 0) -> UserError:
@@ -246,21 +250,6 @@ def _value_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
     return WriteResult(item.index, 0, _Written(value=value))
 
 
-def sweep(folder: Path) -> None:
-    """Clean up after killed saves: put a replaced checkpoint back whose successor never came, drop the rest.
-
-    Only for a folder that belongs to one run, while none of its processes is saving.
-    """
-    for path in list(folder.glob(".shoestring-*")):
-        if path.name.startswith(OLD):
-            target = folder / path.name.removeprefix(OLD)
-            if not target.exists() and (path / MANIFEST).is_file():
-                path.rename(target)
-                continue
-        if path.name.startswith((NEW, OLD, GONE)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 class SafeReader(StorageReader):
     """`torch.distributed.checkpoint.load(state, storage_reader=SafeReader(path))`.
 
@@ -269,6 +258,8 @@ class SafeReader(StorageReader):
     after one the tensors given to `load` may be half filled.
     """
 
+    listed_in, kind = MANIFEST, FORMAT
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.reset(path)
@@ -276,7 +267,7 @@ class SafeReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id).absolute()
-            self.manifest = read_manifest(self.path)
+            self.manifest = read_manifest(self.path, self.listed_in, self.kind)
             self._boxes = {(n, b.box.start): b for n, t in self.manifest.tensors.items() for b in t.boxes}
 
     @classmethod
@@ -318,7 +309,7 @@ class SafeReader(StorageReader):
             else:
                 by_part.setdefault(self._box(item.storage_index).part, []).append(item)
         for part, items in by_part.items():
-            with self._open(part) as f, torch.no_grad():
+            with self.open_part(part) as f, torch.no_grad():
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
                     wanted = Box.at(item.storage_offsets, item.lengths)
@@ -331,7 +322,7 @@ class SafeReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _open(self, part: str) -> Any:
+    def open_part(self, part: str) -> Any:
         try:
             return safe_open(self.path / part, framework="pt")
         except (SafetensorError, OSError) as e:
@@ -356,7 +347,7 @@ class SafeReader(StorageReader):
         expected = {
             b.key: (t.dtype, b.box.shape) for t in self.manifest.tensors.values() for b in t.boxes if b.part == part
         }
-        with self._open(part) as f:
+        with self.open_part(part) as f:
             if set(f.keys()) != set(expected):
                 odd = sorted(set(f.keys()) ^ set(expected))[:3]
                 raise UserError(f"{self.path / part} does not hold the tensors of {MANIFEST}: {odd}; {ADVICE}")
@@ -367,6 +358,12 @@ class SafeReader(StorageReader):
                         f"{self.path / part}: {key!r} is {held.get_dtype()} {held.get_shape()}, {MANIFEST} "
                         f"says {DTYPE_NAMES[dtype]} {list(shape)}; {ADVICE}"
                     )
+
+
+class HostReader(SafeReader):
+    """One host's share of a checkpoint; levels/restore.py puts the shares of all hosts together."""
+
+    listed_in, kind = HOST_MANIFEST, HOST_FORMAT
 
 
 ADVICE = "delete this checkpoint and use an earlier one"

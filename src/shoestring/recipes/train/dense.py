@@ -31,6 +31,9 @@ from shoestring.model.parallel import ParallelConfig
 from shoestring.report import Section
 from shoestring.runlog import AS_SAVED, RunLog, check_free, check_resume_from, open_run_folder, read_config
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.retention import Keep
+from shoestring.state.levels.settings import CheckpointConfig, check_checkpoints
 from shoestring.state.run_lock import check_not_held, hold_run
 from shoestring.train import pretraining
 from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
@@ -52,9 +55,9 @@ DECIDING = (
 
 
 @dataclass(frozen=True)
-class Config(ReducerConfig, pretraining.ModelConfig, CorpusConfig):
-    """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py) and of the reducer
-    (train/reducers/build.py)."""
+class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusConfig):
+    """Behind the keys of the corpus (train/shards.py), of the model (train/pretraining.py), of the reducer
+    (train/reducers/build.py) and of checkpoints (state/levels/settings.py)."""
 
     steps: int = option(2000, "optimizer steps", least=0)
     batch: int = option(16, "rows per step over all ranks", least=1)
@@ -84,6 +87,15 @@ def main(cfg: Config) -> Path:
     return pretrain(cfg, "train/dense")
 
 
+def open_checkpointer(cfg: Config, folder: Path) -> Checkpointer | LevelCheckpointer:
+    options: dict[str, Any] = {"seed": cfg.seed, "resume_from": cfg.resume_from}
+    if cfg.checkpoint == "auto":
+        return LevelCheckpointer(folder / "checkpoints", cfg, last=cfg.steps, **options)
+    keep = Keep(cfg.keep_last, cfg.keep_every, cfg.keep_best)
+    last = cfg.steps if cfg.save_every else None
+    return Checkpointer(folder / "checkpoints", every=cfg.save_every, keep=keep, last=last, **options)
+
+
 def pretrain(
     cfg: Config,
     recipe: str,
@@ -102,6 +114,7 @@ def pretrain(
     elif cfg.run is not None:
         check_free(Path(cfg.run))
     check_resume_from(to_json(cfg))
+    check_checkpoints(cfg)
     pretraining.check_model(cfg, vocab_size=cfg.vocab_size, context=cfg.context)
     check_reducer(cfg, cfg.mesh)
     mesh = open_mesh(cfg.mesh, cfg.device)
@@ -125,9 +138,7 @@ def pretrain(
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
         if cfg.eval_every and held_out is None:
             log.say(f"no validation: {pretraining.few_documents(corpus, cfg.context)}")
-        last = cfg.steps if cfg.save_every else None
-        options: dict[str, Any] = {"last": last, "seed": cfg.seed, "resume_from": cfg.resume_from}
-        checkpointer = Checkpointer(folder / "checkpoints", every=cfg.save_every, **options)
+        checkpointer = open_checkpointer(cfg, folder)
         if cfg.resume is not None and checkpointer.newest() is None:
             log.say(f"{folder} has no checkpoint yet: starting from the first step")
             log.truncate_after(0)

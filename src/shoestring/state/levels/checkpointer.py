@@ -1,0 +1,667 @@
+"""LevelCheckpointer: a run saved to memory, peers, disk and remote storage, each at its own interval.
+
+It is a StepCheckpointer (train/step.py). Every so many steps all ranks meet for a few numbers (is the last save
+committed everywhere, is a slot free, how long did things take), and either start a save together or skip it together.
+From these numbers every rank computes the same next interval (policy.py). The save itself goes on in the background
+(snapshot.py); disk and remote storage are the agent's work (agent.py).
+
+A slot is overwritten only when the other slot's version is committed on every rank and nobody reads this one, so at
+every instant one complete version is in memory. Resuming takes the newest complete version from the nearest source
+(restore.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.host.arena import lock_file, room_for
+from shoestring.mesh import Mesh
+from shoestring.state.boxes import Box, local_box
+from shoestring.state.checkpoint import (
+    ResumeFrom,
+    RunLike,
+    agree,
+    check_fits,
+    coordinate,
+    flatten,
+    on_main,
+    put_back,
+    run_state,
+    save_checkpoint,
+    seed_rng,
+    set_aside,
+    started_anew,
+    state_to_fill,
+    step_folder,
+    step_folders,
+    unflatten,
+)
+from shoestring.state.checkpoint_files import sweep
+from shoestring.state.files import DTYPE_NAMES
+from shoestring.state.levels import remote
+from shoestring.state.levels.agent import DRAIN_LOCK, AgentConfig, agent_pid, read_status, start_agent
+from shoestring.state.levels.events import Event, append_event, rates_from_events, read_events
+from shoestring.state.levels.host_folder import (
+    FINISHED,
+    STOP,
+    alive_path,
+    arena_files,
+    arena_path,
+    host_folder,
+    host_name,
+    make_host_folder,
+    memory_base,
+)
+from shoestring.state.levels.policy import Cost, IntervalPlan, Mean, duration, make_plan
+from shoestring.state.levels.restore import (
+    ChosenVersion,
+    Offer,
+    choose,
+    fill_tensors,
+    gather_offers,
+    manifest_of,
+    offers_here,
+)
+from shoestring.state.levels.retention import Keep, prune_steps
+from shoestring.state.levels.settings import CheckpointConfig
+from shoestring.state.levels.snapshot import MemoryLevel, hold_alive, lay_out, local_tensor
+from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, dump_index, sum_of_names
+
+MEASURE_S = 2.0  # seconds to the second save, which knows what the first one cost
+RETRY_STEPS = 4  # a skipped save is tried again after this part of an interval
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which boxes this rank writes, of which state."""
+
+    boxes: tuple[HeldBox, ...]
+    names_sum: str
+    signature: int
+
+
+class LevelCheckpointer:
+    """`checkpoint=auto`. `folder` is the run's checkpoints/; every rank makes one."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        settings: CheckpointConfig,
+        *,
+        last: int | None = None,
+        seed: int | None = None,
+        resume_from: ResumeFrom = "newest",
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self.settings, self.last, self.seed, self.resume_from = settings, last, seed, resume_from
+        self.life = ""
+        self.host = host_name()
+        self.memory: MemoryLevel | None = None
+        self.share: Share | None = None
+        self.plan: IntervalPlan | None = None
+        self.saves = 0  # finished or under way
+        self.skipped = 0
+        self.saved_step: int | None = None  # the newest step that is on disk for certain
+        self.next_step: int | None = None
+        self.stalls: list[float] = []
+        self._arenas: Path | None = None
+        self._alive: list[int] = []
+        self._hosts: list[str] = [self.host]
+        self._group: Any = None
+        self._boxes: dict[str, tuple[Any, Box]] = {}
+        self._costs = {"memory": [Mean(), Mean()], "disk": [Mean(), Mean()], "remote": [Mean(), Mean()]}
+        self._step_s = Mean()
+        self._last_step_at: float | None = None
+        self._observed_s, self._rates = 0.0, {}
+        self._drains_seen: set[tuple[str, int]] = set()
+        self._replica: Any = None
+        self._agent: Any = None
+
+    # -- what the trainer asks -------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether after_step will wait for a save to disk; saves to memory need no line of metrics before them."""
+        return step == self.last
+
+    def newest(self) -> Path | None:
+        return next(reversed(step_folders(self.folder)), None)
+
+    def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if self._last_step_at is not None:
+            self._step_s = self._step_s.after(now - self._last_step_at)
+        if run.step == self.last:
+            self.save(run, parts)
+            self.finish(run)
+        elif self.next_step is None or run.step >= self.next_step:
+            self._meet(run, parts)
+        self._last_step_at = time.perf_counter()
+
+    def save(self, run: RunLike, parts: dict[str, Any]) -> Path:
+        """To disk, and wait for it. With preempt_s, what does not fit into the time is left in memory to the agent."""
+        began = time.monotonic()
+        path = step_folder(self.folder, run.step)
+        if self.saved_step == run.step:
+            return path
+        if run.step != self.last and self._leave_to_agent(run, parts):
+            return path
+        if self.memory is not None:
+            self.memory.wait()
+            self.memory.wait_copied()
+        with self._no_drain(run.mesh):
+            on_main(run.mesh, sweep, self.folder)
+            state = agree(run.mesh, lambda: run_state(run, parts))
+            state[LIFE] = self.life
+            save_checkpoint(path, state, run.mesh, step=run.step, overwrite=True)
+            self.saved_step = run.step
+            keep = self._keep()
+            on_main(run.mesh, lambda: prune_steps(self.folder, keep, self.folder.parent / "metrics.jsonl"))
+        self._costs["disk"][1] = self._costs["disk"][1].after(time.monotonic() - began)
+        return path
+
+    def finish(self, run: RunLike) -> None:
+        """The run has ended and is on disk: the agent may delete the copies in memory and end."""
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        if run.mesh.is_main:
+            append_event(self.folder, Event("finished", time.time(), run.step, self.life))
+        run.mesh.barrier()
+        if self._arenas is not None and self._is_first_of_host(run.mesh):
+            (self._arenas / FINISHED).touch()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in self._alive:
+            os.close(fd)
+        self._alive.clear()
+
+    # -- resuming --------------------------------------------------------------------------------------------
+
+    def resume(self, run: RunLike, parts: dict[str, Any]) -> bool:
+        """Fill the run from the newest complete version, each box from the nearest copy; False where there is none."""
+        self.life = run.mesh.broadcast_object(f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}")
+        self._find_hosts(run.mesh)
+        on_main(run.mesh, sweep, self.folder)
+        run.optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
+        arenas = [host_folder(self.folder.parent), host_folder(self.folder.parent, self._disk_base)]
+        self._hold(next((p for p in arenas if p.is_dir()), None), run.mesh)
+
+        def look() -> tuple[list[Offer], list[str]]:
+            found: tuple[list[Offer], list[str]] = ([], [])
+            for i, place in enumerate(arenas):
+                offers, problems = offers_here(place, [self.folder] if i == 0 else [], self.host)
+                found[0].extend(offers)
+                found[1].extend(problems)
+            for problem in found[1]:
+                print(f"not usable: {problem}", flush=True)
+            return found
+
+        offers = gather_offers(run.mesh, self.host, look)
+        fetched = self._fetch_remote(run, offers)
+        if fetched:
+            offers = gather_offers(run.mesh, self.host, look)
+        events = on_main(run.mesh, read_events, self.folder)
+        levels, mttf = self._levels(run.mesh), self.settings.levels.mttf_hours
+        self._rates = on_main(
+            run.mesh, lambda: rates_from_events(events, levels, run.mesh.world_size, mttf, time.time())
+        )
+        choice = self._choose(run, offers)
+        if choice is None:
+            if self.seed is not None:
+                seed_rng(self.seed, run.mesh)
+            if run.mesh.is_main:
+                append_event(self.folder, Event("started", time.time(), 0, self.life))
+            return False
+        source = self._fill(run, parts, choice, "remote" if fetched else None)
+        if self.resume_from == "previous":
+            self._set_aside_newer(run, choice.step)
+        for place in arenas:
+            self._forget_newer(place, run)
+        if run.mesh.is_main:
+            append_event(self.folder, Event("resumed", time.time(), run.step, self.life, source))
+        run.mesh.barrier()
+        return True
+
+    def _choose(self, run: RunLike, offers: Sequence[Offer]) -> ChosenVersion | None:
+        choice = choose(offers)
+        if choice is None or self.resume_from == "newest":
+            return choice
+        earlier = choose(offers, before=choice.step)
+        if earlier is None:
+            raise UserError(
+                f"resume_from=previous: the version of step {choice.step} is the only one; leave resume_from out"
+            )
+        return earlier
+
+    def _fill(self, run: RunLike, parts: dict[str, Any], choice: ChosenVersion, told: str | None) -> str:
+        began = time.perf_counter()
+        saved = manifest_of(choice)
+        state = state_to_fill(run, parts, (*saved.tensors, *saved.values))
+        where = coordinate(run.mesh)
+        tensors, values = agree(run.mesh, lambda: flatten(state, where))
+        what = f"version of step {choice.step}"
+        agree(run.mesh, lambda: check_fits(what, saved, tensors, values))
+        found = {n: t for n, t in tensors.items() if n in saved.tensors}
+        used, damaged = fill_tensors(found, choice, run.mesh, self.host)
+        absent = [*(n for n in tensors if n not in found), *unflatten(state, saved.values, where)]
+        put_back(run, parts, state)
+        self.saved_step = run.step if any(o.source == "disk" for o in choice.offers) else None
+        seconds = time.perf_counter() - began
+        total = sum(used.values())
+        source = told or " and ".join(sorted(used, key=lambda s: -used[s])) or "disk"
+        if run.log is not None:
+            for line in (*choice.passed_over, *damaged):
+                run.log.say(f"passed over: {line}")
+            run.log.say(
+                f"resumed from {source} at step {run.step}: {total / 2**20:.1f} MiB in {duration(seconds)}"
+                f"{started_anew(absent)}"
+            )
+        return source
+
+    def _fetch_remote(self, run: RunLike, offers: Sequence[Offer]) -> bool:
+        """A checkpoint from remote storage, where it has a newer one than is here. Never waits beyond its deadlines."""
+        url, timeout = self.settings.levels.remote, self.settings.levels.remote_timeout_s
+        if url is None:
+            return False
+        best = choose(offers)
+
+        def fetch() -> bool:
+            try:
+                steps = remote.remote_steps(url, timeout)
+                if not steps or (best is not None and steps[-1][0] <= best.step):
+                    return False
+                remote.fetch(url, steps[-1][1], step_folder(self.folder, steps[-1][0]), timeout)
+                return True
+            except Exception as error:  # whatever a storage library raises
+                if best is None:
+                    raise UserError(
+                        f"levels.remote={url} cannot be read ({error}), and no other copy is here: make it "
+                        "reachable, or start a new run"
+                    ) from error
+                if run.log is not None:
+                    run.log.say(f"remote storage cannot be read ({error}); it is left out")
+                return False
+
+        return bool(on_main(run.mesh, fetch))
+
+    def _set_aside_newer(self, run: RunLike, step: int) -> None:
+        def move() -> list[str]:
+            return [str(set_aside(p)) for p in step_folders(self.folder) if int(p.name[5:]) > step]
+
+        for kept in on_main(run.mesh, move):
+            if run.log is not None:
+                run.log.say(f"a newer checkpoint is set aside as {kept}")
+
+    def _forget_newer(self, place: Path, run: RunLike) -> None:
+        """Versions in memory of a future that this run did not resume from."""
+        if not self._is_first_of_host(run.mesh):
+            return
+        for path in arena_files(place):
+            level = MemoryLevel(path, torch.device("cpu"), threads=1)
+            if level.open_existing():
+                level.forget(run.step)
+            level.close()
+
+    # -- the meeting of the ranks ----------------------------------------------------------------------------
+
+    def _meet(self, run: RunLike, parts: dict[str, Any]) -> None:
+        """All ranks, at the same step: start a save together, or skip it together."""
+        began = time.perf_counter()
+        if self._step_s.count == 0:
+            self.next_step = run.step + 1
+            return
+        if self.plan is None and self.saves == 0 and self.memory is None:
+            self._prepare(run, parts)
+        assert self.memory is not None
+        memory = self.memory
+        error = memory.failure()
+        flags = [memory.writable(), memory.committed()]
+        disk, far = self._new_drains()
+        numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far]
+        ready, committed, stall, commit_s, step_s, disk_s, remote_s = self._agree_numbers(flags, numbers)
+        if self._step_s.value > 0:
+            self._step_s = Mean(step_s, self._step_s.count)
+        if not ready:
+            self.skipped += 1
+            wait = max(1, (self.plan.steps if self.plan else RETRY_STEPS) // RETRY_STEPS)
+            self.next_step = run.step + wait
+            return
+        had_pending = memory.has_pending
+        memory.settle(everywhere=bool(committed))
+        if error is not None and run.log is not None:
+            run.log.say(f"a save to memory failed: {error}")
+        if had_pending:
+            self._note_cost("memory", stall, commit_s)
+            if committed:
+                self._drop_old_arenas(run)
+        self._note_cost("disk", 0.0, disk_s)
+        self._note_cost("remote", 0.0, remote_s)
+        self._replan(run)
+        self.saves += 1
+        self._save_to_memory(run, parts, self._levels_now())
+        assert self.plan is not None
+        steps = self.plan.steps
+        if self._costs["memory"][0].count == 0:  # the interval rests on a guess until a save was measured
+            steps = min(steps, max(1, round(MEASURE_S / self.plan.step_s)))
+        self.next_step = run.step + steps
+        self.stalls.append(time.perf_counter() - began)
+
+    def _prepare(self, run: RunLike, parts: dict[str, Any]) -> None:
+        """Before the first save: who writes what, an arena that fits, and the agent."""
+        state = agree(run.mesh, lambda: run_state(run, parts))
+        tensors, values = flatten(state, coordinate(run.mesh))
+        self._divide(run.mesh, tensors)
+        assert self.share is not None
+        num_bytes, index_bytes = self._sizes(values)
+        needs: list[Any] = [(self.host, num_bytes)]
+        if run.mesh.world_size > 1:
+            needs = [None] * run.mesh.world_size
+            dist.all_gather_object(needs, (self.host, num_bytes))
+        on_this_host = 2 * sum(size for host, size in needs if host == self.host)
+        self._arenas = self._place(run, on_this_host)
+        (self._arenas / FINISHED).unlink(missing_ok=True)
+        (self._arenas / STOP).unlink(missing_ok=True)
+        self._hold(self._arenas, run.mesh)
+        threads = max(1, min(8, (os.cpu_count() or 1) // max(1, self._hosts.count(self.host))))
+        self.memory = MemoryLevel(
+            arena_path(self._arenas, run.mesh.rank, run.mesh.world_size), run.mesh.device, threads=threads
+        )
+        if self.memory.open_existing():
+            assert self.memory.arena is not None
+            found = self.memory.arena.versions()
+            if found and found[0].step <= run.step:
+                self.memory.safe_slot = found[0].slot
+        self.memory.fit(num_bytes, index_bytes)
+        run.mesh.barrier()
+        if self._is_first_of_host(run.mesh):
+            here = {alive_path(self._arenas, r) for r, host in enumerate(self._hosts) if host == self.host}
+            for path in {*self._arenas.glob("rank-*.alive")} - here:  # of ranks that are elsewhere now, or not at all
+                path.unlink(missing_ok=True)
+            self._start_agent(run.mesh)
+
+    def _place(self, run: RunLike, num_bytes: int) -> Path:
+        """A folder in tmpfs; on disk, with one line about it, where tmpfs is too small."""
+        folder = host_folder(self.folder.parent)
+        existing = sum(p.stat().st_size for p in arena_files(folder))
+
+        def look() -> str | None:
+            base = memory_base()
+            return room_for(base, num_bytes - existing) if base.is_dir() else f"there is no {base}"
+
+        problem: list[Any] = [look()]
+        if run.mesh.world_size > 1:
+            problems: list[Any] = [None] * run.mesh.world_size
+            dist.all_gather_object(problems, problem[0])
+            problem = [problems[self._hosts.index(self.host)]]
+        if problem[0] is None:
+            return make_host_folder(folder)
+        if run.log is not None:
+            run.log.say(f"copies in memory go to {self._disk_base} instead: {problem[0]}")
+        return make_host_folder(host_folder(self.folder.parent, self._disk_base))
+
+    @property
+    def _disk_base(self) -> Path:
+        return self.folder / ".arenas"
+
+    def _start_agent(self, mesh: Mesh) -> None:
+        assert self._arenas is not None
+        if self._agent is not None:
+            self._agent.poll()  # one that has ended must not stay as a zombie
+        levels = self.settings.levels
+        config = AgentConfig(
+            checkpoints=str(self.folder),
+            host=self.host,
+            local_ranks=[r for r, host in enumerate(self._hosts) if host == self.host],
+            world_size=mesh.world_size,
+            agent_idle=levels.agent_idle,
+            keep={"last": self.settings.keep_last, "every": self.settings.keep_every, "best": self.settings.keep_best},
+            remote=levels.remote,
+            remote_timeout_s=levels.remote_timeout_s,
+        )
+        self._agent = start_agent(self._arenas, config) or self._agent
+
+    def _divide(self, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
+        """Every box that several ranks of a host hold is written by one of them."""
+        mine = {n: (DTYPE_NAMES[t.dtype], tuple(t.shape), self._box_of(n, t)) for n, t in tensors.items() if t.numel()}
+        everyone: list[Any] = [mine]
+        if mesh.world_size > 1:
+            everyone = [None] * mesh.world_size
+            dist.all_gather_object(everyone, mine)
+        names = {n: (dtype, shape) for some in everyone for n, (dtype, shape, _) in some.items()}
+        chosen = share_out(everyone, self._hosts)[mesh.rank]
+        boxes = [HeldBox(n, *mine[n][:2], mine[n][2]) for n in mine if n in chosen]
+        self.share = Share(lay_out(boxes), sum_of_names(names), self._signature(tensors))
+
+    def _signature(self, tensors: Mapping[str, Tensor]) -> int:
+        return hash(tuple((n, t.dtype, tuple(t.shape)) for n, t in tensors.items() if t.numel()))
+
+    def _box_of(self, name: str, t: Tensor) -> Box:
+        """The local box; computing that of a DTensor takes a tenth of a millisecond, so it is remembered."""
+        key = (t.shape, getattr(t, "placements", None))
+        if name not in self._boxes or self._boxes[name][0] != key:
+            self._boxes[name] = (key, local_box(t))
+        return self._boxes[name][1]
+
+    def _sizes(self, values: Mapping[str, Any]) -> tuple[int, int]:
+        assert self.share is not None
+        copy = self._copy_of(0, values, ())
+        num_bytes = max(copy.num_bytes, 1)
+        return num_bytes, len(json.dumps(dump_index(copy))) + 20 * (num_bytes // (1 << 26) + 1) + 4096
+
+    def _copy_of(self, step: int, values: Mapping[str, Any], levels: tuple[str, ...]) -> HeldCopy:
+        assert self.share is not None
+        return HeldCopy(
+            step=step,
+            life=self.life,
+            rank=int(os.environ.get("RANK", "0")) if self._group is not None else 0,
+            world_size=len(self._hosts),
+            host=self.host,
+            names_sum=self.share.names_sum,
+            boxes=self.share.boxes,
+            values=values,
+            levels=levels,
+        )
+
+    def _save_to_memory(self, run: RunLike, parts: dict[str, Any], levels: tuple[str, ...]) -> None:
+        assert self.memory is not None and self.share is not None
+        state = run_state(run, parts)
+        tensors, values = flatten(state, coordinate(run.mesh))
+        changed = self._signature(tensors) != self.share.signature
+        if self._any(changed):
+            # The state has other tensors than before (a layer changed its format): divide anew, with a larger arena
+            # where it is needed. All ranks do it, because dividing is a meeting.
+            self._divide(run.mesh, tensors)
+            self.memory.fit(*self._sizes(values))
+            self.memory.touch_now()
+        parameters = {f"model.{name}" for name, _ in run.model.named_parameters()}
+        copy = self._copy_of(run.step, {**values, LIFE: self.life}, levels)
+        held = {b.name for b in copy.boxes}
+        self.memory.save(
+            copy,
+            {n: local_tensor(t) for n, t in tensors.items() if n in held},
+            early=lambda name: not name.startswith("optimizer.state.") and name not in parameters,
+        )
+
+    def wait_copied(self) -> None:
+        if self.memory is not None:
+            self.memory.wait_copied()
+
+    # -- intervals -------------------------------------------------------------------------------------------
+
+    def _levels(self, mesh: Mesh) -> tuple[str, ...]:
+        some = ["memory", *(["peer"] if self.settings.levels.peer and len(set(self._hosts)) > 1 else []), "disk"]
+        return tuple([*some, "remote"] if self.settings.levels.remote else some)
+
+    def _note_cost(self, level: str, stall: float, drain: float) -> None:
+        means = self._costs[level]
+        if stall > 0:
+            means[0] = means[0].after(stall)
+        if drain > 0:
+            means[1] = means[1].after(drain)
+
+    def _replan(self, run: RunLike) -> None:
+        """The same on every rank: it follows from numbers that were agreed on."""
+        memory = self._costs["memory"]
+        stall = max(memory[0].value, 1e-3)
+        costs = {"memory": Cost(stall, max(memory[1].value, stall))}
+        # A save to disk costs training what memory bandwidth and processors the agent takes: a part of its time.
+        for level, share in (("disk", 0.02), ("remote", 0.02)):
+            if level in self._rates:
+                drain = self._costs[level][1].value or 10 * costs["memory"].drain_s
+                costs[level] = Cost(max(share * drain, stall), drain)
+        rates = {level: self._rates[level].per_s for level in costs}
+        before = self.plan
+        self.plan = make_plan(costs, rates, max(self._step_s.value, 1e-6), self.settings.levels.budget)
+        if run.mesh.is_main and (before is None or before.steps != self.plan.steps):
+            self._write_plan()
+
+    def _write_plan(self) -> None:
+        from dataclasses import asdict
+
+        assert self.plan is not None
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self.folder / ".plan.json.partial"
+            partial.write_text(json.dumps({**asdict(self.plan), "saves": self.saves, "skipped": self.skipped}))
+            partial.replace(self.folder / ".plan.json")
+
+    def _levels_now(self) -> tuple[str, ...]:
+        assert self.plan is not None
+        levels = self.plan.levels_at(self.saves)
+        # Nothing of this life is on disk yet: the first version goes there too.
+        return levels if self.saves > 1 or "disk" in levels else (*levels, "disk")
+
+    def _new_drains(self) -> tuple[float, float]:
+        """Seconds that the agent took since the last look, for (disk, remote)."""
+        if self._arenas is None:
+            return 0.0, 0.0
+        status = read_status(self._arenas)
+        found = {"disk": 0.0, "remote": 0.0}
+        for row in [] if status is None else status.drains:
+            mark = (str(row.get("level")), int(row.get("step", -1)))
+            if mark not in self._drains_seen and mark[0] in found:
+                self._drains_seen.add(mark)
+                found[mark[0]] = float(row.get("seconds", 0.0))
+        if agent_pid(self._arenas) is None and self._agent is not None and self._agent.poll() is not None:
+            self._restart_agent()
+        return found["disk"], found["remote"]
+
+    def _restart_agent(self) -> None:
+        """It was killed: a new one goes on where it was."""
+        assert self._arenas is not None
+        config = json.loads((self._arenas / "agent.json").read_text())
+        self._agent = start_agent(self._arenas, AgentConfig(**config))
+
+    # -- small things ----------------------------------------------------------------------------------------
+
+    def _find_hosts(self, mesh: Mesh) -> None:
+        if mesh.world_size == 1:
+            return
+        self._hosts = [""] * mesh.world_size
+        dist.all_gather_object(self._hosts, self.host)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+
+    def _is_first_of_host(self, mesh: Mesh) -> bool:
+        return self._hosts.index(self.host) == mesh.rank
+
+    def _hold(self, folder: Path | None, mesh: Mesh) -> None:
+        if folder is None:
+            return
+        path = alive_path(folder, mesh.rank)
+        if self._alive and self._arenas == folder:
+            return
+        self._let_go()
+        self._alive = [hold_alive(path)]
+        self._arenas = folder
+
+    def _agree_numbers(self, flags: Sequence[bool], numbers: Sequence[float]) -> list[float]:
+        """Flags that hold on every rank, then the largest of each number."""
+        if self._group is None:
+            return [*(float(f) for f in flags), *numbers]
+        row = torch.tensor([*(-float(f) for f in flags), *numbers], dtype=torch.float64)
+        dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self._group)
+        values = row.tolist()
+        return [*(-v for v in values[: len(flags)]), *values[len(flags) :]]
+
+    def _any(self, flag: bool) -> bool:
+        return not self._agree_numbers([not flag], [])[0]
+
+    def _keep(self) -> Keep:
+        return Keep(self.settings.keep_last, self.settings.keep_every, self.settings.keep_best)
+
+    @contextlib.contextmanager
+    def _no_drain(self, mesh: Mesh) -> Any:
+        """The agent of this host writes nothing to disk inside."""
+        if self._arenas is None or not self._arenas.is_dir() or not self._is_first_of_host(mesh):
+            yield
+            return
+        while True:
+            with lock_file(self._arenas / DRAIN_LOCK, fcntl.LOCK_EX) as free:
+                if free:
+                    yield
+                    return
+            time.sleep(0.02)
+
+    def _leave_to_agent(self, run: RunLike, parts: dict[str, Any]) -> bool:
+        """Where a save to disk does not fit into preempt_s: to memory, from where the agent takes it to disk."""
+        limit = self.settings.preempt_s
+        needed = self._costs["disk"][1].value
+        if limit is None or self.memory is None or not self._any(needed > 0.5 * limit):
+            return False
+        self.memory.wait()
+        ready = self._agree_numbers([self.memory.writable(), self.memory.committed()], [])
+        if not ready[0]:
+            return False
+        self.memory.settle(everywhere=bool(ready[1]))
+        self._save_to_memory(run, parts, ("memory", "disk"))
+        self.memory.wait()
+        run.mesh.barrier()
+        if run.log is not None:
+            run.log.say(
+                f"a save to disk takes about {duration(needed)} and preempt_s is {limit:g}: step {run.step} is in "
+                "memory, and the agent writes it"
+            )
+        return True
+
+    def _drop_old_arenas(self, run: RunLike) -> None:
+        """Arenas of an earlier number of ranks: a new version is in memory everywhere now."""
+        if self._arenas is None or not self._is_first_of_host(run.mesh):
+            return
+        suffix = f"-of-{run.mesh.world_size:05d}.arena"
+        for path in arena_files(self._arenas):
+            if not path.name.endswith(suffix):
+                path.unlink(missing_ok=True)
+
+
+def share_out(
+    layouts: Sequence[Mapping[str, tuple[str, tuple[int, ...], Box]]], hosts: Sequence[str]
+) -> list[set[str]]:
+    """For each rank the names it writes: a box that several ranks of a host hold goes to the least loaded of them."""
+    chosen: list[set[str]] = [set() for _ in layouts]
+    load = [0] * len(layouts)
+    holders: dict[tuple[str, str, Box], list[int]] = {}
+    for rank, layout in enumerate(layouts):
+        for name, (_, _, box) in layout.items():
+            if box.size:
+                holders.setdefault((hosts[rank], name, box), []).append(rank)
+    for (_, name, box), ranks in sorted(holders.items(), key=lambda item: (-item[0][2].size, item[0][:2])):
+        taker = min(ranks, key=lambda r: (load[r], r))
+        chosen[taker].add(name)
+        load[taker] += box.size
+    return chosen

@@ -1,0 +1,116 @@
+"""Copies in memory become checkpoint folders on disk: what the agent does when a version is due, or the trainer died.
+
+Where the copies of this host are the whole state, the result is an ordinary checkpoint folder, `step-00000100/` with
+manifest.json. Where they are a share of it, it is `hosts/HOST/step-00000100/` with host.json; a version counts when the
+shares of all hosts cover every tensor. Files are written beside the target, synced and renamed. Every chunk is verified
+before it is written. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shoestring.errors import UserError
+from shoestring.host.arena import Arena
+from shoestring.state.checkpoint_files import (
+    FORMAT,
+    HOST_FORMAT,
+    HOST_MANIFEST,
+    MANIFEST,
+    OLD,
+    PartWriter,
+    hidden,
+    manifest_bytes,
+    part_name,
+    replace_folder,
+    sync,
+)
+from shoestring.state.levels.host_folder import ArenaCopy, damage_of, reading
+from shoestring.state.levels.version import ITEM_BYTES, LIFE, HeldBox, missing_of
+
+DRAINING = ".shoestring-drain-"  # not swept by the trainer, which may save at the same time
+HOSTS = "hosts"
+NAMES_SUM = "private@names_sum"  # of the whole state, in the share of a host
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def target_of(entries: Sequence[ArenaCopy], checkpoints: Path, host: str) -> Path:
+    """Where these copies go: an ordinary checkpoint where they are all of it."""
+    name = step_name(entries[0].copy.step)
+    whole = missing_of(e.copy for e in entries) is None
+    return checkpoints / name if whole else checkpoints / HOSTS / host / name
+
+
+def drain(entries: Sequence[ArenaCopy], target: Path, pool: ThreadPoolExecutor) -> int:
+    """Write the copies of one version to `target`; the bytes written. UserError where a copy is gone or damaged."""
+    whole = missing_of(e.copy for e in entries) is None
+    temp = hidden(target, DRAINING)
+    shutil.rmtree(temp, ignore_errors=True)
+    temp.mkdir(parents=True)
+    try:
+        with contextlib.ExitStack() as stack:
+            parts: dict[str, tuple[int, str]] = {}
+            tensors: dict[str, dict[str, Any]] = {}
+            values: dict[str, Any] = {}
+            for entry in entries:
+                arena = stack.enter_context(reading(entry))
+                if arena is None:
+                    raise UserError(f"{entry.path} has another version by now")
+                if (damage := damage_of(arena, entry, pool)) is not None:
+                    raise UserError(damage)
+                values.update(entry.copy.values)
+                _write_part(arena, entry, temp, parts, tensors)
+            values |= {LIFE: entries[0].copy.life}
+            if not whole:
+                values |= {NAMES_SUM: entries[0].copy.names_sum}
+        name, kind = (MANIFEST, FORMAT) if whole else (HOST_MANIFEST, HOST_FORMAT)
+        copy = entries[0].copy
+        (temp / name).write_bytes(manifest_bytes(copy.world_size, copy.step, parts, tensors, values, kind))
+        sync(temp / name)
+        replace_folder(temp, target, hidden(target, OLD))
+        return sum(size for size, _ in parts.values())
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+
+
+def _write_part(
+    arena: Arena, entry: ArenaCopy, folder: Path, parts: dict[str, tuple[int, str]], tensors: dict[str, dict[str, Any]]
+) -> None:
+    part = part_name(entry.copy.rank)
+    while part in parts:  # the replica of a rank that is here too
+        part = part_name(int(part[5:-12]) + entry.copy.world_size)
+    chosen: list[HeldBox] = []
+    for held in entry.copy.boxes:
+        known = tensors.setdefault(held.name, {"dtype": held.dtype, "shape": list(held.shape), "boxes": []})
+        where = {"start": list(held.box.start), "stop": list(held.box.stop)}
+        if any(b["start"] == where["start"] and b["stop"] == where["stop"] for b in known["boxes"]):
+            continue  # another rank of this host holds the same
+        key = f"{held.name}@{','.join(map(str, held.box.start))}"
+        known["boxes"].append({**where, "part": part, "key": key})
+        chosen.append(held)
+    if not chosen:
+        return
+    # Larger elements first: then every tensor is aligned to its element size without padding.
+    chosen.sort(key=lambda b: (-ITEM_BYTES[b.dtype], b.name))
+    view = arena.slot_view(entry.slot)
+    writer = None
+    try:
+        entries = [(f"{b.name}@{','.join(map(str, b.box.start))}", b.dtype, b.box.shape, b.num_bytes) for b in chosen]
+        writer = PartWriter(folder / part, entries)
+        for held in chosen:
+            writer.add_bytes(view[held.offset : held.offset + held.num_bytes])
+        writer.close()
+        parts[part] = (writer.num_bytes, writer.sha256)
+    finally:
+        view.release()
+        if writer is not None:
+            writer.abandon()

@@ -1,0 +1,417 @@
+"""Restore: the newest version that is complete, every box from the nearest copy that survived.
+
+Every host lists what it can read (arenas in memory, folders on disk); the lists of all hosts together say which
+versions are complete. Each rank then fills its own boxes: from the memory of its host, from disk, or from a rank of
+another host over the process group. Boxes are intersected (state/boxes.py), so the number of ranks and their mesh may
+have changed. Bytes are verified on the way; a damaged copy is dropped, its boxes come from the next source that has
+them, and where none has, nothing is loaded.
+
+On a GPU chunks are summed, copied to pinned buffers and sent to the device in several threads at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.host.checksums import checksum
+from shoestring.mesh import Mesh
+from shoestring.state.boxes import Box, local_box
+from shoestring.state.checkpoint import agree, step_folders
+from shoestring.state.files import DTYPE_NAMES, DTYPES
+from shoestring.state.levels.host_folder import ArenaCopy, is_replica, list_copies, reading
+from shoestring.state.levels.snapshot import local_tensor
+from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, missing_of, sum_of_names
+from shoestring.state.manifest import Manifest, StoredBox, StoredTensor
+from shoestring.state.storage import SafeReader
+
+NEAREST = ("memory", "disk")  # of the own host, in this order
+THREADS = min(16, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """One readable copy of (a share of) a version. It travels between the ranks of a job."""
+
+    source: str  # memory or disk
+    host: str
+    path: str
+    copy: HeldCopy
+    slot: int = 0
+    sequence: int = 0
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        return self.host, self.path, self.slot, self.sequence
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Offer) and self.place == other.place
+
+    def __hash__(self) -> int:
+        return hash(self.place)
+
+    @property
+    def is_peer(self) -> bool:
+        return self.source == "memory" and is_replica(Path(self.path))
+
+
+# -- what there is -------------------------------------------------------------------------------------------
+
+
+def offers_here(arenas: Path, checkpoints: Sequence[Path], host: str) -> tuple[list[Offer], list[str]]:
+    """(what this host can read, what is wrong with the rest)."""
+    copies, problems = list_copies(arenas)
+    offers = [Offer("memory", host, str(c.path), c.copy, c.slot, c.sequence) for c in copies]
+    for folder in checkpoints:
+        for path in step_folders(folder):
+            try:
+                offers.append(Offer("disk", host, str(path), folder_copy(path)))
+            except UserError as error:
+                problems.append(str(error))
+    return offers, problems
+
+
+def folder_copy(path: Path) -> HeldCopy:
+    """A checkpoint folder as one copy of everything."""
+    manifest = SafeReader(path).manifest
+    boxes = tuple(
+        HeldBox(name, DTYPE_NAMES[t.dtype], t.shape, b.box) for name, t in manifest.tensors.items() for b in t.boxes
+    )
+    names = {name: (DTYPE_NAMES[t.dtype], t.shape) for name, t in manifest.tensors.items()}
+    life = manifest.values.get(LIFE, "0")
+    step = manifest.step if manifest.step is not None else int(path.name.removeprefix("step-"))
+    return HeldCopy(step, str(life), 0, manifest.world_size, "", sum_of_names(names), boxes, manifest.values)
+
+
+def gather_offers(mesh: Mesh, host: str, look: Callable[[], tuple[list[Offer], list[str]]]) -> list[Offer]:
+    """The offers of all hosts, on every rank; the first rank of each host looks."""
+    if mesh.world_size == 1:
+        return look()[0]
+    hosts: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(hosts, host)
+    found = agree(mesh, lambda: look()[0] if hosts.index(host) == mesh.rank else [])
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, found)
+    return [offer for offers in everyone for offer in offers]
+
+
+@dataclass(frozen=True)
+class ChosenVersion:
+    """The version to restore, who offers it, and what newer ones lack."""
+
+    step: int
+    life: str
+    offers: tuple[Offer, ...]
+    passed_over: tuple[str, ...]
+
+
+def choose(offers: Iterable[Offer], *, before: int | None = None) -> ChosenVersion | None:
+    """The newest complete version (with `before`: of an earlier step); None where there is none."""
+    versions: dict[tuple[int, str], list[Offer]] = defaultdict(list)
+    for offer in offers:
+        versions[offer.copy.key].append(offer)
+    passed: list[str] = []
+    for key in sorted(versions, reverse=True):
+        if before is not None and key[0] >= before:
+            continue
+        lacking = missing_of(offer.copy for offer in versions[key])
+        if lacking is None:
+            return ChosenVersion(*key, tuple(versions[key]), tuple(passed))
+        passed.append(f"step {key[0]} is not complete: {lacking} is missing")
+    return None
+
+
+def manifest_of(choice: ChosenVersion) -> Manifest:
+    """The version as a manifest without parts, to be compared with the state of the run."""
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, Any] = {}
+    world_size = 1
+    for offer in choice.offers:
+        world_size = offer.copy.world_size
+        values.update(offer.copy.values)
+        for held in offer.copy.boxes:
+            tensors.setdefault(held.name, StoredTensor(DTYPES[held.dtype], held.shape, ()))
+    return Manifest(world_size, choice.step, {}, tensors, values)
+
+
+# -- filling -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FillPiece:
+    """`wanted` of a tensor is read from `held` and goes into `target`, which holds `inside` of the tensor."""
+
+    held: HeldBox
+    wanted: Box
+    target: Tensor
+    inside: Box
+
+    @property
+    def is_whole(self) -> bool:
+        return self.wanted == self.held.box == self.inside and self.target.is_contiguous()
+
+    def put(self, values: Tensor) -> None:
+        self.target[self.wanted.slices(self.inside)].copy_(values)
+
+
+def plan_pieces(
+    tensors: Mapping[str, Tensor], offers: Sequence[Offer], host: str
+) -> tuple[dict[Offer, list[FillPiece]], list[tuple[str, Box]]]:
+    """(pieces by offer, boxes that only other hosts have). Memory before disk, own copies before replicas."""
+    readable = sorted((o for o in offers if o.host == host), key=lambda o: (NEAREST.index(o.source), o.is_peer, o.path))
+    held_by_name: dict[str, list[tuple[Offer, HeldBox]]] = defaultdict(list)
+    for offer in readable:
+        for held in offer.copy.boxes:
+            held_by_name[held.name].append((offer, held))
+    pieces: dict[Offer, list[FillPiece]] = defaultdict(list)
+    missing: list[tuple[str, Box]] = []
+    for name, tensor in tensors.items():
+        inside, target = local_box(tensor), local_tensor(tensor)
+        gaps = [inside] if inside.size else []
+        for offer, held in held_by_name[name]:
+            rest: list[Box] = []
+            for gap in gaps:
+                common = gap.intersect(held.box)
+                if common is not None:
+                    pieces[offer].append(FillPiece(held, common, target, inside))
+                rest.extend(gap.subtract(held.box) if common is not None else [gap])
+            gaps = rest
+        missing.extend((name, gap) for gap in gaps)
+    return dict(pieces), missing
+
+
+def fill_tensors(
+    tensors: Mapping[str, Tensor], choice: ChosenVersion, mesh: Mesh, host: str
+) -> tuple[dict[str, int], list[str]]:
+    """Fill every tensor from the version. Returns ({source: bytes}, damaged copies)."""
+    offers = list(choice.offers)
+    damaged: list[str] = []
+    while True:
+        if (lacking := missing_of(o.copy for o in offers)) is not None:
+            raise UserError(
+                f"the version of step {choice.step} cannot be used: {'; '.join(damaged)}, and no other copy has "
+                f"{lacking}; resume_from=previous goes on from the version before it"
+            )
+        pieces, missing = plan_pieces(tensors, offers, host)
+        used: dict[str, int] = defaultdict(int)
+        broken: list[tuple[Offer, str]] = []
+        for offer, some in pieces.items():
+            problem = read_offer(offer, some)
+            if problem is not None:
+                broken.append((offer, problem))
+            used[source_name(offer, host)] += sum(p.wanted.size * p.target.element_size() for p in some)
+        broken = _everyone(mesh, broken)
+        if not broken and (mesh.world_size > 1 or missing):
+            used, broken = _exchange(tensors, missing, offers, mesh, host, used)
+        if not broken:
+            return dict(used), damaged
+        bad = {offer for offer, _ in broken}
+        damaged += sorted({problem for _, problem in broken})
+        offers = [o for o in offers if o not in bad]
+
+
+def source_name(offer: Offer, host: str) -> str:
+    if offer.source == "memory" and (offer.is_peer or offer.host != host):
+        return "peer memory"
+    return offer.source
+
+
+def _everyone(mesh: Mesh, some: list[Any]) -> list[Any]:
+    if mesh.world_size == 1:
+        return some
+    found: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(found, some)
+    return [item for items in found for item in items]
+
+
+def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
+    """Fill the pieces; what is wrong with the copy, or None."""
+    try:
+        if offer.source == "disk":
+            _read_folder(Path(offer.path), pieces)
+            return None
+        entry = ArenaCopy(Path(offer.path), offer.slot, offer.sequence, offer.copy)
+        with reading(entry) as arena:
+            if arena is None:
+                return f"{offer.path} was overwritten meanwhile"
+            view = arena.slot_view(offer.slot)
+            try:
+                bad = ChunkReader(view, offer.copy).fill(pieces)
+            finally:
+                view.release()
+            return f"{offer.path} is damaged: {bad} of its chunks" if bad else None
+    except UserError as error:
+        return str(error)
+
+
+def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
+    reader = SafeReader(path)
+    stored: dict[tuple[str, Box], StoredBox] = {
+        (name, b.box): b for name, t in reader.manifest.tensors.items() for b in t.boxes
+    }
+    by_part: dict[str, list[tuple[StoredBox, FillPiece]]] = defaultdict(list)
+    for piece in pieces:
+        box = stored[piece.held.name, piece.held.box]
+        by_part[box.part].append((box, piece))
+    reader.verify(by_part)
+    for part, found in by_part.items():
+        with reader.open_part(part) as file, torch.no_grad():
+            for box, piece in found:
+                values = (
+                    file.get_slice(box.key)[piece.wanted.slices(box.box)] if box.box.start else file.get_tensor(box.key)
+                )
+                piece.put(values)
+
+
+class ChunkReader:
+    """Reads the pieces of one slot, chunk by chunk in several threads, each chunk verified before it is used."""
+
+    def __init__(self, view: memoryview, copy: HeldCopy, threads: int = THREADS) -> None:
+        self.copy = copy
+        self.view = view
+        self.bytes = torch.frombuffer(view, dtype=torch.uint8)
+        self.threads = threads
+        self._local = threading.local()
+
+    def fill(self, pieces: Sequence[FillPiece]) -> int:
+        """Returns the number of damaged chunks; with any, the targets are half filled."""
+        size, total = self.copy.chunk_bytes, self.copy.num_bytes
+        whole: dict[int, list[FillPiece]] = defaultdict(list)
+        cut: list[FillPiece] = []
+        for piece in pieces:
+            first, last = piece.held.offset // size, (piece.held.offset + piece.held.num_bytes - 1) // size
+            for chunk in range(first, last + 1):
+                whole[chunk]
+                if piece.is_whole:
+                    whole[chunk].append(piece)
+            if not piece.is_whole:
+                cut.append(piece)
+        streams: list[Any] = []
+
+        def read(chunk: int) -> bool:
+            begin, end = chunk * size, min((chunk + 1) * size, total)
+            if checksum(self.view[begin:end], self.copy.algorithm) != self.copy.chunks[chunk]:
+                return False
+            self._send(begin, end, whole[chunk], streams)
+            return True
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            bad = sum(not ok for ok in pool.map(read, sorted(whole)))
+        for stream in streams:
+            stream.synchronize()
+        if not bad:
+            for piece in cut:
+                piece.put(self._stored(piece.held)[piece.wanted.slices(piece.held.box)])
+        return bad
+
+    def _stored(self, held: HeldBox) -> Tensor:
+        raw = self.bytes[held.offset : held.offset + held.num_bytes]
+        return raw.view(DTYPES[held.dtype]).reshape(held.box.shape)
+
+    @torch.no_grad()
+    def _send(self, begin: int, end: int, pieces: Sequence[FillPiece], streams: list[Any]) -> None:
+        """The bytes of a verified chunk into the targets of its pieces."""
+        spans = [(p, max(begin, p.held.offset), min(end, p.held.offset + p.held.num_bytes)) for p in pieces]
+        on_gpu = [s for s in spans if s[0].target.device.type == "cuda"]
+        for piece, a, b in spans:
+            if piece.target.device.type != "cuda":
+                _flat(piece.target)[a - piece.held.offset : b - piece.held.offset].copy_(self.bytes[a:b])
+        if not on_gpu:
+            return
+        buffer, stream = self._staging(on_gpu[0][0].target.device, streams)
+        stream.synchronize()  # the buffer's last chunk has left it
+        buffer[: end - begin].copy_(self.bytes[begin:end])
+        with torch.cuda.stream(stream):
+            for piece, a, b in on_gpu:
+                flat = _flat(piece.target)
+                flat[a - piece.held.offset : b - piece.held.offset].copy_(
+                    buffer[a - begin : b - begin], non_blocking=True
+                )
+
+    def _staging(self, device: torch.device, streams: list[Any]) -> tuple[Tensor, Any]:
+        """This thread's two pinned buffers in turn, each with a stream of its own."""
+        if not hasattr(self._local, "pairs"):
+            self._local.pairs = [
+                (torch.empty(self.copy.chunk_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(device))
+                for _ in range(2)
+            ]
+            streams.extend(stream for _, stream in self._local.pairs)
+        self._local.pairs.reverse()
+        return self._local.pairs[0]
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1).view(torch.uint8)
+
+
+# -- boxes of other hosts ------------------------------------------------------------------------------------
+
+
+def _exchange(
+    tensors: Mapping[str, Tensor],
+    missing: list[tuple[str, Box]],
+    offers: Sequence[Offer],
+    mesh: Mesh,
+    host: str,
+    used: dict[str, int],
+) -> tuple[dict[str, int], list[tuple[Offer, str]]]:
+    """Boxes that only another host can read: a rank there reads them and sends. Every rank makes the same list."""
+    if mesh.world_size == 1:
+        if missing:
+            raise UserError(f"{missing[0][0]} is only on another host: start a rank there, or give it its folder")
+        return used, []
+    facts: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(facts, (host, missing))
+    broken: list[tuple[Offer, str]] = []
+    group = dist.new_group(backend="gloo") if any(wants for _, wants in facts) else None
+    for receiver, (receiver_host, wants) in enumerate(facts):
+        for name, box in wants:
+            for offer, held, sender in _senders(name, box, offers, facts, receiver_host):
+                common = box.intersect(held.box)
+                if common is None:
+                    continue
+                source = f"{'peer memory' if offer.source == 'memory' else 'disk of another host'}"
+                num = common.size * torch.empty((), dtype=DTYPES[held.dtype]).element_size()
+                if mesh.rank == sender:
+                    values = torch.empty(common.shape, dtype=DTYPES[held.dtype])
+                    if (problem := read_offer(offer, [FillPiece(held, common, values, common)])) is not None:
+                        broken.append((offer, problem))
+                    dist.send(_flat(values.contiguous()), receiver, group=group)
+                elif mesh.rank == receiver:
+                    got = torch.empty(num, dtype=torch.uint8)
+                    dist.recv(got, sender, group=group)
+                    target = tensors[name]
+                    FillPiece(held, common, local_tensor(target), local_box(target)).put(
+                        got.view(DTYPES[held.dtype]).reshape(common.shape)
+                    )
+                    used[source] = used.get(source, 0) + num
+    if group is not None:
+        dist.destroy_process_group(group)
+    return used, _everyone(mesh, broken)
+
+
+def _senders(
+    name: str, box: Box, offers: Sequence[Offer], facts: Sequence[Any], receiver_host: str
+) -> list[tuple[Offer, HeldBox, int]]:
+    """Copies on other hosts that cover the box between them, memory first, with the rank that reads each."""
+    found: list[tuple[Offer, HeldBox, int]] = []
+    gaps = [box]
+    hosts = [host for host, _ in facts]
+    elsewhere = sorted((o for o in offers if o.host != receiver_host), key=lambda o: (NEAREST.index(o.source), o.path))
+    for offer in elsewhere:
+        for held in offer.copy.boxes:
+            if held.name == name and any(gap.intersect(held.box) for gap in gaps):
+                found.append((offer, held, hosts.index(offer.host)))
+                gaps = [rest for gap in gaps for rest in gap.subtract(held.box)]
+    return found

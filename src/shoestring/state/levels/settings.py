@@ -1,0 +1,56 @@
+"""Settings of checkpoints in levels, as training recipes have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoestring.config import option
+from shoestring.errors import UserError
+
+
+@dataclass(frozen=True)
+class LevelsConfig:
+    """Of `checkpoint=auto`; the defaults need no change on one machine."""
+
+    mttf_hours: float | None = option(None, "expected hours between failures; none: from the number of processes")
+    budget: float = option(0.01, "share of the time that saving at one level may cost at most")
+    agent_idle: float = option(1800.0, "seconds that copies in memory are kept after the trainer is gone", least=0)
+    peer: bool = option(False, "also keep a copy of each process's state in the memory of another host")
+    peer_gbps: float | None = option(None, "most Gbit/s for copies to peers; none: half of what is measured")
+    remote: str | None = option(None, "fsspec URL for copies of last resort, such as s3://bucket/run")
+    remote_timeout_s: float = option(60.0, "seconds that one operation on remote storage may take")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How a training recipe saves, beside `save_every`."""
+
+    checkpoint: Literal["fixed", "auto"] = option(
+        "fixed", "fixed: to disk every save_every steps; auto: memory, disk, ... at measured intervals"
+    )
+    keep_last: int = option(2, "checkpoints on disk that stay: the newest so many", least=1)
+    keep_every: int = option(0, "also every checkpoint whose step is a multiple of this; 0 is off", least=0)
+    keep_best: int = option(0, "also so many with the lowest validation loss", least=0)
+    rollback: Literal["off", "ask", "auto"] = option(
+        "off", "after a NaN or a loss spike: stop; stop and name the version to use; or go back and skip the data"
+    )
+    preempt_s: float | None = option(
+        None, "seconds from SIGTERM to the end of the machine; what does not fit is left to the agent", least=0
+    )
+    levels: LevelsConfig = option(LevelsConfig(), "details of checkpoint=auto")
+
+
+def check_checkpoints(cfg: CheckpointConfig) -> None:
+    if not 0 < cfg.levels.budget <= 0.5:
+        raise UserError(f"levels.budget={cfg.levels.budget} is not possible; give more than 0 and at most 0.5")
+    if cfg.levels.mttf_hours is not None and not cfg.levels.mttf_hours > 0:
+        raise UserError(f"levels.mttf_hours={cfg.levels.mttf_hours} is not possible; give more than 0")
+    if cfg.levels.peer_gbps is not None and not cfg.levels.peer_gbps > 0:
+        raise UserError(f"levels.peer_gbps={cfg.levels.peer_gbps} is not possible; give more than 0")
+    if not cfg.levels.remote_timeout_s > 0:
+        raise UserError(f"levels.remote_timeout_s={cfg.levels.remote_timeout_s} is not possible; give more than 0")
+    if cfg.checkpoint == "fixed":
+        default = LevelsConfig()
+        if cfg.levels != default:
+            raise UserError("levels.* are settings of checkpoint=auto: give it too, or leave them out")

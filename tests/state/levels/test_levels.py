@@ -1,0 +1,168 @@
+"""The levels at work in one process: saves, resumptions, damage, and SIGKILL at every write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, train
+
+from shoestring.errors import UserError
+from shoestring.host.arena import Arena
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer, latest_step
+from shoestring.state.levels.agent import agent_pid
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import arena_files, host_folder
+
+EXPECTED = history(12)
+
+
+@pytest.fixture(autouse=True)
+def in_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path / "memory"))
+    yield
+
+
+@pytest.fixture
+def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+
+
+def begin(folder: Path, steps: int, **options: Any) -> LevelCheckpointer:
+    run, parts = make_run()
+    saver = checkpointer(folder, **options)
+    if not saver.resume(run, parts):
+        torch.manual_seed(5)
+    train(run, parts, saver, steps)
+    return saver
+
+
+def abandon(saver: LevelCheckpointer) -> None:
+    """What a kill leaves: locks are dropped, files stay."""
+    if saver.memory is not None:
+        saver.memory.close()
+    saver._let_go()
+
+
+def resumed(folder: Path, **options: Any) -> tuple[Any, list[bytes], list[str]]:
+    said: list[str] = []
+    log = RunLog(None, quiet=True)
+    log.say = said.append  # type: ignore[method-assign]
+    run, parts = make_run(log=log)
+    saver = checkpointer(folder, **options)
+    try:
+        assert saver.resume(run, parts)
+    finally:
+        saver._let_go()
+    return run, fingerprint(run, parts), said
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path) -> None:
+    abandon(begin(tmp_path / "run", 7))
+    run, bits, said = resumed(tmp_path / "run")
+    assert run.step == 7 and bits == EXPECTED[7]
+    assert "resumed from memory at step 7" in said[-1]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_the_other_slot_serves_where_one_is_damaged_and_only_when_told(tmp_path: Path) -> None:
+    abandon(begin(tmp_path / "run", 7))
+    path = arena_files(host_folder(tmp_path / "run"))[0]
+    arena = Arena.open(path)
+    newest = arena.versions()[0]
+    arena.slot_view(newest.slot)[40] ^= 1
+    arena.close()
+    with pytest.raises(UserError, match=r"step 7 cannot be used: .*damaged.*resume_from=previous"):
+        resumed(tmp_path / "run")
+    run, bits, _ = resumed(tmp_path / "run", resume_from="previous")
+    assert run.step == 6 and bits == EXPECTED[6]
+    run, bits, _ = resumed(tmp_path / "run")  # the damaged version is forgotten
+    assert run.step == 6 and bits == EXPECTED[6]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_disk_answers_for_damaged_memory_of_the_same_version(tmp_path: Path) -> None:
+    saver = begin(tmp_path / "run", 7)
+    run, parts = make_run()
+    assert checkpointer(tmp_path / "run2").resume(run, parts) is False
+    abandon(saver)
+    run, bits, _ = resumed(tmp_path / "run")
+    # The same life saves step 7 to disk; then a byte of the copy in memory is changed.
+    run, parts = make_run()
+    again = checkpointer(tmp_path / "run")
+    again.resume(run, parts)
+    again.life = saver.life
+    again.save(run, parts)
+    abandon(again)
+    arena = Arena.open(arena_files(host_folder(tmp_path / "run"))[0])
+    arena.slot_view(arena.versions()[0].slot)[40] ^= 1
+    arena.close()
+    run, bits, said = resumed(tmp_path / "run")
+    assert run.step == 7 and bits == EXPECTED[7]
+    assert any("damaged" in line for line in said) and "resumed from disk at step 7" in said[-1]
+    # A plain checkpointer reads the same folder.
+    run, parts = make_run()
+    assert Checkpointer(tmp_path / "run" / "checkpoints", every=0).resume(run, parts)
+    assert fingerprint(run, parts) == EXPECTED[7]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_memory_that_is_gone_and_a_state_that_does_not_fit(tmp_path: Path) -> None:
+    saver = begin(tmp_path / "run", 5)
+    abandon(saver)
+    run, parts = make_run(width=34)
+    other = checkpointer(tmp_path / "run")
+    with pytest.raises(UserError, match=r"does not fit this run: .*different"):
+        other.resume(run, parts)
+    other._let_go()
+    for path in arena_files(host_folder(tmp_path / "run")):
+        path.unlink()
+    run, parts = make_run()
+    assert checkpointer(tmp_path / "run").resume(run, parts) is False
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_full_memory_goes_to_disk_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path / "absent"))
+    said: list[str] = []
+    log = RunLog(None, quiet=True)
+    log.say = said.append  # type: ignore[method-assign]
+    run, parts = make_run(log=log)
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    torch.manual_seed(5)
+    train(run, parts, saver, 4)
+    abandon(saver)
+    assert any("go to" in line and "instead" in line for line in said)
+    run, bits, _ = resumed(tmp_path / "run")
+    assert run.step == 4 and bits == EXPECTED[4]
+
+
+def test_the_agent_writes_due_versions_and_ends_with_the_run(tmp_path: Path) -> None:
+    saver = begin(tmp_path / "run", 8, settings=SETTINGS, last=8)
+    folder = host_folder(tmp_path / "run")
+    assert latest_step(tmp_path / "run" / "checkpoints") == 8
+    deadline = 100
+    import time
+
+    while folder.exists() and deadline:
+        time.sleep(0.1)
+        deadline -= 1
+    assert not folder.exists() and agent_pid(folder) is None
+    run, bits, said = resumed(tmp_path / "run")
+    assert run.step == 8 and bits == EXPECTED[8] and "resumed from disk" in said[-1]
+    assert saver.memory is None
+
+
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.lab)])
+def test_killed_at_every_write(run_ranks: Callable[..., str], tmp_path: Path, stride: int) -> None:
+    out = run_ranks(1, Path(__file__).with_name("level_kill_points.py"), str(tmp_path), str(stride))
+    kills = re.search(r"kills (\d+)", out)
+    assert kills is not None and int(kills[1]) * stride > 150, out
