@@ -41,7 +41,7 @@ def check(mlp: MixtureOfExperts, dtype: torch.dtype, device: str, tolerance: flo
     for rows in ROWS:
         x, normed = torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
         want = x + mlp(normed)
-        torch.testing.assert_close(fused(x, normed), want, rtol=tolerance, atol=tolerance)
+        assert (fused(x, normed) - want).norm() <= tolerance * want.norm(), rows
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def test_experts_on_a_gpu(format: str | None) -> None:
     model.compute_dtype = torch.bfloat16
     use_kernels(model)
     with torch.no_grad():
-        check(experts_of(model), torch.bfloat16, "cuda", 0.1)
+        check(experts_of(model), torch.bfloat16, "cuda", 0.02)
     runner = Runner(model, Engine(model).pool, graphs=True)
     assert runner._fused is not None
     one, several = (Engine(model, max_requests=n).generate([[1, 2, 3]] * n, Sampling(max_tokens=8)) for n in (1, 3))

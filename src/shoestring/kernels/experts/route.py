@@ -62,7 +62,7 @@ def route(logits_RE: Tensor, top_k: int, renormalize: bool) -> Routing:
         logits_RE, experts_S, slot_RK, weight_RK, rows, num, slots,
         K=top_k, RENORMALIZE=renormalize, ROWS=next_power_of_2(rows), EXPERTS=next_power_of_2(num),
         SLOTS=next_power_of_2(slots), CHOICES=next_power_of_2(top_k), **pdl_options(logits_RE),
-        num_warps=4 if rows == 1 else 8,
+        num_warps=min(8, next_power_of_2(rows)),  # a row to a warp: its maximum needs no barrier
     )  # fmt: skip
     return Routing(experts_S, slot_RK, weight_RK)
 

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+TAKEN = tl.constexpr(-2.0)  # in place of a chance that was chosen; below that of experts that do not exist
+
 
 @triton.jit
 def _route_kernel(
@@ -22,15 +24,14 @@ def _route_kernel(
     chance = tl.where(there, chance / tl.sum(chance, 1)[:, None], -1.0)
     weights = tl.zeros((ROWS, CHOICES), tl.float32)
     chosen = tl.zeros((ROWS, CHOICES), tl.int32)
-    used = tl.zeros((EXPERTS,), tl.int32)
     for k in tl.static_range(K):
+        best, at = tl.max(chance, 1, return_indices=True)
         # Clamped: logits that are not numbers may choose any place.
-        at = tl.minimum(tl.argmax(chance, 1).to(tl.int32), num_experts - 1)
-        hit = e[None, :] == at[:, None]
-        weights = tl.where(c[None, :] == k, tl.max(chance, 1)[:, None], weights)
+        at = tl.minimum(at.to(tl.int32), num_experts - 1)
+        weights = tl.where(c[None, :] == k, best[:, None], weights)
         chosen = tl.where(c[None, :] == k, at[:, None], chosen)
-        used = tl.maximum(used, tl.max((hit & there).to(tl.int32), 0))
-        chance = tl.where(hit, -1.0, chance)
+        chance = tl.where(e[None, :] == at[:, None], TAKEN, chance)
+    used = tl.max((there & (chance == TAKEN)).to(tl.int32), 0)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 1)[:, None]
     rank = tl.cumsum(used, 0) - 1
