@@ -31,7 +31,7 @@ from shoestring.errors import as_command
 from shoestring.train.reducers.compressor import At, Compressor
 from shoestring.train.reducers.methods import for_tensor, parse_compressor
 from shoestring.train.reducers.quantizers import PLAIN, Quantizer
-from shoestring.train.reducers.rounds import ToOwners
+from shoestring.train.reducers.rounds import echo
 from shoestring.train.reducers.sparsifiers import TopKSparsifier
 
 BENCH = "communication"
@@ -132,15 +132,7 @@ def measure_codes(size: str, device: str) -> None:
 
 
 def one_exchange(method: Compressor, x: Tensor, at: At) -> None:
-    """What one replica computes; the others answer with its own bytes."""
-    exchange = method.exchange(x, at)
-    answer: Any = None
-    try:
-        while True:
-            asked = exchange.send(answer)
-            answer = asked.payload if isinstance(asked, ToOwners) else asked.payload.expand(at.size, -1)
-    except StopIteration:
-        return
+    echo(method.exchange(x, at), at.size)
 
 
 def measure_exchanges(size: str, device: str) -> None:

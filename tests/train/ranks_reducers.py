@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from ranks_golden import BASE, MaskedRows
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
@@ -27,6 +29,7 @@ from shoestring.train.optim import adamw, constant
 from shoestring.train.reducers import demo
 from shoestring.train.reducers.compressed import CompressedReducer, choose
 from shoestring.train.reducers.feedback import Compression
+from shoestring.train.reducers.hooks import compress_ddp, compress_fsdp
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.rounds import emulate
 from shoestring.train.step import Run
@@ -154,6 +157,55 @@ def check_errors(mesh: Mesh) -> None:
     assert "rank 2 has another model, reducer" in said, said
 
 
+def gradients_of(model: Any, mesh: Mesh) -> None:
+    for micro in MaskedRows(mesh).step(0):
+        (CrossEntropy()(model, micro) / 100).backward()
+
+
+def check_ddp_hook(mesh: Mesh) -> None:
+    """DDP with our hook has the gradients of the trainer's reducer, divided by the replicas."""
+    ours, theirs = new_run(mesh).model, new_run(mesh).model
+    reducer = CompressedReducer(ours, mesh, parse_compressor("int8"))
+    ddp = DistributedDataParallel(theirs, process_group=mesh.group("replica"))
+    kept = compress_ddp(ddp, "int8", clip_ratio=0.0)
+    for _ in range(3):  # the third has the buckets that DDP rebuilds
+        gradients_of(ours, mesh)
+        reducer(ours)
+        for micro, last in zip(MaskedRows(mesh).step(0), (True,), strict=True):
+            assert last
+            (CrossEntropy()(ddp, micro) / 100).backward()
+        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None and torch.equal(a.grad / 4, b.grad), name
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert torch.equal(kept.compression.residuals["embed.weight"], local(reducer.residuals["embed.weight"]))
+
+
+def check_fsdp_hook(mesh: Mesh) -> None:
+    """FSDP2 with our hook has the gradients of the trainer's reducer; a 2-D mesh is refused."""
+    ours, theirs = new_run(mesh).model, new_run(mesh).model
+    reducer = CompressedReducer(ours, mesh, parse_compressor("topk:0.1"))
+    group = mesh.group("replica")
+    assert group is not None
+    compress_fsdp(theirs, "topk:0.1", group, average=False, clip_ratio=0.0)
+    for _ in range(2):
+        gradients_of(ours, mesh)
+        reducer(ours)
+        gradients_of(theirs, mesh)
+        for (name, a), b in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            assert torch.equal(local(a.grad), local(b[1].grad)), name
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert mesh.device_mesh is not None
+    hybrid = fully_shard(torch.nn.Linear(8, 8), mesh=mesh.device_mesh["replica", "dp"])
+    try:
+        compress_fsdp(hybrid, "int8", group)
+    except UserError as error:
+        assert "2-D mesh (HSDP)" in str(error)
+    else:
+        raise AssertionError("a 2-D mesh was taken")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
@@ -164,6 +216,8 @@ def main() -> None:
         check_resume(four, folder, method)
     check_other_mesh(four, two, folder)
     check_errors(four)
+    check_ddp_hook(four)
+    check_fsdp_hook(two)
     if os.environ["RANK"] == "0":
         print("DONE")
 

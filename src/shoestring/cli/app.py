@@ -414,6 +414,20 @@ def environment() -> None:
         table.print()
 
 
+@app.command("net")
+def network(
+    device: DeviceOption = "auto",
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for another process.")] = 60.0,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Append the result to FILE as a line of JSON.")
+    ] = None,
+) -> None:
+    """Latency, jitter and bandwidth between all processes: torchrun --nproc-per-node N -m shoestring net."""
+    from shoestring.cli.net import measure
+
+    measure(device, timeout, save)
+
+
 @bench_app.command("serve")
 def bench_serve(
     target: Annotated[str, typer.Argument(help="A running server (http://...), or a MODEL to serve for this.")],

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from shoestring.config import option
 from shoestring.errors import UserError
+from shoestring.formats.linear import local
 from shoestring.mesh import Mesh, MeshConfig
+from shoestring.state.optimizer import parameter_names
 from shoestring.train.optim import adamw
 from shoestring.train.reducers import demo
-from shoestring.train.reducers.compressed import CompressedReducer
+from shoestring.train.reducers.auto import choose_compressor
+from shoestring.train.reducers.compressed import CompressedReducer, choose
+from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.plain import SumReducer
+from shoestring.train.reducers.rounds import Link
 from shoestring.train.step import Reducer
 
 
@@ -24,15 +30,21 @@ class ReducerConfig:
     reducer: str = option(
         "plain",
         "how gradients are summed over mesh.replica: plain, bf16, int8, int4, terngrad, qsgd, topk:0.01, "
-        "arc-topk:0.01, powersgd:4 or demo",
+        "arc-topk:0.01, powersgd:4 or demo; auto measures the link and takes the fastest",
+    )
+    allow: Literal["close", "lossy"] = option(
+        "close", "what reducer=auto may take: close to the plain loss (plain, bf16, int8, int4), or also topk, powersgd"
     )
 
 
 def check_reducer(cfg: ReducerConfig, mesh: MeshConfig) -> None:
     """UserError for settings that cannot work, before anything is read."""
+    if cfg.allow != "close" and cfg.reducer != "auto":
+        raise UserError(f"allow={cfg.allow} is for reducer=auto; with reducer={cfg.reducer} leave it out")
     if cfg.reducer == "plain":
         return
-    parse_compressor(cfg.reducer)
+    if cfg.reducer != "auto":
+        parse_compressor(cfg.reducer)
     if mesh.replica == 1:
         raise UserError(
             f"reducer={cfg.reducer} sums gradients over replicas, and mesh.replica is 1: start several processes with "
@@ -51,7 +63,20 @@ def build_reducer(
 ) -> Reducer:
     if cfg.reducer == "plain":
         return SumReducer(mesh)
-    return CompressedReducer(model, mesh, parse_compressor(cfg.reducer), clip=clip, seed=seed, say=say)
+    compressor = _measured(cfg, model, mesh, say) if cfg.reducer == "auto" else parse_compressor(cfg.reducer)
+    return CompressedReducer(model, mesh, compressor, clip=clip, seed=seed, say=say)
+
+
+def _measured(cfg: ReducerConfig, model: nn.Module, mesh: Mesh, say: Callable[[str], None]) -> Compressor:
+    params = {name: p for p, name in parameter_names(model).items() if p.requires_grad}
+    shapes = {name: local(p).shape for name, p in params.items()}
+    link = Link(mesh.group("replica"))
+    lossy = cfg.allow == "lossy"
+    compressor = choose_compressor(
+        link, shapes, lambda wanted: choose(wanted, model, params), mesh.device, lossy=lossy, say=say
+    )
+    # Groups of replicas at different places of dp and tp measure for themselves; the first one decides.
+    return parse_compressor(mesh.broadcast_object(compressor.name))
 
 
 def build_optimizer(cfg: ReducerConfig, model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:

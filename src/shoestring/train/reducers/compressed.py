@@ -44,8 +44,6 @@ _REPLICA = re.compile(r"residual\.private@replica(\d+)\.")
 class CompressedReducer(Reducer, Relaid):
     """For a model that is built and cut already; parameters that need no gradient are left out."""
 
-    clips = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -60,7 +58,8 @@ class CompressedReducer(Reducer, Relaid):
         if mesh.replica == 1:
             raise UserError(f"reducer={compressor.name} sums gradients over replicas, and this mesh has one")
         self.mesh, self.compressor, self.compare_every = mesh, compressor, compare_every
-        self.clip = clip / math.sqrt(mesh.replica)
+        self.clips = compressor.feedback  # others may be clipped by the norm of the sum, as usual
+        self.clip = clip / math.sqrt(mesh.replica) if self.clips else 0.0
         self.link = Link(mesh.group("replica"))
         self.everyone = Link(dist.group.WORLD)
         self.steps = 0

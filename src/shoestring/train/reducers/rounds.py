@@ -95,6 +95,17 @@ def emulate(exchanges: Sequence[Exchange[T]]) -> list[T]:
     return results
 
 
+def echo(exchange: Exchange[T], size: int) -> T:
+    """Run one exchange whose answers are its own bytes: what it computes, without a network, to be timed."""
+    answer: Any = None
+    while True:
+        try:
+            asked = exchange.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = asked.payload if isinstance(asked, ToOwners) else asked.payload.expand(size, -1)
+
+
 class Link:
     """Runs exchanges over a process group; None is one process. Counts the bytes that this rank sends."""
 
