@@ -12,7 +12,7 @@ from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.train.reducers.auto import CLOSE, estimate, fastest, num_rounds, work_seconds
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
 from shoestring.train.reducers.methods import parse_compressor
-from shoestring.train.reducers.network import Speed
+from shoestring.train.reducers.network import LinkSpeed
 from shoestring.train.reducers.plain import SumReducer
 from shoestring.train.reducers.rounds import Link
 
@@ -22,13 +22,13 @@ WORK_S = {"plain": 0.0, "bf16": 0.002, "int8": 0.01, "int4": 0.012}
 
 @pytest.mark.parametrize(("mbit", "wanted"), [(10, "int4"), (100, "int4"), (5_000, "bf16"), (100_000, "plain")])
 def test_the_model_takes_few_bytes_on_slow_links_and_none_of_the_work_on_fast_ones(mbit: float, wanted: str) -> None:
-    speed = Speed(latency_s=1e-4, bytes_per_s=mbit * 1e6 / 8)
+    speed = LinkSpeed(latency_s=1e-4, bytes_per_s=mbit * 1e6 / 8)
     found = [estimate(c, dict.fromkeys(SHAPES, c), SHAPES, 4, speed, WORK_S[c.name]) for c in CLOSE]
     assert fastest(found).compressor.name == wanted
 
 
 def test_latency_counts_by_round() -> None:
-    far = Speed(latency_s=0.5, bytes_per_s=1e12)
+    far = LinkSpeed(latency_s=0.5, bytes_per_s=1e12)
     found = {
         name: estimate(c, dict.fromkeys(SHAPES, c), SHAPES, 4, far, 0.0).seconds
         for name in ("int8", "powersgd:4")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoestring.train.reducers.compressor import At, Compressor
 from shoestring.train.reducers.low_rank import PowerSGD
-from shoestring.train.reducers.network import Speed, largest, measure_link
+from shoestring.train.reducers.network import LinkSpeed, largest, measure_link
 from shoestring.train.reducers.quantizers import BF16, INT4, INT8, PLAIN
 from shoestring.train.reducers.rounds import Link, echo
 from shoestring.train.reducers.sparsifiers import ArcTopK, TopKSparsifier
@@ -61,7 +61,7 @@ def estimate(
     chosen: Mapping[str, Compressor],
     shapes: Mapping[str, torch.Size],
     size: int,
-    speed: Speed,
+    speed: LinkSpeed,
     work_s: float,
 ) -> Estimate:
     sent = sum(chosen[name].sent_bytes(shape, size) for name, shape in shapes.items())
@@ -93,7 +93,7 @@ def work_seconds(
     return took
 
 
-def explain(speed: Speed, estimates: list[Estimate], best: Estimate) -> str:
+def explain(speed: LinkSpeed, estimates: list[Estimate], best: Estimate) -> str:
     times = ", ".join(f"{e.compressor.name} {e.seconds * 1e3:.0f} ms" for e in estimates)
     link = f"{speed.bytes_per_s * 8 / 1e6:,.0f} Mbit/s and {speed.latency_s * 1e3:.2g} ms"
     return (

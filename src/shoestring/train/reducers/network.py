@@ -90,7 +90,7 @@ def _answer(peer: int, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Speed:
+class LinkSpeed:
     """Of one message that all processes of a link send at once."""
 
     latency_s: float
@@ -100,7 +100,7 @@ class Speed:
         return num_rounds * self.latency_s + sent_bytes / self.bytes_per_s
 
 
-def measure_link(link: Link, device: torch.device) -> Speed:
+def measure_link(link: Link, device: torch.device) -> LinkSpeed:
     """All processes call it together and get the same answer, that of the slowest."""
     latency = min(_slowest(link, 8, device) for _ in range(5))
     num = FIRST_BYTES
@@ -110,7 +110,7 @@ def measure_link(link: Link, device: torch.device) -> Speed:
             break
         num *= 4
     sent = (link.size - 1) * num
-    return Speed(latency, sent / max(took - latency, 1e-9))
+    return LinkSpeed(latency, sent / max(took - latency, 1e-9))
 
 
 def _slowest(link: Link, num: int, device: torch.device) -> float:
