@@ -386,16 +386,28 @@ def export(
         str,
         typer.Option("--type", help="Of GGUF: F16, BF16, Q8_0, Q4_0, ..., Q4_K_M; auto: the smallest that is exact."),
     ] = "auto",
+    certify: Annotated[
+        bool,
+        typer.Option("--certify", help="Load the result in transformers or llama.cpp, compare, write a certificate."),
+    ] = False,
+    text: Annotated[Path | None, typer.Option(help="With --certify: a text file to compare on.")] = None,
 ) -> None:
     """Write a model that others load: dense weights, integers for vLLM and transformers, or GGUF for llama.cpp."""
     find_model(model)
     from shoestring.cli.inspect import written_table
     from shoestring.device import pick_dtype
+    from shoestring.evals import certificate
     from shoestring.evals.model_row import megabytes_on_disk
-    from shoestring.model.export import export_model
+    from shoestring.json_files import read_text
+    from shoestring.model.export import export_model, pick_layout
     from shoestring.runlog import check_free
 
     check_free(out)
+    if text is not None and not certify:
+        raise UserError(f"--text {text} is what --certify compares on: give both, or none")
+    words = None if text is None else read_text(text)
+    if certify:
+        certificate.check_target(pick_layout(out, layout))
     wanted = None if dtype == "auto" else pick_dtype(dtype, "cpu")
     exported = export_model(model, out, layout, wanted, kind)
     if exported.tensors:
@@ -403,6 +415,9 @@ def export(
     print(f"wrote {out} ({megabytes_on_disk(out):.1f} MB); {exported.reader}")
     if exported.note is not None:
         print(f"note: {exported.note}")
+    if certify:
+        print(certificate.paragraph(certificate.certify(exported, words)))
+        print(f"certificate: {certificate.certificate_path(out)}")
 
 
 @app.command("env")

@@ -281,11 +281,25 @@ def _save_by_llama_cpp(path: Path, model: Decoder, tokenizer: Tokenizer, kind: s
             save_gguf(whole, model, tokenizer, kind="F32", name=name or path.stem)
             options = llama_cpp.llama_model_quantize_default_params()
             options.ftype = LLAMA_TYPES[kind]
-            if llama_cpp.llama_model_quantize(str(whole).encode(), str(temp).encode(), options):
-                raise UserError(f"llama.cpp could not quantize {path.name} to {kind}; its log above says why")
+            with _quiet(llama_cpp) as log:
+                failed = llama_cpp.llama_model_quantize(str(whole).encode(), str(temp).encode(), options)
+            if failed:
+                raise UserError(f"llama.cpp could not quantize {path.name} to {kind}: {''.join(log[-3:]).strip()}")
             return _compared(whole, temp)
         finally:
             whole.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _quiet(llama_cpp: Any) -> Iterator[list[str]]:
+    """What llama.cpp logs, which is a line per tensor, as a list instead of on the terminal."""
+    log: list[str] = []
+    keep = llama_cpp.llama_log_callback(lambda level, text, data: log.append(text.decode(errors="replace")))
+    llama_cpp.llama_log_set(keep, None)
+    try:
+        yield log
+    finally:
+        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, None)
 
 
 def _compared(whole: Path, rounded: Path) -> list[WrittenTensor]:

@@ -1,0 +1,167 @@
+"""Certificates of exported models: what is compared in transformers, what makes one fail, and llama.cpp's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+from torch import Tensor
+
+from shoestring.cli.app import run_cli
+from shoestring.errors import UserError
+from shoestring.evals import certificate
+from shoestring.evals.certificate import ExportTarget, certify, compare, paragraph
+from shoestring.formats import convert, pack, parse_format
+from shoestring.model import Tokenizer, load_model, save_model
+from shoestring.model.export import export_model
+from tiny import LLAMA, chat_tokenizer, random_model
+
+pytest.importorskip("transformers")
+
+SPEC = replace(LLAMA, d_model=64, head_dim=16, d_ff=96, max_positions=256, bos_id=0, eos_id=0)
+
+
+def tokenizer() -> Tokenizer:
+    made = chat_tokenizer()
+    made.backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    return Tokenizer(made.backend, special=made.special, chat_template=made.chat_template)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("certificate") / "model"
+    save_model(place, random_model(replace(SPEC, vocab_size=tokenizer().vocab_size)), tokenizer())
+    return place
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place, loaded = tmp_path_factory.mktemp("packed") / "model", load_model(folder)
+    convert(loaded.model, [("*", parse_format("int4:sym:g32"))])
+    pack(loaded.model)
+    save_model(place, loaded.model, loaded.tokenizer)
+    return place
+
+
+def test_a_plain_folder_in_transformers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "words.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    arguments = ["export", str(folder), str(out), "--certify", "--text", str(tmp_path / "words.txt")]
+    assert run_cli(arguments) == 0
+    told = capsys.readouterr().out
+    found = json.loads((out / "certificate.json").read_text())
+    assert found["target"] == "transformers" and found["failed"] == []
+    assert 0 <= found["logits"]["largest_difference"] < 1e-3 and found["logits"]["same_choice"] == 1.0
+    assert found["greedy"]["equal"] == certificate.NUM_NEW
+    assert found["tokenizer"] == {"compared": True, "equal": True}
+    assert found["chat_template"] == {"compared": True, "equal": True}
+    assert found["stop_tokens"]["ours"] == found["stop_tokens"]["theirs"] and len(found["stop_tokens"]["ours"]) == 2
+    assert found["export"]["largest_difference"] > 0.001  # bf16
+    assert {"shoestring", "torch", "transformers"} <= set(found["versions"])
+    card = (out / "README.md").read_text()
+    assert (
+        card.startswith("# out\n")
+        and "Largest difference of a logit" in card
+        and "Chat template: rendered alike" in card
+    )
+    assert "certificate.json" in told and "Largest difference" in told
+    assert load_model(out).spec == load_model(folder).spec
+
+
+def test_a_compressed_folder_and_one_without_words(packed: Path, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    found = certify(export_model(packed, tmp_path / "ct", "compressed-tensors", torch.float32))
+    assert found["target"] == "transformers with compressed-tensors"
+    assert found["failed"] == [] and found["export"]["largest_difference"] == 0
+    assert "bit for bit" in paragraph(found) and "compressed-tensors" in paragraph(found)
+
+    save_model(tmp_path / "mute", load_model(folder).model)
+    found = certify(export_model(tmp_path / "mute", tmp_path / "out", dtype=torch.float32))
+    assert found["tokenizer"] == {"compared": False} and found["failed"] == [] and found["tokens"] == 128
+
+
+class Wrong(ExportTarget):
+    """The exported model itself, with one thing wrong."""
+
+    name, allowed, packages = "wrong", 1e-3, ("torch",)
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._right, self._what = certificate.TransformersTarget(path), what
+
+    def encode(self, text: str) -> list[int] | None:
+        ids = self._right.encode(text)
+        return ids[:-1] if self._what == "ids" else ids
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        right = self._right.logits(ids)
+        return {"logits": right * 1.01, "nan": right * float("nan"), "greedy": right}.get(self._what, right)
+
+    def greedy(self, ids: Sequence[int], num_new: int) -> list[int]:
+        return [1] * num_new if self._what == "greedy" else self._right.greedy(ids, num_new)
+
+    def render(self, messages: Sequence[Any]) -> str | None:
+        return None if self._what == "chat" else self._right.render(messages)
+
+    def stops(self) -> set[int]:
+        return set() if self._what == "stops" else self._right.stops()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("ids", "other token ids"),
+        ("logits", "logits differ by 0.01"),
+        ("nan", "logits differ by nan"),
+        ("greedy", "greedy text differs from token 1 on"),
+        ("chat", "chat template is rendered otherwise"),
+        ("stops", "not all stop tokens are known"),
+        ("nothing", None),
+    ],
+)
+def test_what_makes_a_certificate_fail(
+    what: str, said: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = export_model(folder, tmp_path / "out")
+    found = compare(exported, load_model(exported.path), Wrong(exported.path, what), certificate.TEXT[:80])
+    assert [f for f in found["failed"] if said is not None and said in f] == found["failed"]
+    assert bool(found["failed"]) == (said is not None)
+    if what == "chat":  # the files are there all the same, and the command fails
+        monkeypatch.setattr(certificate, "open_target", lambda e: Wrong(e.path, what))
+        with pytest.raises(UserError, match=r"is written, but wrong does not compute the same.*certificate\.json has"):
+            certify(exported)
+        assert "**Failed:**" in (tmp_path / "out" / "README.md").read_text()
+        assert json.loads((tmp_path / "out" / "certificate.json").read_text())["failed"] == found["failed"]
+
+
+def test_what_cannot_be_certified_is_said_before_the_export(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for arguments, said in (
+        (["out.gguf", "--certify"], "pip install llama-cpp-python"),
+        (["out", "--certify"], "pip install transformers"),
+        (["out", "--as", "packed", "--certify"], "only shoestring reads packed folders"),
+        (["out", "--text", "words.txt"], "is what --certify compares on"),
+    ):
+        assert run_cli(["export", str(folder), str(tmp_path / arguments[0]), *arguments[1:]]) == 2
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1, told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gguf_file_in_llama_cpp(folder: Path, packed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    exact = certify(export_model(packed, tmp_path / "exact.gguf"))
+    assert exact["export"]["exact"] and exact["failed"] == [] and exact["logits_in_f32"]["relative"] < 1e-5
+    assert exact["tokenizer"]["equal"] and exact["chat_template"]["equal"]
+    assert (tmp_path / "exact.certificate.json").is_file() and (tmp_path / "exact.README.md").is_file()
+    for kind in ("F32", "Q8_0", "Q5_1", "Q4_K_M"):
+        found = certify(export_model(folder, tmp_path / f"{kind}.gguf", kind=kind))
+        assert found["failed"] == [] and (kind != "F32" or found["logits"]["relative"] < 1e-5)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
