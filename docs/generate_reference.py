@@ -110,7 +110,13 @@ def recipes_page() -> str:
 
 
 def http_page() -> str:
-    from shoestring.serve.http.request_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+    from shoestring.serve.http.request_schema import (
+        ChatBody,
+        CompletionBody,
+        DetokenizeBody,
+        EmbeddingBody,
+        TokenizeBody,
+    )
 
     lines = [
         GENERATED,
@@ -122,6 +128,7 @@ def http_page() -> str:
     bodies = {
         "POST /v1/completions": CompletionBody,
         "POST /v1/chat/completions": ChatBody,
+        "POST /v1/embeddings": EmbeddingBody,
         "POST /tokenize": TokenizeBody,
         "POST /detokenize": DetokenizeBody,
     }

@@ -15,7 +15,8 @@ from typing import Any
 from outcomes import Outcome
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-PATHS = (TEXT, CHAT, "/tokenize", "/detokenize")
+VECTORS = "/v1/embeddings"
+PATHS = (TEXT, CHAT, VECTORS, "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,17 @@ OWN: dict[str, dict[str, tuple[Any, ...]]] = {
         "tool_choice": ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
         "parallel_tool_calls": (True, False),
     },
+    VECTORS: {
+        "input": ("a", ["a", "b"], [1, 2], [[1], [2, 3]]),
+        "encoding_format": ("float", "base64"),
+        "dimensions": (1, 8),
+        "pooling": ("mean", "last"),
+        "user": ("me",),
+    },
     "/tokenize": {"prompt": ("a b c",), "messages": (None,), "add_special_tokens": (True, False)},
     "/detokenize": {"tokens": ([1, 2, 3], []), "skip_special_tokens": (True, False)},
 }
-FIRST = {TEXT: "prompt", CHAT: "messages", "/tokenize": "prompt", "/detokenize": "tokens"}
+FIRST = {TEXT: "prompt", CHAT: "messages", VECTORS: "input", "/tokenize": "prompt", "/detokenize": "tokens"}
 
 
 def body_cases(seed: int, num: int) -> Iterator[BodyCase]:

@@ -246,6 +246,9 @@ def serve(
     tool_format: Annotated[
         str, typer.Option(help="How the model writes tool calls: auto (as its template says), hermes, llama3, mistral.")
     ] = "auto",
+    pooling: Annotated[
+        str, typer.Option(help="Of embeddings: mean, last, cls (encoders); auto is what the folder says, else mean.")
+    ] = "auto",
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
     verify: Annotated[
         bool, typer.Option("--verify", help="First check checksums, and that all weights are numbers.")
@@ -280,6 +283,7 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         chat_template=chat_template,
         tool_format=tool_format,
+        pooling=pooling,
         metrics_prefix=metrics_prefix,
         int8_activations=int8_activations,
     )

@@ -11,6 +11,7 @@ from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, Sublayer
 from shoestring.serve import Engine, NgramDrafter, Sampling
+from shoestring.serve.engine.embedding import embedding_parts
 from shoestring.serve.engine.logit_rules import prompt_logprob_parts
 from shoestring.serve.engine.tensor_parallel import open_ranks
 from tiny import tiny_decoder
@@ -59,6 +60,10 @@ for name in ("llama", "qwen", "packed"):
     for a, b in zip(found[1:], scored[1:], strict=True):
         assert a is not None and b is not None
         assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-5
+    for texts, chunk in (([PROMPTS[1]], 3), (PROMPTS, 99)):  # one in parts, four at once
+        *_, alone = embedding_parts(whole, texts, "mean", 99)
+        *_, shared = engine.runner.embedding_parts(texts, "mean", chunk)
+        assert alone is not None and shared is not None and torch.allclose(alone, shared, atol=1e-5)
     q = model.blocks[0].attn.q  # type: ignore[union-attr]
     held = q.weight_codes if name == "packed" else q.weight.to_local()  # type: ignore[union-attr]
     assert held.shape[0] == 8, "half of the 16 rows"  # type: ignore[union-attr]

@@ -187,6 +187,14 @@ class Engine:
         self.scheduler.add(request)
 
     @property
+    def vocab_size(self) -> int:
+        return self.model.spec.vocab_size
+
+    @property
+    def d_model(self) -> int:
+        return self.model.spec.d_model
+
+    @property
     def waiting(self) -> deque[Request]:
         return self.scheduler.waiting
 

@@ -42,6 +42,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
 from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain, warm_up_chains
+from shoestring.serve.engine.embedding import Pooling, embedding_parts
 from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement, unusable
 from shoestring.serve.engine.graphs import (
     MAX_ROWS,
@@ -332,6 +333,10 @@ class Runner:
     ) -> Iterator[list[TokenLogprob | None]]:
         """Log-probabilities of a prompt's tokens, each with the `num_top` likeliest; the KV cache is not used."""
         return prompt_logprob_parts(self.model, tokens, num_top, chunk)
+
+    def embedding_parts(self, texts: Sequence[Sequence[int]], pooling: Pooling, chunk: int) -> Iterator[Tensor | None]:
+        """The vectors of texts that are computed together (embedding.py); the KV cache is not used."""
+        return embedding_parts(self.model, texts, pooling, chunk)
 
     def measure_seconds(self, num_rows: int, skip: SkipSet | None = None) -> float:
         """Seconds of a forward over this many rows, the best of a few, on a cache of its own. More rows than one

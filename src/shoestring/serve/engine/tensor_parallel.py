@@ -27,6 +27,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from shoestring.model.parallel import tensor_parallel_
 from shoestring.model.skip import SkipSet, Watch
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
+from shoestring.serve.engine.embedding import POOLINGS, Pooling, embedding_parts
 from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S, RankFailureWatch
 from shoestring.serve.engine.runner import Batch, Runner
@@ -55,7 +57,8 @@ class Order(IntEnum):
     SCORE = 5  # log-probabilities of a prompt, the first part
     CLOSE = 6
     DISCARD = 7  # what is not finite in these blocks
-    SCORE_ON = 8  # the next part of the prompt of the last SCORE
+    SCORE_ON = 8  # the next part of the last SCORE or EMBED
+    EMBED = 9  # the vectors of some texts, the first part
 
 
 def open_ranks(device: str = "auto", *, lost_after_s: float = LOST_AFTER_S) -> Ranks | None:
@@ -147,7 +150,7 @@ class Ranks:
         """Compute what the first process sends, until it closes."""
         runner: Runner | None = None
         skips: list[SkipSet] = []
-        parts: Iterator[list[TokenLogprob | None]] = iter(())
+        parts: Iterator[object] = iter(())
         while True:
             try:
                 order, body = self._receive()
@@ -168,6 +171,12 @@ class Ranks:
                 elif order is Order.SCORE:
                     num_top, chunk, *tokens = body
                     parts = prompt_logprob_parts(model, tokens, num_top, chunk)
+                    next(parts)
+                elif order is Order.EMBED:
+                    pooling, chunk, num, *rest = body
+                    lengths, tokens = rest[:num], iter(rest[num:])
+                    texts = [list(islice(tokens, length)) for length in lengths]
+                    parts = embedding_parts(model, texts, POOLINGS[pooling], chunk)
                     next(parts)
                 elif order is Order.SCORE_ON:
                     next(parts)
@@ -221,6 +230,18 @@ class LeadRunner(Runner):
                     self._ranks.send(Order.SCORE_ON, [])
                 part = next(parts)
             yield part
+
+    def embedding_parts(self, texts: Sequence[Sequence[int]], pooling: Pooling, chunk: int) -> Iterator[Tensor | None]:
+        parts, vectors, first = super().embedding_parts(texts, pooling, chunk), None, True
+        while vectors is None:
+            with self._ranks.lockstep():
+                if first:
+                    head = [POOLINGS.index(pooling), chunk, len(texts), *map(len, texts)]
+                    self._ranks.send(Order.EMBED, [*head, *chain.from_iterable(texts)])
+                else:
+                    self._ranks.send(Order.SCORE_ON, [])
+                vectors, first = next(parts), False
+            yield vectors
 
     def _number(self, skip: SkipSet | None) -> int:
         if skip is None:

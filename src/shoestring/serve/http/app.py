@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,8 +37,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoestring import __version__
 from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.engine.embedding import Pooling
+from shoestring.serve.engine.encoder import EncoderEngine
+from shoestring.serve.engine.logit_rules import SamplingWithRules
 from shoestring.serve.http.engine_thread import (
     ChoiceDelta,
+    EmbeddingJob,
     EngineThread,
     OutputCollector,
     PendingChoice,
@@ -52,6 +56,7 @@ from shoestring.serve.http.request_parsing import (
     grammar_of,
     parse_chat,
     parse_completion,
+    parse_embedding,
     tokenize,
     tools_of,
 )
@@ -60,12 +65,13 @@ from shoestring.serve.http.request_schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
     read_json,
     validated,
 )
 from shoestring.serve.http.request_workers import LIGHT_BYTES, RETRY_S, Lane, RequestWorkers
-from shoestring.serve.http.responses import CompletionResponse, event, token_bytes, written
+from shoestring.serve.http.responses import CompletionResponse, embedding_response, event, token_bytes, written
 from shoestring.serve.http.tool_calls import detect_format, format_named
 
 T = TypeVar("T")
@@ -95,15 +101,18 @@ class ApiSettings:
     body_timeout_s: float = 60.0  # to send a body in
     max_wait_s: float = 30.0  # for a worker thread
     tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
+    pooling: Pooling = "mean"  # of embeddings
 
 
 class Api:
     def __init__(self, engine_thread: EngineThread, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         engine = engine_thread.engine
         self.engine_thread, self.tokenizer, self.settings = engine_thread, tokenizer, settings
-        vocab = engine.model.spec.vocab_size
+        vocab = engine.vocab_size
         eos_ids = tuple(t for t in sorted(engine.eos_ids) if t < vocab)
         self.limits = Limits(vocab, engine.max_context, engine_thread.max_texts, eos_ids, tokenizer.spelling())
+        if isinstance(engine, EncoderEngine):
+            self.limits = replace(self.limits, causal=False)
         self.grammars = Grammars(tokenizer, vocab, eos_ids)
         template = tokenizer.tool_template
         self.tool_format = None
@@ -121,6 +130,7 @@ class Api:
         routes: list[tuple[str, str, Any]] = [
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
+            ("POST", "/v1/embeddings", self.embeddings),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/tokenizer_info", self.tokenizer_info),
@@ -150,6 +160,7 @@ class Api:
     # -- generation -----------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
+        self._check_writes()
         async with self._body(request) as content:
             body = await self._work(request, len(content), lambda: CompletionBody.parse(read_json(content)))
             self._check_model(body.model)
@@ -160,6 +171,7 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat; the model needs a chat template."""
+        self._check_writes()
         async with self._body(request) as content:
             body = await self._work(request, len(content), lambda: ChatBody.parse(read_json(content)))
             self._check_model(body.model)
@@ -172,6 +184,38 @@ class Api:
                 "grammar" if self.grammars.must_compile(source) else None,
             )
         return await self._respond(request, parsed)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Vectors of texts."""
+        async with self._body(request) as content:
+            body = await self._work(request, len(content), lambda: validated(EmbeddingBody, read_json(content)))
+            self._check_model(body.model)
+            asked = (self.tokenizer, self.limits, self.settings.pooling, self.engine_thread.engine.d_model)
+            parsed = await self._work(request, len(content), lambda: parse_embedding(body, *asked))
+        collector, note = OutputCollector(), request.scope["shoestring"]
+        choice = PendingChoice(
+            *([], SamplingWithRules(), collector, 0, time.monotonic() + self.settings.deadline_s),
+            embedding=EmbeddingJob(parsed.texts, parsed.pooling),
+            client=note["client"],
+            arrived=note["arrived"],
+        )
+        self.engine_thread.submit([choice])
+        self._cancel_on_disconnect(request, collector, [choice])
+        unread = await collector.take()
+        if unread is None:
+            return Response(status_code=CLIENT_LEFT)  # never sent
+        if (error := unread[0].error) is not None:
+            raise error
+        vectors = unread[0].vectors_ND
+        assert vectors is not None
+        shape = (choice.num_prompt, parsed.dimensions, parsed.as_base64)
+        answer = await self._work(
+            request,
+            vectors.numel(),
+            lambda: written(embedding_response(self.settings.model_name, vectors, *shape)).encode(),
+            "render",
+        )
+        return Response(answer, media_type="application/json")
 
     async def _respond(self, request: Request, parsed: ParsedRequest) -> Response:
         response = CompletionResponse(
@@ -440,6 +484,10 @@ class Api:
             raise ApiError(
                 413, f"the request body is larger than the {limit} bytes that this server takes", code="too_large"
             )
+
+    def _check_writes(self) -> None:
+        if isinstance(self.engine_thread.engine, EncoderEngine):
+            raise ApiError(400, "this model is an encoder: it computes embeddings (/v1/embeddings) and writes no text")
 
     def _check_model(self, name: str | None) -> None:
         served = self.settings.model_name

@@ -31,8 +31,11 @@ from itertools import chain
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from shoestring.errors import UserError, lost_peer
+from shoestring.serve.engine.embedding import Pooling, embedding_batches
+from shoestring.serve.engine.encoder import EncoderEngine
 from shoestring.serve.engine.engine import Engine, Output, Request
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
 from shoestring.serve.engine.request import NonFiniteLogits
@@ -56,6 +59,7 @@ class ChoiceDelta:
     num_cached: int = 0
     error: ApiError | None = None
     drafted: tuple[bool, ...] = ()  # for each token, whether it was an accepted draft
+    vectors_ND: Tensor | None = None  # the embeddings of a request
 
     @property
     def size(self) -> int:
@@ -77,6 +81,7 @@ def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         max(d.num_cached for d in deltas),
         next((d.error for d in reversed(deltas) if d.error), None),
         tuple(chain.from_iterable(d.drafted for d in deltas)),
+        next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
     )
 
 
@@ -129,6 +134,20 @@ class OutputCollector:
 
 
 @dataclass(eq=False)
+class EmbeddingJob:
+    """The texts of one request for embeddings, and the vectors that are there already."""
+
+    texts: list[list[int]]
+    pooling: Pooling
+    batches: list[list[int]] = field(default_factory=list)  # left to compute; which texts together
+    vectors: dict[int, Tensor] = field(default_factory=dict)  # by number of the text
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
+@dataclass(eq=False)
 class PendingChoice:
     """One choice of one client's request, from its arrival to its last token."""
 
@@ -139,6 +158,7 @@ class PendingChoice:
     deadline: float = math.inf  # on the engine's clock, time.monotonic
     score_prompt: int | None = None  # log-probabilities of the prompt, with this many alternatives
     no_new_tokens: bool = False  # a Sampling cannot say max_tokens=0
+    embedding: EmbeddingJob | None = None  # instead of a text
     client: str = ""  # with whom it shares its part of the engine
     # When its body had been read, when it was first scheduled, when its first and its latest tokens were handed out.
     arrived: float = field(default_factory=time.monotonic)
@@ -148,6 +168,10 @@ class PendingChoice:
     request: Request | None = field(default=None, repr=False)
     num_sent: int = 0
     done: bool = False
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt) if self.embedding is None else self.embedding.num_tokens
 
 
 @dataclass(frozen=True)
@@ -168,7 +192,7 @@ Message = tuple[Literal["add", "cancel", "abort", "stop"], Sequence[PendingChoic
 
 
 class EngineThread:
-    def __init__(self, engine: Engine, metrics: Metrics, *, max_running: int, max_queue: int) -> None:
+    def __init__(self, engine: Engine | EncoderEngine, metrics: Metrics, *, max_running: int, max_queue: int) -> None:
         self.engine, self.metrics = engine, metrics
         self.max_running, self.max_queue = max_running, max_queue
         self.snapshot = EngineSnapshot()
@@ -279,7 +303,10 @@ class EngineThread:
                 self._expire_waiting()
                 if self._to_score and (time.monotonic() >= self._score_from or not self.engine.busy):
                     self._scored = self._to_score.pop(self._to_score.next_client(Counter()))
-                    self._score(self._scored)
+                    if self._scored.embedding is None:
+                        self._score(self._scored)
+                    else:
+                        self._embed(self._scored, self._scored.embedding)
                     self._scored = None
                 self._let_in()
                 if self.engine.busy:
@@ -319,6 +346,11 @@ class EngineThread:
                     self._drop(choice, "abort")
 
     def _add(self, choice: PendingChoice) -> None:
+        if choice.embedding is not None:
+            lengths = [len(text) for text in choice.embedding.texts]
+            choice.embedding.batches = embedding_batches(lengths, self.engine.chunk)[::-1]  # the shortest are last
+            self._to_score.push(choice)
+            return
         if choice.score_prompt is not None:
             self._to_score.push(choice)
             return
@@ -388,6 +420,38 @@ class EngineThread:
         choice.score_prompt = None
         self._add(choice)
 
+    def _embed(self, choice: PendingChoice, job: EmbeddingJob) -> None:
+        """Compute the next batch of its texts; other clients' turn comes before the one after it. Texts in the engine
+        get their time as in `_score`."""
+        self._start(choice, self.engine.clock())
+        numbers, vectors = job.batches.pop(), None
+        parts = self.engine.runner.embedding_parts([job.texts[i] for i in numbers], job.pooling, self.engine.chunk)
+        while True:
+            began = time.monotonic()
+            try:
+                vectors = next(parts)
+            except Exception:  # the engine's state is untouched: other requests continue
+                log.exception("an embedding failed")
+                self._fail(choice, ApiError(500, "computing the embeddings failed; the server's log says more"))
+                return
+            self._score_from = 2 * time.monotonic() - began
+            if vectors is not None:
+                break
+            self._turn_between_parts()
+            if choice.done or self._stopping:
+                return
+        if not vectors.isfinite().all():
+            self._fail(choice, _engine_error(NonFiniteLogits(len(job.texts[numbers[0]]))))
+            return
+        job.vectors.update(zip(numbers, vectors, strict=True))
+        if job.batches:
+            self._to_score.push(choice, first=True)
+            return
+        self._time_first_token(choice, self.engine.clock())
+        found = torch.stack([job.vectors[i] for i in range(len(job.texts))])
+        self._emit(choice, ChoiceDelta(vectors_ND=found, finish_reason="stop"))
+        self._close_choice(choice, "stop")
+
     def _turn_between_parts(self) -> None:
         """What the loop does in one turn, but for scoring. The choice that is scored may be cancelled in it."""
         self._stopping = not self._read_inbox(wait=False)
@@ -451,9 +515,9 @@ class EngineThread:
     def _start(self, choice: PendingChoice, when: float) -> None:
         if choice.started is None:
             choice.started = when
-            self._num_prompt_tokens += len(choice.prompt)
-            self.metrics.prompt_tokens.inc(len(choice.prompt))
-            self.metrics.prompt_length.observe(len(choice.prompt))
+            self._num_prompt_tokens += choice.num_prompt
+            self.metrics.prompt_tokens.inc(choice.num_prompt)
+            self.metrics.prompt_length.observe(choice.num_prompt)
 
     def _expire_waiting(self) -> None:
         now = self.engine.clock()
@@ -557,8 +621,10 @@ def _engine_error(error: UserError | None) -> ApiError:
     return ApiError(500, str(error), code="nonfinite_logits")
 
 
-def kv_usage(engine: Engine) -> float:
+def kv_usage(engine: Engine | EncoderEngine) -> float:
     """Share of the KV cache that running requests hold; blocks that are only cached count as free."""
+    if isinstance(engine, EncoderEngine):
+        return 0.0
     pool = engine.cache.pool
     return pool.num_used / pool.num_blocks
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoestring.errors import UserError
 from shoestring.model.tokenizer import Spelling, Tokenizer
+from shoestring.serve.engine.embedding import Pooling
 from shoestring.serve.engine.engine import check_prompt
 from shoestring.serve.engine.logit_rules import Grammar, LogitRules, SamplingWithRules, TokenHistory
 from shoestring.serve.http.grammar import Grammars, GrammarSource, tool_grammar, wanted_schema
@@ -24,6 +25,7 @@ from shoestring.serve.http.request_schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
     ToolRequest,
     are_ids,
@@ -33,6 +35,9 @@ from shoestring.serve.http.tool_calls import FORMAT_NAMES, ToolCallParser, ToolF
 DEFAULT_NEW_TOKENS = 16  # of a completion, as in OpenAI's API; a chat answer may fill the context
 MAX_TOKENIZE_BYTES = 1 << 20  # of a text for /tokenize, which no context bounds; a second or two of work
 MIN_DETOKENIZE = 1 << 16  # ids that /detokenize takes, or the context where that is longer
+MAX_EMBEDDINGS = 2048  # texts of one request for embeddings, as in OpenAI's API
+MAX_EMBEDDING_TOKENS = 1 << 18
+MAX_EMBEDDING_NUMBERS = 1 << 22  # over all vectors of one request
 MAX_LOGPROB_ENTRIES = 1 << 22  # over all tokens of one request: some hundred MB of memory
 # A text is encoded from its beginning in growing parts. Ordinary text has 3 to 5 characters per token, so the first
 # part of a text that is too long is enough to refuse it.
@@ -49,6 +54,7 @@ class Limits:
     max_texts: int  # choices of one request, over all its prompts
     eos_ids: tuple[int, ...] = ()
     spelling: Spelling | None = None  # None: a token may stand for any length of text
+    causal: bool = True  # a decoder
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,49 @@ def parse_chat(
         mark_drafts=bool(body.mark_drafts),
         tools=tools,
     )
+
+
+@dataclass(frozen=True)
+class ParsedEmbedding:
+    texts: list[list[int]]
+    pooling: Pooling
+    dimensions: int
+    as_base64: bool
+
+
+def parse_embedding(
+    body: EmbeddingBody, tokenizer: Tokenizer, limits: Limits, pooling: Pooling, d_model: int
+) -> ParsedEmbedding:
+    """`pooling` is the server's, `d_model` the length of its vectors."""
+    given = body.inputs
+    if len(given) > MAX_EMBEDDINGS or len(given) * d_model > MAX_EMBEDDING_NUMBERS:
+        most = min(MAX_EMBEDDINGS, max(1, MAX_EMBEDDING_NUMBERS // d_model))
+        raise ApiError(400, f"input has {len(given)} texts; at most {most} in one request", param="input")
+    if (body.dimensions or 1) > d_model:
+        raise ApiError(
+            400, f"dimensions={body.dimensions} is more than this model's vectors have: {d_model}", param="dimensions"
+        )
+    if body.pooling == "cls" != pooling and limits.causal:
+        raise ApiError(400, "pooling cls is for encoders: the first token of this model sees no other", param="pooling")
+    for text in given:
+        if isinstance(text, str):
+            _check_size(text, 0, limits)
+        else:
+            _check_length(len(text), limits)
+    texts, num = [], 0
+    for text in given:
+        ids = encode_within(text, tokenizer, 0, limits) if isinstance(text, str) else text
+        if not ids:
+            raise ApiError(400, f"input has {text[:20]!r}, which has no tokens", param="input")
+        check_ids(ids, limits, "input")
+        texts.append(ids)
+        num += len(ids)
+        if num > MAX_EMBEDDING_TOKENS:
+            raise ApiError(
+                400, f"input has more than {MAX_EMBEDDING_TOKENS} tokens; send it in several requests", param="input"
+            )
+    size = body.dimensions or d_model
+    return ParsedEmbedding(texts, body.pooling or pooling, size, body.encoding_format == "base64")
 
 
 def chat_text(

@@ -397,6 +397,29 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool = True
 
 
+class EmbeddingBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    input: Any = Field(None, description="string, list of strings, token ids, or list of lists of token ids")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["mean", "last", "cls"] | None = None
+    user: Any = Field(None, description="without effect")
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        given = self.input
+        if _is_prompt(given) and given:
+            return [given]
+        if isinstance(given, list) and given and all(_is_prompt(p) and p for p in given):
+            return given
+        raise ApiError(
+            400,
+            "input must be a string, a list of strings, a list of token ids or a list of such lists; none may be empty",
+            param="input",
+        )
+
+
 class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None

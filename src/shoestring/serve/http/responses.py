@@ -9,6 +9,7 @@ and those cut off with a stop string.
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import time
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from shoestring.model.tokenizer import Tokenizer, letter_bytes
 from shoestring.serve.engine.logit_rules import TokenLogprob
@@ -263,6 +267,21 @@ class CompletionResponse:
             return raw.decode()
         except UnicodeDecodeError:  # part of a character: named by its bytes, so that names differ
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def embedding_response(
+    model: str, vectors_ND: Tensor, num_tokens: int, dimensions: int, as_base64: bool
+) -> dict[str, Any]:
+    """Vectors of length 1, of their first `dimensions` numbers."""
+    found = torch.nn.functional.normalize(vectors_ND[:, :dimensions].float(), dim=1)
+    data = []
+    for index, vector in enumerate(found):
+        told: Any = vector.tolist()
+        if as_base64:
+            told = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": told})
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
 PIECE = 64  # entries of a list that are written at once

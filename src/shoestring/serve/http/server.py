@@ -19,10 +19,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import torch
 
@@ -51,6 +52,9 @@ except ModuleNotFoundError as error:
         f"the server needs the package {error.name}, which is not installed; pip install 'shoestring[serve]'"
     ) from error
 
+from shoestring.paths import find_model
+from shoestring.serve.engine.embedding import POOLINGS, Pooling
+from shoestring.serve.engine.encoder import EncoderEngine, TextEncoder, folder_pooling, is_encoder, load_encoder
 from shoestring.serve.engine.engine import Engine
 from shoestring.serve.engine.logit_rules import VerifyWithRules
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S
@@ -90,6 +94,7 @@ class ServeOptions:
     metrics_prefix: str = "shoestring"
     chat_template: Path | None = None  # a Jinja file, instead of the model's own
     tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
+    pooling: str = "auto"  # of embeddings: mean, last, cls; auto: what the folder says, else mean
     int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
 
     def __post_init__(self) -> None:
@@ -116,6 +121,7 @@ class ServeOptions:
                 "names such as llm.example.org, without http:// and path, or '*' for any",
             ),
             ("tool_format", self.tool_format in ("auto", *FORMAT_NAMES), "auto, " + ", ".join(FORMAT_NAMES)),
+            ("pooling", self.pooling in ("auto", *POOLINGS), "auto, " + ", ".join(POOLINGS)),
             ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
         ):
             if not good:
@@ -145,7 +151,7 @@ class Service:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | TextEncoder,
         tokenizer: Tokenizer,
         options: ServeOptions,
         listener: socket.socket,
@@ -156,21 +162,27 @@ class Service:
         ranks: Ranks | None = None,
     ) -> None:
         self.options, self._listener = options, listener
-        self.engine = Engine(
-            model,
-            tokenizer,
-            max_requests=options.max_requests,
-            max_context=options.max_context,
-            chunk=options.chunk,
-            num_blocks=options.num_blocks,
-            drafter=drafter,
-            skip=skip,
-            draft_skip=draft_skip,
-            ranks=ranks,
-            # The coupled rule: texts are a function of their seed, with a drafter or without.
-            rule="coupled",
-            verify=VerifyWithRules(verify),
-        )
+        self.engine: Engine | EncoderEngine
+        if isinstance(model, TextEncoder):
+            self.engine = EncoderEngine(model, max_context=options.max_context, chunk=options.chunk)
+        else:
+            if options.pooling == "cls":
+                raise UserError("pooling=cls is for encoders: a decoder's first token sees no other; give mean or last")
+            self.engine = Engine(
+                model,
+                tokenizer,
+                max_requests=options.max_requests,
+                max_context=options.max_context,
+                chunk=options.chunk,
+                num_blocks=options.num_blocks,
+                drafter=drafter,
+                skip=skip,
+                draft_skip=draft_skip,
+                ranks=ranks,
+                # The coupled rule: texts are a function of their seed, with a drafter or without.
+                rule="coupled",
+                verify=VerifyWithRules(verify),
+            )
         self.engine.warm_up()  # no request waits for graphs
         self.engine_thread = EngineThread(
             self.engine,
@@ -189,6 +201,7 @@ class Service:
             _host_names(options),
             options.body_timeout_s,
             tool_format=options.tool_format,
+            pooling=cast(Pooling, "mean" if options.pooling == "auto" else options.pooling),
         )
         limits = ConnectionLimits(options.header_timeout_s, options.read_timeout_s, options.max_connections)
         self._api = Api(self.engine_thread, tokenizer, settings)
@@ -305,6 +318,8 @@ def main(
         return ranks.close()
     try:
         with listen(options.host, options.port) as listener:
+            if is_encoder(find_model(model_path)):
+                return _serve_encoder(find_model(model_path), options, listener, device, dtype, ranks)
             _serve(model_path, options, listener, template, device, dtype, skips, ranks)
     except EngineStuck as error:
         signal.alarm(int(STOP_S))  # leaving Python may wait for the stuck thread
@@ -314,6 +329,32 @@ def main(
     finally:
         if ranks is not None:
             ranks.end()
+
+
+def _serve_encoder(
+    folder: Path,
+    options: ServeOptions,
+    listener: socket.socket,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ranks: Ranks | None,
+) -> None:
+    if ranks is not None or options.drafter is not None:
+        raise UserError(f"{folder} is an encoder: it is served by one process and without a drafter")
+    encoder = load_encoder(folder, device=device, dtype=dtype)
+    _log_to_stderr()
+    name = options.model_name or folder.resolve().stem
+    service = Service(encoder, encoder.tokenizer, _with_pooling(options, folder), listener, name)
+    log.info("serving %s (an encoder: embeddings only) at %s/v1", name, service.url)
+    service.run()
+    log.info("stopped")
+
+
+def _with_pooling(options: ServeOptions, folder: Path) -> ServeOptions:
+    """With the pooling that the folder asks for, where the user has not chosen one."""
+    if options.pooling != "auto" or not folder.is_dir():
+        return options
+    return replace(options, pooling=folder_pooling(folder) or "auto")
 
 
 def _serve(
@@ -341,6 +382,7 @@ def _serve(
     drafter = None
     if options.drafter is not None:
         drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
+    options = _with_pooling(options, loaded.path)
     service = Service(loaded.model, loaded.tokenizer, options, listener, name, drafter, policy, draft_skip, ranks)
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_keys:
         log.warning("anybody who reaches %s may use this model; --api-key asks for a key", options.host)

@@ -1,0 +1,157 @@
+"""Encoders of the BERT family, for embeddings: loaded and computed by `transformers`, which is optional
+(pip install 'shoestring[encoders]').
+
+`TextEncoder` is such a model, `EncoderEngine` what the engine thread asks of an engine: it embeds and never has a
+text to write. Weights are read from safetensors only, and no code from the model's folder runs.
+Left out: models with code of their own (trust_remote_code), and their dense layers behind the pooling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.json_files import Fields, read_object
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.serve.engine.embedding import Pooling, padded, pooled
+from shoestring.serve.engine.request import Output, Request, Stats
+
+# What transformers computes without code of the model's own, and what has no causal mask.
+ENCODER_TYPES = (
+    *("albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "ernie", "modernbert", "mpnet", "roberta"),
+    *("roformer", "xlm-roberta"),
+)
+# Position ids of these begin behind the padding token's.
+_SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet")
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether a Hugging Face folder holds one of the encoders that are served."""
+    file = folder / "config.json"
+    return file.is_file() and read_object(file).get("model_type") in ENCODER_TYPES
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    model: torch.nn.Module
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_positions: int
+    d_model: int
+
+
+def load_encoder(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> TextEncoder:
+    try:
+        from transformers import AutoModel
+    except ModuleNotFoundError:
+        kind = read_object(folder / "config.json").get("model_type")
+        raise UserError(
+            f"{folder} is an encoder ({kind}), which is served with the package transformers; "
+            "pip install 'shoestring[encoders]'"
+        ) from None
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no safetensors files; pickled weights are never read, so save it as safetensors")
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} has no tokenizer.json; save its fast tokenizer there")
+    tokenizer = Tokenizer.from_file(folder)
+    tokenizer.backend.no_truncation()  # a text that is too long is refused, not cut
+    tokenizer.backend.no_padding()
+    try:
+        model = AutoModel.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"transformers cannot load {folder}: {str(error).strip().splitlines()[0][:300]}") from None
+    fields = Fields(read_object(folder / "config.json"), "config.json")
+    positions = fields.whole("max_position_embeddings")
+    if fields.text("model_type") in _SHIFTED:
+        positions -= (fields.whole("pad_token_id", 1, least=0)) + 1
+    vocab = fields.whole("vocab_size")
+    width = int(model.config.hidden_size)
+    return TextEncoder(cast(torch.nn.Module, model).eval().to(device), tokenizer, vocab, positions, width)
+
+
+class EncoderRunner:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @torch.no_grad()
+    def embedding_parts(self, texts: Sequence[Sequence[int]], pooling: Pooling, chunk: int) -> Iterator[Tensor | None]:
+        """One part: an encoder reads a text as a whole."""
+        lengths = [len(text) for text in texts]
+        ids_NT = padded(texts)
+        mask_NT = (torch.arange(ids_NT.shape[1])[None] < torch.tensor(lengths)[:, None]).long()
+        found: Any = self.model(input_ids=ids_NT.to(self.device), attention_mask=mask_NT.to(self.device))
+        yield pooled(found.last_hidden_state, lengths, pooling)
+
+    def prompt_logprob_parts(self, tokens: Sequence[int], num_top: int, chunk: int) -> Iterator[Any]:
+        raise _no_text()
+
+
+class EncoderEngine:
+    """The part of `Engine` that a server without texts needs."""
+
+    drafter = None
+    draft_controller = None
+    busy = False
+
+    def __init__(self, encoder: TextEncoder, *, max_context: int | None = None, chunk: int = 512) -> None:
+        most = encoder.max_positions
+        if max_context is not None and not 1 <= max_context <= most:
+            raise UserError(f"max_context={max_context} does not fit this model, which has {most} positions")
+        self.runner, self.chunk = EncoderRunner(encoder.model), chunk
+        self.vocab_size, self.max_context, self.d_model = encoder.vocab_size, max_context or most, encoder.d_model
+        self.eos_ids: set[int] = set()
+        self.stats, self.clock = Stats(), time.monotonic
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+
+    def add(self, *_: Any, **__: Any) -> Request:
+        raise _no_text()
+
+    def resume(self, request: Request) -> None:
+        raise _no_text()
+
+    def pause(self, request: Request) -> None:
+        raise _no_text()
+
+    def abort(self, request: Request) -> None:
+        raise _no_text()
+
+    def step(self) -> list[Output]:
+        return []
+
+    def warm_up(self) -> None:
+        """Nothing is captured."""
+
+
+def _no_text() -> UserError:
+    return UserError("this model is an encoder: it computes embeddings (/v1/embeddings) and writes no text")
+
+
+def folder_pooling(folder: Path) -> Pooling | None:
+    """The pooling that a sentence-transformers folder asks for; None where it says nothing."""
+    file = folder / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return None
+    asked = read_object(file)
+    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
+    wanted = [mode for key, mode in modes.items() if asked.get(key) is True]
+    num = sum(key.startswith("pooling_mode_") and value is True for key, value in asked.items())
+    if len(wanted) != 1 or num != 1:
+        raise UserError(f"{file} asks for another pooling than mean, last or cls; choose one with --pooling")
+    return cast(Pooling, wanted[0])
