@@ -115,7 +115,7 @@ class Bench:
         """`longer`: steps of the one that is trained for longest."""
         self.target, self.size, self.layers, self.name = target, size, size.layers, name
         self.text, self.prompts, self.folder, self.seed = text, prompts, folder, seed
-        self.device = target.embed.weight.device
+        self.device = target.device
         self.mesh = Mesh(0, 1, self.device)
         self.data = TokenData(text.train, context=size.draft_context, batch=size.draft_batch, seed=seed)
         self.log = RunLog(None, quiet=True)

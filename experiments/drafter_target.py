@@ -135,7 +135,7 @@ def _fresh(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Decoder
 
 
 def _run(model: Decoder, lr: float, log: RunLog, step: int = 0) -> Run:
-    return Run(model, adamw(model, lr=lr), Mesh(0, 1, model.embed.weight.device), log, step)
+    return Run(model, adamw(model, lr=lr), Mesh(0, 1, model.device), log, step)
 
 
 @torch.no_grad()

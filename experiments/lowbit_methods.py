@@ -151,7 +151,7 @@ class Subject:
         """Of every window, so that it serves every seed. The model is the full one afterwards."""
         data = self.data(0)
         cache = build_cache(self.cache_folder, self.fresh(), one_epoch(data), num_targets=len(data.shards), k=self.top)
-        return cache.to(self.model.embed.weight.device)
+        return cache.to(self.model.device)
 
 
 # -- methods -------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def tell(run: Run) -> None:
 
 
 def data_device(model: Decoder) -> torch.device:
-    return model.embed.weight.device
+    return model.device
 
 
 def shrink(subject: Subject, method: str, label: str, seed: int) -> tuple[Decoder, dict[str, Any]]:

@@ -101,7 +101,8 @@ def test_train_eval_generate_shrink_inspect_export(cli: Callable[..., str], corp
     dense, exported = weights(run / "model"), weights(tmp_path / "hf")
     assert dense.keys() == exported.keys()
     name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(dense["model.embed_tokens.weight"], exported["model.embed_tokens.weight"])
+    error = dense["model.embed_tokens.weight"] - exported["model.embed_tokens.weight"]
+    assert 0 < error.norm() < 0.02 * exported["model.embed_tokens.weight"].norm()  # int8
     assert not torch.equal(dense[name], exported[name])
     assert exported[name].unique(dim=None).numel() < dense[name].unique().numel() / 2
 

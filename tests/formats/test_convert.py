@@ -22,6 +22,7 @@ from shoestring.formats import (
     FormatLinear,
     IntAsym,
     Parts,
+    Sparse24,
     allocate_packed,
     bits_per_weight,
     bypassed,
@@ -83,18 +84,18 @@ def test_rules_first_match_wins_and_the_report_says_so() -> None:
     assert type(model.blocks[0].up) is nn.Linear and type(model.head) is nn.Linear
     text = str(report)
     assert "blocks.*.up" in text and "Linear -> int4:g64" in text and "x2" in text and "4.38 bits" in text
-    assert "dense by rule" in text and "the output head" in text and "embeddings stay" in text
+    assert "dense by rule" in text and "the output head" in text and "an embedding; name it" in text
     assert len(report.changed) == 4 and {x.name for x in report.left} >= {"head", "embed", "blocks.0.up"}
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([("blocks.0.upp", IntAsym())], "matches no linear layer. Did you mean 'blocks.0.up'"),
+        ([("blocks.0.upp", IntAsym())], "matches no linear layer and no embedding. Did you mean 'blocks.0.up'"),
         ([("layers.*", IntAsym())], r"matches no linear layer.*blocks\.\*\.down"),
         ([("*", IntAsym()), ("blocks.0.*", Dense())], "Put it before them"),
-        ([("embed", IntAsym())], "embed cannot be converted: embeddings"),
-        ([("e*", IntAsym())], "left alone .embed: embeddings"),
+        ([("embed", Sparse24(select="tile"))], "embed: An embedding cannot be sparse24"),
+        ([("e*", IntAsym())], "left alone .embed: an embedding; name it in a rule"),
         ([("he*", IntAsym())], "left alone .head: the output head"),
         ([("*", IntAsym(group=48))], "blocks.0.up: Group 48 does not divide input width 64: use group 32, 64"),
     ],

@@ -21,18 +21,20 @@ from typing import Any
 import torch
 
 from shoestring.errors import UserError, shown
-from shoestring.formats.convert import format_linears
+from shoestring.formats import FormatEmbedding
+from shoestring.formats.convert import format_hosts
 from shoestring.formats.registry import from_json
 from shoestring.json_files import Fields, read_object
 from shoestring.model import load_model
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
+from shoestring.model.folder import weight_files
 from shoestring.model.gguf_write import WrittenTensor
-from shoestring.model.hf import spec_from_hf
+from shoestring.model.hf import MODEL_TYPES, spec_from_hf
 from shoestring.model.hf_names import hf_module, our_module
 from shoestring.model.spec import ModelSpec
 from shoestring.report import Table, eval_table, flatten, in_words
 from shoestring.runlog import read_config, read_evals, read_metrics
-from shoestring.state.files import DTYPES, TensorFiles
+from shoestring.state.files import DTYPES, TensorFiles, open_tensors
 
 ERRORS = ("output_error", "weight_error")
 
@@ -67,7 +69,11 @@ def summarize(path: Path, *, each_layer: bool = False) -> list[Table]:
         return _run(path, each_layer)
     if (path / "config.json").is_file():
         return _model_folder(path, each_layer)
-    raise UserError(f"{path} holds no config.json, manifest.json or metrics.jsonl: not a run, model or checkpoint")
+    if any(path.glob("*.safetensors")):
+        return _any_folder(path, {}, each_layer)
+    raise UserError(
+        f"{path} holds no config.json, manifest.json, metrics.jsonl or safetensors: not a run, model or checkpoint"
+    )
 
 
 # -- kinds of paths ----------------------------------------------------------------------------------
@@ -93,16 +99,43 @@ def _run(folder: Path, each_layer: bool) -> list[Table]:
 
 
 def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
-    spec = spec_from_hf(read_object(folder / "config.json"))
+    config = read_object(folder / "config.json")
+    if config.get("model_type") not in MODEL_TYPES:
+        return _any_folder(folder, config, each_layer)
+    spec = spec_from_hf(config)
     shape = {k: getattr(spec, k) for k in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff")}
     facts = {"type": spec.model_type, **shape, "vocab_size": spec.vocab_size, "max_positions": spec.max_positions}
     stored, note = with_errors(folder_weights(folder), folder, spec)
     weights = replace(weights_table(stored, each_layer), note=note)
-    tables = [_facts(f"Model {folder}", facts, stored), weights]
+    tables = [_facts(f"Model {folder}", facts, stored, _on_disk(folder, weight_files(folder))), weights]
     if (folder / "pruning.json").is_file():  # what a pruning recipe counted on the weights it wrote
         counted = read_object(folder / "pruning.json")
         tables.append(Table("Pruned to 2:4", ["", ""], [[in_words(k), v] for k, v in counted.items()]))
     return tables
+
+
+def _any_folder(folder: Path, config: dict[str, Any], each_layer: bool) -> list[Table]:
+    """The tensors of a model that Shoestring does not run: an encoder, a vision model, parts of a pipeline."""
+    files = sorted(folder.glob("*.safetensors"))
+    stored: list[Stored] = []
+    for opened in map(open_tensors, files):
+        for name in opened.keys():  # noqa: SIM118 (no dict)
+            kind, shape = str(opened.get_slice(name).get_dtype()), tuple(opened.get_slice(name).get_shape())
+            bits = 8.0 * DTYPES.get(kind, torch.float16).itemsize * math.prod(shape)
+            stored.append(Stored(name, shape, kind.lower(), bits))
+    facts: dict[str, Any] = {k: config[k] for k in ("model_type", "architectures") if k in config}
+    facts |= {k: v for k, v in config.items() if type(v) is int}
+    note = "Shoestring does not run this model; convert, pack and shrink work on its modules from Python."
+    weights = replace(weights_table(stored, each_layer), note=note)
+    return [_facts(f"Model {folder}", facts, stored, _on_disk(folder, files)), weights]
+
+
+def _on_disk(folder: Path, files: list[Path]) -> dict[str, float]:
+    """As `ls -l` says it."""
+    return {
+        "MB": sum(f.stat().st_size for f in files) / 1e6,
+        "MB with tokenizer and settings": sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6,
+    }
 
 
 def _gguf(path: Path, each_layer: bool) -> list[Table]:
@@ -112,7 +145,10 @@ def _gguf(path: Path, each_layer: bool) -> list[Table]:
     stored = [Stored(t.name, t.shape, t.kind, 8.0 * t.num_bytes) for t in file.tensors.values()]
     skipped = ("tokenizer.ggml.", "tokenizer.chat_template")
     facts = {k: v for k, v in file.metadata(lists=False).items() if not k.startswith(skipped)}
-    return [_facts(f"GGUF {path.name}", facts, stored), weights_table(stored, each_layer)]
+    return [
+        _facts(f"GGUF {path.name}", facts, stored, {"MB": path.stat().st_size / 1e6}),
+        weights_table(stored, each_layer),
+    ]
 
 
 def _checkpoint(folder: Path, each_layer: bool) -> list[Table]:
@@ -262,10 +298,10 @@ def _layers(members: list[Stored]) -> str:
     return fold(members[0].name).replace("*", spans, 1)
 
 
-def _facts(title: str, facts: dict[str, Any], stored: list[Stored]) -> Table:
+def _facts(title: str, facts: dict[str, Any], stored: list[Stored], on_disk: dict[str, float] | None = None) -> Table:
     weights, bits = sum(s.weights for s in stored), sum(s.bits for s in stored)
-    total = {"parameters": weights, "MB": bits / 8e6, "bits per parameter": bits / max(weights, 1)}
-    return Table(title, ["", ""], [[k, v] for k, v in {**facts, **total}.items()])
+    total = {"parameters": weights, "bits per parameter": bits / max(weights, 1), "MB": bits / 8e6}
+    return Table(title, ["", ""], [[k, v] for k, v in {**facts, **total, **(on_disk or {})}.items()])
 
 
 def written_table(tensors: Sequence[WrittenTensor]) -> Table:
@@ -306,19 +342,21 @@ def verified_table(path: Path) -> tuple[Table, list[str]]:
 
 
 def errors_table(path: str | Path, reference: str | Path) -> Table:
-    """The relative error ||W' - W|| / ||W|| (Frobenius) of every linear layer: W' is what the layer multiplies with, W
-    the reference's weight.
+    """The relative error ||W' - W|| / ||W|| (Frobenius) of every linear layer and packed embedding: W' is what the
+    layer multiplies with, W the reference's weight.
 
     A method that folds scales into norms (AWQ) or trains on moves weights without harm, so this is a check of
     rounding, not of quality; quality is `shoestring eval`.
     """
     source, model = load_model(reference).model, load_model(path).model
-    theirs = dict(format_linears(source))
+    theirs = dict(format_hosts(source))
     rows: list[list[Any]] = []
-    for name, layer in format_linears(model):
+    for name, layer in format_hosts(model):
+        if isinstance(layer, FormatEmbedding) and not layer.packed:
+            continue
         other = theirs.get(name)
         if other is None and name == "head":  # a tied head was given a copy of its own
-            want = source.embed.weight.detach()
+            want = source.embed.effective_weight(torch.float32).detach()
         elif other is None:
             raise UserError(f"{reference} has no layer {name}: it is not the model that {path} was made from")
         else:

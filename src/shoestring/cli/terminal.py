@@ -64,7 +64,7 @@ def open_engine(
         )
     guess = None
     if drafter is not None:
-        device, dtype = loaded.model.embed.weight.device, loaded.model.compute_dtype
+        device, dtype = loaded.model.device, loaded.model.compute_dtype
         guess = open_drafter(drafter, loaded.model, device=str(device), dtype=dtype)
     policy, draft_skip = (None, None) if skip == "none" else find_skips(loaded, skip, context)
     if ranks is None and sys.stderr.isatty():

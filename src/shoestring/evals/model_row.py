@@ -1,8 +1,9 @@
 """Measuring a model: its size, perplexity, task accuracy and speed, each as one flat row.
 
-A row has the keys of `report.EVAL_COLUMNS`, so that evals.jsonl, the console and report.html show the same table. Sizes
-are those of the stored weights: packed layers at their bits per weight, everything else at 16 bits, whatever it is
-computed in. `--speed` is a quick look; benchmarks/ has warm-up and spread.
+A row has the keys of `report.EVAL_COLUMNS`, so that evals.jsonl, the console and report.html show the same table.
+Megabytes are those of the weight files, as `ls -l` and `shoestring inspect` say them: the files that were read, or, of
+a model that was changed since, those that `save_model` would write. `--speed` is a quick look; benchmarks/ has warm-up
+and spread.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import keep_decoded
-from shoestring.formats.convert import format_linears
+from shoestring.formats import Dense, keep_decoded
+from shoestring.formats.convert import format_hosts, format_linears
 from shoestring.json_files import read_text
 from shoestring.paths import expand
 from shoestring.runlog import RunLog, read_config
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
     from shoestring.model.transformer import Decoder
 
-DENSE_BITS = 16.0
 ROWS = 4096  # per forward pass of an evaluation: fills a processor, small beside the weights
 
 
 def ready(loaded: LoadedModel) -> LoadedModel:
     """Set for inference. On a CPU, which has no kernels for packed weights, decode them once."""
     loaded.model.eval()
-    if loaded.model.embed.weight.device.type == "cpu":
+    if loaded.model.device.type == "cpu":
         keep_decoded(loaded.model, dtype=loaded.model.compute_dtype)
     return loaded
 
@@ -41,26 +41,30 @@ def ready(loaded: LoadedModel) -> LoadedModel:
 # -- size --------------------------------------------------------------------------------------------
 
 
-def size_of(model: nn.Module) -> dict[str, float]:
-    """Megabytes of all stored weights, and bits per weight of the linear layers."""
-    total_bits = linear_bits = linear_weights = 0.0
-    counted: set[int] = set()
-    for _, layer in format_linears(model):
-        weights = layer.in_features * layer.out_features
-        bits = layer.format.bits_per_weight(layer.shape) * weights
-        linear_bits, linear_weights, total_bits = (linear_bits + bits, linear_weights + weights, total_bits + bits)
-        counted |= {id(t) for t in (*layer.parts().values(), *layer.parameters(recurse=False))}
-        total_bits += 0 if layer.bias is None else layer.bias.numel() * DENSE_BITS
-    rest = sum(p.numel() for p in model.parameters() if id(p) not in counted)
-    row = {"megabytes": round((total_bits + rest * DENSE_BITS) / 8e6, 3)}
-    if linear_weights:
-        row["bits_per_weight"] = round(linear_bits / linear_weights, 3)
+def size_of(loaded: LoadedModel, *, changed: bool = False) -> dict[str, float]:
+    """Megabytes of the weight files, and stored bits per weight of the linear layers without embedding and head.
+
+    `changed`: since the model was loaded, so that its files say nothing about it.
+    """
+    from shoestring.model.folder import weight_files
+    from shoestring.model.save import saved_bytes
+
+    model = loaded.model
+    total = saved_bytes(model) if changed else sum(f.stat().st_size for f in weight_files(loaded.path))
+    row = {"megabytes": round(total / 1e6, 3)}
+    layers = [layer for name, layer in format_linears(model) if name != "head"]
+    weights = [layer.in_features * layer.out_features for layer in layers]
+    if layers:
+        bits = sum(layer.format.bits_per_weight(layer.shape) * n for layer, n in zip(layers, weights, strict=True))
+        row["bits_per_weight"] = round(bits / sum(weights), 3)
     return row
 
 
 def formats_name(model: nn.Module) -> str:
-    """The formats of a model's linear layers: 'dense', 'int4:g64', or several joined by +."""
-    return " + ".join(dict.fromkeys(layer.format.label for _, layer in format_linears(model))) or "dense"
+    """The formats of a model's layers: 'dense', 'int4:g64', or several joined by +, those of embeddings last."""
+    inner = [layer.format.label for name, layer in format_linears(model) if name != "head"]
+    ends = [host.format.label for _, host in format_hosts(model) if not isinstance(host.format, Dense)]
+    return " + ".join(dict.fromkeys([*inner, *ends])) or "dense"
 
 
 def megabytes_on_disk(path: Path) -> float:
@@ -83,14 +87,16 @@ def evaluate_row(
     max_tokens: int | None = None,
     speed: bool = False,
     offload: BlockOffload | None = None,
+    changed: bool = False,
 ) -> dict[str, Any]:
     """One model as one row: its format and size, perplexity where tokens are given, speed where asked.
 
+    changed: the model is not what lies at loaded.path any more.
     offload: the model stays in the host's memory, and one block at a time is on the device that is named there.
     """
     if offload is None:
         ready(loaded)
-    row: dict[str, Any] = {"model": label, "format": formats_name(loaded.model), **size_of(loaded.model)}
+    row: dict[str, Any] = {"model": label, "format": formats_name(loaded.model), **size_of(loaded, changed=changed)}
     if tokens is not None:
         context = min(context, loaded.spec.max_positions)
         row |= {"text": text, **measure_perplexity(loaded.model, tokens, context, stride, max_tokens, offload)}

@@ -102,7 +102,7 @@ def perplexity(
 
 
 def _nll_sum(model: Decoder, tokens: Tensor, group: list[Window]) -> float:
-    device = model.embed.weight.device
+    device = model.device
     rows, targets = predicted(tokens, group, device)
 
     def readout(hidden_RD: Tensor, head: Head) -> Tensor:

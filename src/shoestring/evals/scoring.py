@@ -136,7 +136,7 @@ def _batches(order: Sequence[int], lengths: Sequence[int], batch_rows: int) -> l
 
 
 def _score_batch(model: Decoder, batch: Sequence[_Sequence]) -> list[list[Score]]:
-    device = model.embed.weight.device
+    device = model.device
     width = max(len(s.tokens) for s in batch)
 
     def padded(rows: Sequence[list[int]]) -> Tensor:

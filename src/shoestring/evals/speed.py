@@ -47,7 +47,7 @@ def measure_speed(model: Decoder, *, prompt: int = 128, new: int = 32, repeats: 
         raise UserError(
             f"prompt={prompt} and new={new} do not fit the model's {positions} positions; lower one of them"
         )
-    device = model.embed.weight.device
+    device = model.device
     memory = _Memory(device)
     runs = [_run_once(model, prompt, new, device) for _ in range(repeats + 1)][1:]
     peak, growth = memory.peak()

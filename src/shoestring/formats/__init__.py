@@ -14,10 +14,11 @@ from shoestring.formats.convert import (
     use_kernels,
 )
 from shoestring.formats.dense import Dense
+from shoestring.formats.embedding import FormatEmbedding
 from shoestring.formats.float_asym import FloatAsym
 from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
-from shoestring.formats.linear import FormatLinear
+from shoestring.formats.linear import FormatHost, FormatLinear
 from shoestring.formats.registry import FORMATS, from_json, parse_format
 from shoestring.formats.slorb import Slorb
 from shoestring.formats.sparse24 import Sparse24
@@ -30,6 +31,8 @@ __all__ = [
     "Dense",
     "FloatAsym",
     "Format",
+    "FormatEmbedding",
+    "FormatHost",
     "FormatLinear",
     "GridFormat",
     "IntAsym",

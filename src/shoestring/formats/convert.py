@@ -1,16 +1,17 @@
-"""Give the linear layers of any model a Format, pack them, and unpack them again.
+"""Give the linear layers and embeddings of any model a Format, pack them, and unpack them again.
 
     report = convert(model, [("blocks.0.*", Dense()), ("*", IntAsym(bits=4))])  # then train with any loop
     pack(model)  # weights become codes and scales
 
 Rules are (glob, Format) pairs on dotted module names; the first match wins; `*` also matches dots. A rule without
-effect is an error. Modules whose last name is in `skip` (the output head) are only converted by a rule that spells that
-last name out.
+effect is an error. Embeddings, and modules whose last name is in `skip` (the output head), are only converted by a
+rule that spells their last name out: ("embed", IntAsym(bits=8, group=0)).
 
-Modules are changed in place: an nn.Linear becomes a FormatLinear by changing its class, so its name, Parameters, hooks
-and every reference to it stay. transformers' Conv1D (GPT-2) becomes a FormatLinear too; its weight is a new Parameter,
-transposed to [out, in]. A weight that two modules share (a tied head) is never converted: packing would untie it.
-Embeddings, convolutions and subclasses of nn.Linear are never converted.
+Modules are changed in place: an nn.Linear becomes a FormatLinear (an nn.Embedding a FormatEmbedding) by changing its
+class, so its name, Parameters, hooks and every reference to it stay. transformers' Conv1D (GPT-2) becomes a
+FormatLinear too; its weight is a new Parameter, transposed to [out, in]. A weight that two modules share (a tied head)
+is never converted: packing would untie it. A `Decoder` has one module for both, which can be. Convolutions and
+subclasses of nn.Linear and nn.Embedding are never converted.
 
 Some modules of torch read the weights of their layers past the layers' forward. nn.TransformerEncoderLayer does so in
 eval mode; where one of its layers is converted, that path is turned off. nn.MultiheadAttention always does; its weights
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 from shoestring.errors import UserError, suggest
 from shoestring.formats.base import Format, Parts
 from shoestring.formats.dense import Dense
-from shoestring.formats.linear import FormatLinear
+from shoestring.formats.embedding import FormatEmbedding, check_row_wise
+from shoestring.formats.linear import FormatHost, FormatLinear
 from shoestring.formats.registry import from_json
 
 Rule = tuple[str, Format]
@@ -99,6 +101,8 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     """[out, in]"""
     if isinstance(module, nn.Linear):
         return (module.out_features, module.in_features)
+    if isinstance(module, nn.Embedding):
+        return (module.num_embeddings, module.embedding_dim)
     assert isinstance(module.weight, Tensor)
     return (module.weight.shape[1], module.weight.shape[0])
 
@@ -120,10 +124,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def obstacle(module: nn.Module, name: str, tied: dict[str, str]) -> str | None:
     """Why this module cannot be converted at all, or None."""
-    if isinstance(module, nn.Embedding):
-        return "embeddings stay as they are"
-    if not (isinstance(module, FormatLinear) or type(module) is nn.Linear or is_conv1d(module)):
-        return f"{type(module).__name__} may not use its weight as nn.Linear does"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "it changes its rows while it is used (max_norm), or has sparse gradients"
+    if not (isinstance(module, FormatHost) or type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module)):
+        return f"{type(module).__name__} may not use its weight as nn.Linear and nn.Embedding do"
     if name in tied:
         return f"its weight is tied to {tied[name]}"
     if "forward" in module.__dict__:
@@ -149,14 +153,16 @@ def assign(
         hits = [i for i, (glob, _) in enumerate(rules) if fnmatchcase(name, glob)]
         for i in hits:
             matched[i].append(name)
-        skipped = any(fnmatchcase(name, s) or fnmatchcase(name.rsplit(".", 1)[-1], s) for s in skip)
+        skipped = isinstance(module, nn.Embedding)
+        skipped |= any(fnmatchcase(name, s) or fnmatchcase(name.rsplit(".", 1)[-1], s) for s in skip)
         if skipped:
             hits = [i for i in hits if spells_out(rules[i][0], name)]
         reason = obstacle(module, name, tied)
         if reason and hits and rules[hits[0]][0] == name and not isinstance(rules[hits[0]][1], Dense):
             raise UserError(f"{name} cannot be converted: {reason}. Remove it from the rules.")
         if reason or not hits:
-            why = reason or ("the output head; name it in a rule to convert it" if skipped else "no rule matches")
+            what = "an embedding" if isinstance(module, nn.Embedding) else "the output head"
+            why = reason or (f"{what}; name it in a rule to convert it" if skipped else "no rule matches")
             left.append(Left(name, type(module).__name__, why, num_bytes(module)))
             continue
         used.add(hits[0])
@@ -171,7 +177,7 @@ def idle_rule(glob: str, matched: list[str], chosen: dict[str, Format], left: li
     """The message for a rule that changes nothing."""
     if not matched:
         hint = suggest(glob, names) or f" There are: {', '.join(sorted({fold(n) for n in names})[:8])}."
-        return f"Rule {glob!r} matches no linear layer.{hint}"
+        return f"Rule {glob!r} matches no linear layer and no embedding.{hint}"
     if all(n in chosen for n in matched):
         return f"Rule {glob!r} has nothing left: earlier rules take all it matches. Put it before them."
     reason = next(x.reason for x in left if x.name in matched)
@@ -188,23 +194,30 @@ def convert(model: nn.Module, rules: Sequence[Rule], *, skip: Sequence[str] = ("
     chosen, left = assign(modules, rules, skip, tied_names(model))
     for name, format in chosen.items():
         module = modules[name]
-        if isinstance(module, FormatLinear) and module.packed:
+        if isinstance(module, FormatHost) and module.packed:
             raise UserError(f"{name} is packed as {module.format.label}: call unpack(model) before converting again.")
-        try:
-            format.check(weight_shape(module))
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        check_fits(name, module, format)
     report = ConvertReport(left=[*left, *loose_matrices(model)])
     for name, format in chosen.items():
         module = modules[name]
-        if isinstance(format, Dense) and not isinstance(module, FormatLinear):
+        if isinstance(format, Dense) and not isinstance(module, FormatHost):
             report.left.append(Left(name, type(module).__name__, "dense by rule", num_bytes(module)))
             continue
-        before = module.format.label if isinstance(module, FormatLinear) else type(module).__name__
-        to_format_linear(module).set_format(format)
+        before = module.format.label if isinstance(module, FormatHost) else type(module).__name__
+        to_format_host(module).set_format(format)
         report.changed.append(Changed(name, weight_shape(module), before, format))
     turn_off_fast_paths(model)
     return report
+
+
+def check_fits(name: str, module: nn.Module, format: Format) -> None:
+    """UserError with the module's name for a Format that it cannot hold."""
+    try:
+        if isinstance(module, nn.Embedding):
+            check_row_wise(format)
+        format.check(weight_shape(module))
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -240,14 +253,25 @@ def bypassed(model: nn.Module, *inputs: Any, **named_inputs: Any) -> list[str]:
     than its own, which may read the unquantized weight, or it is not used at all for these inputs."""
     called: set[str] = set()
     handles = []
-    for name, layer in format_linears(model):
+    for name, layer in format_hosts(model):
         handles.append(layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
     try:
         model(*inputs, **named_inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return [name for name, layer in format_linears(model) if name not in called and not isinstance(layer.format, Dense)]
+    return [name for name, layer in format_hosts(model) if name not in called and not isinstance(layer.format, Dense)]
+
+
+def to_format_host(module: nn.Module) -> FormatHost:
+    """Turn an nn.Linear, Conv1D or nn.Embedding into a dense host of Formats, in place."""
+    if not isinstance(module, nn.Embedding):
+        return to_format_linear(module)
+    if not isinstance(module, FormatEmbedding):
+        module.__class__ = FormatEmbedding
+        assert isinstance(module, FormatEmbedding)
+        module._host()
+    return module
 
 
 def to_format_linear(module: nn.Module) -> FormatLinear:
@@ -271,11 +295,16 @@ def to_format_linear(module: nn.Module) -> FormatLinear:
 
 def init_state(model: nn.Module) -> None:
     """Compute the Formats' state (tables, masks) from the weights: after a meta build has been filled."""
-    for _, module in format_linears(model):
+    for _, module in format_hosts(model):
         module.init_state()
 
 
 # -- pack ----------------------------------------------------------------------------------------------------
+def format_hosts(model: nn.Module) -> Iterator[tuple[str, FormatHost]]:
+    """Linear layers and embeddings."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, FormatHost))
+
+
 def format_linears(model: nn.Module) -> Iterator[tuple[str, FormatLinear]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, FormatLinear))
 
@@ -286,15 +315,21 @@ def format_linear(model: nn.Module, name: str) -> FormatLinear:
     return layer
 
 
+def format_host(model: nn.Module, name: str) -> FormatHost:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, FormatHost), name
+    return layer
+
+
 def store_states(model: nn.Module, states: Mapping[str, Parts]) -> None:
     """Overwrite the state of the named layers: chosen grids, fitted branches."""
     for name, state in states.items():
-        format_linear(model, name).store_state(state)
+        format_host(model, name).store_state(state)
 
 
 def formats_of(model: nn.Module) -> dict[str, Format]:
     """{module name: Format} of every layer that is not dense, packed or not."""
-    return {name: m.format for name, m in format_linears(model) if not isinstance(m.format, Dense)}
+    return {name: m.format for name, m in format_hosts(model) if not isinstance(m.format, Dense)}
 
 
 def pack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
@@ -307,7 +342,7 @@ def pack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise UserError("A model under fully_shard cannot be packed in place: use packed_state(model) and save that.")
     names = []
-    for name, module in format_linears(model):
+    for name, module in format_hosts(model):
         if module.packed or isinstance(module.format, Dense):
             continue
         try:
@@ -321,7 +356,7 @@ def pack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
 def packed_state(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The state_dict that `pack` would leave, without touching the model (sharded weights give sharded parts)."""
     state = {name: t.detach() for name, t in model.state_dict().items()}
-    for name, module in format_linears(model):
+    for name, module in format_hosts(model):
         if module.packed or isinstance(module.format, Dense):
             continue
         prefix = f"{name}.weight" if name else "weight"
@@ -334,7 +369,7 @@ def packed_state(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dic
 def keep_decoded(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
     """Keep a decoded copy of every packed weight: without a kernel (CPU), decoding would take most of every forward.
     Call it after loading; moving the model drops the copies."""
-    for _, module in format_linears(model):
+    for _, module in format_hosts(model):
         module.keep_decoded(dtype)
 
 
@@ -343,13 +378,13 @@ def use_kernels(model: nn.Module) -> list[str]:
 
     `load_model` does this on a GPU. Values, state_dict and memory stay what they were.
     """
-    return [name for name, module in format_linears(model) if module.use_kernels()]
+    return [name for name, module in format_hosts(model) if module.use_kernels()]
 
 
 def unpack(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> list[str]:
     """Replace packed layers by dense ones with the decoded weights, in place; returns their names."""
     names = []
-    for name, module in format_linears(model):
+    for name, module in format_hosts(model):
         if module.packed:
             module.unpack(dtype)
             names.append(name)
@@ -365,22 +400,19 @@ def allocate_packed(model: nn.Module, formats: dict[str, dict[str, Any]], dtype:
     tied = tied_names(model)
     for name, data in formats.items():
         if name not in modules:
-            raise UserError(f"The model has no linear layer {name!r}.{suggest(name, list(modules))}")
+            raise UserError(f"The model has no linear layer or embedding {name!r}.{suggest(name, list(modules))}")
         if reason := obstacle(modules[name], name, tied):
             raise UserError(f"{name} cannot hold packed weights: {reason}.")
         format = from_json(data).stored()
-        try:
-            format.check(weight_shape(modules[name]))
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        check_fits(name, modules[name], format)
         if not isinstance(format, Dense):
-            to_format_linear(modules[name]).allocate_packed(format, dtype)
+            to_format_host(modules[name]).allocate_packed(format, dtype)
 
 
 def bits_per_weight(model: nn.Module) -> float:
-    """Stored bits per weight over all FormatLinears; a dense weight counts in the dtype it has."""
+    """Stored bits per weight over all layers that can have a Format; a dense weight counts in the dtype it has."""
     weights, bits = 0, 0.0
-    for _, m in format_linears(model):
+    for _, m in format_hosts(model):
         numel = m.shape[0] * m.shape[1]
         dtype = torch.bfloat16 if m.weight is None else m.weight.dtype
         weights, bits = weights + numel, bits + numel * m.format.bits_per_weight(m.shape, dtype)

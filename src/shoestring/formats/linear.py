@@ -1,4 +1,4 @@
-"""FormatLinear: the module that hosts every Format.
+"""FormatHost: a module with a weight in a Format. FormatLinear is one, FormatEmbedding (embedding.py) the other.
 
 Training: `weight` is the master Parameter (any float dtype); the forward casts it to the dtype of the activations and
 passes it to `format.train_linear` with the Format's state (`weight_<name>` Parameters and buffers).
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-class FormatLinear(nn.Linear):
+class FormatHost(nn.Module):
+    """What holds a weight [rows, width] in a Format, trained or packed. A subclass says its shape and its forward."""
+
+    weight: nn.Parameter
     format: Format
     packed: bool
     part_names: tuple[str, ...]  # of the stored parts
@@ -58,23 +61,8 @@ class FormatLinear(nn.Linear):
     kernel_part_names: tuple[str, ...]  # empty unless the parts are held in the kernels' order: see use_kernels
     cuts: dict[str, Cut]
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        format: Format | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self._host()
-        if format is not None:
-            self.set_format(format)
-
     def _host(self) -> None:
-        """Set the attributes that an nn.Linear lacks; also called by `convert` after it changes a module's class."""
+        """Set the attributes that torch's module lacks; also called by `convert` after it changes a module's class."""
         self.format = Dense()
         self.packed = self.defer_bias = False
         self.part_names = self.state_names = self.kernel_part_names = ()
@@ -84,7 +72,16 @@ class FormatLinear(nn.Linear):
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in] of the logical weight."""
-        return (self.out_features, self.in_features)
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        held = self.kernel_part_names or self.part_names
+        return (getattr(self, f"weight_{held[0]}") if self.packed else self.weight).device
+
+    def check_format(self, format: Format) -> None:
+        """UserError for a Format that this module cannot hold."""
+        format.check(self.shape)
 
     # -- reading ---------------------------------------------------------------------------------------------
     def format_state(self) -> Parts:
@@ -107,14 +104,16 @@ class FormatLinear(nn.Linear):
 
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight the forward multiplies with, in `dtype`."""
+        if self.decoded is not None and self.decoded.dtype == dtype:
+            return self.decoded
         if self.packed:
             return self.format.decode(self.parts(), dtype)
         return self.format.fake(cast_weight(local(self.weight), dtype), self.format_state())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias, in the compute dtype of x."""
         dtype = compute_dtype(x)
-        x = x.to(dtype)
-        bias = None if self.bias is None or self.defer_bias else local(self.bias).to(dtype)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         if self.decoded is not None and self.decoded.dtype == dtype:
             return F.linear(x, self.decoded, bias)
         if self.packed:
@@ -128,7 +127,7 @@ class FormatLinear(nn.Linear):
         """Train with `format` from now on. The weight stays; the state of the old Format is removed."""
         if self.packed:
             raise UserError(f"A packed {self.format.label} weight cannot change its format: call unpack(model) first.")
-        format.check(self.shape)
+        self.check_format(format)
         check_cut(self.weight, format, self.shape)
         self._drop(self.state_names)
         self.format, self.suspended = format, None
@@ -205,7 +204,7 @@ class FormatLinear(nn.Linear):
 
     def allocate_packed(self, format: Format, dtype: torch.dtype = torch.float32) -> None:
         """Become a packed module with uninitialised parts, for load_state_dict to fill."""
-        format.check(self.shape)
+        self.check_format(format)
         self.use_stored_parts()
         with torch.device(next(iter(self._held().values())).device if self.packed else self.weight.device):
             parts = format.empty_parts(self.shape, dtype)
@@ -287,7 +286,7 @@ class FormatLinear(nn.Linear):
             delattr(self, f"weight_{name}")
 
     # -- nn.Module -------------------------------------------------------------------------------------------
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FormatLinear:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Parts and state follow the model to another device, but not to another dtype: model.to(torch.bfloat16) must
         # not round tables and scales.
         by_kernels = self.use_stored_parts()
@@ -321,6 +320,30 @@ class FormatLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.label}{', packed' if self.packed else ''}"
+
+
+class FormatLinear(FormatHost, nn.Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: Format | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self._host()
+        if format is not None:
+            self.set_format(format)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.out_features, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, None if self.bias is None or self.defer_bias else local(self.bias))
 
 
 # -- sharded weights -----------------------------------------------------------------------------------------

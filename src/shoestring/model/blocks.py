@@ -56,7 +56,7 @@ class BlocksModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of the embedding, which comes first."""
+        """Of the inputs of the first block."""
         return next(self.parameters()).device
 
     def check_inputs(self, inputs: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from shoestring.device import pick_device
 from shoestring.errors import UserError
 from shoestring.formats import allocate_packed, use_kernels
-from shoestring.formats.convert import format_linears
+from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import local
 from shoestring.json_files import Fields, read_object
 from shoestring.model import hf_names
@@ -38,7 +38,7 @@ from shoestring.state.files import TensorFiles
 if TYPE_CHECKING:
     from shoestring.model.tokenizer import Tokenizer
 
-__all__ = ["LoadedModel", "load_into", "load_model", "read_spec", "save_model"]
+__all__ = ["LoadedModel", "load_into", "load_model", "read_spec", "save_model", "weight_files"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -82,6 +82,14 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, source.spec, where)
 
 
+def weight_files(path: str | Path) -> list[Path]:
+    """The files that the weights of a model lie in: the .gguf file, or the safetensors of its folder."""
+    found = find_model(path)
+    if found.is_file():
+        return [found]
+    return TensorFiles(found, "packed" if (found / "shoestring.json").is_file() else "model").paths
+
+
 def load_into(model: Decoder, path: str | Path) -> None:
     """Fill a built, maybe sharded model from a folder or .gguf file; each process reads its boxes only."""
     where, source = _open_source(path)
@@ -92,7 +100,7 @@ def load_into(model: Decoder, path: str | Path) -> None:
     differ = [f"{k} (model {ours[k]!r}, file {theirs[k]!r})" for k in ours if k not in free and ours[k] != theirs[k]]
     if differ:
         raise UserError(f"{where} holds another model: {', '.join(differ)}; build the model with the spec of the file")
-    packed = {name for name, m in format_linears(model) if m.packed}
+    packed = {name for name, m in format_hosts(model) if m.packed}
     if packed != set(source.formats):
         if source.formats and not packed:
             raise UserError(
@@ -283,7 +291,7 @@ def _read_packing(folder: Path, spec: ModelSpec) -> tuple[dict[str, dict[str, An
 
 def _stored_state(model: Decoder) -> dict[str, Tensor]:
     """The tensors that are read from a file: all but what Formats derive from them."""
-    format_state = {f"{name}.weight_{s}" for name, m in format_linears(model) for s in m.state_names}
+    format_state = {f"{name}.weight_{s}" for name, m in format_hosts(model) for s in m.state_names}
     return {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in format_state}
 
 
@@ -312,6 +320,6 @@ def _fill(model: Decoder, source: _WeightSource) -> None:
             )
         with torch.no_grad():
             local(tensor).copy_(data)
-    for _, linear in format_linears(model):
+    for _, linear in format_hosts(model):
         if linear.state_names:
             linear.init_state()

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoestring.errors import UserError
 from shoestring.formats import FormatLinear
-from shoestring.formats.convert import format_linears
-from shoestring.formats.linear import local
+from shoestring.formats.convert import format_hosts
+from shoestring.formats.linear import FormatHost, local
 from shoestring.mesh import Mesh
 from shoestring.model import collectives
 from shoestring.model.layer_plan import Support
@@ -107,7 +107,7 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
             if norm is not None:
                 norm.weight_group = group
     if model.spec.vocab_size % tp.size() == 0:
-        _shard_param_(model.embed, "weight", tp, 0)
+        _shard_host_(model.embed, tp, dim=0)
         model.embed.group = group
         if model.head is not None:
             column_parallel_(model.head, tp)
@@ -138,13 +138,15 @@ def check_divides(spec: ModelSpec, tp: int, asked: str) -> None:
 
 def column_parallel_(linear: FormatLinear, tp: DeviceMesh) -> None:
     """Cut the output features over `tp`."""
-    _shard_linear_(linear, tp, dim=0)
+    _shard_host_(linear, tp, dim=0)
+    if linear.bias is not None:
+        _shard_param_(linear, "bias", tp, 0)
     linear.register_forward_pre_hook(functools.partial(_copy_input, tp.get_group()))
 
 
 def row_parallel_(linear: FormatLinear, tp: DeviceMesh) -> None:
     """Cut the input features over `tp`; the bias is added after the sum."""
-    _shard_linear_(linear, tp, dim=1)
+    _shard_host_(linear, tp, dim=1)
     linear.defer_bias = linear.bias is not None
     linear.register_forward_hook(functools.partial(_sum_output, tp.get_group()))
 
@@ -158,32 +160,30 @@ def _sum_output(group: ProcessGroup, linear: FormatLinear, args: Any, out: Tenso
     return out + local(linear.bias).to(out.dtype) if linear.defer_bias else out
 
 
-def _shard_linear_(linear: FormatLinear, tp: DeviceMesh, dim: int) -> None:
-    shape = (linear.out_features, linear.in_features)
-    block = linear.format.block(shape)[dim]
+def _shard_host_(host: FormatHost, tp: DeviceMesh, dim: int) -> None:
+    shape = host.shape
+    block = host.format.block(shape)[dim]
     share = shape[dim] // tp.size()
     if shape[dim] % tp.size() or share % block:
         raise UserError(
             f"tensor parallel over {tp.size()} ranks would cut a {shape[0]}x{shape[1]} weight into pieces of "
-            f"{shape[dim] / tp.size():g} along dim {dim}, but its format {linear.format} can only be cut at "
+            f"{shape[dim] / tp.size():g} along dim {dim}, but its format {host.format} can only be cut at "
             f"multiples of {block}; use fewer ranks or a format with a smaller group"
         )
-    if linear.packed:
+    if host.packed:
         mine = slice(tp.get_local_rank() * share, (tp.get_local_rank() + 1) * share)
         cut = (mine, slice(0, shape[1])) if dim == 0 else (slice(0, shape[0]), mine)
         # Plain buffers: a packed weight is only served, never checkpointed or resharded.
-        for name, part in linear.format.cut(linear.parts(), shape, *cut).items():
-            setattr(linear, f"weight_{name}", part.contiguous())
+        for name, part in host.format.cut(host.parts(), shape, *cut).items():
+            setattr(host, f"weight_{name}", part.contiguous())
     else:
-        _shard_param_(linear, "weight", tp, dim)
-    if linear.bias is not None and dim == 0:
-        _shard_param_(linear, "bias", tp, 0)
-    for name in linear.state_names:
+        _shard_param_(host, "weight", tp, dim)
+    for name in host.state_names:
         # Masks and learned scales are Parameters and cut like the weight; tables and clocks are buffers and stay whole,
         # and so do dims of size 1, which stand for all of the weight's dim.
-        aux = getattr(linear, f"weight_{name}")
+        aux = getattr(host, f"weight_{name}")
         if isinstance(aux, nn.Parameter) and aux.shape[dim] > 1:
-            _shard_param_(linear, f"weight_{name}", tp, dim)
+            _shard_param_(host, f"weight_{name}", tp, dim)
 
 
 def _shard_param_(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
@@ -224,8 +224,8 @@ def keeps_grids(model: nn.Module) -> bool:
     """Whether a layer has floating-point Parameters besides weight and bias."""
     return any(
         p.is_floating_point()
-        for _, linear in format_linears(model)
-        for name, p in linear.named_parameters(recurse=False)
+        for _, host in format_hosts(model)
+        for name, p in host.named_parameters(recurse=False)
         if name not in ("weight", "bias")
     )
 

@@ -3,7 +3,8 @@
 Tensors are gathered one by one (every rank takes part), renamed to Hugging Face's names and streamed into a
 temporary folder, which is renamed once complete: a folder is either the old one, the new one or absent.
 
-A packed model (formats.pack) is written with `shoestring.json`: the Format of each packed module, bits per
+A packed model (formats.pack) is small in every part: what is not packed is written in 16 bits wherever that loses
+nothing (`round_rest` makes it so). It is written with `shoestring.json`: the Format of each packed module, bits per
 weight, compute dtype. Its weights are in packed.safetensors, not model.safetensors: `transformers` only warns about an
 unknown quantization method and would use random weights; without the file it stops.
 """
@@ -21,20 +22,29 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format
-from shoestring.formats.convert import format_linears
-from shoestring.formats.linear import full
+from shoestring.formats.convert import format_hosts
+from shoestring.formats.linear import full, local
 from shoestring.model import hf_names
 from shoestring.model.hf import spec_to_hf
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.paths import expand
-from shoestring.state.files import SHARD_BYTES, AtomicFolder, TensorInfo, plan_shards, write_index, write_json
+from shoestring.state.files import (
+    SHARD_BYTES,
+    AtomicFolder,
+    TensorInfo,
+    model_bytes,
+    plan_shards,
+    write_index,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from shoestring.mesh import Mesh
     from shoestring.model.tokenizer import Tokenizer
 
 PACKED_VERSION = 1
+HALF_RANGE = 32768.0  # below float16's largest value
 
 
 @dataclass(frozen=True)
@@ -57,22 +67,77 @@ def save_model(
 ) -> Path:
     """Write a Hugging Face folder, whole or not at all. Every rank calls it; rank 0 writes.
 
-    `dtype`: of the unpacked weights; by default as they are. `weights`: a state dict with our names to write instead of
-    the model's own (an average, or formats.packed_state). A module that trains with a Format but is not packed is
-    written as the dense weight its forward multiplies with, so that `transformers` computes the same logits.
+    `dtype`: of the unpacked weights; by default as they are, and in a packed model in 16 bits where that is exact.
+    `weights`: a state dict with our names to write instead of the model's own (an average, or formats.packed_state). A
+    module that trains with a Format but is not packed is written as the dense weight its forward multiplies with, so
+    that `transformers` computes the same logits.
     """
-    spec, state = model.spec, model.state_dict() if weights is None else weights
-    packed = {name: m.format for name, m in format_linears(model) if f"{name}.weight" not in state}
-    spec_to_hf(spec)  # raises for a spec that cannot be written, before a gather
-    ours = _entries(model, state, dtype)
-    plan = hf_names.merge_plan(spec, ours, packed=bool(packed))
-    entries = [_merge(spec, name, [ours[n] for n in parts], bool(packed)) for name, parts in plan.items()]
+    spec_to_hf(model.spec)  # raises for a spec that cannot be written, before a gather
+    entries, packed = _plan(model, weights, dtype)
 
     def write_rest(folder: Path) -> None:
         about = _write_packing(folder, model, entries, packed) if packed else None
-        write_extras(folder, spec, tokenizer, ours["embed.weight"].info.dtype, about)
+        # The norms are never packed, and of the dtype of the other weights.
+        norm = hf_names.source_of(model.spec, "norm.weight", packed=bool(packed)).name
+        stored = next(e.info.dtype for e in entries if e.info.name == norm)
+        write_extras(folder, model.spec, tokenizer, stored, about)
 
     return write_folder(path, entries, write_rest, stem="packed" if packed else "model", mesh=mesh, limit=shard_bytes)
+
+
+def saved_bytes(model: Decoder, *, shard_bytes: int = SHARD_BYTES) -> int:
+    """The bytes of the weight files that `pack` and `save_model` would write; every rank calls it."""
+    state = model.state_dict()
+    for name, host in format_hosts(model):
+        if host.packed or isinstance(host.format, Dense):
+            continue
+        for old in ("weight", *(f"weight_{n}" for n in host.state_names)):
+            del state[f"{name}.{old}"]
+        with torch.device("meta"):
+            parts = host.format.stored().empty_parts(host.shape, model.compute_dtype)
+        state |= {f"{name}.weight_{n}": t for n, t in parts.items()}
+    entries, packed = _plan(model, state, None)
+    return model_bytes(plan_shards([e.info for e in entries], "packed" if packed else "model", shard_bytes))
+
+
+@torch.no_grad()
+def round_rest(model: Decoder) -> None:
+    """Round what is not packed (norms, biases, dense layers) to 16 bits, in place: then `save_model` stores 16 bits,
+    and what is evaluated now is what will be loaded."""
+    hosts = [host for _, host in format_hosts(model) if not isinstance(host.format, Dense)]
+    in_formats = {id(p) for host in hosts for n, p in host.named_parameters(recurse=False) if n != "bias"}
+    for p in model.parameters():
+        held = local(p)
+        if id(p) not in in_formats and held.dtype in (torch.float32, torch.float64):
+            held.copy_(held.to(half_of(full(p.detach()))))
+
+
+def half_of(t: Tensor) -> torch.dtype:
+    """The 16-bit dtype that rounds `t` least: bfloat16 where it is exact, as most models were trained in it; float16,
+    which has three bits more, where its range is enough."""
+    if bool((t.to(torch.bfloat16).to(t.dtype) == t).all()):
+        return torch.bfloat16
+    return torch.float16 if bool((t.abs() < HALF_RANGE).all()) else torch.bfloat16
+
+
+def _exact_dtype(t: Tensor) -> torch.dtype:
+    """16 bits where no value changes, else the dtype of `t`. Collective when sharded."""
+    if t.dtype not in (torch.float32, torch.float64):
+        return t.dtype
+    whole = full(t.detach())
+    half = half_of(whole)
+    return half if bool((whole.to(half).to(whole.dtype) == whole).all()) else t.dtype
+
+
+def _plan(
+    model: Decoder, weights: dict[str, Tensor] | None, dtype: torch.dtype | None
+) -> tuple[list[Entry], dict[str, Format]]:
+    """What is written, by Hugging Face's names, and the Formats of the packed modules."""
+    spec, state = model.spec, model.state_dict() if weights is None else weights
+    packed = {name: m.format for name, m in format_hosts(model) if f"{name}.weight" not in state}
+    ours = _entries(model, state, dtype, narrow=bool(packed))
+    plan = hf_names.merge_plan(spec, ours, packed=bool(packed))
+    return [_merge(spec, name, [ours[n] for n in parts], bool(packed)) for name, parts in plan.items()], packed
 
 
 def write_folder(
@@ -122,9 +187,10 @@ def _raise_together(out: AtomicFolder | None, mesh: Mesh | None) -> None:
         raise UserError(error)
 
 
-def _entries(model: Decoder, state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Entry]:
-    """Our tensors to be written, by name; a Format's training state is folded into its weight."""
-    by_name = dict(format_linears(model))
+def _entries(model: Decoder, state: dict[str, Tensor], dtype: torch.dtype | None, *, narrow: bool) -> dict[str, Entry]:
+    """Our tensors to be written, by name; a Format's training state is folded into its weight. `narrow`: 16 bits where
+    that is exact."""
+    by_name = dict(format_hosts(model))
     entries: dict[str, Entry] = {}
     for name, t in state.items():
         module, _, leaf = name.rpartition(".")
@@ -132,6 +198,8 @@ def _entries(model: Decoder, state: dict[str, Tensor], dtype: torch.dtype | None
         if is_extra and f"{module}.weight" in state:
             continue  # training state of a Format
         want = t.dtype if dtype is None or is_extra else dtype
+        if narrow and dtype is None and not is_extra:
+            want = _exact_dtype(t)
         get = gather(t, want)
         if linear is not None and leaf == "weight" and not isinstance(linear.format, Dense):
             aux = {s: state[f"{module}.weight_{s}"] for s in linear.state_names}
@@ -180,7 +248,7 @@ def _write_packing(folder: Path, model: Decoder, entries: list[Entry], packed: d
     """shoestring.json; returns what config.json says about it."""
     from shoestring import __version__
 
-    shapes = {name: m.shape for name, m in format_linears(model)}
+    shapes = {name: m.shape for name, m in format_hosts(model)}
     bits = round(8 * sum(e.info.num_bytes for e in entries) / model.spec.num_params(), 4)
     packing = {
         "version": PACKED_VERSION,

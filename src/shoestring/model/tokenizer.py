@@ -245,7 +245,7 @@ class Tokenizer:
         """Write tokenizer.json, tokenizer_config.json (with chat template) and special_tokens_map.json."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         # The generic class reads tokenizer.json as it is; the classes of single models rebuild parts of it.
         # What the post-processor says must not be said twice, hence no add_bos_token.
         dropped = ("auto_map", "add_bos_token", "add_eos_token", "added_tokens_decoder", "tokenizer_file")

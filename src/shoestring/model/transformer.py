@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shoestring.errors import UserError
-from shoestring.formats import Dense, Format, FormatLinear, sparse24_ffn
+from shoestring.formats import Dense, Format, FormatEmbedding, FormatHost, FormatLinear, sparse24_ffn
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu_pair
 from shoestring.model import collectives
@@ -94,7 +94,7 @@ class Norm(nn.Module):
         return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
 
 
-class Embedding(nn.Embedding):
+class Embedding(FormatEmbedding):
     """An embedding; under tensor parallelism each rank of `group` holds an equal range of the vocabulary."""
 
     group: ProcessGroup | None = None
@@ -104,13 +104,13 @@ class Embedding(nn.Embedding):
         if not self.weight.is_meta:
             super().reset_parameters()
 
-    def forward(self, index: Tensor) -> Tensor:
-        weight = local(self.weight)
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         if self.group is None:
-            return F.embedding(index, weight)
-        mine = index - self.group.rank() * weight.shape[0]
-        held = (mine >= 0) & (mine < weight.shape[0])
-        rows = F.embedding(mine.clamp(0, weight.shape[0] - 1), weight)
+            return super().rows(index, dtype)
+        num_rows = self.num_embeddings // self.group.size()
+        mine = index - self.group.rank() * num_rows
+        held = (mine >= 0) & (mine < num_rows)
+        rows = super().rows(mine.clamp(0, num_rows - 1), dtype)
         return collectives.sum_over(rows * held[..., None].to(rows.dtype), self.group)
 
 
@@ -285,10 +285,10 @@ class Decoder(BlocksModel):
 
     def embed_rows(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """What the first block reads, in compute dtype."""
-        x = self.embed(tokens_BT).to(self.compute_dtype)
+        x = self.embed.rows(tokens_BT, self.compute_dtype)
         if self.plan.embed_scale is not None:
             x = x * torch.tensor(self.plan.embed_scale, dtype=x.dtype)  # rounded to the dtype first, as was trained
-        return x if self.positions is None else x + self.positions(positions_BT).to(x.dtype)
+        return x if self.positions is None else x + self.positions.rows(positions_BT, x.dtype)
 
     def rope_tables(self, positions_BT: Tensor, context: int | None = None) -> list[RopeTables | None]:
         """What each block rotates with. Recomputed per forward: a few microseconds, and no buffer that a meta build
@@ -322,12 +322,9 @@ class Decoder(BlocksModel):
         return self.norm(x)
 
     def read_head(self, dtype: torch.dtype) -> Head:
-        if self.head is None:
-            weight = local(self.embed.weight)
-        elif isinstance(self.head.format, Dense) and not self.head.packed:
-            weight = local(self.head.weight)
-        else:
-            weight = self.head.effective_weight(dtype)
+        held: FormatHost = self.embed if self.head is None else self.head
+        dense = isinstance(held.format, Dense) and not held.packed
+        weight = local(held.weight) if dense else held.effective_weight(dtype)
         return Head(weight, self.embed.group, self.plan.logit_softcap)
 
     def forward(
@@ -353,13 +350,15 @@ class Decoder(BlocksModel):
             x = x.flatten(0, 1)[rows]
         if readout is not None:
             return readout(x, self.read_head(x.dtype))
-        if self.head is None:
-            logits = self.read_head(x.dtype).logits(x)
-        else:
-            cap, logits = self.plan.logit_softcap, self.head(x)
-            logits = logits if cap is None else soft_cap(logits, cap)
+        cap, logits = self.plan.logit_softcap, self.embed.multiply(x) if self.head is None else self.head(x)
+        logits = logits if cap is None else soft_cap(logits, cap)
         group = self.embed.group
         return logits if group is None else collectives.gather_last(logits, group)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the embedding, which comes first."""
+        return self.embed.device
 
     # -- for shrinking, block by block (blocks.py) ---------------------------------------------------------------
     def check_inputs(self, inputs: Tensor) -> None:
@@ -415,11 +414,11 @@ def _mlp_sources(mlp: Mlp, name: str, norm: Norm | None) -> list[InputSource]:
 def untie_head(model: Decoder, format: Format) -> None:
     """Give the model its own packed head in `format`, in place; the embedding does not change.
 
-    On a small model the head is a quarter of all weights. A tied head cannot be packed, because the embedding is read
-    row by row.
+    On a small model the head is a quarter of all weights. A tied head has the Format of its embedding, which may be
+    dense or too fine for a draft.
     """
     if model.head is None:
-        weight = model.embed.weight
+        weight = model.embed.effective_weight(model.compute_dtype) if model.embed.packed else model.embed.weight
         if is_sharded(weight):
             raise UserError("the head of a sharded model cannot be untied: untie it before sharding")
         head = FormatLinear(weight.shape[1], weight.shape[0], bias=False, device="meta")

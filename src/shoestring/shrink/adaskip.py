@@ -42,7 +42,7 @@ def measure_idleness(model: Decoder, tokens_NT: Tensor) -> Idleness:
         sub = Sublayer(layer, kind)
         sums[sub] = sums[sub] + seen if sub in sums else seen
 
-    for tokens_T in tokens_NT.to(model.embed.weight.device):
+    for tokens_T in tokens_NT.to(model.device):
         model(tokens_T[None], rows=torch.tensor([0], device=tokens_T.device), watch=watch)
     means = {sub: (seen / len(tokens_NT)).tolist() for sub, seen in sums.items()}
     return Idleness({s: m[0] for s, m in means.items()}, {s: m[1] for s, m in means.items()})

@@ -99,7 +99,7 @@ def reference_losses(
     folder: Path, objective: DraftDistill, reference: Decoder, data: TokenData, *, steps: int | None = None
 ) -> ScalarCache:
     """The reference's KL on every token that `steps` training steps see."""
-    device = reference.embed.weight.device
+    device = reference.device
     return build_scalar_cache(
         folder,
         lambda micro: objective.losses(reference, micro.to(device)),
@@ -175,7 +175,7 @@ def forced_acceptance(
     num_rows = min(rows, max(0, len(corpus.val) - 1) // context)
     if not num_rows:
         return None
-    device = target.embed.weight.device
+    device = target.device
     micro = TokenData(corpus.val, context=context, batch=num_rows).step(0)[0].to(device)
     top = LiveScores(target, min(k, target.spec.vocab_size))(micro)
     objective = DraftDistill(lambda _: top, vocab_ids=vocab_ids)

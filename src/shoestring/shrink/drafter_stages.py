@@ -300,7 +300,7 @@ def make_drafter(name: str, cfg: DrafterSettings, loaded: LoadedModel, folder: P
     if name == "ngram":
         return NgramDrafter()
     if name == "drafter":
-        device, dtype = target.embed.weight.device, target.compute_dtype
+        device, dtype = target.device, target.compute_dtype
         return open_drafter(str(folder / "model"), target, device=str(device), dtype=dtype)
     untrained = cfg.shape.build(target).eval().requires_grad_(False)
     vocab_ids = read_vocab_ids(folder / "model", target.spec.vocab_size)

@@ -34,6 +34,7 @@ from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import LoadedModel, read_spec
 from shoestring.model.parallel import ParallelConfig
+from shoestring.model.save import round_rest
 from shoestring.runlog import AS_SAVED, RunLog, check_outputs, open_run_folder, resumable, write_atomically
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.block_files import BlockFiles
@@ -45,6 +46,7 @@ from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, check_start, read_rules, report_before_after
+from shoestring.shrink.whole_model import EMBED, EMBED_HELP, give_embedding
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps, on_main
 from shoestring.state.run_lock import hold_run
 from shoestring.train.cakld import CachedCakld, Cakld, check_gamma, teacher_confidence
@@ -67,6 +69,7 @@ class LowbitSettings:
     model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
     format: str = option("int2:g64", "for all linear layers: int2 int3 int4 nf2 nf3 nf4, with :g128 :s1")
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
+    embed: str = option(EMBED, EMBED_HELP)
     prompts: str | None = option(None, "text or .jsonl of prompts; the model itself writes the training text")
     num_prompts: int = option(3000, "prompts to complete at most", least=1)
     max_new: int = option(1024, "tokens of a completion at most", least=1)
@@ -421,6 +424,8 @@ def training_options(cfg: LowbitSettings, run: ShrinkRun) -> dict[str, Any]:
 def finish(cfg: LowbitSettings, run: ShrinkRun, model: Decoder, corpus: Corpus, notes: dict[str, Any]) -> None:
     """Pack and save on all ranks; evaluate and report on the first. Can be repeated after an interruption."""
     out = Path(cfg.out) if cfg.out else run.folder / "model"
+    give_embedding(model, read_rules(cfg.rules, cfg.format), cfg.embed)
+    round_rest(model)
     state = packed_state(model, dtype=model.compute_dtype)
     save_model(out, model, corpus.tokenizer, weights=state, mesh=run.mesh)
     if run.mesh.is_main:

@@ -225,13 +225,21 @@ class EvaluatedText:
     context: int
     max_tokens: int
 
-    def measure(self, run: ShrinkRun, loaded: LoadedModel, label: str, offload: BlockOffload | None = None) -> None:
-        """With an offload that has an onload_device, the model stays in host memory."""
+    def measure(
+        self,
+        run: ShrinkRun,
+        loaded: LoadedModel,
+        label: str,
+        offload: BlockOffload | None = None,
+        *,
+        changed: bool = False,
+    ) -> None:
+        """With an offload that has an onload_device, the model stays in host memory. `changed`: as in evaluate_row."""
         tokens, name = text_tokens(loaded, self.model, text=self.text) if self.text else (None, "")
         if offload is not None and offload.onload_device is None:
             offload = None
         sizes: dict[str, Any] = {"context": self.context, "max_tokens": self.max_tokens}
-        run.log.evaluated(**evaluate_row(loaded, label, tokens, name, **sizes, offload=offload))
+        run.log.evaluated(**evaluate_row(loaded, label, tokens, name, **sizes, offload=offload, changed=changed))
 
 
 def prune_one_shot(
@@ -264,7 +272,7 @@ def prune_one_shot(
             loaded.model, rules, steps, method, files=files, onload_device=onload_device,
             progress=lambda done, total, error: bar.advance(1, error=error),
         )  # fmt: skip
-    evaluated.measure(run, loaded, f"one-shot {method.name}", calibration)
+    evaluated.measure(run, loaded, f"one-shot {method.name}", calibration, changed=True)
     write_atomically(folder / "layers.json", json.dumps(report.to_json(), indent=1) + "\n")
     branches = take_branches(loaded.model)
     save_file({n: parts["low"].contiguous() for n, parts in branches.items()}, folder / "branch.safetensors")

@@ -24,10 +24,11 @@ from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_by_damage
 from shoestring.shrink.quantize import METHODS, Method, usual_inputs
 from shoestring.shrink.shrink_run import check_start
+from shoestring.shrink.whole_model import EMBED, EMBED_HELP
 
 # PtqSettings that finished blocks, and the perplexity before, depend on.
 DECIDING = (
-    *("model", "format", "rules", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
+    *("model", "format", "rules", "embed", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
     *("damping", "objective", "dtype"),
     *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
     *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
@@ -41,6 +42,7 @@ class PtqSettings:
     model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
     format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1")
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
+    embed: str = option(EMBED, EMBED_HELP)
     method: Literal["gptq", "gptq+clip", "awq", "clip", "rtn", "blockwise"] = option(
         "gptq", "how weights are chosen; blockwise trains them with their scales and zero points"
     )

@@ -6,7 +6,7 @@
 One block after the other: the method chooses grids and weights for the layers that a rule gives a Format with a grid.
 They replace the weights at once, so that the walk can pass their error on. At the end every layer gets its Format with
 the chosen grid as state; what `pack` then stores decodes to exactly what the method chose. Layers outside the blocks
-(an output head named in a rule) are rounded to nearest: they have no statistics.
+(an output head or embedding named in a rule) are rounded to nearest: they have no statistics.
 
 With `onload_device`, for a walk with one block on a device at a time (host/block_offload.py), a finished block is
 packed before it is offloaded: its grids do not stay on the device, and the model in host memory shrinks on the way.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError, during
-from shoestring.formats import ConvertReport, Dense, Format, FormatLinear, GridFormat, Parts, Stacked
-from shoestring.formats.convert import Changed, Rule, assign, format_linear, tied_names, weight_modules
+from shoestring.formats import ConvertReport, Dense, Format, FormatHost, GridFormat, Parts, Stacked
+from shoestring.formats.convert import Changed, Rule, assign, check_fits, format_host, tied_names, weight_modules
 from shoestring.host.block_offload import on_device
 from shoestring.kernels.sparse24.masks import is_24
 from shoestring.model.blocks import BlocksModel, InputSource, block_of, block_prefixes
@@ -36,6 +36,7 @@ from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 
 HEADS = ("head", "lm_head")  # converted only by a rule that spells the name, as in `convert`
+ENDS = (*HEADS, "embed")  # rounded to nearest, and counted by themselves
 
 
 class Method(Protocol):
@@ -81,10 +82,16 @@ class QuantizeReport:
     blocks: list[dict[str, float]] = field(default_factory=list)  # the method's notes on each
     masters: Parts = field(default_factory=dict)  # weights before rounding, with keep_masters
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the layers that the method is for: without embedding and head."""
+        inner = [c for c in self.converted.changed if c.name not in ENDS]
+        return ConvertReport(inner).bits_per_weight
+
     def to_json(self) -> dict[str, Any]:
         return {
             "method": self.method,
-            "bits_per_weight": round(self.converted.bits_per_weight, 4),
+            "bits_per_weight": round(self.bits_per_weight, 4),
             "layers": [asdict(layer) for layer in self.layers],
             **({"blocks": self.blocks} if self.blocks else {}),
         }
@@ -151,7 +158,7 @@ def quantize_steps(
 def pack_block(model: BlocksModel, formats: dict[str, GridFormat], grids: dict[str, Parts]) -> None:
     """Pack the layers of a block before it is offloaded; the walk may still run it once."""
     for name, format in formats.items():
-        layer = format_linear(model, name)
+        layer = format_host(model, name)
         layer.set_format(format.fix_grid())  # type: ignore[arg-type]
         layer.store_state(grids[name])
         with during(f"packing {name}"):
@@ -180,7 +187,7 @@ def set_formats(
     report = ConvertReport(left=left_alone)
     for name, format in chosen.items():
         layer = modules[name]
-        assert isinstance(layer, FormatLinear)
+        assert isinstance(layer, FormatHost)
         if not layer.packed:  # pack_block has done the others
             layer.set_format(format)
             layer.store_state(grids.get(name, {}))
@@ -198,7 +205,7 @@ def round_layers(
         with on_device(model.get_submodule(owner), onload_device, model.compute_dtype, keep=True):
             made: dict[str, Parts] = {}
             for name, format in wanted.items():
-                layer = format_linear(model, name)
+                layer = format_host(model, name)
                 choice = round_to_nearest(layer.weight, format, _table(format, layer.weight))
                 errors.add(name, format, layer.weight.float(), choice.weight, None)
                 layer.weight.copy_(choice.weight)
@@ -253,15 +260,12 @@ def plan_layers(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str], 
     chosen, _ = assign(modules, rules, skip, tied_names(model))
     for name, format in chosen.items():
         layer = modules[name]
-        assert isinstance(layer, FormatLinear)
+        assert isinstance(layer, FormatHost)
         if layer.packed or not isinstance(layer.format, Dense):
             raise UserError(
                 f"{name} is {layer.format.label} already: {verb} the model it was made from, or unpack it first"
             )
-        try:
-            format.check(layer.shape)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        check_fits(name, layer, format)
     wanted = {name: format for name, format in chosen.items() if not isinstance(format, Dense)}
     weights = {name: w for name in wanted if not (w := modules[name].weight).is_meta}  # type: ignore[union-attr]
     finite = [w.isfinite().all() for w in weights.values()]  # type: ignore[operator]

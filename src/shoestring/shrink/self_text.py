@@ -116,7 +116,7 @@ def _completions(
     """(number, prompt, completion) in order. At most 4 * max_requests finished ones wait for a slow one."""
     if done >= len(prompts):
         return
-    on_cpu = model.embed.weight.device.type == "cpu"
+    on_cpu = model.device.type == "cpu"
     max_requests = max_requests or (16 if on_cpu else 256)
     positions = model.spec.max_positions
     # A prompt that would leave no room for a completion is cut to its end.
@@ -185,7 +185,7 @@ def _check_not_empty(path: Path, sampling: Sampling) -> None:
 
 def _key(prompts: list[str], sampling: Sampling, model: Decoder) -> str:
     """A hash of everything that decides the text. A sample of the embedding stands for the weights."""
-    weight = model.embed.weight.detach()
+    weight = model.embed.effective_weight(model.compute_dtype).detach()
     drawn = weight.flatten()[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32)
     decided_by = json.dumps([prompts, asdict(sampling), repr(model.spec)])
     return hashlib.blake2b(decided_by.encode() + drawn.numpy().tobytes(), digest_size=8).hexdigest()

@@ -162,7 +162,7 @@ class Trials:
         if model.embed.group is not None:
             raise UserError("skip sets are searched on one device; run the recipe without torchrun")
         self.model, self.fitted = model, fitted
-        self.tokens_NT = tokens_NT.to(model.embed.weight.device)
+        self.tokens_NT = tokens_NT.to(model.device)
         self.args = model.block_args(tokens_NT.shape[1], self.tokens_NT.device)
         num = tokens_NT.numel()
         self.rows = torch.arange(num_rows, device=self.tokens_NT.device) * num // num_rows

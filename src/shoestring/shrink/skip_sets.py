@@ -74,7 +74,7 @@ class FoundSet:
 
 
 def find_set(model: Decoder, tokens_NT: Tensor, goal: SkipGoal, *, progress: SearchProgress | None = None) -> FoundSet:
-    num_layers, device = model.spec.num_layers, model.embed.weight.device
+    num_layers, device = model.spec.num_layers, model.device
     costs = measure_costs(model, goal.context)
     notes: dict[str, Any] = {"method": goal.method, "context": goal.context}
     choices: list[SearchStep] = []
@@ -187,5 +187,5 @@ def _key(loaded: LoadedModel, goal: SkipGoal, corpus: str | None) -> str:
     path = loaded.path.resolve()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     known = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    parts = (str(path), known, goal, corpus, device_of(loaded.model.embed.weight.device))
+    parts = (str(path), known, goal, corpus, device_of(loaded.model.device))
     return blake2b(repr((*parts, loaded.model.compute_dtype)).encode(), digest_size=12).hexdigest()

@@ -33,23 +33,28 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
+def part_header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> bytes:
+    """What a safetensors file of these tensors begins with."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    offset = 0
+    for key, dtype, shape, num_bytes in entries:
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
 class PartWriter:
     """One safetensors file of `entries`, whose bytes follow in that order. `metadata` goes into the header."""
 
     def __init__(
         self, path: Path, entries: Sequence[Entry], *, metadata: dict[str, str] | None = None, checksum: bool = True
     ) -> None:
-        header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-        offset = 0
-        for key, dtype, shape, num_bytes in entries:
-            header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
-            offset += num_bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data starts aligned
         self._hash = hashlib.sha256() if checksum else None
         self.num_bytes = 0
         self._file = path.open("wb")
-        self._write(len(text).to_bytes(8, "little") + text)
+        self._write(part_header(entries, metadata))
 
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from shoestring.errors import UserError, room, shortened
 from shoestring.json_files import check_path, read_object
-from shoestring.state.checkpoint_files import PartWriter, replace_folder, sync
+from shoestring.state.checkpoint_files import Entry, PartWriter, part_header, replace_folder, sync
 
 SHARD_BYTES = 5 * 10**9
+MODEL_METADATA = {"format": "pt"}  # in the header of every weight file of a model folder
 CHECKSUMS = "checksums.json"  # of a model folder: sha256 of every other file
 FORGOTTEN_S = 24 * 3600.0  # a hidden folder of another machine that is this old belongs to no process any more
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>new|old)-(?P<host>.+)-(?P<pid>[0-9]+)")
@@ -78,9 +79,11 @@ class TensorFiles:
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
         self._file_of: dict[str, Any] = {}  # tensor name -> opened file
+        self.paths: list[Path] = []
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         if single.is_file():
             opened = open_tensors(single)
+            self.paths = [single]
             self._file_of = dict.fromkeys(opened.keys(), opened)
         elif index.is_file():
             self._open_shards(index)
@@ -101,6 +104,7 @@ class TensorFiles:
                 if not (index.parent / file).is_file():
                     raise UserError(f"{index.parent / file} is missing, but {index.name} lists it; download it again")
                 opened[file] = open_tensors(index.parent / file)
+                self.paths.append(index.parent / file)
                 held[file] = set(opened[file].keys())
             if name not in held[file]:
                 raise UserError(
@@ -203,6 +207,16 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def model_bytes(shards: dict[str, list[TensorInfo]]) -> int:
+    """The size of the files that AtomicFolder.tensors writes for these shards."""
+    headers = (part_header([_entry(i) for i in infos], MODEL_METADATA) for infos in shards.values())
+    return sum(map(len, headers)) + sum(i.num_bytes for infos in shards.values() for i in infos)
+
+
+def _entry(info: TensorInfo) -> Entry:
+    return info.name, DTYPE_NAMES[info.dtype], info.shape, info.num_bytes
+
+
 class TensorWriter(PartWriter):
     """One safetensors file, written tensor by tensor in the order of `infos`.
 
@@ -214,8 +228,7 @@ class TensorWriter(PartWriter):
         self, path: Path, infos: Sequence[TensorInfo], *, metadata: dict[str, str] | None = None, checksum: bool = False
     ) -> None:
         self._waiting = list(reversed(infos))
-        entries = [(i.name, DTYPE_NAMES[i.dtype], i.shape, i.num_bytes) for i in infos]
-        super().__init__(path, entries, metadata=metadata, checksum=checksum)
+        super().__init__(path, [_entry(i) for i in infos], metadata=metadata, checksum=checksum)
 
     def add(self, t: Tensor) -> None:
         info = self._waiting.pop()
@@ -317,7 +330,7 @@ class AtomicFolder:
         writer: TensorWriter | None = None
         if self.error is None:
             with self.guard():
-                writer = TensorWriter(self.temp / name, infos, metadata={"format": "pt"}, checksum=True)
+                writer = TensorWriter(self.temp / name, infos, metadata=MODEL_METADATA, checksum=True)
 
         def write(t: Tensor) -> None:
             if writer is not None and self.error is None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Format, FormatLinear
-from shoestring.formats.convert import format_linears
+from shoestring.formats.convert import format_hosts
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.mesh import Mesh
 from shoestring.train.step import Micro, Objective, PassCounter, PlainForwardBackward, Run
@@ -132,7 +132,7 @@ class GraphedForwardBackward:
 
     def _capture(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> None:
         self._model, self._objective = model, objective
-        self._linears = [linear for _, linear in format_linears(model)]
+        self._linears = [linear for _, linear in format_hosts(model)]
         self._formats = [linear.format for linear in self._linears]
         held = self._held = [micro.map(torch.clone) for micro in micros]
         divisor = self._total = torch.full((), float(total), device=micros[0].tokens_BT.device)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoestring.errors import UserError
-from shoestring.formats.convert import format_linears
+from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import local
 
 Schedule = Callable[[int], float]
@@ -30,7 +30,7 @@ def adamw(
     """
     if not lr >= 0:
         raise UserError(f"lr={lr} is not possible; give 0 or more")
-    grids = {id(t) for _, m in format_linears(model) for t in m.trained_state().values()}
+    grids = {id(t) for _, m in format_hosts(model) for t in m.trained_state().values()}
     groups = decay_groups(model, weight_decay, without=grids)
     if not groups:
         raise UserError("the model has no trainable parameters; nothing to optimise")

@@ -183,6 +183,12 @@ def check_ends(device: str = "cpu") -> None:
     assert torch.equal(embed_rows(chosen, chosen, embed, torch.float32), embed[[0, 0, 0]])
     got = embed_rows(tokens, last, embed, torch.float16)
     assert torch.equal(got, embed_rows_ref(tokens, last[:4], embed, torch.float16)) and got.dtype == torch.float16
+    codes = torch.randint(0, 256, (50, 40), generator=g, dtype=torch.uint8).to(device)
+    zero = torch.randint(0, 256, (50,), generator=g, dtype=torch.uint8).to(device)
+    grid = (torch.rand(50, generator=g).to(device, torch.float16), zero)
+    for dtype in (torch.float32, torch.float16):
+        got = embed_rows(tokens, last, codes, dtype, grid)
+        assert torch.equal(got, embed_rows_ref(tokens, last[:4], codes, dtype, grid)) and got.dtype == dtype
     for dtype, vocab in [(torch.float32, 5001), (torch.float16, 2048), (torch.float16, 37)]:
         logits = torch.randn(3, vocab, generator=g).to(device, dtype)
         logits[0, [vocab // 3, vocab - 1]] = 9.0  # of equal ones the first

@@ -24,9 +24,9 @@ SKIP = SkipSet([Sublayer(1, "attn"), Sublayer(0, "mlp")])
 def whole_model(name: str) -> Decoder:
     if name == "qwen":  # a vocabulary that is cut, too; the others' 29 cannot be
         return tiny_decoder(vocab_size=30, qk_norm=True, tied=False, qkv_bias=True)
-    model = tiny_decoder(d_ff=32)
-    if name == "packed":
-        convert(model, [("blocks.*", parse_format("int4:g8"))])
+    model = tiny_decoder(d_ff=32, vocab_size=30 if name == "packed" else 29)
+    if name == "packed":  # with a tied head, whose rows are cut as codes
+        convert(model, [("embed", parse_format("int8:g0")), ("blocks.*", parse_format("int4:g8"))])
         pack(model, dtype=torch.float64)
     return model
 
@@ -67,6 +67,7 @@ for name in ("llama", "qwen", "packed"):
     q = model.blocks[0].attn.q  # type: ignore[union-attr]
     held = q.weight_codes if name == "packed" else q.weight.to_local()  # type: ignore[union-attr]
     assert held.shape[0] == 8, "half of the 16 rows"  # type: ignore[union-attr]
+    assert name != "packed" or model.embed.operands()["codes"].shape[0] == 15
     ranks.dismiss()
     print(name, "same tokens")
 ranks.close()

@@ -44,13 +44,13 @@ HEAD = "int8:sym:g0"
 WITHOUT = "#undef __ARM_FEATURE_DOTPROD\n#undef __AVX2__\n"
 
 
-def served(spec: ModelSpec = SPEC, label: str = "int4:g32", head: str = "") -> Decoder:
+def served(spec: ModelSpec = SPEC, label: str = "int4:g32", head: str = "", embed: str = "dense") -> Decoder:
     torch.manual_seed(0)
     model = Decoder(spec).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * 0.2 + (p.ndim == 1))
-    convert(model, [("*", parse_format(label))])
+    convert(model, [("*", parse_format(label)), ("embed", parse_format(embed))])
     pack(model)
     if head:
         untie_head(model, parse_format(head))
@@ -71,7 +71,8 @@ def cache_of(spec: ModelSpec, block_size: int = 4) -> KVCache:
 def test_logits_keys_and_values_are_those_of_the_plain_forward(
     name: str, blocks: list[int], step: type[TorchDecodeStep | CompiledDecodeStep]
 ) -> None:
-    model = served(SPECS[name])
+    model = served(SPECS[name], embed="int8:g0" if name == "qwen3" else "dense")
+    assert model.embed.packed == (name == "qwen3")
     assert executor_of(model) is not None and step.unsupported(model.plan) is None
     tokens, span = torch.arange(3, 15), RowSpan(blocks, 11, 1)
     caches = []

@@ -11,6 +11,7 @@ from shoestring.serve import Engine, Sampling
 from tiny import tiny_decoder
 
 FORMATS = ["int8:g0", "int4:g8", "int2:g8", "nf3:s1:g8", "nf4:s2:g8", "fp4:g8", "sparse24", "sparse24+int4:g8"]
+EMBEDS = {"int8:g0": "int8:g0", "int4:g8": "int4:g8", "nf4:s2:g8": "nf3:s1:g8"}  # with these, the embedding as well
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -23,8 +24,10 @@ def test_packed_layers_write_the_models_text(format: str, graphs: bool) -> None:
         for param in model.parameters():
             if param.ndim > 1:
                 param.mul_(0.5)  # in fp32 the order of additions must not decide a token
-    report = convert(model, [("blocks.*", parse_format(format))])
+    embed = [("embed", parse_format(EMBEDS[format]))] if format in EMBEDS else []
+    report = convert(model, [*embed, ("blocks.*", parse_format(format))])
     pack(model)
+    assert model.embed.packed == bool(embed)
     assert report.bits_per_weight < 32 and all(
         layer.packed for block in model.blocks for layer in (block.attn.q, block.mlp.up, block.mlp.down)
     )

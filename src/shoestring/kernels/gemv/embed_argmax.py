@@ -1,7 +1,8 @@
 """Both ends of a decoding step: from the tokens of the rows to the residual stream, and from logits to a token.
 
     embed_rows      x = embed[token]; token -1 stands for the token that the previous step chose in this row; where that
-                    is NO_TOKEN, token 0: the step is computed and its result not used
+                    is NO_TOKEN, token 0: the step is computed and its result not used. With a grid (scale and zero
+                    of each row) the rows are 8-bit codes: x = (embed[token] - zero[token]) * scale[token]
     argmax_token_   argmax of each row, the first of equal ones. Many programs search pieces of a row: torch's argmax
                     uses one SM per row, which takes longer than all layers of a small model. NO_TOKEN where the logits
                     of a row have a NaN or no finite largest one: the kernel reads every logit in any case, so the host
@@ -26,14 +27,29 @@ PIECE = 2048  # logits of a program
 NO_TOKEN = -1  # in place of a token: the logits are not finite
 
 
-def embed_rows_ref(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    return F.embedding(torch.where(tokens_T >= 0, tokens_T, last_T).clamp(min=0), embed_VD).to(dtype)
+Grid = tuple[Tensor, Tensor]  # scale [V], 16 bits, and zero point [V], uint8
 
 
-def embed_rows(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype) -> Tensor:
+def chosen_tokens(tokens_T: Tensor, last_T: Tensor) -> Tensor:
+    return torch.where(tokens_T >= 0, tokens_T, last_T).clamp(min=0)
+
+
+def embed_rows_ref(
+    tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype, grid: Grid | None = None
+) -> Tensor:
+    tokens_T = chosen_tokens(tokens_T, last_T)
+    if grid is None:
+        return F.embedding(tokens_T, embed_VD).to(dtype)
+    scale_T1, zero_T1 = (t[tokens_T].float()[:, None] for t in grid)
+    return ((embed_VD[tokens_T].float() - zero_T1) * scale_T1).to(dtype)
+
+
+def embed_rows(
+    tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.dtype, grid: Grid | None = None
+) -> Tensor:
     """As embed_rows_ref; chooses the kernel."""
-    if not triton_usable(embed_VD):
-        return embed_rows_ref(tokens_T, last_T, embed_VD, dtype)
+    if not triton_usable(embed_VD if grid is None else grid[0]):
+        return embed_rows_ref(tokens_T, last_T, embed_VD, dtype, grid)
     from shoestring.kernels.gemv.embed_argmax_triton import _embed_rows_kernel
 
     num_rows, width = tokens_T.shape[0], embed_VD.shape[1]
@@ -41,7 +57,7 @@ def embed_rows(tokens_T: Tensor, last_T: Tensor, embed_VD: Tensor, dtype: torch.
     assert tokens_T.is_contiguous() and last_T.is_contiguous() and last_T.shape[0] >= num_rows
     out_TD = torch.empty(num_rows, width, dtype=dtype, device=embed_VD.device)
     _embed_rows_kernel[(num_rows, -(-width // 1024))](
-        tokens_T, last_T, embed_VD, out_TD, WIDTH=width, BLOCK=1024, num_warps=4
+        tokens_T, last_T, embed_VD, *(grid or (None, None)), out_TD, WIDTH=width, BLOCK=1024, num_warps=4
     )
     return out_TD
 

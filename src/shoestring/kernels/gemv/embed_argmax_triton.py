@@ -6,12 +6,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _embed_rows_kernel(tokens, last, embed, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _embed_rows_kernel(tokens, last, embed, scale, zero, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + row)
     token = tl.maximum(tl.where(token >= 0, token, tl.load(last + row)), 0)
-    value = tl.load(embed + token * WIDTH + i, mask=i < WIDTH, other=0.0)
+    value = tl.load(embed + token * WIDTH + i, mask=i < WIDTH, other=0)
+    if scale is not None:
+        value = (value.to(tl.float32) - tl.load(zero + token).to(tl.float32)) * tl.load(scale + token).to(tl.float32)
     tl.store(out + row * WIDTH + i, value.to(out.dtype.element_ty), mask=i < WIDTH)
 
 

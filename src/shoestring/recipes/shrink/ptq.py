@@ -33,12 +33,13 @@ from shoestring.errors import in_run
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import pack
 from shoestring.model.folder import described
+from shoestring.model.save import round_rest
 from shoestring.runlog import RunLog, open_run_folder, resumable
 from shoestring.shrink import ptq_stages as stages
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import quantize_blocks
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
-from shoestring.shrink.quantize import plan
+from shoestring.shrink.quantize import ENDS, plan
 from shoestring.shrink.shrink_run import (
     calibration_windows,
     error_sections,
@@ -47,6 +48,7 @@ from shoestring.shrink.shrink_run import (
     report_before_after,
     save_quantized,
 )
+from shoestring.shrink.whole_model import with_embedding
 from shoestring.state.run_lock import hold_run
 
 
@@ -62,12 +64,13 @@ def main(cfg: Config) -> Path:
     candidates = read_candidates(cfg.bits_budget, cfg.candidates, cfg.damage_windows, cfg.rules)
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None and not candidates:
-        plan(shape, rules)
+        plan(shape, with_embedding(rules, cfg.embed, shape))
     loaded, onload_device = load_where_it_fits(cfg.model, device, pick_dtype(cfg.dtype, device), cfg.stream)
     if candidates:
         assert cfg.bits_budget is not None
         check_candidates(loaded.model, candidates, cfg.bits_budget)
     else:
+        rules = with_embedding(rules, cfg.embed, loaded.model)
         plan(loaded.model, rules)
     calib_NT = None
     if cfg.method != "rtn" or candidates or cfg.calib is not None:
@@ -87,12 +90,12 @@ def main(cfg: Config) -> Path:
         log.save_config({"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
         log.truncate_after(0)
 
-        def evaluate(label: str) -> None:
+        def evaluate(label: str, changed: bool = False) -> None:
             """Once per run: a resumed one has the row."""
             if not any(row["model"] == label for row in log.evaluations()):
                 offload = calibration if onload_device is not None else None
                 sizes: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens}
-                log.evaluated(**evaluate_row(loaded, label, tokens, text, **sizes, offload=offload))
+                log.evaluated(**evaluate_row(loaded, label, tokens, text, **sizes, offload=offload, changed=changed))
 
         evaluate("before")
         notes: dict[str, Any] = {
@@ -102,11 +105,15 @@ def main(cfg: Config) -> Path:
         if candidates:
             assert calib_NT is not None
             mix = stages.choose_mix(cfg, loaded.model, candidates, calib_NT, calibration, folder, log)
-            rules, notes["mixed_bits"] = mix.rules, mix.to_json()
+            rules = with_embedding(mix.rules, cfg.embed, loaded.model)
+            notes["mixed_bits"] = mix.to_json()
         report = quantize_blocks(loaded.model, rules, method, calib_NT, calibration, files, log)
         pack(loaded.model, dtype=loaded.model.compute_dtype)
-        log.say(f"{len(report.layers)} layers at {report.converted.bits_per_weight:.2f} bits per weight")
-        evaluate("after")
+        ends = {c.name: c.format.label for c in report.converted.changed if c.name in ENDS}
+        said = "".join(f", {name} as {label}" for name, label in ends.items())
+        log.say(f"{len(report.layers) - len(ends)} layers at {report.bits_per_weight:.2f} bits per weight{said}")
+        round_rest(loaded.model)
+        evaluate("after", changed=True)
         out = Path(cfg.out) if cfg.out else folder / "model"
         save_quantized(loaded, report, out, cfg.dense_out, **notes)
         plots, tables = error_sections(log, report)

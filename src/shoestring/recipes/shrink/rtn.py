@@ -21,12 +21,14 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import Dense, Format, convert, pack, unpack
-from shoestring.formats.convert import assign, format_linears, tied_names, weight_modules
+from shoestring.formats.convert import assign, check_fits, format_hosts, tied_names, weight_modules
 from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import described
+from shoestring.model.save import round_rest
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quantize import HEADS
 from shoestring.shrink.shrink_run import read_rules, report_before_after
+from shoestring.shrink.whole_model import EMBED, EMBED_HELP, with_embedding
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Config:
     model: str = option(help="a Hugging Face folder, a run folder or a .gguf file")
     format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g128 :s1")
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
+    embed: str = option(EMBED, EMBED_HELP)
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
     text: str | None = option(None, "a text file: perplexity before and after")
@@ -53,8 +56,9 @@ def main(cfg: Config) -> Path:
     check_run_folder(settings)
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None:
-        check_source(shape, rules, cfg.model)
+        check_source(shape, with_embedding(rules, cfg.embed, shape), cfg.model)
     loaded = load_model(cfg.model, device=device, dtype=pick_dtype(cfg.dtype, device))
+    rules = with_embedding(rules, cfg.embed, loaded.model)
     check_source(loaded.model, rules, cfg.model)
     tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
@@ -65,7 +69,8 @@ def main(cfg: Config) -> Path:
     log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
     log.say(str(convert(loaded.model, rules)))
     pack(loaded.model, dtype=loaded.model.compute_dtype)
-    log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options))
+    round_rest(loaded.model)
+    log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options, changed=True))
 
     out = Path(cfg.out) if cfg.out else folder / "model"
     save_model(out, loaded.model, loaded.tokenizer)
@@ -79,14 +84,11 @@ def main(cfg: Config) -> Path:
 def check_source(model: Decoder, rules: list[tuple[str, Format]], path: str) -> None:
     """UserError for layers that cannot be rounded, before the run folder is made."""
     chosen, _ = assign(weight_modules(model), rules, HEADS, tied_names(model))
-    for name, layer in format_linears(model):
+    for name, layer in format_hosts(model):
         if layer.packed:
             raise UserError(
                 f"{path} is packed already ({name} is {layer.format.label}): quantize the model it was made from"
             )
         if not layer.weight.is_meta and not layer.weight.isfinite().all():
             raise UserError(f"{name}.weight holds NaN or infinite values; check the model {path}")
-        try:
-            chosen.get(name, Dense()).check(layer.shape)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        check_fits(name, layer, chosen.get(name, Dense()))

@@ -140,7 +140,7 @@ class TorchDecodeStep:
     def __init__(self, model: Decoder) -> None:
         self.attn, self.eps = (model.plan.layers[0].attn, model.plan.final_norm.eps)  # of every layer, every norm
         assert self.attn.rope is not None
-        self.embed = model.embed.weight.detach().float()
+        self.embed = model.embed.effective_weight(torch.float32).detach()
         self.norm, self.head = model.norm.weight.detach(), model.head
         self.layers = [self._layer(block) for block in model.blocks]
         self.freq = rope_frequencies(self.attn.rope, self.attn.head_dim)
@@ -325,7 +325,7 @@ class CompiledDecodeStep:
         layer, num_layers = model.plan.layers[0], len(model.plan.layers)  # all layers have this plan
         attn, self._step = layer.attn, _function()
         assert attn.rope is not None
-        self._embed, self._head = model.embed.weight.detach().float(), model.head
+        self._embed, self._head = model.embed.effective_weight(torch.float32).detach(), model.head
         self._vocab = model.spec.vocab_size
         self._kept: list[Any] = []  # what the structures point to
         self._layers = (_CLayer * num_layers)(*map(self._layer, model.blocks))

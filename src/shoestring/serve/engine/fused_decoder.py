@@ -27,20 +27,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoestring.formats import Dense, FormatEmbedding, IntAsym
 from shoestring.formats.linear import is_sharded, local
 from shoestring.kernels.activation.glu import glu
 from shoestring.kernels.attention.decode_attention import decode_attention_, decode_attention_usable
 from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
 from shoestring.kernels.gemv.add_norm import add_norm_
-from shoestring.kernels.gemv.embed_argmax import embed_rows
+from shoestring.kernels.gemv.embed_argmax import chosen_tokens, embed_rows
 from shoestring.model.attention import rope_frequencies
 from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Mlp, Norm
 from shoestring.serve.engine.fused_experts import FusedExperts, experts_unusable
 from shoestring.serve.engine.kv_cache import KVCache, modules_of
-from shoestring.serve.engine.merged_linear import MergedLinear, merge_linears
+from shoestring.serve.engine.merged_linear import MergedLinear, merge_linears, one_scale
 from shoestring.serve.engine.prompt_attention import prompt_attention
 
 
@@ -96,6 +97,45 @@ def to_device(here: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         typed[t.dtype].as_strided(t.shape, t.stride(), end // t.itemsize)
         for t, end in zip(here, [0, *ends], strict=False)
     ]
+
+
+# -- embeddings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Table:
+    """An embedding: a dense weight, or a packed one with its host."""
+
+    weight: Tensor | None
+    packed: FormatEmbedding | None = None
+
+    def rows(self, index_T: Tensor, last_T: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Rows of the table; an index of -1 is replaced by that of `last_T`."""
+        if self.packed is None:
+            assert self.weight is not None
+            if last_T is None:
+                return F.embedding(index_T, self.weight).to(dtype)
+            return embed_rows(index_T, last_T, self.weight, dtype)
+        if last_T is None:
+            return self.packed.rows(index_T, dtype)
+        parts = self.packed.operands()
+        if isinstance(self.packed.format, IntAsym) and self.packed.format.bits == 8 and one_scale(parts):
+            grid = (parts["scale"].flatten(), parts["zero"].flatten())
+            return embed_rows(index_T, last_T, parts["codes"], dtype, grid)
+        return self.packed.rows(chosen_tokens(index_T, last_T), dtype)
+
+    def as_head(self, dtype: torch.dtype) -> MergedLinear:
+        if self.packed is None:
+            assert self.weight is not None
+            return MergedLinear(self.weight.to(dtype))
+        return MergedLinear(format=self.packed.format, parts=self.packed.operands())
+
+
+def _table(embedding: FormatEmbedding, dtype: torch.dtype) -> _Table:
+    if embedding.packed and embedding.decoded is None:
+        return _Table(None, embedding)
+    dense = isinstance(embedding.format, Dense) and not embedding.packed
+    return _Table(local(embedding.weight).detach() if dense else embedding.effective_weight(dtype).detach())
 
 
 # -- the decoder --------------------------------------------------------------------------------------------
@@ -159,11 +199,12 @@ class FusedDecoder:
     def __init__(self, model: Decoder) -> None:
         """Rearranges the storage of the model's weights; their values and names stay."""
         self.spec, self.dtype = model.spec, model.compute_dtype
-        self.embed = local(model.embed.weight).detach()
-        self.positions = None if model.positions is None else local(model.positions.weight).detach()
-        every = torch.arange(model.spec.max_positions, device=self.embed.device)
+        self.embed = _table(model.embed, self.dtype)
+        self.positions = None if model.positions is None else _table(model.positions, self.dtype)
+        device = model.device
+        every = torch.arange(model.spec.max_positions, device=device)
         head_dim = model.plan.layers[0].attn.head_dim
-        freqs = [rope_frequencies(r, head_dim, self.embed.device) for r in model.ropes]
+        freqs = [rope_frequencies(r, head_dim, device) for r in model.ropes]
         ropes = dict(zip(model.ropes, ((f, cos_sin_at(every, f)) for f in freqs), strict=True))
         self.layers = [
             self._layer(block, plan, *(ropes[plan.attn.rope] if plan.attn.rope else (None, None)))
@@ -191,7 +232,7 @@ class FusedDecoder:
     def _head(self, model: Decoder) -> MergedLinear:
         if model.head is not None:
             return merge_linears([model.head], self.dtype)
-        return MergedLinear(self.embed.to(self.dtype))
+        return self.embed.as_head(self.dtype)
 
     def _layer(self, block: nn.Module, plan: LayerPlan, freq: Tensor | None, cos_sin: Tensor | None) -> _Layer:
         assert isinstance(block, Block)
@@ -219,7 +260,7 @@ class FusedDecoder:
 
     @property
     def device(self) -> torch.device:
-        return self.embed.device
+        return self.norm.weight.device
 
     def hidden(
         self,
@@ -231,12 +272,9 @@ class FusedDecoder:
     ) -> Tensor:
         """The residual stream after the last block, [T, D], before the last norm. Writes keys and values. A token of -1
         is replaced by that of `last_T`."""
-        if last_T is None:
-            x_TD = F.embedding(tokens_T, self.embed).to(self.dtype)
-        else:
-            x_TD = embed_rows(tokens_T, last_T, self.embed, self.dtype)
+        x_TD = self.embed.rows(tokens_T, last_T, self.dtype)
         if self.positions is not None:
-            x_TD = x_TD + F.embedding(rows.positions_T, self.positions).to(self.dtype)
+            x_TD = x_TD + self.positions.rows(rows.positions_T, None, self.dtype)
         skips, after = (BlockSkip(),) * len(self.layers), {}
         if skip is not None:
             skips = skip.blocks(len(self.layers), self.device)

@@ -289,7 +289,7 @@ def prompt_logprob_parts(
     A forward for every `chunk` tokens, logits a block of rows at a time. The caller may do other work between parts; a
     prompt of several has a KV cache of its own meanwhile.
     """
-    device, num_rows = model.embed.weight.device, len(tokens) - 1  # the last token is only predicted
+    device, num_rows = model.device, len(tokens) - 1  # the last token is only predicted
     cache = None
     if num_rows > chunk:
         cache = KVCache(model.plan, BlockPool(-(-num_rows // KV_BLOCK), KV_BLOCK, prefix_cache=False))

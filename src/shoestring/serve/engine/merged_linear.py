@@ -64,7 +64,7 @@ class MergedLinear:
     @property
     def _int8_rows(self) -> bool:
         format, parts = self.format, self.parts
-        return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and _one_scale(parts)
+        return isinstance(format, IntAsym) and format.bits == 8 and parts is not None and one_scale(parts)
 
     @property
     def _grid(self) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def copy_over(old: Tensor | None, new: Tensor | None) -> None:
         old.copy_(new)
 
 
-def _one_scale(parts: Parts) -> bool:
+def one_scale(parts: Parts) -> bool:
     return "codes" in parts and parts["scale"].shape[1:].numel() == 1
 
 

@@ -107,7 +107,7 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed.weight.device
+        return self.model.device
 
     @property
     def fast(self) -> bool:
@@ -119,7 +119,7 @@ class Runner:
                 torch.bfloat16,
                 torch.float16,
             )
-            wanted = wanted and triton_usable(self.model.embed.weight)
+            wanted = wanted and triton_usable(self.model.norm.weight)
         if not wanted or unusable(self.model):
             return False
         reason = None if self._fused is not None else FusedDecoder.unsupported(self.model.plan)

@@ -403,7 +403,7 @@ def _convert(model: Decoder, options: ServeOptions, dtype: torch.dtype) -> None:
     model.eval()
     if options.int8_activations:
         quantize_activations(model, compute_dtype=dtype)
-    if model.embed.weight.device.type == "cpu":  # no kernels for packed weights there: decoded once
+    if model.device.type == "cpu":  # no kernels for packed weights there: decoded once
         keep_decoded(model, dtype=dtype)
 
 

@@ -67,7 +67,7 @@ class DraftModel(Drafter):
         self.vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
         self.vocab_ids: Tensor | None = None
         if vocab_ids is not None:
-            self.vocab_ids = torch.tensor(vocab_ids, device=model.embed.weight.device)
+            self.vocab_ids = torch.tensor(vocab_ids, device=model.device)
         most = 256 * -(-model.spec.max_positions // block_size)
         self.pool = BlockPool(num_blocks or most, block_size, grows=num_blocks is None)
         self.runner = Runner(model, self.pool, graphs=graphs, map_logits=self._spread)
