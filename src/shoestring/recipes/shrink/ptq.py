@@ -109,7 +109,7 @@ def main(cfg: Config) -> Path:
             notes["mixed_bits"] = mix.to_json()
         report = quantize_blocks(loaded.model, rules, method, calib_NT, calibration, files, log)
         pack(loaded.model, dtype=loaded.model.compute_dtype)
-        ends = {c.name: c.format.label for c in report.converted.changed if c.name in ENDS}
+        ends = {c.name: c.format.stored().label for c in report.converted.changed if c.name in ENDS}
         said = "".join(f", {name} as {label}" for name, label in ends.items())
         log.say(f"{len(report.layers) - len(ends)} layers at {report.bits_per_weight:.2f} bits per weight{said}")
         round_rest(loaded.model)
