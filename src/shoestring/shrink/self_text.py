@@ -76,7 +76,7 @@ def generate_text(
         with partial.open("a", encoding="utf-8") as file:
             _complete(model, tokenizer, prompts, done, file, sampling, max_requests, progress)
         _check_not_empty(partial, sampling)
-        _key_path(out).write_text(json.dumps({"key": key, "sampling": asdict(sampling)}) + "\n")
+        _key_path(out).write_text(json.dumps({"key": key, "sampling": _settings(sampling)}) + "\n")
         partial.replace(out)
     except OSError as error:
         raise UserError(
@@ -187,8 +187,12 @@ def _key(prompts: list[str], sampling: Sampling, model: Decoder) -> str:
     """A hash of everything that decides the text. A sample of the embedding stands for the weights."""
     weight = model.embed.effective_weight(model.compute_dtype).detach()
     drawn = weight.flatten()[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32)
-    decided_by = json.dumps([prompts, asdict(sampling), repr(model.spec)])
+    decided_by = json.dumps([prompts, _settings(sampling), repr(model.spec)])
     return hashlib.blake2b(decided_by.encode() + drawn.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _settings(sampling: Sampling) -> dict[str, Any]:
+    return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(sampling).items()}
 
 
 def _key_path(out: Path) -> Path:
