@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -250,6 +250,15 @@ def serve(
         str, typer.Option(help="Of embeddings: mean, last, cls (encoders); auto is what the folder says, else mean.")
     ] = "auto",
     metrics_prefix: Annotated[str, typer.Option(help="First part of the metrics' names.")] = "shoestring",
+    follow: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Take over the weights that a training run publishes there.")
+    ] = None,
+    on_update: Annotated[
+        str,
+        typer.Option(help="drain: running texts end with the old weights; recompute: they go on with the new ones."),
+    ] = "drain",
+    update_wait: Annotated[float, typer.Option(help="Seconds that drain waits for running texts.")] = 30.0,
+    follow_older: Annotated[bool, typer.Option("--follow-older", help="Also take over an older step.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="First check checksums, and that all weights are numbers.")
     ] = False,
@@ -286,6 +295,10 @@ def serve(
         pooling=pooling,
         metrics_prefix=metrics_prefix,
         int8_activations=int8_activations,
+        follow=follow,
+        on_update=cast(Literal["drain", "recompute"], on_update),
+        update_wait_s=update_wait,
+        follow_older=follow_older,
     )
     place = pick_device(device)
     if verify:

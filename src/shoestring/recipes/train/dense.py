@@ -4,6 +4,7 @@ Run:     shoestring run train/dense data=python steps=2000
          shoestring run train/dense data=my/texts size=small tokenizer=DIR
          shoestring run train/dense init_from=DIR data=my.jsonl lr=2e-5     continues from a Hugging Face folder
          shoestring run train/dense resume=runs/train-dense-...             continues after Ctrl-C or a crash
+         shoestring run train/dense publish=127.0.0.1:29600 publish_every=50    for `shoestring serve MODEL --follow`
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.dp=2 mesh.tp=2
          torchrun --nproc-per-node 4 -m shoestring run train/dense mesh.replica=4 reducer=int8     over slow links
 Needs:   a CPU for size=tiny and small; a GPU for the others
@@ -40,6 +41,7 @@ from shoestring.train.cuda_graph import GraphedForwardBackward, check_graph
 from shoestring.train.data import TokenData
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES
+from shoestring.train.publish import open_publish
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
 from shoestring.train.shards import CorpusConfig, load_corpus
 from shoestring.train.step import Hook, Run
@@ -78,6 +80,8 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     log_every: int = option(10, "steps between lines of metrics.jsonl", least=1)
     eval_every: int = option(200, "steps between validation losses; 0 is off", least=0)
     save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0)
+    publish: str | None = option(None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)")
+    publish_every: int = option(50, "steps between published weights", least=1)
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
     resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
@@ -128,9 +132,11 @@ def pretrain(
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     held_out = pretraining.validation_data(corpus, mesh, **rows)
 
+    publish = open_publish(model, mesh, cfg.publish, cfg.publish_every, cfg.steps)
+
     # After all checks: a wrong setting leaves no folder.
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg), ())
-    with in_run(folder), hold_run(folder, mesh):
+    with in_run(folder), hold_run(folder, mesh), publish.named(folder.name):
         log = RunLog(folder, main=mesh.is_main)
         saved = read_config(folder)
         log.save_config({"recipe": recipe, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
@@ -150,7 +156,7 @@ def pretrain(
                 CrossEntropy(),
                 steps=cfg.steps,
                 schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
-                hooks=make_hooks(model, mesh, data),
+                hooks=[*make_hooks(model, mesh, data), publish],
                 reducer=build_reducer(cfg, model, mesh, clip=cfg.clip, seed=cfg.seed, say=log.say),
                 clip=cfg.clip,
                 checkpointer=checkpointer,

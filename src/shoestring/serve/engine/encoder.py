@@ -108,6 +108,7 @@ class EncoderEngine:
     drafter = None
     draft_controller = None
     busy = False
+    version = None  # its weights stay as loaded
 
     def __init__(self, encoder: TextEncoder, *, max_context: int | None = None, chunk: int = 512) -> None:
         most = encoder.max_positions

@@ -257,6 +257,8 @@ class Engine:
         assert target.model is self.model
         target.check(values)
         outputs = self._land()
+        if not self.runner.agree_on_weights(version.step):
+            raise UpdateRefused(f"another process could not get the weights of {version}; nothing was changed", outputs)
         for request in reversed(self.running):
             self.scheduler.set_back(request)
             if self.drafter is not None:
@@ -713,6 +715,14 @@ def check_for(request: Request, num_coming: int = 0) -> Check:
     """`num_coming`: tokens that the request gains before the check."""
     draft, position = request.draft, len(request.tokens) + num_coming
     return Check(tuple(draft.tokens), position, request.sampling, draft.probs_GV, request.rule)
+
+
+class UpdateRefused(UserError):
+    """The weights stay as they are; `outputs` are of the step that was completed before that was known."""
+
+    def __init__(self, message: str, outputs: list[Output]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 def note_version(request: Request, version: WeightsVersion | None) -> None:

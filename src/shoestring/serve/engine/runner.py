@@ -141,6 +141,13 @@ class Runner:
             self._roots.clear()
             self._warmed = 0
 
+    def announce_weights(self, step: int) -> None:
+        """New weights are being pulled here: the processes that follow this one pull theirs."""
+
+    def agree_on_weights(self, step: int) -> bool:
+        """Whether all processes have those weights and write them now."""
+        return True
+
     @torch.no_grad()
     def weights_written(self, version: WeightsVersion) -> None:
         """The model's weights were written in place: bring all copies up to date. Graphs stay; what was computed before

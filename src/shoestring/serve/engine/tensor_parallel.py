@@ -44,8 +44,11 @@ from shoestring.serve.engine.embedding import POOLINGS, Pooling, embedding_parts
 from shoestring.serve.engine.logit_rules import TokenLogprob, prompt_logprob_parts
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S, RankFailureWatch
 from shoestring.serve.engine.runner import Batch, Runner
+from shoestring.serve.engine.weight_pull import BackgroundPull
+from shoestring.serve.engine.weight_update import WeightTarget
 
 WHOLE_MODEL = -1  # instead of the number of a skip set
+PULL_S = 10.0  # that the others may take longer than the first process to pull their share
 LEAVE_S = 10  # the most that leaving the group may take
 
 
@@ -59,6 +62,8 @@ class Order(IntEnum):
     DISCARD = 7  # what is not finite in these blocks
     SCORE_ON = 8  # the next part of the last SCORE or EMBED
     EMBED = 9  # the vectors of some texts, the first part
+    PULL = 10  # the weights of a published step, beside the work
+    SWAP = 11  # write them, if every process has them
 
 
 def open_ranks(device: str = "auto", *, lost_after_s: float = LOST_AFTER_S) -> Ranks | None:
@@ -145,9 +150,25 @@ class Ranks:
         return Order(order), body.tolist()
 
     # -- the other processes -----------------------------------------------------------------------------------------
+    def weight_target(self, model: Decoder) -> WeightTarget:
+        """This process's share of the weights, for updates."""
+        return WeightTarget(model, tp_rank=self.mesh.tp_rank, tp_size=self.mesh.tp)
+
+    def all_have(self, mine: bool) -> bool:
+        """Whether `mine` is true on every process."""
+        flag = torch.tensor(int(mine))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
+    def _swap(self, step: int, pull: BackgroundPull | None, runner: Runner | None) -> None:
+        taken = None if pull is None else pull.take(step, PULL_S)
+        if self.all_have(taken is not None) and pull is not None and taken is not None and runner is not None:
+            pull.target.write_(taken[0])
+            runner.weights_written(taken[1])
+
     @torch.no_grad()
-    def follow(self, model: Decoder) -> None:
-        """Compute what the first process sends, until it closes."""
+    def follow(self, model: Decoder, pull: BackgroundPull | None = None) -> None:
+        """Compute what the first process sends, until it closes. `pull`: where new weights come from."""
         runner: Runner | None = None
         skips: list[SkipSet] = []
         parts: Iterator[object] = iter(())
@@ -180,6 +201,11 @@ class Ranks:
                     next(parts)
                 elif order is Order.SCORE_ON:
                     next(parts)
+                elif order is Order.PULL:
+                    if pull is not None:
+                        pull.begin(body[0])
+                elif order is Order.SWAP:
+                    self._swap(body[0], pull, runner)
                 else:
                     assert runner is not None
                     skip = None if body[0] == WHOLE_MODEL else skips[body[0]]
@@ -217,6 +243,15 @@ class LeadRunner(Runner):
         with self._ranks.lockstep():
             self._ranks.send(Order.DISCARD, list(blocks))
             super().discard_nonfinite(blocks)
+
+    def announce_weights(self, step: int) -> None:
+        with self._ranks.lockstep():
+            self._ranks.send(Order.PULL, [step])
+
+    def agree_on_weights(self, step: int) -> bool:
+        with self._ranks.lockstep():
+            self._ranks.send(Order.SWAP, [step])
+            return self._ranks.all_have(True)
 
     def prompt_logprob_parts(
         self, tokens: Sequence[int], num_top: int, chunk: int

@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -359,12 +359,15 @@ class Api:
         return JSONResponse(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
+        version = self.engine_thread.engine.version
+        weights = {} if version is None else {"weights": {"version": str(version), **asdict(version)}}
         return {
             "id": self.settings.model_name,
             "object": "model",
             "created": self.created,
             "owned_by": "shoestring",
             "max_model_len": self.limits.max_context,
+            **weights,
         }
 
     async def health(self) -> Response:

@@ -36,12 +36,14 @@ from torch import Tensor
 from shoestring.errors import UserError, lost_peer
 from shoestring.serve.engine.embedding import Pooling, embedding_batches
 from shoestring.serve.engine.encoder import EncoderEngine
-from shoestring.serve.engine.engine import Engine, Output, Request
+from shoestring.serve.engine.engine import Engine, Output, Request, UpdateRefused
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
 from shoestring.serve.engine.request import NonFiniteLogits
+from shoestring.serve.engine.weight_update import Values, WeightTarget
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way
+from shoestring.state.reshard.version import WeightsVersion
 
 OTHERS_SHARE = 4  # a 4th of the queue is kept for other clients than the one that fills it
 log = logging.getLogger("shoestring.serve")
@@ -60,6 +62,8 @@ class ChoiceDelta:
     error: ApiError | None = None
     drafted: tuple[bool, ...] = ()  # for each token, whether it was an accepted draft
     vectors_ND: Tensor | None = None  # the embeddings of a request
+    # At the end, where weights may change: (weights, the first token that they wrote).
+    versions: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -82,6 +86,7 @@ def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         next((d.error for d in reversed(deltas) if d.error), None),
         tuple(chain.from_iterable(d.drafted for d in deltas)),
         next((d.vectors_ND for d in deltas if d.vectors_ND is not None), None),
+        next((d.versions for d in reversed(deltas) if d.versions), ()),
     )
 
 
@@ -188,12 +193,41 @@ class EngineSnapshot:
     tokens_per_s: float = 0.0
 
 
-Message = tuple[Literal["add", "cancel", "abort", "stop"], Sequence[PendingChoice], ApiError | None]
+Message = tuple[Literal["add", "cancel", "abort", "stop", "update"], Sequence[PendingChoice], ApiError | None]
+OnUpdate = Literal["drain", "recompute"]
+
+
+@dataclass(eq=False)
+class WeightUpdate:
+    """New weights on their way into the engine; `done` is set when they are in, or cannot be."""
+
+    target: WeightTarget
+    values: Values
+    version: WeightsVersion
+    not_after: float  # on the engine's clock: what runs then goes on with the new weights
+    done: threading.Event = field(default_factory=threading.Event)
+    error: UserError | None = None
+    stall_s: float = 0.0
 
 
 class EngineThread:
-    def __init__(self, engine: Engine | EncoderEngine, metrics: Metrics, *, max_running: int, max_queue: int) -> None:
+    def __init__(
+        self,
+        engine: Engine | EncoderEngine,
+        metrics: Metrics,
+        *,
+        max_running: int,
+        max_queue: int,
+        on_update: OnUpdate = "drain",
+        update_wait_s: float = 30.0,
+    ) -> None:
+        """`on_update`: texts in the engine end with the weights they began with, for at most `update_wait_s`, while new
+        ones wait (drain); or they go on with the new ones at once (recompute)."""
         self.engine, self.metrics = engine, metrics
+        self.on_update, self._update_wait_s = on_update, update_wait_s
+        self._update: WeightUpdate | None = None
+        self._updates: queue.SimpleQueue[WeightUpdate] = queue.SimpleQueue()
+        self._announced: queue.SimpleQueue[int] = queue.SimpleQueue()  # steps that are being pulled
         self.max_running, self.max_queue = max_running, max_queue
         self.snapshot = EngineSnapshot()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -270,6 +304,24 @@ class EngineThread:
             self._open.update(choices)
         self._inbox.put(("add", list(choices), None))
 
+    def announce_weights(self, step: int) -> None:
+        """The weights of this step are about to be pulled."""
+        self._announced.put(step)
+        self._inbox.put(("update", (), None))
+
+    def update_weights(self, target: WeightTarget, values: Values, version: WeightsVersion) -> float:
+        """Have the engine take over new weights; waits for it. The seconds for which the engine stood still."""
+        wait_s = self._update_wait_s if self.on_update == "drain" else 0.0
+        update = WeightUpdate(target, values, version, self.engine.clock() + wait_s)
+        self._updates.put(update)
+        self._inbox.put(("update", (), None))
+        while not update.done.wait(1.0):
+            if not self.alive:
+                raise UserError("the engine has stopped")
+        if update.error is not None:
+            raise update.error
+        return update.stall_s
+
     def cancel(self, choices: Sequence[PendingChoice]) -> None:
         """The client has left. Memory is free before the next step; finished choices are left alone."""
         if any(not choice.done for choice in choices):
@@ -311,6 +363,7 @@ class EngineThread:
                 self._let_in()
                 if self.engine.busy:
                     self._hand_out(self.engine.step())
+                self._update_engine()
                 self._publish()
                 self._step_began = None
         except Exception as error:
@@ -325,9 +378,37 @@ class EngineThread:
             self.close(gone)
             self._abort_all(gone)
 
+    def _update_engine(self) -> None:
+        """Take over new weights, if there are any and the time has come."""
+        engine = self.engine
+        if isinstance(engine, EncoderEngine):
+            return
+        with suppress(queue.Empty):
+            while True:
+                engine.runner.announce_weights(self._announced.get_nowait())
+        if self._update is None:
+            try:
+                self._update = self._updates.get_nowait()
+            except queue.Empty:
+                return
+        update, began = self._update, engine.clock()
+        if engine.busy and began < update.not_after:
+            return
+        self._update = None
+        try:
+            self._hand_out(engine.update_weights(update.target, update.values, update.version))
+        except UpdateRefused as error:
+            self._hand_out(error.outputs)
+            update.error = error
+        except UserError as error:
+            update.error = error
+        update.stall_s = engine.clock() - began
+        self.metrics.note_weights(update.version, update.stall_s, taken=update.error is None)
+        update.done.set()
+
     def _read_inbox(self, wait: bool = True) -> bool:
         """Process all messages, waiting for one if the engine is idle; False: the loop must end."""
-        wait = wait and not (self.engine.busy or self._to_score or self._line)
+        wait = wait and not (self.engine.busy or self._to_score or self._line or self._update)
         while True:
             try:
                 kind, choices, reason = self._inbox.get(block=wait)
@@ -365,7 +446,7 @@ class EngineThread:
 
     def _let_in(self) -> None:
         """Fill the engine from the line; where it is full, texts of clients with many give way to those with few."""
-        while self._line:
+        while self._line and self._update is None:  # new texts wait for new weights
             num_running = Counter(choice.client for choice in self._choices.values())
             client = self._line.next_client(num_running)
             if len(self._choices) >= self.max_running:
@@ -486,6 +567,7 @@ class EngineThread:
                 finish_reason=reason,
                 num_cached=output.request.num_cached,
                 drafted=tuple(i < output.num_accepted for i in range(num)),
+                versions=() if reason is None or self.engine.version is None else _named(output.request),
             )
             self._time_tokens(choice, num, now)
             self._emit(choice, delta)
@@ -600,6 +682,10 @@ class EngineThread:
         outputs, self._outputs = self._outputs, []
         for choice, delta in outputs:
             choice.collector.put(choice.index, delta)
+
+
+def _named(request: Request) -> tuple[tuple[str, int], ...]:
+    return tuple(("as loaded" if version is None else str(version), first) for version, first in request.versions)
 
 
 def deadline_error(choice: PendingChoice) -> ApiError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from shoestring.serve.engine.request import Stats
+from shoestring.state.reshard.version import WeightsVersion
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -55,6 +56,12 @@ class Metrics:
         self.token_gap = histogram("inter_token_latency_seconds", "Time between tokens", _GAPS)
         self.decode_time = histogram("request_decode_time_seconds", "First to last token", _SECONDS)
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
+        self.weights_step = gauge("weights_step", "Training step of the weights that are served; 0: as loaded")
+        self.weights_taken = counter("weights_updates", "Weights that were replaced while the server ran")
+        self.weights_refused = counter("weights_updates_refused", "Weights that did not fit the model")
+        self.weights_stall = histogram(
+            "weights_update_stall_seconds", "Engine at a standstill for new weights", _SECONDS
+        )
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.text_length = histogram("request_generation_tokens", "New tokens per request", _TOKENS)
 
@@ -67,6 +74,14 @@ class Metrics:
         for place, total in enumerate(stats.accepted_at):
             self.accepted_at.labels(self._model, place).inc(total - self._counted.get(f"at {place}", 0))
             self._counted[f"at {place}"] = total
+
+    def note_weights(self, version: WeightsVersion, stall_s: float, *, taken: bool) -> None:
+        if taken:
+            self.weights_step.set(version.step)
+            self.weights_taken.inc()
+            self.weights_stall.observe(stall_s)
+        else:
+            self.weights_refused.inc()
 
     def count_finished(self, reason: str) -> None:
         self.finished.labels(self._model, reason).inc()

@@ -13,9 +13,10 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ class Choice:
     parser: ToolCallParser | None = None
     calls: list[Call] = field(default_factory=list)
     fresh: list[Part] = field(default_factory=list)  # of the delta added last
+    # Which weights wrote it, and from which token on, where they may change; an addition to OpenAI's form.
+    weights: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def marked(self) -> dict[str, Any]:
+        return {"weights": self.weights} if self.weights else {}
 
     def add_text(self, text: str, ended: bool) -> None:
         if self.parser is None:
@@ -115,6 +122,7 @@ class CompletionResponse:
         choice.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = list(delta.prompt_logprobs)
+        choice.weights = [{"version": version, "first_token": first} for version, first in delta.versions]
         if delta.finish_reason is not None:
             called = choice.calls and delta.finish_reason == "stop"
             choice.finish_reason = "tool_calls" if called else delta.finish_reason
@@ -144,7 +152,7 @@ class CompletionResponse:
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
-        common = {"index": index, "finish_reason": choice.finish_reason}
+        common = {"index": index, "finish_reason": choice.finish_reason, **choice.marked}
         if self.chat:
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
             if choice.calls:
@@ -170,11 +178,12 @@ class CompletionResponse:
             for i, content in enumerate(contents):  # the tokens are told once
                 found.append(self._chat_chunk(index, content, delta if i == 0 else None))
             if delta.finish_reason is not None:
-                found.append(self._chat_chunk(index, {}, finish_reason=choice.finish_reason))
+                found.append(self._chat_chunk(index, {}, finish_reason=choice.finish_reason, more=choice.marked))
         elif has_tokens or delta.finish_reason is not None:
             before = "" if choice.begun or self.echo is None else self.echo[index // self.n]
             logprobs = self._text_logprobs(index, delta.logprobs)
-            part = {"index": index, "text": before + delta.text, "logprobs": logprobs, **self._marks(delta)}
+            marks = self._marks(delta) | choice.marked
+            part = {"index": index, "text": before + delta.text, "logprobs": logprobs, **marks}
             found.append(self._event([{**part, "finish_reason": delta.finish_reason}]))
         choice.begun = choice.begun or bool(found)
         return found
@@ -194,12 +203,17 @@ class CompletionResponse:
         return {"tool_calls": [call]}
 
     def _chat_chunk(
-        self, index: int, content: dict[str, Any], delta: ChoiceDelta | None = None, finish_reason: str | None = None
+        self,
+        index: int,
+        content: dict[str, Any],
+        delta: ChoiceDelta | None = None,
+        finish_reason: str | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         logprobs = self._chat_logprobs(delta.logprobs) if delta is not None and delta.logprobs else None
         marks = {} if delta is None else self._marks(delta)
         return self._event(
-            [{"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason, **marks}]
+            [{"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason, **marks, **more}]
         )
 
     def _marks(self, delta: ChoiceDelta) -> dict[str, Any]:

@@ -41,7 +41,8 @@ try:
 
     from shoestring.serve.http.app import Api, ApiSettings
     from shoestring.serve.http.connection import ConnectionLimits, LimitedConnection
-    from shoestring.serve.http.engine_thread import EngineThread
+    from shoestring.serve.http.engine_thread import EngineThread, OnUpdate
+    from shoestring.serve.http.follower import WeightFollower
     from shoestring.serve.http.metrics import Metrics
     from shoestring.serve.http.request_schema import ApiError
     from shoestring.serve.http.tool_calls import FORMAT_NAMES
@@ -60,9 +61,12 @@ from shoestring.serve.engine.logit_rules import VerifyWithRules
 from shoestring.serve.engine.rank_failure import LOST_AFTER_S
 from shoestring.serve.engine.skip_policy import SkipPolicy
 from shoestring.serve.engine.tensor_parallel import Ranks, open_ranks
+from shoestring.serve.engine.weight_pull import BackgroundPull
+from shoestring.serve.engine.weight_update import WeightTarget
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.drafter_stack import open_drafter
 from shoestring.serve.speculative.verify import verify
+from shoestring.state.reshard.exchange import parse_address
 
 log = logging.getLogger("shoestring.serve")
 
@@ -96,6 +100,10 @@ class ServeOptions:
     tool_format: str = "auto"  # how the model writes tool calls; auto: what its chat template says
     pooling: str = "auto"  # of embeddings: mean, last, cls; auto: what the folder says, else mean
     int8_activations: bool = False  # on a CPU: int layers round their inputs to 8 bits
+    follow: str | None = None  # HOST:PORT of a training run whose weights are taken over
+    on_update: OnUpdate = "drain"  # what happens to running texts then
+    update_wait_s: float = 30.0  # that `drain` waits for them
+    follow_older: bool = False  # also take a step before the one that is served
 
     def __post_init__(self) -> None:
         for name, good, allowed in (
@@ -122,10 +130,14 @@ class ServeOptions:
             ),
             ("tool_format", self.tool_format in ("auto", *FORMAT_NAMES), "auto, " + ", ".join(FORMAT_NAMES)),
             ("pooling", self.pooling in ("auto", *POOLINGS), "auto, " + ", ".join(POOLINGS)),
+            ("on_update", self.on_update in ("drain", "recompute"), "drain or recompute"),
+            ("update_wait_s", self.update_wait_s >= 0, "0 or more"),
             ("metrics_prefix", self.metrics_prefix.isidentifier(), "a name of letters, digits and _"),
         ):
             if not good:
                 raise UserError(f"{name}={getattr(self, name)!r} is not allowed; give {allowed}")
+        if self.follow is not None:
+            parse_address(self.follow)
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
             raise UserError("an API key is empty or not ASCII; a header could not carry it")
 
@@ -189,7 +201,16 @@ class Service:
             Metrics(name, options.metrics_prefix),
             max_running=options.max_requests,
             max_queue=options.max_queue,
+            on_update=options.on_update,
+            update_wait_s=options.update_wait_s,
         )
+        self.follower: WeightFollower | None = None
+        if options.follow is not None:
+            if isinstance(model, TextEncoder):
+                raise UserError("an encoder cannot follow a training run; leave --follow out")
+            target = WeightTarget(model) if ranks is None else ranks.weight_target(model)
+            address = parse_address(options.follow)
+            self.follower = WeightFollower(address, target, self.engine_thread, older=options.follow_older)
         if ranks is not None:
             ranks.failure_watch.on_failure = self._rank_failed
         settings = ApiSettings(
@@ -227,10 +248,14 @@ class Service:
 
     def run(self) -> None:
         self.engine_thread.start()
+        if self.follower is not None:
+            self.follower.start()
         try:
             with objects_frozen():
                 asyncio.run(self.server.serve([self._listener]))
         finally:
+            if self.follower is not None:
+                self.follower.stop()
             self.engine_thread.stop(STOP_S)
             self._api.workers.stop()
         if self.engine_thread.alive:
@@ -314,7 +339,10 @@ def main(
         _convert(loaded.model, options, dtype)
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, signal.SIG_IGN)  # the first process drains and needs this one meanwhile
-        ranks.follow(loaded.model)
+        pull = None
+        if options.follow is not None:
+            pull = BackgroundPull(parse_address(options.follow), ranks.weight_target(loaded.model))
+        ranks.follow(loaded.model, pull)
         return ranks.close()
     try:
         with listen(options.host, options.port) as listener:

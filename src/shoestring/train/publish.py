@@ -1,0 +1,219 @@
+"""A training run that offers its weights to running servers: `publish=HOST:PORT publish_every=50`.
+
+Every `every` steps each rank copies its shards to host memory and goes on training; threads answer the servers that
+follow (state/reshard/exchange.py). What a server wants is made from the copy: a box, cast to its dtype, or encoded in
+its Format on this side, so that a packed server receives packed bytes. A step that comes while the copy before it is
+still being digested is left out: training does not wait.
+
+Left out: buffers. What a Decoder keeps in buffers is no weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.formats import Format, FormatLinear
+from shoestring.formats.convert import format_linears
+from shoestring.formats.linear import local
+from shoestring.formats.registry import from_json
+from shoestring.formats.rounding import cast_weight
+from shoestring.mesh import Mesh
+from shoestring.state.boxes import Box
+from shoestring.state.files import DTYPES
+from shoestring.state.optimizer import parameter_names
+from shoestring.state.reshard.dtensors import layout_of
+from shoestring.state.reshard.exchange import Catalogue, SnapshotServer, parse_address
+from shoestring.state.reshard.execute import castable
+from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
+from shoestring.train.step import Hook, Run
+
+LAST_S = 20.0  # that the end of a run waits for its followers
+
+
+class PublishNothing(Hook):
+    """For a run without an address."""
+
+    @contextmanager
+    def named(self, run: str) -> Iterator[None]:
+        """While it trains: what followers call the run."""
+        yield
+
+
+def open_publish(model: nn.Module, mesh: Mesh, address: str | None, every: int, last: int) -> PublishNothing:
+    return PublishNothing() if address is None else Publish(model, mesh, address, every, last)
+
+
+class Publish(PublishNothing):
+    """Built on every rank; the first one listens at the address, the others at ports of their own."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, address: str, every: int, last: int = -1) -> None:
+        """`last`: a step that is published in any case."""
+        self.last = last
+        self.every, self.mesh = every, mesh
+        self._tensors = {name: p for p, name in parameter_names(model).items()}
+        self._layers = {f"{name}.weight": layer for name, layer in format_linears(model)}
+        everyone = MeshLayout((mesh.world_size,), (REPLICATE,))
+        catalogue = Catalogue(
+            "run", {n: (tuple(t.shape), t.dtype, layout_of(t, n) or everyone) for n, t in self._tensors.items()}
+        )
+        self._boxes = {
+            n: [box for box, ranks in layout.tiles(shape) if mesh.rank in ranks]
+            for n, (shape, _, layout) in catalogue.tensors.items()
+        }
+        if broken := next((n for n, boxes in self._boxes.items() if len(boxes) > 1), None):
+            raise UserError(f"tensor {broken!r} holds interleaved rows on a rank; it cannot be published")
+        host, port = parse_address(address)
+        self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue)
+        self.server.endpoints = _all_endpoints(mesh, self.server.address)
+        self._digesting: threading.Thread | None = None
+
+    def after_step(self, run: Run) -> None:
+        if run.step % self.every == 0 or run.step == self.last:
+            self.publish(run)
+
+    def publish(self, run: Run) -> None:
+        """Copy now, publish as soon as the copy has a digest."""
+        busy = self._digesting is not None and self._digesting.is_alive()
+        if self.mesh.any(busy):  # the same steps on every rank
+            run.log.say(f"step {run.step} is not published: the step before it is still being read")
+            return
+        began = time.perf_counter()
+        held = {n: (self._boxes[n][0], _host_copy(local(t))) for n, t in self._tensors.items() if self._boxes[n]}
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        layers = {n: layer for n, layer in self._layers.items() if n in held}
+        shapes = {n: tuple(t.shape) for n, t in self._tensors.items()}
+        snapshot = WeightsSnapshot(run.step, held, shapes, layers, self.mesh.device)
+        run.log.log(run.step, publish_s=time.perf_counter() - began)
+        self._digesting = threading.Thread(target=self._finish, args=(snapshot,), name="publish-digest", daemon=True)
+        self._digesting.start()
+
+    def _finish(self, snapshot: WeightsSnapshot) -> None:
+        snapshot.make_digest()
+        self.server.publish(snapshot)
+
+    def wait(self) -> None:
+        """Until the last copy is offered."""
+        if self._digesting is not None:
+            self._digesting.join()
+
+    @contextmanager
+    def named(self, run: str) -> Iterator[None]:
+        self.server.catalogue = replace(self.server.catalogue, run=run)
+        try:
+            yield
+            self.wait()
+            self.server.wait_until_pulled(LAST_S)
+        finally:
+            self.server.close()
+
+
+def _host_copy(t: Tensor) -> Tensor:
+    if t.device.type == "cpu":
+        return t.detach().clone()
+    return t.detach().to("cpu", non_blocking=True)
+
+
+def _own_address(first: str) -> str:
+    """The address of this machine on the way to the first rank's."""
+    if first in ("127.0.0.1", "localhost", "::1"):
+        return first
+    with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((first, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            raise UserError(f"publish: {first} cannot be reached from here: {error.strerror}") from None
+
+
+def _all_endpoints(mesh: Mesh, own: tuple[str, int]) -> list[tuple[str, int]]:
+    if mesh.world_size == 1:
+        return [own]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(found, own)
+    return [(str(host), int(port)) for host, port in found]
+
+
+@dataclass
+class WeightsSnapshot:
+    """The shards of one rank at one step, in host memory."""
+
+    step: int
+    held: Mapping[str, tuple[Box, Tensor]]
+    shapes: Mapping[str, tuple[int, ...]]
+    layers: Mapping[str, FormatLinear]
+    device: torch.device
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._encoded: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+    def make_digest(self) -> None:
+        found = hashlib.blake2b(digest_size=16)
+        for name in sorted(self.held):
+            box, t = self.held[name]
+            found.update(f"{name} {box.start} {box.stop} {t.dtype}".encode())
+            found.update(t.contiguous().reshape(-1).view(torch.uint8).numpy())
+        self.digest = found.hexdigest()
+
+    def parts(self, name: str, box: Box, form: Mapping[str, Any]) -> dict[str, Tensor]:
+        if name not in self.held:
+            raise UserError(f"this rank has no tensor {name!r}")
+        where, t = self.held[name]
+        if len(where.start) != len(box.start) or not where.contains(box):
+            raise UserError(f"this rank does not hold {box} of {name!r}")
+        dtype = DTYPES.get(str(form.get("dtype")))
+        if dtype is None or not castable(t.dtype, dtype):
+            raise UserError(f"{name!r} is {t.dtype} and cannot become {form.get('dtype')!r}")
+        layer = self.layers.get(name)
+        if form.get("format") is None:
+            if layer is not None and layer.state_names:
+                raise UserError(f"{name!r} trains in {layer.format.label}; a server of dense weights cannot follow it")
+            return {"": t[box.slices(where)].to(dtype)}
+        format = from_json(dict(form["format"]))
+        parts = self._encode(name, format, dtype, layer)
+        shape = (where.shape[0], where.shape[1])
+        rows, cols = box.slices(where)
+        return {n: p.contiguous() for n, p in format.cut(parts, shape, rows, cols).items()}
+
+    @torch.no_grad()
+    def _encode(self, name: str, format: Format, dtype: torch.dtype, layer: FormatLinear | None) -> dict[str, Tensor]:
+        """This rank's shard in a Format; once for all followers."""
+        key = name, f"{format!r} {dtype}"
+        with self._lock:
+            if key not in self._encoded:
+                t, state = self.held[name][1], self._state(name, format, layer)
+                w = cast_weight(t.to(self.device), dtype)
+                if not bool(w.isfinite().all()):
+                    raise UserError(f"{name!r} holds NaN or infinite values at step {self.step}; it is not published")
+                trained = layer.format if layer is not None and layer.state_names else format
+                parts = trained.encode(w, {n: s.to(self.device) for n, s in state.items()})
+                self._encoded[key] = {n: p.cpu() for n, p in parts.items()}
+            return self._encoded[key]
+
+    def _state(self, name: str, format: Format, layer: FormatLinear | None) -> dict[str, Tensor]:
+        """What the Format keeps beside the weight: trained with it, or nothing for a dense weight that is rounded."""
+        if layer is not None and layer.state_names:
+            if layer.format.stored() != format:
+                raise UserError(f"{name!r} trains in {layer.format.label} and the server has {format.label}")
+            prefix = name.removesuffix("weight")
+            return {n: self.held[f"{prefix}weight_{n}"][1] for n in layer.state_names}
+        where, t = self.held[name]
+        state = {n: aux.tensor for n, aux in format.state(t).items()}
+        if state and where.shape != self.shapes[name]:
+            raise UserError(f"{name!r}: {format.label} needs the whole weight to find its state, and ranks hold shards")
+        return state

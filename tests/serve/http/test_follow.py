@@ -1,0 +1,141 @@
+"""A server that follows a training run: versions are shown, no text is lost or mixed, errors leave it as it is."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import running, wait_for
+
+from shoestring.errors import UserError
+from shoestring.mesh import open_mesh
+from shoestring.model import Decoder
+from shoestring.runlog import RunLog
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.http.server import ServeOptions
+from shoestring.train.publish import Publish
+from shoestring.train.step import Run
+from tiny import chat_tokenizer, served_model
+
+VOCAB = chat_tokenizer().vocab_size
+
+
+def weights_of(step: int) -> Decoder:
+    """What the run has learned after `step` steps."""
+    model = served_model(VOCAB)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step + len(name))))
+    return model
+
+
+class Trainer:
+    def __init__(self, tmp_path: Path, address: str = "127.0.0.1:0") -> None:
+        self.model = served_model(VOCAB)
+        mesh = open_mesh(device="cpu")
+        self.hook = Publish(self.model, mesh, address, 1)
+        self.naming = self.hook.named("run-a")
+        self.naming.__enter__()
+        self.run = Run(self.model, torch.optim.SGD(self.model.parameters()), mesh, RunLog(tmp_path / "run"))
+
+    def publish(self, step: int) -> None:
+        self.model.load_state_dict(weights_of(step).state_dict())
+        self.run.step = step
+        self.hook.after_step(self.run)
+        self.hook.wait()
+
+    @property
+    def address(self) -> str:
+        return "{}:{}".format(*self.hook.server.address)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(tmp_path)
+    yield made
+    made.hook.server.close()
+
+
+def get(service: Any, path: str) -> Any:
+    with urllib.request.urlopen(service.url + path, timeout=60) as answer:
+        body = answer.read().decode()
+    return body if path == "/metrics" else json.loads(body)
+
+
+def complete(service: Any, num: int, prompt: str = "the quick brown fox jumps over the lazy dog " * 3) -> Any:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": num, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        service.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]
+
+
+def expected(step: int, num: int, prompt: str = "the quick brown fox jumps over the lazy dog " * 3) -> str:
+    engine = Engine(weights_of(step), chat_tokenizer(), eos_ids=())
+    return engine.generate([prompt], Sampling(max_tokens=num))[0].text
+
+
+def step_of(service: Any) -> int:
+    return get(service, "/v1/models")["data"][0].get("weights", {}).get("step", -1)
+
+
+def test_versions_are_taken_over_and_shown(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    with running(follow=trainer.address) as service:
+        assert step_of(service) == -1 and "weights" not in complete(service, 4)
+        for step in (1, 2):
+            trainer.publish(step)
+            wait_for(lambda s=step: step_of(service) == s)
+            answer = complete(service, 12)
+            assert answer["text"] == expected(step, 12)
+            assert [w["first_token"] for w in answer["weights"]] == [0]
+            assert answer["weights"][0]["version"].startswith(f"run-a@{step}-")
+        assert "shoestring:weights_step{" in (text := get(service, "/metrics")) and "weights_updates_total" in text
+        # An older step is refused, and the server goes on.
+        trainer.publish(1)
+        wait_for(lambda: service.follower._refused is not None)
+        assert step_of(service) == 2 and complete(service, 12)["text"] == expected(2, 12)
+        # A publisher that goes away, and another one in its place.
+        trainer.hook.server.close()
+        again = Trainer(Path(trainer.run.log.folder).parent / "again", trainer.address)
+        again.publish(5)
+        wait_for(lambda: step_of(service) == 5)
+        again.hook.server.close()
+        assert complete(service, 12)["text"] == expected(5, 12)
+
+
+@pytest.mark.parametrize("mode", ["drain", "recompute"])
+def test_texts_that_run_while_weights_change(trainer: Trainer, mode: str) -> None:
+    trainer.publish(1)
+    with running(follow=trainer.address, on_update=mode, max_requests=4) as service:
+        wait_for(lambda: step_of(service) == 1)
+        answers: list[Any] = []
+        threads = [threading.Thread(target=lambda: answers.append(complete(service, 90))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: service.engine.stats.num_new_tokens > 20)
+        trainer.publish(2)
+        for thread in threads:
+            thread.join(120)
+        assert len(answers) == 6 and all(a["finish_reason"] == "length" for a in answers)
+        begun = [[w["version"].split("-")[1].split("@")[1] for w in a["weights"]] for a in answers]
+        if mode == "drain":  # each text has one version, whole
+            assert all(len(steps) == 1 for steps in begun) and ["1"] in begun
+            whole = {step: expected(int(step), 90) for (step,) in begun}
+            assert all(a["text"] == whole[steps[0]] for a, steps in zip(answers, begun, strict=True))
+        else:
+            assert ["1", "2"] in begun
+        assert step_of(service) == 2
+
+
+def test_options() -> None:
+    with pytest.raises(UserError, match="is not an address"):
+        ServeOptions(follow="nowhere")
+    with pytest.raises(UserError, match="drain or recompute"):
+        ServeOptions(on_update="now")  # type: ignore[arg-type]

@@ -1,0 +1,206 @@
+"""Weights from a training run to a follower: dense, or encoded on the trainer's side; and what can go wrong."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoestring.errors import UserError
+from shoestring.formats import convert, keep_decoded, pack, parse_format
+from shoestring.mesh import open_mesh
+from shoestring.model import Decoder
+from shoestring.runlog import RunLog
+from shoestring.serve.engine.weight_pull import WeightPull
+from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.state.reshard import exchange
+from shoestring.state.reshard.exchange import Gone, parse_address
+from shoestring.train.publish import Publish
+from shoestring.train.step import Run
+from tiny import QWEN2, random_model
+
+
+class Publishing:
+    """A run that has trained `step` steps."""
+
+    def __init__(self, model: Decoder, tmp_path: Path, address: str = "127.0.0.1:0") -> None:
+        mesh = open_mesh(device="cpu")
+        self.hook = Publish(model, mesh, address, 2)
+        self.naming = self.hook.named("my-run")
+        self.naming.__enter__()
+        self.run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, RunLog(tmp_path / "run"))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run.step += 1
+            with torch.no_grad():
+                for p in self.run.model.parameters():
+                    p.mul_(1.01)
+            self.hook.after_step(self.run)
+            self.hook.wait()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.hook.server.address
+
+
+@pytest.fixture
+def publishing(tmp_path: Path) -> Iterator[Publishing]:
+    made = Publishing(random_model(QWEN2), tmp_path)
+    yield made
+    made.hook.server.close()
+
+
+def packed(model: Decoder) -> Decoder:
+    convert(model, [("blocks.*", parse_format("int4:g32"))])
+    pack(model)
+    return model
+
+
+def test_dense_weights_arrive_in_the_dtype_they_are_served_in(publishing: Publishing) -> None:
+    served = random_model(QWEN2, 1).to(torch.bfloat16)
+    pull = WeightPull(publishing.address, WeightTarget(served))
+    assert pull.newest() is None  # nothing is published yet
+    publishing.train(3)
+    version = pull.newest()
+    assert version is not None and (version.run, version.step) == ("my-run", 2)
+    publishing.train(1)
+    values, version, num_bytes = pull.pull(4)
+    want = {n: p.bfloat16() for n, p in publishing.run.model.named_parameters()}
+    assert all(torch.equal(values[n][""], t) for n, t in want.items()) and values.keys() == want.keys()
+    assert version.step == 4 and len(version.digest) == 32
+    assert num_bytes == sum(t.nbytes for t in want.values())
+    with pytest.raises(Gone):
+        pull.pull(2)
+    assert pull.pull(4)[1] == version  # the connection survives that
+    assert publishing.hook.server.wait_until_pulled(1.0)
+    pull.close()
+
+
+@pytest.mark.parametrize("label", ["int4:g32", "nf3:s2:g32", "int8:sym:g0"])
+def test_packed_servers_get_packed_bytes(publishing: Publishing, label: str) -> None:
+    """The parts are those of converting and packing the trained model here, and far fewer bytes travel."""
+    publishing.train(2)
+
+    def as_served(model: Decoder) -> Decoder:
+        convert(model, [("blocks.*", parse_format(label))])
+        pack(model)
+        return model
+
+    pull = WeightPull(publishing.address, WeightTarget(as_served(random_model(QWEN2, 1))))
+    values, _, num_bytes = pull.pull(2)
+    pull.close()
+    trained = random_model(QWEN2)
+    trained.load_state_dict(publishing.run.model.state_dict())
+    want = as_served(trained).state_dict()
+    for name, parts in values.items():
+        for part, t in parts.items():
+            assert torch.equal(t, want[f"{name}_{part}" if part else name]), (name, part)
+    dense = sum(p.nbytes for p in publishing.run.model.parameters())
+    assert num_bytes < 0.6 * dense  # the embedding stays dense
+
+
+def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> None:
+    publishing.train(2)
+    cases = [
+        (replace(QWEN2, qkv_bias=False, model_type="llama"), "has 'blocks.0.attn.q.bias', which the one served"),
+        (replace(QWEN2, qk_norm=True), "has no 'blocks.0.attn.q_norm.weight'"),
+        (replace(QWEN2, vocab_size=97), "has shape"),
+    ]
+    for spec, line in cases:
+        with pytest.raises(UserError, match=line):
+            WeightPull(publishing.address, WeightTarget(random_model(spec)))
+
+
+def test_keys_addresses_and_strangers(publishing: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
+    publishing.train(2)
+    target = WeightTarget(random_model(QWEN2))
+    real = exchange._proof
+    monkeypatch.setattr(
+        exchange, "_proof", lambda c: real(c) if threading.current_thread().name != "MainThread" else "no"
+    )
+    with pytest.raises(UserError, match="the key is wrong"):
+        WeightPull(publishing.address, target)
+    monkeypatch.setattr(exchange, "_proof", real)
+    for text in ("29600", "host:", ":1", "host:port", "host:99999"):
+        with pytest.raises(UserError, match="is not an address"):
+            parse_address(text)
+    assert parse_address("[::1]:29600") == ("::1", 29600)
+    with pytest.raises(UserError, match="cannot publish at"):
+        Publishing(random_model(QWEN2), Path("/nowhere"), "203.0.113.7:1")
+    with socket.create_connection(publishing.address) as stranger:  # not our protocol
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        stranger.settimeout(5)
+        while stranger.recv(4096):
+            pass
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(OSError):
+            WeightPull(silent.getsockname(), target, timeout_s=0.2)
+    WeightPull(publishing.address, target).close()  # the publisher goes on
+
+
+def test_a_follower_that_stops_reading_or_dies_does_not_stop_training(publishing: Publishing) -> None:
+    publishing.train(2)
+    pull = WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))
+    channel = pull._ranks[0]._channel
+    rows = [["embed.weight", [0, 0], [96, 64], {"dtype": "F32"}]] * 4000
+    channel.send({"op": "get", "step": 2, "pieces": rows})  # 100 MB that are never read
+    began = time.monotonic()
+    publishing.train(4)
+    assert time.monotonic() - began < 5 and pull._ranks[0]._channel is channel
+    other = WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))
+    assert other.pull(6)[1].step == 6
+    other.close()
+    pull.close()
+
+
+def test_a_damaged_or_broken_transfer_gives_nothing(publishing: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
+    publishing.train(2)
+    target = WeightTarget(random_model(QWEN2))
+    crc = zlib.crc32
+
+    def damaging(data: object, start: int = 0) -> int:  # the publisher's checksum is another one than the follower's
+        return crc(data, start) ^ (threading.current_thread().name == "publish-to")  # type: ignore[arg-type]
+
+    pull = WeightPull(publishing.address, target)
+    monkeypatch.setattr(exchange.zlib, "crc32", damaging)
+    with pytest.raises(UserError, match="arrived damaged"):
+        pull.pull(2)
+    monkeypatch.undo()
+    pull.close()
+
+    pull = WeightPull(publishing.address, target)
+    monkeypatch.setattr(exchange, "_buckets", lambda *a: (_ for _ in ()).throw(ConnectionError("killed")))
+    with pytest.raises(OSError):
+        pull.pull(2)
+    pull.close()
+
+
+def test_what_cannot_be_sent_is_refused_by_name(publishing: Publishing) -> None:
+    convert(publishing.run.model, [("blocks.0.mlp.*", parse_format("int4:g32:learned"))])
+    trained = Publishing(publishing.run.model, Path("/tmp"))
+    trained.run.step = 1
+    trained.run.log = publishing.run.log
+    trained.train(1)
+    pull = WeightPull(trained.address, WeightTarget(random_model(QWEN2, 1)))
+    with pytest.raises(UserError, match="trains in"):
+        pull.pull(2)
+    pull.close()
+    served = packed(random_model(QWEN2, 1))
+    keep_decoded(served, dtype=torch.float32)
+    pull = WeightPull(trained.address, WeightTarget(served))
+    values, _, _ = pull.pull(2)  # the trained grid where there is one, rounding elsewhere
+    layer = dict(trained.hook._layers)["blocks.0.mlp.up.weight"]
+    for part, t in layer.encode(torch.float32).items():
+        assert torch.equal(values["blocks.0.mlp.up.weight"][part], t)
+    pull.close()
+    trained.hook.server.close()
