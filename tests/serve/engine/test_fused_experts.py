@@ -11,6 +11,7 @@ from shoestring.model import Decoder
 from shoestring.model.spec import Experts
 from shoestring.model.transformer import MixtureOfExperts
 from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.block_pool import BlockPool
 from shoestring.serve.engine.fused_decoder import unusable
 from shoestring.serve.engine.fused_experts import FusedExperts, experts_unusable
 from shoestring.serve.engine.runner import Runner
@@ -87,7 +88,6 @@ def test_experts_on_a_gpu(format: str | None) -> None:
     use_kernels(model)
     with torch.no_grad():
         check(experts_of(model), torch.bfloat16, "cuda", 0.02)
-    runner = Runner(model, Engine(model).pool, graphs=True)
-    assert runner._fused is not None
+    assert unusable(model) is None and Runner(model, BlockPool(4, 4), graphs=True)._fused is not None
     one, several = (Engine(model, max_requests=n).generate([[1, 2, 3]] * n, Sampling(max_tokens=8)) for n in (1, 3))
     assert {len(t.token_ids) for t in (*one, *several)} == {8} and len({tuple(t.token_ids) for t in several}) == 1

@@ -325,8 +325,20 @@ def few_rows_cuda(
 def choose_expert_plan(
     layout: ChunkLayout, rows: int, out: int, width: int, slots: int, swiglu: bool, limits: DeviceLimits = H200
 ) -> FewRowsPlan:
-    """The plan for `slots` experts with weights [out, width]: that of one weight with the rows of all of them."""
-    plan = rule(layout, row_class(rows), out * slots, width, False, swiglu, limits)
+    """The plan for `slots` experts with weights [out, width]: half of an SM for a block, because the blocks of many
+    experts follow each other on an SM; for one row as many row tiles as give every SM one block. Found by
+    `python -m experiments.expert_plans`."""
+    tiles = ceil_div(out, CHUNK_ROWS)
+    if rows == 1:
+        wanted = min(12, ceil_div(ceil_div(slots * tiles, limits.num_sms), 2) * 2)
+        pair = 1 if wanted <= 6 else 2
+        plan = FewRowsPlan(wanted // pair, 2, pair, int8_mma=int(not layout.table), half_sm=1)
+    elif rows <= 4:
+        plan = FewRowsPlan(6, 2 if width >= 2048 else 1, 2, int8_mma=int(not layout.table), half_sm=1)
+    else:
+        plan = FewRowsPlan(4, 1, 2, panel=2, half_sm=1)
+    if not plan.runs(layout, rows, width, False, swiglu, limits):
+        plan = rule(layout, row_class(rows), out * slots, width, False, swiglu, limits)
     return overridden(
         plan,
         "SHOESTRING_LOWBIT_EXPERT_PLAN",
