@@ -33,7 +33,10 @@ GPT2 = ModelSpec(
     qkv_bias=True, out_bias=True, mlp_bias=True, bos_id=1, eos_id=2,
 )  # fmt: skip
 # Every width of SPEC is a multiple of 8; 72 has the groups 8, 24, 72.
-KINDS = ["int4:g8", "int4:sym:g8", "int8:g0", "int8:sym:g0", "int4:g0:bfloat16", "int8:sym:g8:bfloat16"]
+KINDS = [
+    *("int4:g8", "int4:sym:g8", "int8:g0", "int8:sym:g0", "int4:g0:bfloat16", "int8:sym:g8:bfloat16"),
+    *("int2:sym:g8", "int3:sym:g8"),
+]
 
 
 def quantized(
@@ -279,7 +282,7 @@ def test_folders_that_cannot_be_read(damage: Callable[[Path], None], words: list
     ("format", "words"),
     [
         ("nf3:g8", ["model.layers.0.self_attn.q_proj", "nf3:s2:g8", "--as packed", "--as dense", "int4"]),
-        ("int3:g8", ["3 bits", "int3:g8", "--as packed"]),
+        ("int3:g8", ["3 bits without zero points", "int3:g8", "--as packed", "int3:sym"]),
         ("sparse24", ["sparse24", "2:4", "--as packed"]),
     ],
 )

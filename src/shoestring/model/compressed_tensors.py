@@ -12,8 +12,9 @@ and config.json says bits and groups under `quantization_config`. Codes and zero
 `weight_codes` is `weight_packed` seen as bytes. Nothing is rounded in either direction, so logits agree, except
 that fp32 scales of others are held here in fp16.
 
-The layout has no tables, no masks, and only one way to store 3 bits that all readers agree on: none. What it
-cannot hold is a UserError that says what to write instead. Left out on purpose: activation quantization, rotations
+The layout has no tables and no masks. Readers take 2 and 3 bits without zero points only (vLLM's wNa16 loader), and 3
+bits as this dense stream; older releases of compressed-tensors put 10 codes into a word. What it cannot hold is
+a UserError that says what to write instead. Left out on purpose: activation quantization, rotations
 and columns reordered by GPTQ (`weight_g_idx`), which are refused when read.
 """
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from shoestring.model.transformer import Decoder
 
 METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
-EXPORT_BITS = (4, 8)  # 2 and 3: packed differently by older releases, and vLLM takes no zero points for them
+ZERO_POINT_BITS = (4, 8)  # vLLM takes zero points for these, and 2 and 3 bits without
 INSTEAD = "use --as packed (read by shoestring only) or --as dense (read by everything, larger)"
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -91,14 +92,18 @@ def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym
                 f"compressed-tensors cannot hold {hf_names.hf_module(spec, name)} as {format.label}: it stores evenly "
                 f"spaced integers only (no nf or fp tables, no 2:4 masks); {INSTEAD}, or quantize to int4 or int8"
             )
-        if format.bits not in EXPORT_BITS:
-            raise UserError(
-                f"compressed-tensors folders with {format.bits} bits ({hf_names.hf_module(spec, name)} is "
-                f"{format.label}) are not read alike by its releases and by vLLM; {INSTEAD}, or quantize to int4 or "
-                "int8"
-            )
+        _check_zero_points(spec, name, format)
         found[name] = format
     return found
+
+
+def _check_zero_points(spec: ModelSpec, name: str, format: IntAsym) -> None:
+    if format.bits not in ZERO_POINT_BITS and not format.symmetric:
+        raise UserError(
+            f"vLLM reads compressed-tensors layers of {format.bits} bits without zero points only, and "
+            f"{hf_names.hf_module(spec, name)} is {format.label}; {INSTEAD}, or quantize to "
+            f"int{format.bits}:sym, int4 or int8"
+        )
 
 
 def _as_stored(model: Decoder, formats: dict[str, IntAsym]) -> dict[str, IntAsym]:
@@ -108,9 +113,10 @@ def _as_stored(model: Decoder, formats: dict[str, IntAsym]) -> dict[str, IntAsym
     for name, format in formats.items():
         symmetric = format.symmetric
         if symmetric:
-            zero = _parts(modules[name], model.compute_dtype)()["zero"]
+            zero = stored_parts(modules[name], model.compute_dtype)()["zero"]
             symmetric = bool((zero == 2 ** (format.bits - 1)).all())
         found[name] = replace(format, symmetric=symmetric)
+        _check_zero_points(model.spec, name, found[name])
     return found
 
 
@@ -147,9 +153,9 @@ def _entries(model: Decoder, wanted: dict[str, IntAsym], dtype: torch.dtype) -> 
 def _layer_entries(prefix: str, layer: FormatLinear, format: IntAsym, dtype: torch.dtype) -> list[Entry]:
     (rows, width), bits = layer.shape, format.bits
     groups, words = width // group_width(width, format.group), -(-rows * bits // 32)
-    scale_dtype, parts = SCALE_DTYPES[format.scale_dtype], _parts(layer, dtype)
+    scale_dtype, parts = SCALE_DTYPES[format.scale_dtype], stored_parts(layer, dtype)
     found: list[tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]] = [
-        ("packed", (rows, width * bits // 32), torch.int32, lambda: as_int32(parts()["codes"])),
+        ("packed", (rows, -(-width * bits // 32)), torch.int32, lambda: as_int32(parts()["codes"])),
         ("scale", (rows, groups), scale_dtype, lambda: parts()["scale"]),
         ("shape", (2,), torch.int64, lambda: torch.tensor(layer.shape)),
     ]
@@ -158,7 +164,7 @@ def _layer_entries(prefix: str, layer: FormatLinear, format: IntAsym, dtype: tor
     return [Entry(TensorInfo(f"{prefix}.weight_{part}", shape, kind), get) for part, shape, kind, get in found]
 
 
-def _parts(layer: FormatLinear, dtype: torch.dtype) -> Callable[[], Parts]:
+def stored_parts(layer: FormatLinear, dtype: torch.dtype) -> Callable[[], Parts]:
     def get() -> Parts:
         parts = layer.parts() if layer.packed else layer.encode(dtype)
         return {n: full(t).cpu() for n, t in parts.items()}
@@ -167,7 +173,8 @@ def _parts(layer: FormatLinear, dtype: torch.dtype) -> Callable[[], Parts]:
 
 
 def as_int32(codes: Tensor) -> Tensor:
-    """Packed bytes [rows, n] as 32-bit words [rows, n/4]."""
+    """Packed bytes [rows, n] as 32-bit words [rows, ceil(n/4)]."""
+    codes = F.pad(codes, (0, -codes.shape[1] % 4))
     # Flat in between: a tensor of one row may have any stride there, which `view` minds.
     return codes.reshape(-1).view(torch.int32).reshape(codes.shape[0], -1)
 

@@ -1,7 +1,8 @@
 """A model in the layout of its next reader: `shoestring export`.
 
-Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, gguf_write.py. Here is
-only the choice, and what to say about the result. docs/export.md has the table of which Format fits where.
+Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, gptq_awq.py,
+gguf_write.py. Here is only the choice, and what to say about the result. docs/export.md has the table of which Format
+fits where.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from shoestring.formats import formats_of, unpack
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.gguf_write import AUTO, WrittenTensor, check_kind, save_gguf
+from shoestring.model.gptq_awq import AWQ, GPTQ, save_gptq_awq
 from shoestring.model.save import save_model
 
 GGUF = "gguf"
 READERS = {
     "dense": "transformers loads it with AutoModelForCausalLM",
     "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
+    GPTQ: "vLLM loads it, and transformers where gptqmodel is installed",
+    AWQ: "vLLM loads it, and transformers where gptqmodel or autoawq is installed",
     "packed": "shoestring loads it",
     GGUF: "llama.cpp and what is built on it load it",
 }
@@ -77,6 +81,9 @@ def export_model(
         return Exported(out, layout, loaded, save_gguf(out, loaded.model, loaded.tokenizer, kind=kind))
     if layout == "compressed-tensors":
         save_compressed_tensors(out, loaded.model, loaded.tokenizer, dtype=dtype)
+        return Exported(out, layout, loaded)
+    if layout in (GPTQ, AWQ):
+        save_gptq_awq(out, loaded.model, loaded.tokenizer, method=layout, dtype=dtype)
         return Exported(out, layout, loaded)
     if layout == "dense":
         unpack(loaded.model)
