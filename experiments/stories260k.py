@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.gguf import unpermute_rope_rows
+from shoestring.model.gguf_names import from_interleaved
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 
@@ -61,7 +61,7 @@ def load_stories(path: Path) -> Decoder:
         for layer in range(layers):
             w = stacked[layer]
             if name in ("attn.q.weight", "attn.k.weight"):
-                w = unpermute_rope_rows(w, heads if ".q." in name else kv_heads)
+                w = from_interleaved(w, heads if ".q." in name else kv_heads)
             state[f"blocks.{layer}.{name}"] = w
     state["norm.weight"] = take(dim)
     model = Decoder(ModelSpec(abs(vocab), dim, layers, heads, kv_heads, head, hidden, positions, bos_id=BOS))

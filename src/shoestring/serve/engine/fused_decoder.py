@@ -163,7 +163,7 @@ def _unsupported(plan: DecoderPlan) -> str | None:
         return reason
     mlps = (layer.mlp for layer in plan.layers if layer.experts is not None)
     other = next((mlp for mlp in mlps if mlp.act != "swiglu" or mlp.bias), None)
-    return other and f"experts with mlp.act={other.act!r} and mlp.bias={other.bias}"
+    return None if other is None else f"experts with mlp.act={other.act!r} and mlp.bias={other.bias}"
 
 
 @dataclass(frozen=True)
