@@ -43,13 +43,6 @@ def begin(folder: Path, steps: int, **options: Any) -> LevelCheckpointer:
     return saver
 
 
-def abandon(saver: LevelCheckpointer) -> None:
-    """What a kill leaves: locks are dropped, files stay."""
-    if saver.memory is not None:
-        saver.memory.close()
-    saver._let_go()
-
-
 def resumed(folder: Path, **options: Any) -> tuple[Any, list[bytes], list[str]]:
     said: list[str] = []
     log = RunLog(None, quiet=True)
@@ -59,13 +52,13 @@ def resumed(folder: Path, **options: Any) -> tuple[Any, list[bytes], list[str]]:
     try:
         assert saver.resume(run, parts)
     finally:
-        saver._let_go()
+        saver.let_go()
     return run, fingerprint(run, parts), said
 
 
 @pytest.mark.usefixtures("no_agent")
 def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path) -> None:
-    abandon(begin(tmp_path / "run", 7))
+    begin(tmp_path / "run", 7).let_go()
     run, bits, said = resumed(tmp_path / "run")
     assert run.step == 7 and bits == EXPECTED[7]
     assert "resumed from memory at step 7" in said[-1]
@@ -73,7 +66,7 @@ def test_a_run_resumes_from_memory_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_agent")
 def test_the_other_slot_serves_where_one_is_damaged_and_only_when_told(tmp_path: Path) -> None:
-    abandon(begin(tmp_path / "run", 7))
+    begin(tmp_path / "run", 7).let_go()
     path = arena_files(host_folder(tmp_path / "run"))[0]
     arena = Arena.open(path)
     newest = arena.versions()[0]
@@ -92,7 +85,7 @@ def test_disk_answers_for_damaged_memory_of_the_same_version(tmp_path: Path) -> 
     saver = begin(tmp_path / "run", 7)
     run, parts = make_run()
     assert checkpointer(tmp_path / "run2").resume(run, parts) is False
-    abandon(saver)
+    saver.let_go()
     run, bits, _ = resumed(tmp_path / "run")
     # The same life saves step 7 to disk; then a byte of the copy in memory is changed.
     run, parts = make_run()
@@ -100,7 +93,7 @@ def test_disk_answers_for_damaged_memory_of_the_same_version(tmp_path: Path) -> 
     again.resume(run, parts)
     again.life = saver.life
     again.save(run, parts)
-    abandon(again)
+    again.let_go()
     arena = Arena.open(arena_files(host_folder(tmp_path / "run"))[0])
     arena.slot_view(arena.versions()[0].slot)[40] ^= 1
     arena.close()
@@ -116,12 +109,12 @@ def test_disk_answers_for_damaged_memory_of_the_same_version(tmp_path: Path) -> 
 @pytest.mark.usefixtures("no_agent")
 def test_memory_that_is_gone_and_a_state_that_does_not_fit(tmp_path: Path) -> None:
     saver = begin(tmp_path / "run", 5)
-    abandon(saver)
+    saver.let_go()
     run, parts = make_run(width=34)
     other = checkpointer(tmp_path / "run")
     with pytest.raises(UserError, match=r"does not fit this run: .*different"):
         other.resume(run, parts)
-    other._let_go()
+    other.let_go()
     for path in arena_files(host_folder(tmp_path / "run")):
         path.unlink()
     run, parts = make_run()
@@ -139,7 +132,7 @@ def test_full_memory_goes_to_disk_with_one_line(tmp_path: Path, monkeypatch: pyt
     saver.resume(run, parts)
     torch.manual_seed(5)
     train(run, parts, saver, 4)
-    abandon(saver)
+    saver.let_go()
     assert any("go to" in line and "instead" in line for line in said)
     run, bits, _ = resumed(tmp_path / "run")
     assert run.step == 4 and bits == EXPECTED[4]

@@ -94,6 +94,14 @@ class Share:
     signature: int
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What filling the tensors of this rank took."""
+
+    num_bytes: int
+    seconds: float
+
+
 class LevelCheckpointer:
     """`checkpoint=auto`. `folder` is the run's checkpoints/; every rank makes one."""
 
@@ -118,6 +126,8 @@ class LevelCheckpointer:
         self.saved_step: int | None = None  # the newest step that is on disk for certain
         self.next_step: int | None = None
         self.stalls: list[float] = []
+        self.restored: Restored | None = None
+        self._asked: tuple[str, ...] | None = None
         self._arenas: Path | None = None
         self._alive: list[int] = []
         self._hosts: list[str] = [self.host]
@@ -150,6 +160,10 @@ class LevelCheckpointer:
         elif self.next_step is None or run.step >= self.next_step:
             self._meet(run, parts)
         self._last_step_at = time.perf_counter()
+
+    def save_next(self, levels: Sequence[str] = ("memory",)) -> None:
+        """The next step is saved to these levels, whatever the plan says; on every rank."""
+        self.next_step, self._asked = 0, tuple(levels)
 
     def save(self, run: RunLike, parts: dict[str, Any]) -> Path:
         """To disk, and wait for it. With preempt_s, what does not fit into the time is left in memory to the agent."""
@@ -184,6 +198,18 @@ class LevelCheckpointer:
         if self._arenas is not None and self._is_first_of_host(run.mesh):
             (self._arenas / FINISHED).touch()
         self._let_go()
+
+    def let_go(self) -> None:
+        """End without a word to the agent, as a killed process does: what is committed stays in memory."""
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        self._let_go()
+
+    @property
+    def place(self) -> Path | None:
+        """Where the copies in memory of this run are."""
+        return self._arenas
 
     def _let_go(self) -> None:
         for fd in self._alive:
@@ -257,7 +283,9 @@ class LevelCheckpointer:
         what = f"version of step {choice.step}"
         agree(run.mesh, lambda: check_fits(what, saved, tensors, values))
         found = {n: t for n, t in tensors.items() if n in saved.tensors}
+        filling = time.perf_counter()
         used, damaged = fill_tensors(found, choice, run.mesh, self.host)
+        self.restored = Restored(sum(used.values()), time.perf_counter() - filling)
         absent = [*(n for n in tensors if n not in found), *unflatten(state, saved.values, where)]
         put_back(run, parts, state)
         self.saved_step = run.step if any(o.source == "disk" for o in choice.offers) else None
@@ -339,7 +367,7 @@ class LevelCheckpointer:
         if not ready:
             self.skipped += 1
             wait = max(1, (self.plan.steps if self.plan else RETRY_STEPS) // RETRY_STEPS)
-            self.next_step = run.step + wait
+            self.next_step = run.step + (1 if self._asked is not None else wait)
             return
         had_pending = memory.has_pending
         memory.settle(everywhere=bool(committed))
@@ -542,6 +570,9 @@ class LevelCheckpointer:
 
     def _levels_now(self) -> tuple[str, ...]:
         assert self.plan is not None
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            return asked
         levels = self.plan.levels_at(self.saves)
         # Nothing of this life is on disk yet: the first version goes there too.
         return levels if self.saves > 1 or "disk" in levels else (*levels, "disk")

@@ -11,6 +11,7 @@ On a GPU chunks are summed, copied to pinned buffers and sent to the device in s
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import defaultdict
@@ -38,6 +39,7 @@ from shoestring.state.storage import SafeReader
 
 NEAREST = ("memory", "disk")  # of the own host, in this order
 THREADS = min(16, os.cpu_count() or 1)
+STAGING_BYTES = 8 << 20  # pinning more would take longer than it saves
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,28 +324,34 @@ class ChunkReader:
     @torch.no_grad()
     def _send(self, begin: int, end: int, pieces: Sequence[FillPiece], streams: list[Any]) -> None:
         """The bytes of a verified chunk into the targets of its pieces."""
-        spans = [(p, max(begin, p.held.offset), min(end, p.held.offset + p.held.num_bytes)) for p in pieces]
-        on_gpu = [s for s in spans if s[0].target.device.type == "cuda"]
-        for piece, a, b in spans:
-            if piece.target.device.type != "cuda":
-                _flat(piece.target)[a - piece.held.offset : b - piece.held.offset].copy_(self.bytes[a:b])
+        source = self.bytes.data_ptr()
+        on_gpu: list[tuple[Tensor, int, int]] = []  # target as bytes, and which bytes of the slot it takes
+        for piece in pieces:
+            a, b = max(begin, piece.held.offset), min(end, piece.held.offset + piece.held.num_bytes)
+            target = _flat(piece.target)[a - piece.held.offset : b - piece.held.offset]
+            if target.device.type == "cuda":
+                on_gpu.append((target, a, b))
+            else:  # memmove in this thread; torch would start threads of its own in every one of ours
+                ctypes.memmove(target.data_ptr(), source + a, b - a)
         if not on_gpu:
             return
-        buffer, stream = self._staging(on_gpu[0][0].target.device, streams)
-        stream.synchronize()  # the buffer's last chunk has left it
-        buffer[: end - begin].copy_(self.bytes[begin:end])
-        with torch.cuda.stream(stream):
-            for piece, a, b in on_gpu:
-                flat = _flat(piece.target)
-                flat[a - piece.held.offset : b - piece.held.offset].copy_(
-                    buffer[a - begin : b - begin], non_blocking=True
-                )
+        for at in range(begin, end, STAGING_BYTES):
+            stop = min(at + STAGING_BYTES, end)
+            wanted = [(t, max(a, at), min(b, stop), a) for t, a, b in on_gpu if a < stop and b > at]
+            if not wanted:
+                continue
+            buffer, stream = self._staging(on_gpu[0][0].device, streams)
+            stream.synchronize()  # what the buffer held has left it
+            ctypes.memmove(buffer.data_ptr(), source + at, stop - at)
+            with torch.cuda.stream(stream):
+                for target, a, b, first in wanted:
+                    target[a - first : b - first].copy_(buffer[a - at : b - at], non_blocking=True)
 
     def _staging(self, device: torch.device, streams: list[Any]) -> tuple[Tensor, Any]:
         """This thread's two pinned buffers in turn, each with a stream of its own."""
         if not hasattr(self._local, "pairs"):
             self._local.pairs = [
-                (torch.empty(self.copy.chunk_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(device))
+                (torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(device))
                 for _ in range(2)
             ]
             streams.extend(stream for _, stream in self._local.pairs)

@@ -148,6 +148,11 @@ class MemoryLevel:
     def has_pending(self) -> bool:
         return self._pending is not None
 
+    @property
+    def pending_step(self) -> int | None:
+        """The step of the last save that is not settled yet."""
+        return None if self._pending is None else self._pending.step
+
     # -- saving ----------------------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,528 @@
+"""What saving a training state costs, and how fast it comes back: ours against torch.save and DCP, in one run.
+
+    python -m benchmarks.checkpoint                 about 7 minutes on an H200 with 128 GiB of memory
+    python -m benchmarks.checkpoint --sizes 1b      one size
+    python -m benchmarks.checkpoint --sizes tiny --device cpu
+
+Real training steps of a Llama-shaped decoder (bf16 compute, fp32 masters, fused AdamW); the state is masters and both
+moments, 12 bytes a parameter. For every method: `stall_ms`, how long the call that saves keeps the training thread (the
+GPU is idle when it begins), and `lost_step_time`, how much longer the steps from the call until the save is done took
+than as many steps without a save, as a share of one minute, since one save a minute is the promise. Peers write to
+local disk; ours commits to memory that outlives the process, and once more with the agent writing to the same disk
+behind it. `restore_gbps`: a new process fills the same state on the GPU from memory, every chunk verified, and its bits
+are compared. The sweep repeats ours with shorter and shorter steps, down to a quarter of the time that PCIe needs for
+the state.
+
+Every size runs in a process of its own; a method that fails or does not fit is reported, not hidden. Where /dev/shm is
+too small for two copies of the state, a tmpfs is mounted (as root), or else the model gets fewer layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
+from shoestring.host.arena import room_for
+from shoestring.mesh import Mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import flatten, run_state
+from shoestring.state.levels.agent import read_status
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import host_folder, memory_base, remove_host_folder
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+from shoestring.state.optimizer import init_state
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw
+from shoestring.train.step import Micro, Run
+
+PCIE = 55e9  # bytes a second each way, measured on the H200 host (docs/design.md)
+SAVE_EVERY_S = 60.0  # what lost_step_time refers to
+CONTEXT = 2048
+
+
+def llama(d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, context: int) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=32000, d_model=d_model, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_dim=d_model // num_heads, d_ff=d_ff, max_positions=context, tied=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    spec: ModelSpec
+    rows: int  # of a step
+    micro: int
+    peers: tuple[str, ...]
+
+
+ALL = ("torch.save", "DCP sync", "DCP async, thread", "DCP async, process", "DCP async, pinned")
+SIZES = {
+    "1b": Size(llama(2048, 16, 32, 8, 8192, CONTEXT), rows=16, micro=8, peers=ALL),
+    "3b": Size(llama(3072, 28, 24, 8, 8192, CONTEXT), rows=16, micro=4, peers=("DCP sync", "DCP async, pinned")),
+    "tiny": Size(llama(64, 2, 4, 2, 128, 32), rows=4, micro=2, peers=ALL),
+}
+
+
+class Job:
+    """A run that trains for as many steps as it is told."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.size, self.device = size, device
+        with torch.device("meta"):
+            model = Decoder(size.spec)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        mesh = Mesh(0, 1, device)
+        parallelize(model, mesh, ParallelConfig(compute_dtype=dtype))
+        materialize(model, device)
+        init_weights(model, 0)
+        self.run = Run(model, adamw(model, lr=1e-4), mesh, RunLog(None, quiet=True))
+        self.objective = CrossEntropy()
+        draw = torch.Generator().manual_seed(0)
+        context = size.spec.max_positions
+        rows = torch.randint(0, size.spec.vocab_size, (size.rows, context + 1), generator=draw)
+        index = torch.zeros((size.micro, context), dtype=torch.int64)
+        self.micros = [
+            Micro(r[:, :-1].contiguous(), r[:, 1:].contiguous(), index).to(device) for r in rows.split(size.micro)
+        ]
+        self.num_micros = len(self.micros)
+
+    def step(self) -> None:
+        micros = [self.micros[i % len(self.micros)] for i in range(self.num_micros)]
+        total = float(sum(m.num_counted for m in micros))
+        for micro in micros:
+            (self.objective(self.run.model, micro) / total).backward()
+        self.run.optimizer.step()
+        self.run.optimizer.zero_grad()
+        self.run.step += 1
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, steps: int) -> float:
+        """Seconds a step, over so many."""
+        self.finish()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.finish()
+        return (time.perf_counter() - began) / steps
+
+    def fingerprint(self) -> int:
+        """A sum over all bits of the fp32 state."""
+        some = [t for t in self.tensors().values() if t.dtype == torch.float32]
+        return sum(int(t.contiguous().view(torch.int32).sum(dtype=torch.int64)) for t in some) % 2**62
+
+    def tensors(self) -> dict[str, Tensor]:
+        found, _ = flatten(run_state(self.run, {}))
+        return found
+
+
+@dataclass
+class Save:
+    """A method: `call` starts a save, `before_update` is what must come before the next optimizer step, `done` says
+    whether the background is finished, `wait` ends it."""
+
+    call: Callable[[], None]
+    done: Callable[[], bool] = lambda: True
+    wait: Callable[[], None] = lambda: None
+    before_update: Callable[[], None] = lambda: None
+
+
+def measure(job: Job, save: Save, step_s: float, repeats: int, most_s: float) -> dict[str, list[float]]:
+    """Stalls and lost seconds of `repeats` saves, after one that is not counted where there are several."""
+    found: dict[str, list[float]] = {"stall_s": [], "lost_s": [], "steps": [], "first_stall_s": []}
+    for repeat in range(repeats):
+        job.finish()
+        began = time.perf_counter()
+        save.call()
+        stall = time.perf_counter() - began
+        steps = 0
+        hook = job.run.optimizer.register_step_pre_hook(lambda *_: save.before_update())
+        while steps < 4 or (not save.done() and time.perf_counter() - began < most_s):
+            job.step()
+            steps += 1
+            if steps % 2 == 0:  # Python must not run ahead of the GPU by many steps
+                job.finish()
+        job.finish()
+        lost = time.perf_counter() - began - steps * step_s
+        hook.remove()
+        save.wait()
+        if repeat == 0 and repeats > 1:
+            found["first_stall_s"].append(stall)
+            continue
+        found["stall_s"].append(stall)
+        found["lost_s"].append(lost)
+        found["steps"].append(steps)
+    return found
+
+
+# -- ours ----------------------------------------------------------------------------------------------------
+
+
+SETTINGS = CheckpointConfig(checkpoint="auto", keep_last=1, levels=LevelsConfig(agent_idle=600.0))
+
+
+def open_ours(job: Job, folder: Path) -> LevelCheckpointer:
+    saver = LevelCheckpointer(folder / "checkpoints", SETTINGS)
+    saver.resume(job.run, {})
+    for _ in range(3):
+        job.step()
+        saver.save_next()
+        saver.after_step(job.run, {})
+    assert saver.memory is not None
+    saver.memory.touch_now()
+    saver.memory.wait()
+    return saver
+
+
+def ours(job: Job, saver: LevelCheckpointer, levels: tuple[str, ...], folder: Path) -> Save:
+    def call() -> None:
+        saver.save_next(levels)
+        saver.after_step(job.run, {})
+        assert saver.memory is not None and saver.memory.pending_step == job.run.step, "the save was skipped"
+
+    def done() -> bool:
+        if saver.memory is None or not saver.memory.committed():
+            return False
+        if "disk" not in levels:
+            return True
+        status = read_status(host_folder(folder))
+        wanted = saver.memory.pending_step
+        return status is not None and any(row["step"] == wanted for row in status.drains)
+
+    def wait() -> None:
+        while not done():
+            time.sleep(0.01)
+
+    return Save(call, done, wait)  # the checkpointer itself hooks into the optimizer
+
+
+# -- peers ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """DCP's asynchronous saves want a process group with a CPU backend."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def peer(name: str, job: Job, folder: Path) -> tuple[Save, Callable[[], None]]:
+    """(the method, what to call at its end)."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    target = folder / "peer"
+    state: dict[str, Any] = {}
+    pending: list[Any] = []
+
+    def fresh() -> dict[str, Any]:
+        shutil.rmtree(target, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        state.update(job.tensors())
+        return state
+
+    if name == "torch.save":
+        return Save(lambda: torch.save(fresh(), target.with_suffix(".pt"))), lambda: None
+    if name == "DCP sync":
+        return Save(lambda: dcp.save(fresh(), checkpoint_id=target)), lambda: None
+    stager: Any = None
+    kind = AsyncCheckpointerType.THREAD if name.endswith("thread") else AsyncCheckpointerType.PROCESS
+    if name.endswith("pinned"):
+        stager = DefaultStager(StagingOptions(True, True, True, True))
+
+    def call() -> None:
+        pending[:] = [dcp.async_save(fresh(), checkpoint_id=target, async_checkpointer_type=kind, async_stager=stager)]
+
+    def upload() -> Any:
+        return pending[0].upload_completion if stager is not None else pending[0]
+
+    def before_update() -> None:
+        if stager is not None:
+            pending[0].staging_completion.result()
+
+    def close() -> None:
+        if stager is not None:
+            stager.close()
+
+    return Save(call, lambda: upload().done(), lambda: upload().result(), before_update), close
+
+
+# -- one size ------------------------------------------------------------------------------------------------
+
+
+def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadline: float) -> None:
+    size = fitting(SIZES[name], scratch)
+    job = Job(size, device)
+    job.timed(2)
+    step_s = min(job.timed(3), job.timed(3))
+    state_bytes = sum(t.numel() * t.element_size() for t in job.tensors().values())
+    config = {
+        "model": name,
+        "params_b": round(size.spec.num_params() / 1e9, 3),
+        "state_gib": round(state_bytes / 2**30, 2),
+        "tokens": size.rows * size.spec.max_positions,
+        "step_ms": round(1e3 * step_s, 1),
+        "step_over_pcie": round(step_s / (state_bytes / PCIE), 2),
+    }
+    print(f"{name}: {config}", flush=True)
+    folder = scratch / "run"
+    rows: dict[str, dict[str, list[float]]] = {}
+    saver = open_ours(job, folder)
+    place = str(saver.place)
+    rows["ours, memory"] = measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0)
+    show("ours, memory", rows["ours, memory"])
+    sweep = sweep_steps(job, saver, folder, state_bytes)
+    rows["ours, memory and disk"] = measure(job, ours(job, saver, ("memory", "disk"), folder), step_s, 1, 90.0)
+    show("ours, memory and disk", rows["ours, memory and disk"])
+    last = ours(job, saver, ("memory",), folder)
+    last.wait()
+    last.call()
+    last.wait()
+    expected = job.fingerprint()
+    saver.let_go()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    restores = [restore_in_new_process(name, size, device, folder) for _ in range(2)]
+    assert all(r["fingerprint"] == expected for r in restores), (expected, restores)
+    remove_host_folder(host_folder(folder))
+    failures: dict[str, str] = {}
+    with process_group():
+        for case in size.peers:
+            if time.monotonic() > deadline:
+                failures[case] = "left out: the time was used up"
+                continue
+            gc.collect()
+            try:
+                method, close = peer(case, job, scratch / "peers")
+                times = 2 if "async" in case else 1
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    rows[case] = measure(job, method, step_s, times, 60.0)
+                close()
+                show(case, rows[case])
+            except Exception as error:
+                failures[case] = f"{type(error).__name__}: {error}"[:200]
+                print(f"{case} failed: {failures[case]}", flush=True)
+            shutil.rmtree(scratch / "peers", ignore_errors=True)
+    record_rows(name, rows, config, restores, sweep, place, failures)
+
+
+def show(case: str, row: dict[str, list[float]]) -> None:
+    stall, lost = statistics.median(row["stall_s"]), statistics.median(row["lost_s"])
+    first = f", first {1e3 * row['first_stall_s'][0]:.0f}" if row["first_stall_s"] else ""
+    print(
+        f"  {case}: stall {1e3 * stall:.1f} ms{first}; {lost:.2f} s lost over {row['steps'][0]:.0f} steps", flush=True
+    )
+
+
+def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: int) -> list[tuple[float, float, float]]:
+    """(step over PCIe time, stall in ms, ms lost a save) with ever fewer rows a step."""
+    found = []
+    whole = job.num_micros
+    micros, rows = job.micros, job.size.micro
+    for count in (whole, 1, 0):
+        if count:
+            job.micros, job.num_micros = micros, count
+        else:  # a quarter of a micro-batch
+            few = max(1, rows // 4)
+            job.micros = [Micro(m.tokens_BT[:few], m.targets_BT[:few], m.index_BT[:few]) for m in micros[:1]]
+            job.num_micros = 1
+        job.timed(1)
+        step_s = job.timed(4)
+        row = measure(job, ours(job, saver, ("memory",), folder), step_s, 3, 30.0)
+        stall, lost = (1e3 * statistics.median(row[key]) for key in ("stall_s", "lost_s"))
+        found.append((step_s / (state_bytes / PCIE), stall, lost))
+        print("  step/PCIe {:.2f}: stall {:.1f} ms, {:.0f} ms lost a save".format(*found[-1]), flush=True)
+    job.micros, job.num_micros = micros, whole
+    return found
+
+
+def restore_in_new_process(name: str, size: Size, device: torch.device, folder: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.checkpoint", "--restore", str(folder), "--sizes", name]
+    command += ["--layers", str(size.spec.num_layers)]
+    out = subprocess.run([*command, "--device", str(device)], capture_output=True, text=True)
+    if out.returncode:
+        raise RuntimeError(f"the restoring process failed:\n{out.stdout[-2000:]}{out.stderr[-4000:]}")
+    found = json.loads(out.stdout.strip().splitlines()[-1])
+    print(f"  restore: {found}", flush=True)
+    return found
+
+
+def restore_here(name: str, layers: int, device: torch.device, folder: Path) -> None:
+    size = SIZES[name]
+    job = Job(replace(size, spec=replace(size.spec, num_layers=layers)), device)
+    init_state(job.run.optimizer)
+    job.finish()
+    saver = LevelCheckpointer(folder / "checkpoints", SETTINGS)
+    began = time.perf_counter()
+    assert saver.resume(job.run, {})
+    job.finish()
+    total = time.perf_counter() - began
+    assert saver.restored is not None
+    gbps = saver.restored.num_bytes / saver.restored.seconds / 1e9
+    times = {"fill_s": round(saver.restored.seconds, 4), "resume_s": round(total, 4)}
+    print(json.dumps({"gbps": round(gbps, 3), **times, "fingerprint": job.fingerprint()}))
+
+
+def record_rows(
+    name: str,
+    rows: dict[str, dict[str, list[float]]],
+    config: dict[str, Any],
+    restores: list[dict[str, float]],
+    sweep: list[tuple[float, float, float]],
+    place: str,
+    failures: dict[str, str],
+) -> None:
+    base = rows.get("DCP sync")
+    for case, row in rows.items():
+        note = f"copies in {place}" if case.startswith("ours") else "to local disk"
+        quality = {"steps": int(row["steps"][0])}
+        if row["first_stall_s"]:
+            quality["first_stall_ms"] = round(1e3 * row["first_stall_s"][0], 1)
+        for metric, unit, key, scale in (
+            ("stall_ms", "ms", "stall_s", 1e3),
+            ("lost_step_time", "% of a minute", "lost_s", 100 / SAVE_EVERY_S),
+        ):
+            samples = [scale * v for v in row[key]]
+            other = None if base is None else scale * statistics.median(base[key])
+            middle = statistics.median(samples)
+            ratio = other / middle if other is not None and middle > 0 else None
+            record(
+                bench="checkpoint", case=f"{name}, {case}", metric=metric, unit=unit, samples=samples,
+                baseline="DCP sync", baseline_value=other, ratio=ratio, quality=quality, config=config, note=note,
+            )  # fmt: skip
+    record(
+        bench="checkpoint", case=f"{name}, ours, memory", metric="restore_gbps", unit="GB/s",
+        samples=[r["gbps"] for r in restores], baseline="PCIe", baseline_value=PCIE / 1e9,
+        ratio=max(r["gbps"] for r in restores) * 1e9 / PCIE, config=config,
+        quality={"resume_s": round(min(r["resume_s"] for r in restores), 3)}, note="in a new process, verified",
+    )  # fmt: skip
+    for ratio, stall, lost in sweep:
+        record(
+            bench="checkpoint", case=f"{name}, sweep", metric="stall_ms", unit="ms", samples=[stall],
+            config={**config, "step_over_pcie": round(ratio, 2)}, quality={"lost_ms": round(lost, 1)},
+        )  # fmt: skip
+    for case, why in failures.items():
+        print(f"no line for {name}, {case}: {why}", flush=True)
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def table() -> str:
+    lines = newest("checkpoint")
+    shown = [n for n in lines if n["metric"] in ("stall_ms", "lost_step_time") and "sweep" not in n["case"]]
+    if not shown:
+        return "Not measured yet."
+    cases = list(dict.fromkeys(n["case"] for n in shown))
+    cells = {(n["case"], n["metric"]): n for n in shown}
+    rows = []
+    for case in cases:
+        stall, lost = cells[case, "stall_ms"], cells[case, "lost_step_time"]
+        ratio = "" if stall["ratio"] is None else f"{stall['ratio']:,.3g}x"
+        size = f"{stall['config']['state_gib']:g} GiB"
+        rows.append([case, size, f"{stall['value']:,.3g} ms", ratio, f"{max(lost['value'], 0.0):.2g} %"])
+    head = ["case", "state", "stall of a save", "less than DCP sync", "step time lost at one save a minute"]
+    restores = [n for n in lines if n["metric"] == "restore_gbps"]
+    text = "; ".join(f"{n['case'].split(',')[0]} {n['value']:.3g} GB/s" for n in restores)
+    steps = "; ".join(
+        f"{m}: {c['tokens']:,} tokens and {c['step_ms']:g} ms a step"
+        for m, c in {n["config"]["model"]: n["config"] for n in shown}.items()
+    )
+    return (
+        markdown(head, rows)
+        + f"\n\nRestored from memory in a new process, verified: {text}. {steps}."
+        + provenance(shown)
+    )
+
+
+def fitting(size: Size, scratch: Path) -> Size:
+    """The size with as many layers as two copies of its state leave room for in tmpfs."""
+
+    def needed(spec: ModelSpec) -> int:
+        return 2 * 12 * spec.num_params() + (1 << 30)
+
+    if room_for(memory_base(), needed(size.spec)) is not None and memory_base().is_dir():
+        place = scratch / "memory"
+        place.mkdir()
+        options = f"size={needed(size.spec) + (1 << 30)}"
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True)
+        if mounted.returncode == 0 and room_for(place, needed(size.spec)) is None:
+            os.environ["SHOESTRING_MEMORY_DIR"] = str(place)
+            return size
+    spec = size.spec
+    while spec.num_layers > 2 and room_for(memory_base(), needed(spec)) is not None:
+        spec = replace(spec, num_layers=spec.num_layers - 1)
+    if spec.num_layers != size.spec.num_layers:
+        print(f"{room_for(memory_base(), needed(size.spec))}: {spec.num_layers} layers instead", flush=True)
+    return replace(size, spec=spec)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1b", "3b"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=3, help="saves of ours that are counted")
+    parser.add_argument("--most-seconds", type=float, default=450.0, help="peers that would begin later are left out")
+    parser.add_argument("--restore", type=Path, help="(started by this script)")
+    parser.add_argument("--layers", type=int, help="(started by this script)")
+    parser.add_argument("--here", action="store_true", help="(started by this script: one size, in this process)")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    if options.restore is not None:
+        restore_here(options.sizes[0], options.layers, device, options.restore)
+        return
+    if options.here:
+        scratch = Path(tempfile.mkdtemp(prefix="shoestring-checkpoint-"))
+        try:
+            run_size(options.sizes[0], device, scratch, options.repeats, time.monotonic() + options.most_seconds)
+        finally:
+            remove_host_folder(host_folder(scratch / "run"))
+            subprocess.run(["umount", str(scratch / "memory")], capture_output=True)
+            shutil.rmtree(scratch, ignore_errors=True)
+        return
+    began = time.monotonic()
+    for name in options.sizes:
+        left = options.most_seconds - (time.monotonic() - began)
+        command = [sys.executable, "-m", "benchmarks.checkpoint", "--here", "--sizes", name]
+        command += ["--device", str(device), "--repeats", str(options.repeats), "--most-seconds", str(max(left, 1.0))]
+        if subprocess.run(command).returncode:
+            print(f"{name} failed", flush=True)
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    as_command(main)
