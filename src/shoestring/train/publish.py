@@ -11,9 +11,11 @@ Left out: buffers. What a Decoder keeps in buffers is no weight.
 from __future__ import annotations
 
 import hashlib
+import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Format, FormatLinear
-from shoestring.formats.convert import format_linears
+from shoestring.formats import Format, FormatHost
+from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import local
 from shoestring.formats.registry import from_json
 from shoestring.formats.rounding import cast_weight
@@ -38,6 +40,9 @@ from shoestring.state.reshard.execute import castable
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
 from shoestring.train.step import Hook, Run
 
+NUM_BUFFERS = 2
+ALIGNED = 64  # bytes
+log = logging.getLogger("shoestring.publish")
 LAST_S = 20.0  # that the end of a run waits for its followers
 
 
@@ -62,7 +67,7 @@ class Publish(PublishNothing):
         self.last = last
         self.every, self.mesh = every, mesh
         self._tensors = {name: p for p, name in parameter_names(model).items()}
-        self._layers = {f"{name}.weight": layer for name, layer in format_linears(model)}
+        self._layers = {f"{name}.weight": layer for name, layer in format_hosts(model)}
         everyone = MeshLayout((mesh.world_size,), (REPLICATE,))
         catalogue = Catalogue(
             "run", {n: (tuple(t.shape), t.dtype, layout_of(t, n) or everyone) for n, t in self._tensors.items()}
@@ -77,6 +82,7 @@ class Publish(PublishNothing):
         self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue)
         self.server.endpoints = _all_endpoints(mesh, self.server.address)
         self._digesting: threading.Thread | None = None
+        self._buffers: list[HostBuffers] = []
 
     def after_step(self, run: Run) -> None:
         if run.step % self.every == 0 or run.step == self.last:
@@ -85,19 +91,33 @@ class Publish(PublishNothing):
     def publish(self, run: Run) -> None:
         """Copy now, publish as soon as the copy has a digest."""
         busy = self._digesting is not None and self._digesting.is_alive()
-        if self.mesh.any(busy):  # the same steps on every rank
+        buffers = None if busy else self._free_buffers()
+        if self.mesh.any(buffers is None):  # the same steps on every rank
             run.log.say(f"step {run.step} is not published: the step before it is still being read")
             return
+        assert buffers is not None
         began = time.perf_counter()
-        held = {n: (self._boxes[n][0], _host_copy(local(t))) for n, t in self._tensors.items() if self._boxes[n]}
+        held = {n: (self._boxes[n][0], buffers.tensors[n]) for n in buffers.tensors}
+        for name, (_, copy) in held.items():
+            copy.copy_(local(self._tensors[name]).detach(), non_blocking=True)
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         layers = {n: layer for n, layer in self._layers.items() if n in held}
         shapes = {n: tuple(t.shape) for n, t in self._tensors.items()}
         snapshot = WeightsSnapshot(run.step, held, shapes, layers, self.mesh.device)
+        buffers.used_by = weakref.ref(snapshot)
         run.log.log(run.step, publish_s=time.perf_counter() - began)
         self._digesting = threading.Thread(target=self._finish, args=(snapshot,), name="publish-digest", daemon=True)
         self._digesting.start()
+
+    def _free_buffers(self) -> HostBuffers | None:
+        """Memory that no snapshot uses any more: the newest one has a set, and one that is still being read."""
+        free = next((b for b in self._buffers if b.free), None)
+        if free is None and len(self._buffers) < NUM_BUFFERS:
+            like = {n: local(t) for n, t in self._tensors.items() if self._boxes[n]}
+            free = HostBuffers(like, self.mesh.device)
+            self._buffers.append(free)
+        return free
 
     def _finish(self, snapshot: WeightsSnapshot) -> None:
         snapshot.make_digest()
@@ -119,10 +139,29 @@ class Publish(PublishNothing):
             self.server.close()
 
 
-def _host_copy(t: Tensor) -> Tensor:
-    if t.device.type == "cpu":
-        return t.detach().clone()
-    return t.detach().to("cpu", non_blocking=True)
+class HostBuffers:
+    """Host memory for one copy of this rank's shards; page-locked for a GPU, in one piece: torch's own pinned memory is
+    rounded up to powers of two."""
+
+    def __init__(self, like: Mapping[str, Tensor], device: torch.device) -> None:
+        sizes = {n: -(-t.nbytes // ALIGNED) * ALIGNED for n, t in like.items()}
+        self._whole = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+        if device.type == "cuda" and self._whole.numel():
+            error = int(torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), self._whole.numel(), 0))
+            if error:
+                log.warning(
+                    "memory for published weights is not page-locked (CUDA error %d): copies take longer", error
+                )
+        self.tensors: dict[str, Tensor] = {}
+        at = 0
+        for name, t in like.items():
+            self.tensors[name] = self._whole[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            at += sizes[name]
+        self.used_by: weakref.ref[WeightsSnapshot] | None = None
+
+    @property
+    def free(self) -> bool:
+        return self.used_by is None or self.used_by() is None
 
 
 def _own_address(first: str) -> str:
@@ -154,7 +193,7 @@ class WeightsSnapshot:
     step: int
     held: Mapping[str, tuple[Box, Tensor]]
     shapes: Mapping[str, tuple[int, ...]]
-    layers: Mapping[str, FormatLinear]
+    layers: Mapping[str, FormatHost]
     device: torch.device
     digest: str = ""
 
@@ -191,7 +230,7 @@ class WeightsSnapshot:
         return {n: p.contiguous() for n, p in format.cut(parts, shape, rows, cols).items()}
 
     @torch.no_grad()
-    def _encode(self, name: str, format: Format, dtype: torch.dtype, layer: FormatLinear | None) -> dict[str, Tensor]:
+    def _encode(self, name: str, format: Format, dtype: torch.dtype, layer: FormatHost | None) -> dict[str, Tensor]:
         """This rank's shard in a Format; once for all followers."""
         key = name, f"{format!r} {dtype}"
         with self._lock:
@@ -205,7 +244,7 @@ class WeightsSnapshot:
                 self._encoded[key] = {n: p.cpu() for n, p in parts.items()}
             return self._encoded[key]
 
-    def _state(self, name: str, format: Format, layer: FormatLinear | None) -> dict[str, Tensor]:
+    def _state(self, name: str, format: Format, layer: FormatHost | None) -> dict[str, Tensor]:
         """What the Format keeps beside the weight: trained with it, or nothing for a dense weight that is rounded."""
         if layer is not None and layer.state_names:
             if layer.format.stored() != format:

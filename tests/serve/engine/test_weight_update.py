@@ -30,7 +30,7 @@ V1, V2 = WeightsVersion("run", 1, "aa"), WeightsVersion("run", 2, "bb")
 def values_of(model: Decoder) -> dict[str, dict[str, torch.Tensor]]:
     """What a publisher would send: parts of packed layers, and all parameters."""
     target = WeightTarget(model)
-    packed = {n: dict(layer.parts()) for n, layer in target._linears.items()}
+    packed = {n: dict(layer.parts()) for n, layer in target._hosts.items()}
     return packed | {n: {"": p.detach().clone()} for n, p in model.named_parameters()}
 
 
@@ -146,9 +146,18 @@ def mixture(seed: int) -> Decoder:
     return model
 
 
+def packed_embedding(seed: int) -> Decoder:
+    """Embedding and tied head are one packed table."""
+    model = random_model(replace(QWEN2, tied=True), seed).eval()
+    convert(model, [("embed", parse_format("int8:sym:g0")), ("blocks.*", parse_format("int4:g32"))], skip=())
+    pack(model)
+    return model
+
+
 CASES: dict[str, tuple[Callable[[int], Decoder], bool | None]] = {
     "dense, fused, tied head in another dtype": (dense_tied, True),
     "a mixture of experts": (mixture, True),
+    "a packed embedding": (packed_embedding, True),
     "packed, parts as stored": (packed, True),
     "decoded for a CPU": (decoded, None),
     "in the kernels' order": (in_kernel_order, True),

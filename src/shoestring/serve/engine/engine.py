@@ -57,7 +57,7 @@ from shoestring.serve.engine.scheduler import ScheduledStep, Scheduler
 from shoestring.serve.engine.skip_policy import FfnSimilarity, SkipPolicy, SkipSets, Work
 from shoestring.serve.engine.tensor_parallel import LeadRunner, Ranks
 from shoestring.serve.engine.warmup import warm_up_drafting, warm_up_steps
-from shoestring.serve.engine.weight_update import Values, WeightTarget
+from shoestring.serve.engine.weight_update import PreparedWeights, Values, WeightTarget
 from shoestring.serve.speculative.draft_length import DraftLengthController, Prospects
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.layer_skip_drafter import add_layer_skip
@@ -249,13 +249,15 @@ class Engine:
         return self.runner.version
 
     @torch.no_grad()
-    def update_weights(self, target: WeightTarget, values: Values, version: WeightsVersion) -> list[Output]:
+    def update_weights(
+        self, target: WeightTarget, values: Values | PreparedWeights, version: WeightsVersion
+    ) -> list[Output]:
         """Replace the weights between two steps, in place. The step in flight is completed first, and its outputs are
         returned. Requests that run keep their tokens; their keys and values are computed again with the new weights.
 
         UserError, and nothing changed, for values that do not fit."""
         assert target.model is self.model
-        target.check(values)
+        prepared = values if isinstance(values, PreparedWeights) else target.prepare(values)
         outputs = self._land()
         if not self.runner.agree_on_weights(version.step):
             raise UpdateRefused(f"another process could not get the weights of {version}; nothing was changed", outputs)
@@ -263,7 +265,7 @@ class Engine:
             self.scheduler.set_back(request)
             if self.drafter is not None:
                 self.drafter.release(request)
-        target.write_(values)
+        prepared.write_()
         self.runner.weights_written(version)
         for request in self.waiting:
             if request.versions:  # it has been computed with others

@@ -41,7 +41,7 @@ from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Mlp, Norm
 from shoestring.serve.engine.fused_experts import FusedExperts, experts_unusable
 from shoestring.serve.engine.kv_cache import KVCache, modules_of
-from shoestring.serve.engine.merged_linear import MergedLinear, merge_linears, one_scale
+from shoestring.serve.engine.merged_linear import MergedLinear, copy_over, merge_linears, one_scale
 from shoestring.serve.engine.prompt_attention import prompt_attention
 
 
@@ -216,6 +216,9 @@ class FusedDecoder:
     @torch.no_grad()
     def rewrite_copies(self, model: Decoder) -> None:
         """After the model's weights were written in place: the same for what was made from them."""
+        copy_over(self.embed.weight, _table(model.embed, self.dtype).weight)
+        if self.positions is not None and model.positions is not None:
+            copy_over(self.positions.weight, _table(model.positions, self.dtype).weight)
         for block, layer in zip(model.blocks, self.layers, strict=True):
             fresh = self._layer(block, layer.plan, layer.freq, layer.cos_sin)
             layer.qkv.overwrite(fresh.qkv)

@@ -163,7 +163,7 @@ class Ranks:
     def _swap(self, step: int, pull: BackgroundPull | None, runner: Runner | None) -> None:
         taken = None if pull is None else pull.take(step, PULL_S)
         if self.all_have(taken is not None) and pull is not None and taken is not None and runner is not None:
-            pull.target.write_(taken[0])
+            pull.target.prepare(taken[0]).write_()
             runner.weights_written(taken[1])
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ from shoestring.serve.engine.encoder import EncoderEngine
 from shoestring.serve.engine.engine import Engine, Output, Request, UpdateRefused
 from shoestring.serve.engine.logit_rules import GrammarLimitExceeded, SamplingWithRules, TokenLogprob
 from shoestring.serve.engine.request import NonFiniteLogits
-from shoestring.serve.engine.weight_update import Values, WeightTarget
+from shoestring.serve.engine.weight_update import PreparedWeights, WeightTarget
 from shoestring.serve.http.metrics import Metrics
 from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.waiting_line import WaitingLine, who_gives_way
@@ -202,7 +202,7 @@ class WeightUpdate:
     """New weights on their way into the engine; `done` is set when they are in, or cannot be."""
 
     target: WeightTarget
-    values: Values
+    values: PreparedWeights
     version: WeightsVersion
     not_after: float  # on the engine's clock: what runs then goes on with the new weights
     done: threading.Event = field(default_factory=threading.Event)
@@ -309,7 +309,7 @@ class EngineThread:
         self._announced.put(step)
         self._inbox.put(("update", (), None))
 
-    def update_weights(self, target: WeightTarget, values: Values, version: WeightsVersion) -> float:
+    def update_weights(self, target: WeightTarget, values: PreparedWeights, version: WeightsVersion) -> float:
         """Have the engine take over new weights; waits for it. The seconds for which the engine stood still."""
         wait_s = self._update_wait_s if self.on_update == "drain" else 0.0
         update = WeightUpdate(target, values, version, self.engine.clock() + wait_s)

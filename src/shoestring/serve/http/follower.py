@@ -96,8 +96,9 @@ class WeightFollower:
         began = time.monotonic()
         self.engine_thread.announce_weights(step)
         values, version, num_bytes = pull.pull(step)
+        prepared = self.target.prepare(values)
         pulled = time.monotonic()
-        stall = self.engine_thread.update_weights(self.target, values, version)
+        stall = self.engine_thread.update_weights(self.target, prepared, version)
         self.version = version
         log.info(
             "weights are now %s: %.1f MB pulled in %.2f s, taken over after %.2f s, engine stopped for %.0f ms",
