@@ -20,6 +20,7 @@ from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.linear import FormatHost, FormatLinear
 from shoestring.formats.registry import FORMATS, from_json, parse_format
+from shoestring.formats.self_check import self_check
 from shoestring.formats.slorb import Slorb
 from shoestring.formats.sparse24 import Sparse24
 from shoestring.formats.stacked import Stacked
@@ -51,6 +52,7 @@ __all__ = [
     "pack",
     "packed_state",
     "parse_format",
+    "self_check",
     "unpack",
     "use_kernels",
 ]

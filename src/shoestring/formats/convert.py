@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -252,15 +252,24 @@ def bypassed(model: nn.Module, *inputs: Any, **named_inputs: Any) -> list[str]:
     """Run the model on the inputs; the converted layers whose forward did not run. Such a layer is used by other code
     than its own, which may read the unquantized weight, or it is not used at all for these inputs."""
     called: set[str] = set()
-    handles = []
-    for name, layer in format_hosts(model):
-        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
+    hosts = {name: layer for name, layer in format_hosts(model) if "forward" not in layer.__dict__}
+    # Not by hooks: torch's fast paths step aside for layers with hooks, and come back without them.
+    for name, layer in hosts.items():
+        layer.__dict__["forward"] = _noted(called, name, layer.forward)
     try:
         model(*inputs, **named_inputs)
     finally:
-        for handle in handles:
-            handle.remove()
-    return [name for name, layer in format_hosts(model) if name not in called and not isinstance(layer.format, Dense)]
+        for layer in hosts.values():
+            del layer.__dict__["forward"]
+    return [name for name, layer in hosts.items() if name not in called and not isinstance(layer.format, Dense)]
+
+
+def _noted(called: set[str], name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        called.add(name)
+        return forward(*args, **kwargs)
+
+    return noted
 
 
 def to_format_host(module: nn.Module) -> FormatHost:

@@ -51,8 +51,11 @@ class FormatEmbedding(FormatHost, nn.Embedding):
         check_row_wise(format)
         super().check_format(format)
 
-    def forward(self, index: Tensor) -> Tensor:
-        return self.rows(index, self.packed_dtype if self.packed else self.weight.dtype)
+    def forward(self, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """In `dtype`; by default in that of the weight, or in that in which it was packed."""
+        if dtype is None:
+            dtype = self.packed_dtype if self.packed else self.weight.dtype
+        return self.rows(index, dtype)
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows `index`, in `dtype`."""

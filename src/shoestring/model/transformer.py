@@ -285,10 +285,10 @@ class Decoder(BlocksModel):
 
     def embed_rows(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """What the first block reads, in compute dtype."""
-        x = self.embed.rows(tokens_BT, self.compute_dtype)
+        x = self.embed(tokens_BT, self.compute_dtype)
         if self.plan.embed_scale is not None:
             x = x * torch.tensor(self.plan.embed_scale, dtype=x.dtype)  # rounded to the dtype first, as was trained
-        return x if self.positions is None else x + self.positions.rows(positions_BT, x.dtype)
+        return x if self.positions is None else x + self.positions(positions_BT, x.dtype)
 
     def rope_tables(self, positions_BT: Tensor, context: int | None = None) -> list[RopeTables | None]:
         """What each block rotates with. Recomputed per forward: a few microseconds, and no buffer that a meta build

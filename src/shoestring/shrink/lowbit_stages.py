@@ -43,6 +43,16 @@ from shoestring.shrink.calibrate import Calibration, walk, windows
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
 from shoestring.shrink.qat import build_teacher, clip_weights, coarsest, learned_rules, part_for, read_grids, save_grids
+from shoestring.shrink.quality_gate import (
+    FORCE_HELP,
+    MAX_HELP,
+    MAX_PERPLEXITY,
+    VERIFY_HELP,
+    judge,
+    refuse,
+    set_aside,
+    verify_model,
+)
 from shoestring.shrink.quantize import plan
 from shoestring.shrink.self_text import check_room, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, check_start, read_rules, report_before_after
@@ -58,7 +68,7 @@ from shoestring.train.teacher_cache import TeacherCache, build_cache, one_epoch
 # What a resumed run may change; finished stages depend on everything else.
 FREE = (
     *("run", "resume", "resume_from", "device", "mesh", "micro", "recompute", "compile", "log_every", "save_every"),
-    *("steps", "out"),
+    *("steps", "out", "verify", "max_perplexity", "force"),
 )
 # Folders that a finished run does not need.
 STAGES = ("clipped", "teacher", "tokens", "checkpoints", "blocks")
@@ -88,6 +98,9 @@ class LowbitSettings:
     text: str | None = option(None, "a text file: perplexity before and after; not the training text")
     eval_context: int = option(1024, "tokens the model sees at once in the evaluation", least=2)
     eval_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    force: bool = option(False, FORCE_HELP)
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     recompute: bool = option(False, "keep one activation per block: less memory, more time")
@@ -428,12 +441,21 @@ def finish(cfg: LowbitSettings, run: ShrinkRun, model: Decoder, corpus: Corpus, 
     round_rest(model)
     state = packed_state(model, dtype=model.compute_dtype)
     save_model(out, model, corpus.tokenizer, weights=state, mesh=run.mesh)
+    reason = None
     if run.mesh.is_main:
         method = json.dumps({**notes, "method": run.recipe}, indent=1)
         write_atomically(out / "quantization.json", method + "\n")
         if not any(row["model"] == "after" for row in run.log.evaluations()):
             loaded = load_model(out, device=run.mesh.device, dtype=model.compute_dtype)
+            verify_model(loaded.model, cfg.verify)
             evaluate(cfg, loaded, "after", run.log)
+        packed = load_model(out, dtype=model.compute_dtype).model
+        reason = judge(packed, run.log, max_perplexity=cfg.max_perplexity, force=cfg.force)
+    reason = run.mesh.broadcast_object(reason)
+    if reason is not None:
+        kept = str(set_aside(out)) if run.mesh.is_main else ""
+        refuse(reason, f"resume={run.folder}", kept)
+    if run.mesh.is_main:
         report_before_after(run.recipe, run.log, run.folder, out)
         for stage in STAGES:
             shutil.rmtree(run.folder / stage, ignore_errors=True)

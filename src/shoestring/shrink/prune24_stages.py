@@ -45,6 +45,7 @@ from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk
 from shoestring.shrink.prune import PRUNERS, Pruner, SparseGpt, plan_pruning, prune, take_branches
 from shoestring.shrink.prune24_retrain import Coverage, Retrain, build_student, check_coverage, retrain
+from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY, VERIFY_HELP
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps
@@ -116,6 +117,9 @@ class Prune24Settings:
     temperature: float | None = option(None, "of the predictions; none: 2 for ast, 1 for cast", least=0)
     text: str | None = option(None, "a text file: perplexity of dense, one-shot and retrained model")
     max_tokens: int = option(16384, "tokens of that text at most", least=2)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    force: bool = option(False, FORCE_HELP)
     seed: int = option(0, "of the order of the data")
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute precision, masters are fp32; auto: bf16 on GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")

@@ -22,6 +22,7 @@ from shoestring.shrink.calibrate import Calibration
 from shoestring.shrink.clip import Clip
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.mixed_bits import MixedBits, choose_by_damage
+from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY, VERIFY_HELP
 from shoestring.shrink.quantize import METHODS, Method, usual_inputs
 from shoestring.shrink.shrink_run import check_start
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP
@@ -91,6 +92,9 @@ class PtqSettings:
     data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
     context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    force: bool = option(False, FORCE_HELP)
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
     run: str | None = option(None, "folder for this run; none makes runs/shrink-ptq-DATE")

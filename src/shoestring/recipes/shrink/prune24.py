@@ -41,6 +41,7 @@ from shoestring.runlog import AS_SAVED, RunLog, open_run_folder, resumable
 from shoestring.shrink import prune24_stages as stages
 from shoestring.shrink.prune24_retrain import gather
 from shoestring.shrink.prune24_stages import RECIPE
+from shoestring.shrink.quality_gate import judge, refuse, set_aside, verify_model
 from shoestring.shrink.shrink_run import ShrinkRun, run_once
 from shoestring.state.checkpoint import on_main
 from shoestring.state.run_lock import hold_run
@@ -80,11 +81,19 @@ def main(cfg: Config) -> Path:
         elif mesh.is_main:
             # As it was written; a branch is kept in fp32 until it is packed.
             whole = stages.load_pruned(folder, rules, torch.float32 if cfg.slorb else run.compute)
+        reason = None
         if whole is not None:
             coverage = stages.deliver_pruned(run, whole, rules, tokenizer, **notes)
             if settings is not None:
                 loaded = load_model(folder / "packed", device=mesh.device, dtype=run.compute)
+                verify_model(loaded.model, cfg.verify)
                 evaluated.measure(run, loaded, f"{cfg.train}{' + slorb' if cfg.slorb else ''}")
+            reason = judge(whole, run.log, max_perplexity=cfg.max_perplexity, force=cfg.force)
+        reason = mesh.broadcast_object(reason)
+        if reason is not None:
+            kept = [str(set_aside(folder / name)) for name in ("model", "packed")] if mesh.is_main else []
+            refuse(reason, f"resume={folder}", " and ".join(kept))
+        if whole is not None:
             stages.report_pruned(run, coverage, trained=settings is not None)
     mesh.barrier()
     mesh.close()

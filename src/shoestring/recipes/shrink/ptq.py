@@ -39,6 +39,7 @@ from shoestring.shrink import ptq_stages as stages
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import quantize_blocks
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
+from shoestring.shrink.quality_gate import judge, outlier_table, outliers, refuse, verify_model
 from shoestring.shrink.quantize import ENDS, plan
 from shoestring.shrink.shrink_run import (
     calibration_windows,
@@ -113,10 +114,15 @@ def main(cfg: Config) -> Path:
         said = "".join(f", {name} as {label}" for name, label in ends.items())
         log.say(f"{len(report.layers) - len(ends)} layers at {report.bits_per_weight:.2f} bits per weight{said}")
         round_rest(loaded.model)
+        if onload_device is None:
+            verify_model(loaded.model, cfg.verify)
         evaluate("after", changed=True)
+        limits: dict[str, Any] = {"max_perplexity": cfg.max_perplexity, "force": cfg.force}
+        refuse(judge(loaded.model, log, layers=report.layers, **limits), f"resume={folder}")
         out = Path(cfg.out) if cfg.out else folder / "model"
         save_quantized(loaded, report, out, cfg.dense_out, **notes)
         plots, tables = error_sections(log, report)
+        tables.append(outlier_table(outliers(report.layers)))
         report_before_after("shrink/ptq", log, folder, out, plots=plots, tables=tables)
         shutil.rmtree(files.folder, ignore_errors=True)
         (folder / stages.DAMAGE).unlink(missing_ok=True)  # mixed_bits.json holds the result

@@ -26,6 +26,15 @@ from shoestring.model import Decoder, load_model, save_model
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
+from shoestring.shrink.quality_gate import (
+    FORCE_HELP,
+    MAX_HELP,
+    MAX_PERPLEXITY,
+    VERIFY_HELP,
+    judge,
+    refuse,
+    verify_model,
+)
 from shoestring.shrink.quantize import HEADS
 from shoestring.shrink.shrink_run import read_rules, report_before_after
 from shoestring.shrink.whole_model import EMBED, EMBED_HELP, with_embedding
@@ -43,6 +52,9 @@ class Config:
     data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
     context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)
+    verify: Literal["auto", "true", "false"] = option("auto", VERIFY_HELP)
+    max_perplexity: float = option(MAX_PERPLEXITY, MAX_HELP, least=1)
+    force: bool = option(False, FORCE_HELP)
     speed: bool = option(False, "measure tokens per second before and after")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute precision; auto: bf16 on a GPU")
     device: str = option("auto", "auto, cpu, cuda or cuda:1 ...")
@@ -68,10 +80,13 @@ def main(cfg: Config) -> Path:
     options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens, "speed": cfg.speed}
     log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
     log.say(str(convert(loaded.model, rules)))
+    verify_model(loaded.model, cfg.verify)
     pack(loaded.model, dtype=loaded.model.compute_dtype)
     round_rest(loaded.model)
+    verify_model(loaded.model, cfg.verify)
     log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options, changed=True))
 
+    refuse(judge(loaded.model, log, max_perplexity=cfg.max_perplexity, force=cfg.force), "the same with")
     out = Path(cfg.out) if cfg.out else folder / "model"
     save_model(out, loaded.model, loaded.tokenizer)
     if cfg.dense_out is not None:

@@ -1,0 +1,144 @@
+"""The quality gate: a model that shrinking has broken is not delivered.
+
+After any shrinking the layers are looked at. Those whose error is out of line with their kind are listed: such a layer
+often wants more bits. A model is broken, and the run ends with an error, where
+
+    a packed layer has become one value everywhere, or holds scales that are not finite
+    the perplexity is not finite, or more than `max_perplexity` times that of the model before
+
+`force=true` keeps it all the same.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoestring.errors import UserError
+from shoestring.formats.convert import format_hosts
+from shoestring.formats.self_check import self_check
+from shoestring.model import Decoder
+from shoestring.report import Table
+from shoestring.runlog import RunLog
+from shoestring.shrink.chosen_grid import LayerError
+
+MAX_PERPLEXITY = 10.0
+VERIFIED_PARAMS = 2_000_000_000  # up to here one short input costs less than loading the model
+OUT_OF_LINE = 5.0  # times the median error of the layers of a kind
+VERIFY_HELP = "run one short input through the packed model and compare with its decoded weights; auto: up to 2B"
+MAX_HELP = "the model is broken, and not delivered, where its perplexity is more than this many times that before"
+FORCE_HELP = "deliver a model that is broken all the same"
+
+
+@dataclass(frozen=True)
+class Outlier:
+    name: str
+    format: str
+    error: float
+    usual: float  # the median of its kind
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.format}): error {self.error:.3g}, {self.error / self.usual:.1f} times the usual"
+
+
+def outliers(layers: Sequence[LayerError], most: float = OUT_OF_LINE) -> list[Outlier]:
+    """Layers whose output error (weight error where no text was seen) is out of line with their kind: the same place in
+    other blocks, in the same format. The worst first."""
+    kinds: dict[tuple[str, str, bool], list[tuple[str, float]]] = {}
+    for layer in layers:
+        measured = layer.output_error is not None
+        error = layer.weight_error if layer.output_error is None else layer.output_error
+        kind = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        kinds.setdefault((kind, layer.format, measured), []).append((layer.name, error))
+    found = []
+    for (_, format, _), members in kinds.items():
+        usual = median(error for _, error in members)
+        found += [Outlier(name, format, e, usual) for name, e in members if usual > 0 and not e <= most * usual]
+    return sorted(found, key=lambda o: -o.error / o.usual)
+
+
+def outlier_table(found: Sequence[Outlier]) -> Table:
+    rows = [[o.name, o.format, o.error, o.usual, o.error / o.usual] for o in found]
+    note = f"More than {OUT_OF_LINE:g} times the median error of their kind. Give such layers more bits with rules=."
+    return Table("Layers out of line", ["layer", "format", "error", "median of its kind", "times"], rows, note)
+
+
+@torch.no_grad()
+def broken_layers(model: nn.Module) -> list[str]:
+    """What is wrong with packed layers, one sentence each."""
+    found = []
+    for name, host in format_hosts(model):
+        if not host.packed:
+            continue
+        weight = host.effective_weight(torch.float32)
+        if not bool(weight.isfinite().all()):
+            found.append(f"{name} ({host.format.label}) holds weights that are not finite")
+        elif weight.numel() > 1 and bool(weight.amin() == weight.amax()):
+            found.append(f"{name} ({host.format.label}) has collapsed: all of its weights are {float(weight.amin()):g}")
+    return found
+
+
+def broken_perplexity(rows: Sequence[dict[str, Any]], most: float) -> list[str]:
+    """Of the last row against the first."""
+    known = [row["perplexity"] for row in rows if row.get("perplexity") is not None]
+    if len(known) < 2:
+        return []
+    before, after = float(known[0]), float(known[-1])
+    if not math.isfinite(after):
+        return [f"its perplexity is {after}"]
+    if math.isfinite(before) and after > most * before:
+        return [f"its perplexity is {after:,.4g}, {after / before:,.1f} times that before (allowed: {most:g})"]
+    return []
+
+
+def verify_model(model: Decoder, verify: str) -> None:
+    """The self-check with a few tokens, where `verify` (auto, true or false) asks for it."""
+    if verify == "false" or (verify == "auto" and model.spec.num_params() > VERIFIED_PARAMS):
+        return
+    length = min(16, model.spec.max_positions)
+    tokens = torch.arange(length, device=model.device)[None] * 7 % model.spec.vocab_size
+    self_check(model, tokens)
+
+
+def judge(
+    model: nn.Module, log: RunLog, *, max_perplexity: float, force: bool, layers: Sequence[LayerError] = ()
+) -> str | None:
+    """List what is out of line; why the model is broken, or None. With `force` the reason is only said."""
+    for outlier in (found := outliers(layers))[:10]:
+        log.say(f"out of line: {outlier}")
+    if found[10:]:
+        log.say(f"out of line: {len(found) - 10} more layers, see report.html")
+    if not any(row.get("perplexity") for row in log.evaluations()):
+        log.say("perplexity was not measured: give text=FILE to have it checked")
+    problems = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_layers(model)]
+    for problem in problems:
+        log.say(f"broken: {problem}")
+    if not problems or force:
+        return None
+    more = f" ({len(problems)} problems in all, listed above)" if problems[1:] else ""
+    return f"the shrunk model is broken: {problems[0]}{more}"
+
+
+def refuse(reason: str | None, again: str, kept: str = "") -> None:
+    """UserError for a broken model. `again`: the command, or part of it, that delivers it; `kept`: where it is now."""
+    if reason is not None:
+        raise UserError(
+            f"{reason}. It is not delivered{f' but kept in {kept}' if kept else ''}. Use more bits, a smaller group or "
+            f"another method; {again} force=true delivers it all the same"
+        )
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a model folder that was written and turned out to be broken."""
+    aside = folder.with_name(f"{folder.name}-broken")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return folder.rename(aside)
