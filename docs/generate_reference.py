@@ -117,6 +117,7 @@ def http_page() -> str:
         EmbeddingBody,
         TokenizeBody,
     )
+    from shoestring.serve.http.responses_api import ResponsesBody
 
     lines = [
         GENERATED,
@@ -128,6 +129,7 @@ def http_page() -> str:
     bodies = {
         "POST /v1/completions": CompletionBody,
         "POST /v1/chat/completions": ChatBody,
+        "POST /v1/responses": ResponsesBody,
         "POST /v1/embeddings": EmbeddingBody,
         "POST /tokenize": TokenizeBody,
         "POST /detokenize": DetokenizeBody,
@@ -142,7 +144,25 @@ def http_page() -> str:
         if refused:
             names = ", ".join(f"`{name}`" for name in sorted(refused))
             lines += [f"Not supported, refused unless they ask for nothing: {names}.\n"]
+    openai = {path: body for path, body in bodies.items() if "/v1/" in path}
+    lines += ["## OpenAI's parameters\n"]
+    lines += ["What happens to each by name. *refused*: a 400, unless the value asks for nothing.\n"]
+    lines += [_table(["parameter", *(f"`{path.removeprefix('POST ')}`" for path in openai)], _by_name(openai))]
     return "\n".join(lines)
+
+
+def _by_name(bodies: dict[str, Any]) -> list[list[str]]:
+    def told(body: Any, name: str) -> str:
+        if name in getattr(body, "NEUTRAL", {}):
+            return "refused"
+        if name in getattr(body, "IGNORED", ()):
+            return "no effect"
+        return "yes" if name in body.model_fields else ""
+
+    names = set[str]()
+    for body in bodies.values():
+        names |= {*body.model_fields, *getattr(body, "IGNORED", ()), *getattr(body, "NEUTRAL", {})}
+    return [[f"`{name}`", *(told(body, name) for body in bodies.values())] for name in sorted(names)]
 
 
 def _routes() -> list[list[str]]:

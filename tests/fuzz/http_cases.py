@@ -16,7 +16,8 @@ from outcomes import Outcome
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS = "/v1/embeddings"
-PATHS = (TEXT, CHAT, VECTORS, "/tokenize", "/detokenize")
+ANSWERS = "/v1/responses"
+PATHS = (TEXT, CHAT, ANSWERS, VECTORS, "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,22 @@ OWN: dict[str, dict[str, tuple[Any, ...]]] = {
         "tool_choice": ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
         "parallel_tool_calls": (True, False),
     },
+    ANSWERS: {
+        "input": (
+            "a",
+            [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}],
+            [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}],
+            [{"type": "function_call_output", "call_id": "a", "output": "5"}],
+        ),
+        "instructions": ("x", None),
+        "max_output_tokens": (1, 3),
+        "stream": (True, False),
+        "text": ({"format": {"type": "text"}}, {"format": {"type": "json_object"}}),
+        "tools": ([], [{"type": "function", "name": "f", "parameters": {}}]),
+        "tool_choice": ("auto", "none", "required", {"type": "function", "name": "f"}),
+        "metadata": ({"a": "b"}, None),
+        "seed": (1,),
+    },
     VECTORS: {
         "input": ("a", ["a", "b"], [1, 2], [[1], [2, 3]]),
         "encoding_format": ("float", "base64"),
@@ -115,7 +132,14 @@ OWN: dict[str, dict[str, tuple[Any, ...]]] = {
     "/tokenize": {"prompt": ("a b c",), "messages": (None,), "add_special_tokens": (True, False)},
     "/detokenize": {"tokens": ([1, 2, 3], []), "skip_special_tokens": (True, False)},
 }
-FIRST = {TEXT: "prompt", CHAT: "messages", VECTORS: "input", "/tokenize": "prompt", "/detokenize": "tokens"}
+FIRST = {
+    TEXT: "prompt",
+    CHAT: "messages",
+    ANSWERS: "input",
+    VECTORS: "input",
+    "/tokenize": "prompt",
+    "/detokenize": "tokens",
+}
 
 
 def body_cases(seed: int, num: int) -> Iterator[BodyCase]:
@@ -133,8 +157,8 @@ def _body(rng: random.Random, path: str) -> dict[str, Any]:
     names = rng.sample(sorted(fields), rng.randint(0, min(5, len(fields))))
     body = {name: rng.choice(fields[name]) for name in names}
     body[FIRST[path]] = rng.choice(own[FIRST[path]])
-    if path in (TEXT, CHAT):
-        body.setdefault("max_tokens", 2)
+    if path in (TEXT, CHAT, ANSWERS):
+        body.setdefault("max_output_tokens" if path == ANSWERS else "max_tokens", 2)
     return body
 
 
@@ -502,7 +526,7 @@ def outcome_of_response(status: int, headers: dict[str, str], content: bytes) ->
     if b"Traceback" in content:
         return "traceback", told
     if status < 400:
-        broken = b'"error":{' in content and b"data: " in content
+        broken = (b'"error":{' in content or b"event: error" in content) and b"data: " in content
         return ("traceback", told) if broken else ("ok", told)
     try:
         error = json.loads(content)["error"]

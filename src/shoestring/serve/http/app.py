@@ -71,7 +71,8 @@ from shoestring.serve.http.request_schema import (
     validated,
 )
 from shoestring.serve.http.request_workers import LIGHT_BYTES, RETRY_S, Lane, RequestWorkers
-from shoestring.serve.http.responses import CompletionResponse, embedding_response, event, token_bytes, written
+from shoestring.serve.http.responses import CompletionResponse, embedding_response, token_bytes, written
+from shoestring.serve.http.responses_api import ResponseObject, ResponsesBody
 from shoestring.serve.http.tool_calls import detect_format, format_named
 
 T = TypeVar("T")
@@ -130,6 +131,7 @@ class Api:
         routes: list[tuple[str, str, Any]] = [
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
+            ("POST", "/v1/responses", self.responses),
             ("POST", "/v1/embeddings", self.embeddings),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
@@ -174,16 +176,32 @@ class Api:
         self._check_writes()
         async with self._body(request) as content:
             body = await self._work(request, len(content), lambda: ChatBody.parse(read_json(content)))
-            self._check_model(body.model)
-            tools = tools_of(body, self.tokenizer, self.tool_format)
-            source = grammar_of(body, tools, self.tokenizer)
-            parsed = await self._work(
-                request,
-                len(content),
-                lambda: parse_chat(body, self.tokenizer, self.limits, self.grammars, tools, source),
-                "grammar" if self.grammars.must_compile(source) else None,
-            )
+            parsed = await self._parse_chat(request, len(content), body)
         return await self._respond(request, parsed)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a chat in the form of OpenAI's Responses API; nothing is stored."""
+        self._check_writes()
+
+        def read() -> tuple[ResponsesBody, ChatBody]:
+            body = ResponsesBody.parse(read_json(content))
+            return body, body.as_chat()
+
+        async with self._body(request) as content:
+            body, chat = await self._work(request, len(content), read)
+            parsed = await self._parse_chat(request, len(content), chat)
+        return await self._respond(request, parsed, body)
+
+    async def _parse_chat(self, request: Request, size: int, body: ChatBody) -> ParsedRequest:
+        self._check_model(body.model)
+        tools = tools_of(body, self.tokenizer, self.tool_format)
+        source = grammar_of(body, tools, self.tokenizer)
+        return await self._work(
+            request,
+            size,
+            lambda: parse_chat(body, self.tokenizer, self.limits, self.grammars, tools, source),
+            "grammar" if self.grammars.must_compile(source) else None,
+        )
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""
@@ -217,8 +235,9 @@ class Api:
         )
         return Response(answer, media_type="application/json")
 
-    async def _respond(self, request: Request, parsed: ParsedRequest) -> Response:
-        response = CompletionResponse(
+    async def _respond(self, request: Request, parsed: ParsedRequest, body: ResponsesBody | None = None) -> Response:
+        """`body`: the answer is a response object, not a completion."""
+        collected = CompletionResponse(
             self.settings.model_name,
             self._token_bytes,
             parsed.prompts,
@@ -230,6 +249,7 @@ class Api:
             parsed.mark_drafts,
             parsed.tools,
         )
+        response = collected if body is None else ResponseObject(collected, body)
         collector = OutputCollector()
         deadline = time.monotonic() + self.settings.deadline_s
         score = parsed.num_logprobs if parsed.echo is not None else None
@@ -242,7 +262,7 @@ class Api:
             )
             for i, sampling in enumerate(parsed.samplings)
         ]
-        request.scope["shoestring"]["response"] = response
+        request.scope["shoestring"]["response"] = collected
         self.engine_thread.submit(choices)
         self._cancel_on_disconnect(request, collector, choices)
         if parsed.stream:
@@ -266,9 +286,15 @@ class Api:
         return Response(text, media_type="application/json")
 
     async def _events(
-        self, request: Request, response: CompletionResponse, collector: OutputCollector, choices: list[PendingChoice]
+        self,
+        request: Request,
+        response: CompletionResponse | ResponseObject,
+        collector: OutputCollector,
+        choices: list[PendingChoice],
     ) -> AsyncIterator[str]:
         try:
+            for chunk in response.first_chunks():
+                yield chunk
             while not response.done:
                 try:
                     unread = await asyncio.wait_for(collector.take(), KEEP_ALIVE_S)
@@ -279,8 +305,8 @@ class Api:
                     return
                 for index, delta in sorted(unread.items()):
                     if delta.error is not None:
-                        yield event(delta.error.body())
-                        yield "data: [DONE]\n\n"
+                        for chunk in response.error_chunks(delta.error):
+                            yield chunk
                         return
                     response.add(index, delta)
                     if delta.size <= RENDERED_INLINE:
@@ -294,7 +320,7 @@ class Api:
                 yield chunk
         except Exception:
             log.exception("a stream broke")
-            yield event(ApiError(500, "internal error; the server's log says more").body())
+            yield response.error_chunks(ApiError(500, "internal error; the server's log says more"))[0]
         finally:
             self.engine_thread.cancel(choices)
 

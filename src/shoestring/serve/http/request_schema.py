@@ -97,6 +97,7 @@ class Body(BaseModel):
     # OpenAI parameters that change nothing here, and values of unsupported ones that ask for nothing.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    INSTEAD: ClassVar[dict[str, str]] = {}  # what to use instead of an unsupported parameter
 
     @field_validator("temperature", "top_p", "top_k", "min_p", "seed")
     @classmethod
@@ -115,7 +116,8 @@ class Body(BaseModel):
         for name, value in raw.items():
             if name in cls.NEUTRAL:
                 if value is not None and value not in cls.NEUTRAL[name]:
-                    raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
+                    instead = cls.INSTEAD.get(name, "leave it out")
+                    raise ApiError(400, f"{name} is not supported by this server; {instead}", param=name)
             elif name in known:
                 kept[name] = value
             elif name not in cls.IGNORED:
@@ -143,9 +145,8 @@ class Body(BaseModel):
         for key, value in (self.logit_bias or {}).items():
             token = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
             if not 0 <= token < vocab:
-                raise ApiError(
-                    400, f"logit_bias names token {_shown(key)}; token ids are 0 to {vocab - 1}", param="logit_bias"
-                )
+                known = f"token ids are 0 to {vocab - 1}"
+                raise ApiError(400, f"logit_bias names token {shown_value(key)}; {known}", param="logit_bias")
             found.append((token, value))
         return tuple(found)
 
@@ -187,7 +188,7 @@ class ChatBody(Body):
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-            *("prompt_cache_retention", "reasoning_effort", "verbosity"),
+            *("prompt_cache_retention", "prompt_cache_options", "reasoning_effort", "verbosity"),
         }
     )
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -195,9 +196,11 @@ class ChatBody(Body):
         "function_call": ("none", "auto"),
         "modalities": (["text"], []),
         "audio": (),
+        "moderation": (),
         "prediction": (),
         "web_search_options": (),
     }
+    INSTEAD: ClassVar[dict[str, str]] = {"functions": "use tools", "function_call": "use tool_choice"}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -254,7 +257,7 @@ def _tools(given: Any) -> list[Tool]:
     names = [tool.name for tool in tools]
     again = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if again is not None:
-        raise ApiError(400, f"tools has two functions with the name {_shown(again)}", param="tools")
+        raise ApiError(400, f"tools has two functions with the name {shown_value(again)}", param="tools")
     return tools
 
 
@@ -269,12 +272,12 @@ def _tool(given: Any, where: str) -> Tool:
     known = ("name", "description", "parameters", "strict")
     unknown = next((key for key in function if key not in known), None)
     if unknown is not None:
-        raise ApiError(400, f"{where}.function has {_shown(unknown)}, which is not supported", param="tools")
+        raise ApiError(400, f"{where}.function has {shown_value(unknown)}, which is not supported", param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise ApiError(
             400,
-            f"{where}.function.name is {_shown(name)}; give 1 to 64 letters, digits, '_', '-' or '.'",
+            f"{where}.function.name is {shown_value(name)}; give 1 to 64 letters, digits, '_', '-' or '.'",
             param="tools",
         )
     if not isinstance(function.get("description"), str | None):
@@ -308,7 +311,7 @@ def _tool_choice(given: Any, names: list[str]) -> tuple[Literal["none", "auto", 
         )
     name = function.get("name")
     if not isinstance(name, str) or name not in names:
-        raise ApiError(400, f"tool_choice names {_shown(name)}, which is not among the tools", param="tool_choice")
+        raise ApiError(400, f"tool_choice names {shown_value(name)}, which is not among the tools", param="tool_choice")
     return "required", [name]
 
 
@@ -334,13 +337,13 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where} must be an object with role and content", param=where)
     role = given.get("role")
     if role not in ROLES:
-        raise ApiError(400, f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}", param=where)
+        raise ApiError(400, f"{where}.role is {shown_value(role)}; it must be one of {', '.join(ROLES)}", param=where)
     # Messages that the server wrote and a client sends back have these; empty ones mean nothing.
     known = {"role", "content", "name", "refusal", "annotations"}
     known |= {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(role, set())
     extra = {k for k, v in given.items() if v} - known
     if extra:
-        raise ApiError(400, f"{where} has {_shown(min(extra))}, which is not supported", param=where)
+        raise ApiError(400, f"{where} has {shown_value(min(extra))}, which is not supported", param=where)
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     message["content"] = _content(given, role, where)
     for key in ("name", "tool_call_id"):
@@ -489,7 +492,7 @@ def _check_entries(raw: dict[str, Any], name: str, most: int) -> None:
 
 def _unknown(name: str, known: list[str]) -> ApiError:
     hint = suggest(name, known)
-    return ApiError(400, f"unknown parameter {_shown(name)}.{hint}", param=name[:100], code="unknown_parameter")
+    return ApiError(400, f"unknown parameter {shown_value(name)}.{hint}", param=name[:100], code="unknown_parameter")
 
 
 def _explained(error: ValidationError) -> ApiError:
@@ -500,7 +503,7 @@ def _explained(error: ValidationError) -> ApiError:
     if isinstance(ours, UserError):  # of `check_setting`
         return ApiError(400, str(ours), param=where)
     reason = first["msg"][:1].lower() + first["msg"][1:]
-    given = "" if first["type"] == "missing" else f" (given {_shown(first.get('input'))})"
+    given = "" if first["type"] == "missing" else f" (given {shown_value(first.get('input'))})"
     return ApiError(400, f"{where}: {reason}{given}", param=where[:100])
 
 
@@ -516,7 +519,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 77
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value for an error message; only the beginning of a large one is looked at."""
     text = _short.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -26,6 +26,7 @@ from shoestring.model.tokenizer import Tokenizer, letter_bytes
 from shoestring.serve.engine.logit_rules import TokenLogprob
 from shoestring.serve.http.engine_thread import ChoiceDelta
 from shoestring.serve.http.request_parsing import ToolUse
+from shoestring.serve.http.request_schema import ApiError
 from shoestring.serve.http.tool_calls import CallPart, Part, TextPart, ToolCallParser
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
@@ -187,6 +188,13 @@ class CompletionResponse:
             found.append(self._event([{**part, "finish_reason": delta.finish_reason}]))
         choice.begun = choice.begun or bool(found)
         return found
+
+    def first_chunks(self) -> list[str]:
+        """Nothing is told before the first token."""
+        return []
+
+    def error_chunks(self, error: ApiError) -> list[str]:
+        return [event(error.body()), "data: [DONE]\n\n"]
 
     def last_chunks(self) -> list[str]:
         usage = [self._event([], self.usage())] if self.include_usage else []
