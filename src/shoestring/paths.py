@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from shoestring.errors import UserError
+from shoestring.hub import fetched, hub_id
 from shoestring.json_files import check_path, read_object
 
 
@@ -23,13 +24,16 @@ def expand(path: str | Path) -> Path:
 
 def find_model(path: str | Path) -> Path:
     """The model folder that a path means (a run's is in its model/), or the .gguf file; UserError where there is none.
+    An id of the Hugging Face hub is downloaded (hub.py).
 
     Imports nothing heavy: commands ask before they load anything.
     """
     if not str(path):
         raise UserError("the path of a model is empty; give a Hugging Face folder, a run folder or a .gguf file")
-    path = expand(path)
+    given, path = path, expand(path)
     if not path.exists():
+        if (asked := hub_id(given)) is not None:
+            return fetched(asked)
         kinds = "a .gguf file or a model folder" if path.suffix == ".gguf" else _KINDS
         raise UserError(f"{path} does not exist; give {kinds} on this machine")
     if path.suffix == ".gguf" and not path.is_dir():
@@ -54,7 +58,7 @@ def find_model(path: str | Path) -> Path:
     return path
 
 
-_KINDS = "a Hugging Face folder, a run folder or a .gguf file"
+_KINDS = "a Hugging Face folder, a run folder, a .gguf file or an id of the hub (org/name)"
 
 
 def cache_folder() -> Path:

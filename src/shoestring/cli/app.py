@@ -67,7 +67,9 @@ app.add_typer(reshard_app, name="reshard")
 
 # -- options that several verbs share ------------------------------------------------------------------
 
-ModelArgument = Annotated[str, typer.Argument(help="A Hugging Face folder, a run folder or a .gguf file.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="A Hugging Face folder, a run folder, a .gguf file, or an id of the hub (org/name).")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16; auto is bf16 on a GPU and fp32 on a CPU.")]
 Int8Option = Annotated[

@@ -30,6 +30,7 @@ import torch
 from shoestring.errors import UserError
 from shoestring.formats import keep_decoded
 from shoestring.formats.int8_activations import quantize_activations
+from shoestring.hub import hub_id
 from shoestring.model.chat import fault
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.skip import SkipSet
@@ -347,7 +348,7 @@ def main(
     try:
         with listen(options.host, options.port) as listener:
             if is_encoder(find_model(model_path)):
-                return _serve_encoder(find_model(model_path), options, listener, device, dtype, ranks)
+                return _serve_encoder(model_path, options, listener, device, dtype, ranks)
             _serve(model_path, options, listener, template, device, dtype, skips, ranks)
     except EngineStuck as error:
         signal.alarm(int(STOP_S))  # leaving Python may wait for the stuck thread
@@ -359,19 +360,26 @@ def main(
             ranks.end()
 
 
+def _name_of(path: str | Path) -> str:
+    """What clients call a model: the name of its folder or file, or of its id on the hub."""
+    name = str(path).partition("@")[0] if hub_id(path) and not Path(path).exists() else Path(path).resolve().name
+    return name.rpartition("/")[2].removesuffix(".gguf")
+
+
 def _serve_encoder(
-    folder: Path,
+    path: str | Path,
     options: ServeOptions,
     listener: socket.socket,
     device: torch.device | str,
     dtype: torch.dtype,
     ranks: Ranks | None,
 ) -> None:
+    folder = find_model(path)
     if ranks is not None or options.drafter is not None:
-        raise UserError(f"{folder} is an encoder: it is served by one process and without a drafter")
+        raise UserError(f"{path} is an encoder: it is served by one process and without a drafter")
     encoder = load_encoder(folder, device=device, dtype=dtype)
     _log_to_stderr()
-    name = options.model_name or folder.resolve().stem
+    name = options.model_name or _name_of(path)
     service = Service(encoder, encoder.tokenizer, _with_pooling(options, folder), listener, name)
     log.info("serving %s (an encoder: embeddings only) at %s/v1", name, service.url)
     service.run()
@@ -406,7 +414,7 @@ def _serve(
         ranks.share(loaded.model)
     _convert(loaded.model, options, dtype)
     _log_to_stderr()
-    name = options.model_name or Path(model_path).resolve().stem
+    name = options.model_name or _name_of(model_path)
     drafter = None
     if options.drafter is not None:
         drafter = open_drafter(options.drafter, loaded.model, device=str(device), dtype=dtype)
