@@ -1,9 +1,11 @@
 """Arena: a file in tmpfs with two slots, so that one whole copy of a state outlives the process that wrote it.
 
     page 0          geometry: slot and index sizes, with a checksum; written once, before the file has its name
-    page 1, page 2  one record per slot: sequence number, step, length and checksum of the index, its own checksum
+    page 1, 2       one record per slot: sequence number, step, length and checksum of the index, its own checksum
     index 0, 1      JSON per slot: what lies where, and the checksum of every chunk of the slot
     slot 0, 1       the bytes
+
+Where copies also go to peers there are three slots: one stays with the version that the peers have.
 
 A slot is written in this order: record erased, bytes, index, record. So a process that is killed at any point leaves
 the other slot whole, and this one either whole or without a valid record. Readers take the newest valid record.
@@ -36,8 +38,8 @@ from shoestring.host.checksums import ALGORITHM, ALGORITHMS, checksum
 PAGE = 4096
 ALIGN = 2 << 20  # of slots: whole huge pages
 MAGIC, VERSION = b"SHOEAREN", 1
-NUM_SLOTS = 2
-_GEOMETRY = struct.Struct("<8sIIQQ")  # magic, version, checksum algorithm, bytes of an index, bytes of a slot
+MOST_SLOTS = 8
+_GEOMETRY = struct.Struct("<8sIIQQQ")  # magic, version, checksum algorithm, slots, bytes of an index, bytes of a slot
 _RECORD = struct.Struct("<8sQQQ16s")  # magic, sequence, step, length of the index, checksum of the index
 _SUM = 16  # bytes of a checksum in hexadecimal, padded
 MOST_BYTES = 1 << 46  # of a slot; a file that declares more is damaged
@@ -58,25 +60,25 @@ class SlotVersion:
 class Arena:
     """One mapped arena file. `create` and `open` make it; `close` unmaps it and leaves the file."""
 
-    def __init__(self, path: Path, fd: int, index_bytes: int, slot_bytes: int, algorithm: str) -> None:
-        self.path, self._fd = path, fd
+    def __init__(self, path: Path, fd: int, num_slots: int, index_bytes: int, slot_bytes: int, algorithm: str) -> None:
+        self.path, self._fd, self.num_slots = path, fd, num_slots
         self.index_bytes, self.slot_bytes, self.algorithm = index_bytes, slot_bytes, algorithm
-        self.map = mmap.mmap(fd, file_bytes(index_bytes, slot_bytes))
+        self.map = mmap.mmap(fd, file_bytes(num_slots, index_bytes, slot_bytes))
         self._view = memoryview(self.map)
 
     @classmethod
-    def create(cls, path: Path, index_bytes: int, slot_bytes: int) -> Arena:
+    def create(cls, path: Path, index_bytes: int, slot_bytes: int, num_slots: int = 2) -> Arena:
         """A new file in the place of any old one. It has its size and no pages yet: see `touch`."""
         index_bytes, slot_bytes = _round_up(index_bytes, PAGE), _round_up(max(slot_bytes, 1), ALIGN)
         partial = path.with_name(f".{path.name}.partial")
         partial.unlink(missing_ok=True)
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, file_bytes(index_bytes, slot_bytes))
-            head = _GEOMETRY.pack(MAGIC, VERSION, ALGORITHMS.index(ALGORITHM), index_bytes, slot_bytes)
+            os.ftruncate(fd, file_bytes(num_slots, index_bytes, slot_bytes))
+            head = _GEOMETRY.pack(MAGIC, VERSION, ALGORITHMS.index(ALGORITHM), num_slots, index_bytes, slot_bytes)
             os.pwrite(fd, head + _padded(checksum(head)), 0)
             partial.rename(path)
-            return cls(path, fd, index_bytes, slot_bytes, ALGORITHM)
+            return cls(path, fd, num_slots, index_bytes, slot_bytes, ALGORITHM)
         except BaseException:
             os.close(fd)
             partial.unlink(missing_ok=True)
@@ -96,7 +98,7 @@ class Arena:
             head = os.pread(fd, _GEOMETRY.size + _SUM, 0)
             if len(head) < _GEOMETRY.size + _SUM or head[:8] != MAGIC:
                 raise UserError(f"{path} is no arena of Shoestring; delete it")
-            _, version, algorithm, index_bytes, slot_bytes = _GEOMETRY.unpack(head[: _GEOMETRY.size])
+            _, version, algorithm, num_slots, index_bytes, slot_bytes = _GEOMETRY.unpack(head[: _GEOMETRY.size])
             if version != VERSION:
                 raise UserError(f"{path} has version {version}, this program reads {VERSION}; update Shoestring")
             if algorithm >= len(ALGORITHMS):
@@ -104,11 +106,11 @@ class Arena:
             name = ALGORITHMS[algorithm]
             if _padded(checksum(head[: _GEOMETRY.size], name)) != head[_GEOMETRY.size :]:
                 raise UserError(f"{path} is damaged: the checksum of its geometry does not fit; delete it")
-            if slot_bytes > MOST_BYTES or index_bytes > MOST_BYTES:
-                raise UserError(f"{path} declares {slot_bytes:,} bytes a slot; it is damaged: delete it")
-            if status.st_size != file_bytes(index_bytes, slot_bytes):
+            if slot_bytes > MOST_BYTES or index_bytes > MOST_BYTES or not 2 <= num_slots <= MOST_SLOTS:
+                raise UserError(f"{path} declares {num_slots} slots of {slot_bytes:,} bytes; it is damaged: delete it")
+            if status.st_size != file_bytes(num_slots, index_bytes, slot_bytes):
                 raise UserError(f"{path} has {status.st_size:,} bytes, its geometry says otherwise; delete it")
-            return cls(path, fd, index_bytes, slot_bytes, name)
+            return cls(path, fd, num_slots, index_bytes, slot_bytes, name)
         except BaseException:
             os.close(fd)
             raise
@@ -123,7 +125,8 @@ class Arena:
 
     def slot_begin(self, slot: int) -> int:
         """The offset of a slot's bytes in the file."""
-        return file_bytes(self.index_bytes, self.slot_bytes) - (NUM_SLOTS - slot) * self.slot_bytes
+        whole = file_bytes(self.num_slots, self.index_bytes, self.slot_bytes)
+        return whole - (self.num_slots - slot) * self.slot_bytes
 
     def slot_view(self, slot: int) -> memoryview:
         begin = self.slot_begin(slot)
@@ -148,7 +151,7 @@ class Arena:
 
     def versions(self) -> list[SlotVersion]:
         """What the slots hold, newest first. A record or an index that is not whole counts as nothing."""
-        found = [v for v in (self._read(slot) for slot in range(NUM_SLOTS)) if v is not None]
+        found = [v for v in (self._read(slot) for slot in range(self.num_slots)) if v is not None]
         return sorted(found, key=lambda v: -v.sequence)
 
     def version(self, slot: int) -> SlotVersion | None:
@@ -190,7 +193,7 @@ class Arena:
         self._view[begin : begin + len(record)] = record
 
     def _index_at(self, slot: int) -> int:
-        return (1 + NUM_SLOTS) * PAGE + slot * self.index_bytes
+        return (1 + self.num_slots) * PAGE + slot * self.index_bytes
 
     # -- locks -----------------------------------------------------------------------------------------------
 
@@ -235,8 +238,8 @@ def is_locked(path: Path) -> bool:
         return not free
 
 
-def file_bytes(index_bytes: int, slot_bytes: int) -> int:
-    return _round_up((1 + NUM_SLOTS) * PAGE + NUM_SLOTS * index_bytes, ALIGN) + NUM_SLOTS * slot_bytes
+def file_bytes(num_slots: int, index_bytes: int, slot_bytes: int) -> int:
+    return _round_up((1 + num_slots) * PAGE + num_slots * index_bytes, ALIGN) + num_slots * slot_bytes
 
 
 def _record_at(slot: int) -> int:
@@ -276,7 +279,7 @@ def room_for(folder: Path, num_bytes: int) -> str | None:
     if num_bytes <= least:
         return None
     what = f"{folder} has {free / 2**30:.1f} GiB free" if free <= memory else f"{memory / 2**30:.1f} GiB of memory free"
-    return f"{what}, two copies of the state need {num_bytes / 2**30:.1f} GiB"
+    return f"{what}, the copies of the state need {num_bytes / 2**30:.1f} GiB"
 
 
 def available_memory() -> int:

@@ -108,7 +108,7 @@ def test_folders_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError, match="another user or is no folder"):
         own_folder(tmp_path / "link")
     assert room_for(tmp_path, 1) is None
-    assert "two copies of the state need" in (room_for(tmp_path, 1 << 60) or "")
+    assert "the copies of the state need" in (room_for(tmp_path, 1 << 60) or "")
     monkeypatch.setattr(arena_module, "available_memory", lambda: 10)
     assert "of memory free" in (room_for(tmp_path, 100) or "")
 

@@ -66,7 +66,8 @@ from shoestring.state.levels.host_folder import (
     make_host_folder,
     memory_base,
 )
-from shoestring.state.levels.policy import Cost, IntervalPlan, Mean, duration, make_plan
+from shoestring.state.levels.peers import PeerReplicas
+from shoestring.state.levels.policy import LEVELS, Cost, IntervalPlan, Mean, duration, make_plan
 from shoestring.state.levels.restore import (
     ChosenVersion,
     Offer,
@@ -131,14 +132,16 @@ class LevelCheckpointer:
         self._arenas: Path | None = None
         self._alive: list[int] = []
         self._hosts: list[str] = [self.host]
+        self._rank = 0
         self._group: Any = None
         self._boxes: dict[str, tuple[Any, Box]] = {}
-        self._costs = {"memory": [Mean(), Mean()], "disk": [Mean(), Mean()], "remote": [Mean(), Mean()]}
+        self._costs = {level: [Mean(), Mean()] for level in LEVELS}
         self._step_s = Mean()
         self._last_step_at: float | None = None
         self._observed_s, self._rates = 0.0, {}
         self._drains_seen: set[tuple[str, int]] = set()
-        self._replica: Any = None
+        self._peers: PeerReplicas | None = None
+        self._replicating: int | None = None  # the slot whose version is on its way to the peers
         self._agent: Any = None
 
     # -- what the trainer asks -------------------------------------------------------------------------------
@@ -358,10 +361,21 @@ class LevelCheckpointer:
         assert self.memory is not None
         memory = self.memory
         error = memory.failure()
-        flags = [memory.writable(), memory.committed()]
+        peers = self._peers
+        flags = [memory.writable(), memory.committed(), peers is None or not peers.busy()]
+        flags.append(peers is not None and peers.succeeded)
         disk, far = self._new_drains()
-        numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far]
-        ready, committed, stall, commit_s, step_s, disk_s, remote_s = self._agree_numbers(flags, numbers)
+        peer_s = 0.0 if peers is None else peers.seconds
+        numbers = [memory.stall_s, memory.commit_s(), self._step_s.value, disk, far, peer_s]
+        agreed = self._agree_numbers(flags, numbers)
+        ready, committed, peers_idle, replicated_all, stall, commit_s, step_s, disk_s, remote_s, peer_s = agreed
+        if peers is not None and peers_idle and self._replicating is not None:
+            if replicated_all:
+                memory.kept_slot = self._replicating
+                self._note_cost("peer", 0.0, peer_s)
+            elif run.log is not None:
+                run.log.say(f"copies to peers failed: {peers.error or 'a replica could not be stored'}")
+            self._replicating = None
         if self._step_s.value > 0:
             self._step_s = Mean(step_s, self._step_s.count)
         if not ready:
@@ -381,7 +395,11 @@ class LevelCheckpointer:
         self._note_cost("remote", 0.0, remote_s)
         self._replan(run)
         self.saves += 1
-        self._save_to_memory(run, parts, self._levels_now())
+        levels = self._levels_now()
+        self._save_to_memory(run, parts, levels)
+        if peers is not None and "peer" in levels and peers_idle and not peers.error:
+            self._replicating, committed_copy = memory.watch_commit()
+            peers.begin(committed_copy)
         assert self.plan is not None
         steps = self.plan.steps
         if self._costs["memory"][0].count == 0:  # the interval rests on a guess until a save was measured
@@ -400,14 +418,20 @@ class LevelCheckpointer:
         if run.mesh.world_size > 1:
             needs = [None] * run.mesh.world_size
             dist.all_gather_object(needs, (self.host, num_bytes))
-        on_this_host = 2 * sum(size for host, size in needs if host == self.host)
+        with_peers = "peer" in self._levels(run.mesh)
+        num_slots = 3 if with_peers else 2
+        # And two slots for what a peer sends, of about the same size.
+        on_this_host = (num_slots + 2 * with_peers) * sum(size for host, size in needs if host == self.host)
         self._arenas = self._place(run, on_this_host)
         (self._arenas / FINISHED).unlink(missing_ok=True)
         (self._arenas / STOP).unlink(missing_ok=True)
         self._hold(self._arenas, run.mesh)
         threads = max(1, min(8, (os.cpu_count() or 1) // max(1, self._hosts.count(self.host))))
         self.memory = MemoryLevel(
-            arena_path(self._arenas, run.mesh.rank, run.mesh.world_size), run.mesh.device, threads=threads
+            arena_path(self._arenas, run.mesh.rank, run.mesh.world_size),
+            run.mesh.device,
+            threads=threads,
+            num_slots=num_slots,
         )
         if self.memory.open_existing():
             assert self.memory.arena is not None
@@ -415,6 +439,8 @@ class LevelCheckpointer:
             if found and found[0].step <= run.step:
                 self.memory.safe_slot = found[0].slot
         self.memory.fit(num_bytes, index_bytes)
+        if with_peers:
+            self._peers = PeerReplicas(self._arenas, run.mesh.rank, self._hosts, self.settings.levels.peer_gbps)
         run.mesh.barrier()
         if self._is_first_of_host(run.mesh):
             here = {alive_path(self._arenas, r) for r, host in enumerate(self._hosts) if host == self.host}
@@ -496,7 +522,7 @@ class LevelCheckpointer:
         return HeldCopy(
             step=step,
             life=self.life,
-            rank=int(os.environ.get("RANK", "0")) if self._group is not None else 0,
+            rank=self._rank,
             world_size=len(self._hosts),
             host=self.host,
             names_sum=self.share.names_sum,
@@ -548,7 +574,7 @@ class LevelCheckpointer:
         stall = max(memory[0].value, 1e-3)
         costs = {"memory": Cost(stall, max(memory[1].value, stall))}
         # A save to disk costs training what memory bandwidth and processors the agent takes: a part of its time.
-        for level, share in (("disk", 0.02), ("remote", 0.02)):
+        for level, share in (("peer", 0.02), ("disk", 0.02), ("remote", 0.02)):
             if level in self._rates:
                 drain = self._costs[level][1].value or 10 * costs["memory"].drain_s
                 costs[level] = Cost(max(share * drain, stall), drain)
@@ -601,6 +627,7 @@ class LevelCheckpointer:
     # -- small things ----------------------------------------------------------------------------------------
 
     def _find_hosts(self, mesh: Mesh) -> None:
+        self._rank = mesh.rank
         if mesh.world_size == 1:
             return
         self._hosts = [""] * mesh.world_size

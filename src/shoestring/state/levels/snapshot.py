@@ -19,7 +19,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.host.arena import NUM_SLOTS, Arena
+from shoestring.host.arena import Arena
 from shoestring.host.checksums import CHUNK_BYTES, checksums
-from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index
+from shoestring.state.levels.host_folder import ArenaCopy
+from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index, parse_index
 
 ALIGN = 256  # bytes between which boxes begin
 REGION_BYTES = 1 << 30  # pinned at a time: the driver holds up launches of kernels while it pins
@@ -58,8 +59,9 @@ class _Pending:
 class MemoryLevel:
     """The arena of one rank, and the saves into it. Close it before the process ends."""
 
-    def __init__(self, path: Path, device: torch.device, *, threads: int = 4) -> None:
-        self.path, self.device = path, device
+    def __init__(self, path: Path, device: torch.device, *, threads: int = 4, num_slots: int = 2) -> None:
+        self.path, self.device, self.num_slots = path, device, num_slots
+        self.kept_slot: int | None = None  # holds the newest version that the peers have, too
         self.arena: Arena | None = None
         self.safe_slot: int | None = None  # holds the newest version that every rank has committed
         self.sequence = 0
@@ -92,15 +94,21 @@ class MemoryLevel:
 
     def fit(self, num_bytes: int, index_bytes: int) -> bool:
         """Make room for a state of this size. False where the arena is there already and large enough."""
-        if self.arena is not None and self.arena.slot_bytes >= num_bytes and self.arena.index_bytes >= index_bytes:
+        there = self.arena
+        if (
+            there is not None
+            and there.num_slots == self.num_slots
+            and there.slot_bytes >= num_bytes
+            and there.index_bytes >= index_bytes
+        ):
             if not self._touched:
                 self._start_touching()
             return False
         self.wait()
         if self.arena is not None:
             self._release()
-        self.safe_slot = None
-        self.arena = Arena.create(self.path, 4 * index_bytes + (1 << 20), num_bytes)
+        self.safe_slot = self.kept_slot = None
+        self.arena = Arena.create(self.path, 4 * index_bytes + (1 << 20), num_bytes, self.num_slots)
         self._start_touching()
         return True
 
@@ -109,7 +117,7 @@ class MemoryLevel:
         assert self.arena is not None
         arena = self.arena
         whole = torch.frombuffer(arena.map, dtype=torch.uint8)
-        self._slots = [whole[arena.slot_begin(i) :][: arena.slot_bytes] for i in range(NUM_SLOTS)]
+        self._slots = [whole[arena.slot_begin(i) :][: arena.slot_bytes] for i in range(self.num_slots)]
 
         def touch(slot: int) -> None:
             arena.touch(slot, self._pool)
@@ -117,8 +125,7 @@ class MemoryLevel:
                 self._pin(self._slots[slot])
 
         # One after the other, the slot that is written first being the first.
-        first = 0 if self.safe_slot is None else 1 - self.safe_slot
-        for slot in (first, 1 - first):
+        for slot in sorted(range(self.num_slots), key=lambda s: s != self.target_slot):
             self._touched.append(self._commits.submit(touch, slot))
 
     def _pin(self, slot: Tensor) -> None:
@@ -153,11 +160,30 @@ class MemoryLevel:
         """The step of the last save that is not settled yet."""
         return None if self._pending is None else self._pending.step
 
+    def watch_commit(self) -> tuple[int, Callable[[], ArenaCopy | None]]:
+        """(slot of the save under way, a function for another thread that waits for its commit and says what it is)."""
+        pending, arena = self._pending, self.arena
+        assert pending is not None and arena is not None
+
+        def committed_copy() -> ArenaCopy | None:
+            wait([pending.done])
+            version = None if pending.done.exception() is not None else arena.version(pending.slot)
+            if version is None or version.step != pending.step:
+                return None
+            held = parse_index(version.index, arena.slot_bytes, str(self.path))
+            return ArenaCopy(self.path, pending.slot, version.sequence, held)
+
+        return pending.slot, committed_copy
+
     # -- saving ----------------------------------------------------------------------------------------------
 
     @property
     def target_slot(self) -> int:
-        return 0 if self.safe_slot is None else 1 - self.safe_slot
+        """The slot that is written next: neither the safe one nor the one that the peers have, oldest first."""
+        assert self.arena is not None
+        free = [s for s in range(self.num_slots) if s not in (self.safe_slot, self.kept_slot)]
+        ages = {v.slot: v.sequence for v in self.arena.versions()} if len(free) > 1 else {}
+        return min(free, key=lambda s: ages.get(s, -1))
 
     def committed(self) -> bool:
         """Whether the last save is committed here: True where none is under way and none failed."""

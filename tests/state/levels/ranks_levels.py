@@ -1,0 +1,159 @@
+"""Runs on every rank of test_levels_ranks.py: save on dp 2 in memory; resume on tp 2, on one rank, without one host.
+
+All in one start of the processes, because starting them costs more than everything they do. The ranks are two hosts of
+their own names, on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch
+import torch.distributed as dist
+from ranks_checkpoint import Part, build, everything, fixed_grads
+
+from shoestring.errors import UserError
+from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import arena_files, host_folder, list_copies
+from shoestring.state.levels.peers import PIECE_BYTES, RateLimit, holders
+from shoestring.state.levels.restore import choose, offers_here
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+
+SETTINGS = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(peer=True, mttf_hours=1e-9, budget=0.5))
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+os.environ["SHOESTRING_MEMORY_DIR"] = str(folder / "memory")
+LevelCheckpointer._start_agent = lambda self, mesh: None  # type: ignore[method-assign]
+run_folder = folder / "run"
+
+
+def make(mesh: Any, perturb: bool) -> tuple[Any, dict[str, Any], list[str]]:
+    model, optimizer = build(mesh, perturb)
+    said: list[str] = []
+    run = SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=SimpleNamespace(say=said.append))
+    return run, {"part": Part(mesh, fresh=perturb)}, said
+
+
+def saver_on(host: str, settings: CheckpointConfig = SETTINGS) -> LevelCheckpointer:
+    os.environ["SHOESTRING_HOST"] = host
+    return LevelCheckpointer(run_folder / "checkpoints", settings)
+
+
+def train(run: Any, parts: dict[str, Any], saver: LevelCheckpointer, steps: int, levels: tuple[str, ...]) -> None:
+    while run.step < steps:
+        fixed_grads(run.model)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.step += 1
+        if saver.memory is not None:
+            saver.save_next(levels)
+        saver.after_step(run, parts)
+        if saver.memory is not None:
+            saver.memory.touch_now()
+            saver.memory.wait()
+        while saver._peers is not None and saver._peers.busy():
+            time.sleep(0.005)
+        run.mesh.barrier()
+
+
+def same(run: Any, expected: dict[str, torch.Tensor]) -> None:
+    got = everything(run.model, run.optimizer)
+    assert got.keys() == expected.keys()
+    for name, t in expected.items():
+        assert got[name].dtype == t.dtype and torch.equal(got[name], t), name
+
+
+# -- save on dp 2, each rank a host of its own ----------------------------------------------------------------
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+mesh = open_mesh(MeshConfig(dp=2), "cpu")
+(folder / "memory").mkdir(exist_ok=True)
+run, parts, said = make(mesh, perturb=False)
+torch.manual_seed(100 + rank)
+host = "ab"[rank]
+saver = saver_on(host)
+assert not saver.resume(run, parts)
+train(run, parts, saver, 5, ("memory", "peer"))
+history = {run.step: everything(run.model, run.optimizer)}
+assert saver._peers is not None and saver._peers.succeeded, saver._peers.error
+train(run, parts, saver, 6, ("memory",))
+assert saver.memory is not None and saver.memory.num_slots == 3
+history[6] = everything(run.model, run.optimizer)
+saver.let_go()
+mesh.barrier()
+mine = sorted(p.name for p in arena_files(host_folder(run_folder)))
+assert mine == [f"rank-0000{rank}-of-00002.arena", f"replica-0000{1 - rank}-of-00002.arena"], mine
+assert sorted({c.copy.step for c in list_copies(host_folder(run_folder))[0]}) == [4, 5, 6]
+assert holders(["a", "b"]) == [1, 0] and holders(["a", "a", "b"]) == [2, 2, 0]
+limit = RateLimit(None)
+limit.measured(PIECE_BYTES, 0.01)
+assert limit.rate == PIECE_BYTES / 0.02
+
+# -- all hosts alive, another mesh: the newest version, and each rank reads what it needs from both hosts -------
+tp_mesh = open_mesh(MeshConfig(tp=2), "cpu")
+run, parts, said = make(tp_mesh, perturb=True)
+other = saver_on(host)
+if rank:  # at dp 0, tp 1: what is private there was not saved
+    parts["part"].residual = torch.full((3,), -1.0)
+assert other.resume(run, parts) and run.step == 6, said
+same(run, history[6])
+assert "resumed from" in said[-1] and "memory" in said[-1], said
+other.let_go()
+mesh.barrier()
+
+# -- host b is wiped: its version 6 is gone, 5 is on its peer -------------------------------------------------
+if rank == 1:
+    shutil.rmtree(host_folder(run_folder))
+mesh.barrier()
+run, parts, said = make(mesh, perturb=True)
+other = saver_on(host)
+assert other.resume(run, parts) and run.step == 5, said
+same(run, history[5])
+assert parts["part"].loaded["private"]["cursor"] == rank
+assert any("step 6 is not complete" in line for line in said), said
+assert ("peer memory" in said[-1]) == (rank == 1), said
+other.let_go()
+mesh.barrier()
+
+# -- one rank alone, on the host that survived ----------------------------------------------------------------
+if rank == 0:
+    from shoestring.mesh import Mesh
+
+    alone = Mesh(0, 1, torch.device("cpu"))
+    run, parts, said = make(alone, perturb=True)
+    other = saver_on("a")
+    assert other.resume(run, parts) and run.step == 5, said
+    same(run, history[5])
+    other.let_go()
+    offers = offers_here(host_folder(run_folder), [run_folder / "checkpoints"], "a")[0]
+    older = choose(offers, before=5)
+    assert older is not None and older.step == 4 and choose(offers, before=4) is None
+mesh.barrier()
+
+# -- a replica that is damaged: refused with its name, on every rank --------------------------------------------
+if rank == 0:
+    replica = next(p for p in arena_files(host_folder(run_folder)) if p.name.startswith("replica"))
+    from shoestring.host.arena import Arena
+
+    arena = Arena.open(replica)
+    for version in arena.versions():
+        arena.slot_view(version.slot)[3] ^= 1
+    arena.close()
+mesh.barrier()
+run, parts, said = make(mesh, perturb=True)
+other = saver_on(host)
+try:
+    other.resume(run, parts)
+    raise AssertionError("a damaged version was loaded")
+except UserError as error:
+    assert "replica-00001-of-00002.arena is damaged" in str(error), error
+other.let_go()
+mesh.barrier()
+mesh.close()
+print("levels done", flush=True)
