@@ -316,25 +316,27 @@ def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadl
     assert all(r["fingerprint"] == expected for r in restores), (expected, restores)
     remove_host_folder(host_folder(folder))
     failures: dict[str, str] = {}
-    with process_group():
-        for case in size.peers:
-            if time.monotonic() > deadline:
-                failures[case] = "left out: the time was used up"
-                continue
-            gc.collect()
-            try:
-                method, close = peer(case, job, scratch / "peers")
-                times = 2 if "async" in case else 1
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    rows[case] = measure(job, method, step_s, times, 60.0)
-                close()
-                show(case, rows[case])
-            except Exception as error:
-                failures[case] = f"{type(error).__name__}: {error}"[:200]
-                print(f"{case} failed: {failures[case]}", flush=True)
-            shutil.rmtree(scratch / "peers", ignore_errors=True)
-    record_rows(name, rows, config, restores, sweep, place, failures)
+    try:
+        with process_group():
+            for case in size.peers:
+                if time.monotonic() > deadline:
+                    failures[case] = "left out: the time was used up"
+                    continue
+                gc.collect()
+                try:
+                    method, close = peer(case, job, scratch / "peers")
+                    times = 2 if "async" in case else 1
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        rows[case] = measure(job, method, step_s, times, 60.0)
+                    close()
+                    show(case, rows[case])
+                except Exception as error:
+                    failures[case] = f"{type(error).__name__}: {error}"[:200]
+                    print(f"{case} failed: {failures[case]}", flush=True)
+                shutil.rmtree(scratch / "peers", ignore_errors=True)
+    finally:  # what was measured before an interrupt counts
+        record_rows(name, rows, config, restores, sweep, place, failures)
 
 
 def show(case: str, row: dict[str, list[float]]) -> None:

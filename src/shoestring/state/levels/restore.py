@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
                 return f"{offer.path} was overwritten meanwhile"
             view = arena.slot_view(offer.slot)
             try:
-                bad = ChunkReader(view, offer.copy).fill(pieces)
+                bad = ChunkReader(view, offer.copy, partial(arena.will_read, offer.slot)).fill(pieces)
             finally:
                 view.release()
             return f"{offer.path} is damaged: {bad} of its chunks" if bad else None
@@ -279,8 +280,12 @@ def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
 class ChunkReader:
     """Reads the pieces of one slot, chunk by chunk in several threads, each chunk verified before it is used."""
 
-    def __init__(self, view: memoryview, copy: HeldCopy, threads: int = THREADS) -> None:
+    def __init__(
+        self, view: memoryview, copy: HeldCopy, will_read: Callable[[int, int], None], threads: int = THREADS
+    ) -> None:
+        """`will_read` is told (begin, end) before these bytes are read."""
         self.copy = copy
+        self.will_read = will_read
         self.view = view
         self.bytes = torch.frombuffer(view, dtype=torch.uint8)
         self.threads = threads
@@ -303,6 +308,7 @@ class ChunkReader:
 
         def read(chunk: int) -> bool:
             begin, end = chunk * size, min((chunk + 1) * size, total)
+            self.will_read(begin, end)
             if checksum(self.view[begin:end], self.copy.algorithm) != self.copy.chunks[chunk]:
                 return False
             self._send(begin, end, whole[chunk], streams)
