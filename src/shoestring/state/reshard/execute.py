@@ -16,7 +16,7 @@ import json
 import queue
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -181,10 +181,7 @@ def execute(
     operations = plan.operations(rank)
     for op in operations:
         if op.kind == "copy":
-            for name, box in plan.tensors_of(plan.copies[op.transfer][1]):
-                for common, view in src.pieces(name, box):
-                    for part, target in dst.pieces(name, common):
-                        target.copy_(view[part.slices(common)])
+            _copy_pieces(plan.tensors_of(plan.copies[op.transfer][1]), src, dst)
     arrived: dict[int, queue.SimpleQueue[Tensor | None]] = {
         op.transfer: queue.SimpleQueue() for op in operations if op.kind == "receive"
     }
@@ -235,6 +232,22 @@ def execute(
             for held in buckets_of(plan, plan.transfers[op.transfer], bucket):
                 send_one(op.transfer, pack(held, src, dtypes, transport.device))
     return damaged
+
+
+def copy_between(plan: ReshardPlan, src: Mapping[int, Shards], dst: Mapping[int, Shards]) -> None:
+    """The whole plan inside one process that holds the shards of all ranks, by copies; may be captured in a graph."""
+    for rank, pieces in plan.copies:
+        _copy_pieces(plan.tensors_of(pieces), src[rank], dst[rank])
+    for t in plan.transfers:
+        for receiver in t.receivers:
+            _copy_pieces(plan.tensors_of(t.pieces), src[t.sender], dst[receiver])
+
+
+def _copy_pieces(pieces: Iterable[tuple[str, Box]], src: Shards, dst: Shards) -> None:
+    for name, box in pieces:
+        for common, view in src.pieces(name, box):
+            for part, target in dst.pieces(name, common):
+                target.copy_(view[part.slices(common)])
 
 
 def _in_two_lanes(

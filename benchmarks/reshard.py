@@ -1,0 +1,444 @@
+"""Moving weights between meshes: plans against their bound, copies against the machine's rates, the stall of an update.
+
+    python -m benchmarks.reshard              on a GPU everything, under 3 minutes on an H200 (90 GB of its memory)
+    python -m benchmarks.reshard --plans      the plans only, on any CPU
+    python -m benchmarks.reshard --small      a small model, to try the script
+
+Plans (CPU): simulated makespan over the bound of the links, beside the first holder in natural order and a message to
+each receiver; and the time to plan.
+
+GPU, shape of Llama-3-8B in bf16, random weights:
+    repartition     four FSDP shards become two tensor-parallel ones inside one GPU, the plan's copies as one CUDA
+                    graph; against a plain copy of the same bytes
+    host_staged     the same bytes from the GPU to page-locked host memory and back into the other shards, both
+                    directions at once; against the slower of the two directions, measured alone
+    int4_publish    what a trainer does for a packed server: encode int4 on the GPU and copy it to the host, against
+                    copying bf16
+    swap_stall      16 requests decode while new weights arrive: time for which the engine stands still, new weights
+                    waiting on the GPU or in host memory
+Every case is checked for equal bytes before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode import LLAMA_8B, build, copy_bandwidth, prompts, timed
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
+from shoestring.formats import parse_format
+from shoestring.formats.convert import format_linears
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.mesh_layouts import layout_on
+from shoestring.serve import Engine, Sampling
+from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.state.reshard.execute import Shards, copy_between
+from shoestring.state.reshard.plan import ReshardPlan, make_plan
+from shoestring.state.reshard.tasks import MovedTensor
+from shoestring.state.reshard.topology import GBIT, Topology
+from shoestring.state.reshard.version import WeightsVersion
+
+BENCH = "reshard"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the GPU parts run on a CPU to be tried, with --small
+SMALL = ModelSpec(
+    vocab_size=512, d_model=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, d_ff=512, max_positions=1024,
+    tied=False,
+)  # fmt: skip
+PLANS: dict[str, tuple[str, dict[str, int], dict[str, int], Topology]] = {
+    "16 FSDP to 8 x tp2, interface per host": ("8b", {"dp": 16}, {"replica": 8, "tp": 2}, Topology()),
+    "16 FSDP to 8 x tp2, interface per GPU": (
+        *("8b", {"dp": 16}, {"replica": 8, "tp": 2}),
+        Topology(nic="rank", nic_rate=400 * GBIT),
+    ),
+    "8 x tp8 to 64 FSDP, interface per GPU": (
+        *("8b", {"replica": 8, "tp": 8}, {"dp": 64}),
+        Topology(nic="rank", nic_rate=400 * GBIT),
+    ),
+    "24 FSDP to 5 x tp4, interface per host": ("8b", {"dp": 24}, {"replica": 5, "tp": 4}, Topology(ranks_per_host=4)),
+}
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Decoder(spec).named_parameters()}
+
+
+def moved_tensors(
+    spec: ModelSpec, src: dict[str, int], dst: dict[str, int], itemsize: int = 2
+) -> dict[str, MovedTensor]:
+    first = 1
+    for size in src.values():
+        first *= size
+    return {
+        name: MovedTensor(shape, itemsize, layout_on(name, shape, src), layout_on(name, shape, dst, first))
+        for name, shape in shapes_of(spec).items()
+    }
+
+
+# -- plans ----------------------------------------------------------------------------------------------------
+
+
+def measure_plans(spec: ModelSpec) -> None:
+    for case, (_, src, dst, topology) in PLANS.items():
+        moved = moved_tensors(spec, src, dst)
+        seconds = []
+        for _ in range(3):
+            began = time.process_time()
+            plan = make_plan(moved, topology)
+            seconds.append(time.process_time() - began)
+        naive = make_plan(moved, topology, strategy="naive")
+        in_order = make_plan(moved, topology, strategy="natural")
+        config = {"model": "8b" if spec is LLAMA_8B else "small", "src": str(src), "dst": str(dst), "nic": topology.nic}
+        record(
+            bench=BENCH, case=case, metric="makespan_s", unit="s", samples=[plan.makespan], baseline="bound",
+            baseline_value=plan.bound, ratio=plan.bound / plan.makespan,
+            quality={"naive_s": round(naive.makespan, 5), "natural_s": round(in_order.makespan, 5),
+                     "slow_gb": round(plan.slow_bytes / 1e9, 3), "naive_slow_gb": round(naive.slow_bytes / 1e9, 3)},
+            config=config,
+        )  # fmt: skip
+        record(bench=BENCH, case=case, metric="plan_s", unit="s", samples=seconds, config=config)
+        print(
+            f"{case}: {plan.makespan:.4f} s, bound {plan.bound:.4f} s, natural {in_order.makespan:.4f} s, "
+            f"a message to each {naive.makespan:.4f} s; planned in {statistics.median(seconds) * 1e3:.0f} ms",
+            flush=True,
+        )
+
+
+# -- copies on one GPU ----------------------------------------------------------------------------------------
+
+
+def filled_shards(plan: ReshardPlan, side: str, device: str, value: bool) -> dict[int, Shards]:
+    """The shards of every rank of one side, in this process."""
+    ranks: dict[int, dict[str, Any]] = {}
+    for kind in plan.classes:
+        layout = kind.info.src if side == "src" else kind.info.dst
+        for box, holders in layout.tiles(kind.info.shape):
+            for rank in holders:
+                for name in kind.names:
+                    t = torch.empty(box.shape, dtype=torch.bfloat16, device=device)
+                    ranks.setdefault(rank, {}).setdefault(name, []).append((box, t.normal_() if value else t.zero_()))
+    return {rank: Shards(held) for rank, held in ranks.items()}
+
+
+def whole(shards: dict[int, Shards], name: str, shape: tuple[int, ...]) -> Tensor:
+    out = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+    for held in shards.values():
+        for box, t in held.held.get(name, ()):
+            out[box.slices()] = t.to(DEVICE)
+    return out
+
+
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    if DEVICE == "cpu":
+        return work  # type: ignore[return-value]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def measure_repartition(spec: ModelSpec, repeats: int) -> None:
+    plan = make_plan(moved_tensors(spec, {"dp": 4}, {"tp": 2}))
+    src, dst = filled_shards(plan, "src", DEVICE, True), filled_shards(plan, "dst", DEVICE, False)
+    replay = captured(lambda: copy_between(plan, src, dst))
+    replay()
+    for name, shape in list(shapes_of(spec).items())[:12]:
+        assert torch.equal(whole(src, name, shape), whole(dst, name, shape)), name
+    num_bytes = sum(t.nbytes for held in dst.values() for boxes in held.held.values() for _, t in boxes)
+    rate = copy_bandwidth() if DEVICE == "cuda" else 1e10
+    seconds = [timed(replay) for _ in range(repeats)]
+    plain = [timed(lambda: copy_between(plan, src, dst)) for _ in range(3)]
+    bound = 2 * num_bytes / rate
+    record(
+        bench=BENCH, case="repartition", metric="seconds", unit="s", samples=seconds, baseline="plain copy",
+        baseline_value=bound, ratio=bound / statistics.median(seconds),
+        quality={"without_graph_s": round(statistics.median(plain), 5), "gb": round(num_bytes / 1e9, 3)},
+        config={"model": name_of(spec), "src": "dp=4", "dst": "tp=2"},
+    )  # fmt: skip
+    print(
+        f"repartition: {statistics.median(seconds) * 1e3:.1f} ms, a copy of {num_bytes / 1e9:.1f} GB "
+        f"{bound * 1e3:.1f} ms "
+        f"({bound / statistics.median(seconds):.0%}); launched one by one {statistics.median(plain) * 1e3:.1f} ms",
+        flush=True,
+    )
+
+
+def pcie_rates(num_bytes: int = 1 << 30) -> tuple[float, float]:
+    """Bytes per second from the GPU to page-locked memory, and back."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+    gpu = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    down = statistics.median(timed(lambda: host.copy_(gpu, non_blocking=True)) for _ in range(5))
+    up = statistics.median(timed(lambda: gpu.copy_(host, non_blocking=True)) for _ in range(5))
+    return num_bytes / down, num_bytes / up
+
+
+def host_staged(plan: ReshardPlan, src: dict[int, Shards], dst: dict[int, Shards], bucket: int) -> Callable[[], None]:
+    """Every box through a ring of page-locked buckets: out on one stream, in on another."""
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for t in plan.transfers:
+        for name, box in plan.tensors_of(t.pieces):
+            for common, view in src[t.sender].pieces(name, box):
+                for receiver in t.receivers:
+                    pieces += [
+                        (view[part.slices(common)], target) for part, target in dst[receiver].pieces(name, common)
+                    ]
+    out, back = (torch.cuda.Stream(), torch.cuda.Stream()) if DEVICE == "cuda" else (None, None)
+    ring = [torch.empty(bucket, dtype=torch.uint8, pin_memory=DEVICE == "cuda") for _ in range(4)]
+    gpu_out = [torch.empty(bucket, dtype=torch.uint8, device=DEVICE) for _ in ring]
+    gpu_in = [torch.empty(bucket, dtype=torch.uint8, device=DEVICE) for _ in ring]
+    groups: list[list[tuple[Tensor, Tensor, int]]] = [[]]
+    at = 0
+    for source, target in pieces:
+        rows = max(1, bucket // max(1, source[:1].nbytes))
+        for first in range(0, len(source), rows):
+            a, b = source[first : first + rows], target[first : first + rows]
+            if at + a.nbytes > bucket:
+                groups.append([])
+                at = 0
+            groups[-1].append((a, b, at))
+            at += -(-a.nbytes // 16) * 16
+
+    def view(buffer: Tensor, t: Tensor, start: int) -> Tensor:
+        return buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
+
+    def plainly() -> None:
+        for a, b in pieces:
+            b.copy_(a)
+
+    def run() -> None:
+        arrived = [torch.cuda.Event() for _ in ring]
+        used = [torch.cuda.Event() for _ in ring]
+        for event in used:
+            event.record(back)
+        for number, group in enumerate(groups):
+            slot = number % len(ring)
+            end = group[-1][2] + group[-1][0].nbytes
+            with torch.cuda.stream(out):
+                out.wait_event(used[slot])
+                for a, _, start in group:
+                    view(gpu_out[slot], a, start).copy_(a)
+                ring[slot][:end].copy_(gpu_out[slot][:end], non_blocking=True)
+                arrived[slot].record(out)
+            with torch.cuda.stream(back):
+                back.wait_event(arrived[slot])
+                gpu_in[slot][:end].copy_(ring[slot][:end], non_blocking=True)
+                for _, b, start in group:
+                    b.copy_(view(gpu_in[slot], b, start))
+                used[slot].record(back)
+        torch.cuda.synchronize()
+
+    return run if DEVICE == "cuda" else plainly
+
+
+def measure_host_staged(spec: ModelSpec, repeats: int, bucket: int) -> None:
+    plan = make_plan(moved_tensors(spec, {"dp": 4}, {"tp": 2}))
+    src, dst = filled_shards(plan, "src", DEVICE, True), filled_shards(plan, "dst", DEVICE, False)
+    run = host_staged(plan, src, dst, bucket)
+    run()
+    for name, shape in list(shapes_of(spec).items())[:12]:
+        assert torch.equal(whole(src, name, shape), whole(dst, name, shape)), name
+    down, up = pcie_rates(min(1 << 30, 16 * bucket))
+    num_bytes = sum(t.nbytes for held in dst.values() for boxes in held.held.values() for _, t in boxes)
+    seconds = [timed(run) for _ in range(repeats)]
+    bound = num_bytes / min(down, up)
+    record(
+        bench=BENCH, case="host_staged", metric="seconds", unit="s", samples=seconds, baseline="PCIe, slower direction",
+        baseline_value=bound, ratio=bound / statistics.median(seconds),
+        quality={"down_gb_s": round(down / 1e9, 2), "up_gb_s": round(up / 1e9, 2), "gb": round(num_bytes / 1e9, 3)},
+        config={"model": name_of(spec), "src": "dp=4", "dst": "tp=2", "bucket_mib": bucket >> 20},
+    )  # fmt: skip
+    print(
+        f"host staged: {statistics.median(seconds):.3f} s for {num_bytes / 1e9:.1f} GB, PCIe {down / 1e9:.1f} down "
+        f"{up / 1e9:.1f} up GB/s allow {bound:.3f} s ({bound / statistics.median(seconds):.0%})",
+        flush=True,
+    )
+
+
+# -- encoded before it is sent --------------------------------------------------------------------------------
+
+
+def measure_int4(spec: ModelSpec, repeats: int) -> None:
+    model = build(spec, device=DEVICE)
+    format = parse_format("int4:g128" if spec is LLAMA_8B else "int4:g64")
+    weights = [layer.weight.detach() for name, layer in format_linears(model) if name.startswith("blocks")]
+    sample = format.encode(weights[0], {})
+    assert torch.equal(format.encode(weights[0][:64], {})["codes"], sample["codes"][:64])  # a shard encodes as its part
+    most = max(w.nbytes for w in weights)
+    host = torch.empty(2 * most, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+
+    def send(t: Tensor) -> int:
+        flat = t.contiguous().view(torch.uint8).flatten()
+        host[: len(flat)].copy_(flat, non_blocking=True)
+        return len(flat)
+
+    sizes: dict[str, int] = {}
+
+    def dense() -> None:
+        sizes["bf16"] = sum(send(w) for w in weights)
+
+    def packed() -> None:
+        sizes["int4"] = sum(send(p) for w in weights for p in format.encode(w, {}).values())
+
+    packed()  # warm
+    times = {"bf16": [timed(dense) for _ in range(repeats)], "int4": [timed(packed) for _ in range(repeats)]}
+    encode = [timed(lambda: [format.encode(w, {}) for w in weights]) for _ in range(repeats)]
+    took = {name: statistics.median(t) for name, t in times.items()}
+    record(
+        bench=BENCH, case="int4_publish", metric="seconds", unit="s", samples=times["int4"],
+        baseline="bf16 to the host", baseline_value=took["bf16"], ratio=took["bf16"] / took["int4"],
+        quality={"encode_s": round(statistics.median(encode), 4), "int4_gb": round(sizes["int4"] / 1e9, 3),
+                 "bf16_gb": round(sizes["bf16"] / 1e9, 3)},
+        config={"model": name_of(spec), "format": format.label},
+    )  # fmt: skip
+    print(
+        f"int4 to the host: {took['int4']:.3f} s ({sizes['int4'] / 1e9:.2f} GB, encoding "
+        f"{statistics.median(encode):.3f} s), bf16 {took['bf16']:.3f} s ({sizes['bf16'] / 1e9:.2f} GB)",
+        flush=True,
+    )
+
+
+# -- a server that changes its weights --------------------------------------------------------------------------
+
+
+def host_values(target: WeightTarget, model: Decoder) -> dict[str, dict[str, Tensor]]:
+    """New weights as a follower would have pulled them: host memory, other values."""
+    values = target.empty()
+    parameters = dict(model.named_parameters())
+    for name, parts in values.items():
+        for part, t in parts.items():
+            if part == "":
+                t.copy_(parameters[name])
+                t[..., :1] += 1e-3
+            else:
+                t.copy_(model.get_submodule(name.removesuffix(".weight")).parts()[part])
+    return values
+
+
+def measure_swap(spec: ModelSpec, blocks: str, num_requests: int, num_tokens: int) -> None:
+    head = "bf16" if blocks == "bf16" else "int8:g0"
+    model = build(spec, blocks, head, DEVICE)
+    if DEVICE == "cpu":  # whose bf16 products take seconds
+        model.compute_dtype = torch.float32
+    engine = Engine(model, max_requests=num_requests, max_context=min(1024, spec.max_positions))
+    engine.warm_up()
+    target = WeightTarget(model)
+    values = host_values(target, model)
+    num_bytes = sum(t.nbytes for parts in values.values() for t in parts.values())
+    addresses = [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+    results: dict[str, tuple[float, float]] = {}
+    for number, place in enumerate(("gpu", "host")):
+        requests = [engine.add(p, Sampling(max_tokens=num_tokens)) for p in prompts(spec, num_requests, 128, number)]
+        for _ in range(num_tokens // 4):
+            engine.step()
+        before = statistics.median(timed(engine.step) for _ in range(10))
+        num_graphs = engine.num_graphs
+        given = target.prepare(values) if place == "gpu" else values
+        stall = timed(lambda: engine.update_weights(target, given, WeightsVersion("bench", number + 1)))  # noqa: B023
+        until_next = timed(engine.step)
+        assert engine.num_graphs == num_graphs or spec is SMALL, "graphs were captured again"
+        while engine.busy:
+            engine.step()
+        assert all(len(r.new_tokens) == num_tokens for r in requests)
+        results[place] = stall, until_next
+        print(
+            f"swap of {num_bytes / 1e9:.1f} GB ({blocks}) from the {place}: engine stopped {stall * 1e3:.0f} ms, "
+            f"the next step recomputes in {until_next * 1e3:.0f} ms, a step takes {before * 1e3:.1f} ms",
+            flush=True,
+        )
+        record(
+            bench=BENCH, case=f"swap_stall {blocks} from {place}", metric="stall_ms", unit="ms", samples=[stall * 1e3],
+            quality={"next_step_ms": round(until_next * 1e3, 2), "usual_step_ms": round(before * 1e3, 3),
+                     "gb": round(num_bytes / 1e9, 3)},
+            config={"model": name_of(spec), "batch": num_requests, "blocks": blocks},
+        )  # fmt: skip
+    assert [t.data_ptr() for t in (*model.parameters(), *model.buffers())] == addresses
+
+
+def name_of(spec: ModelSpec) -> str:
+    return "Llama 8B shape" if spec is LLAMA_8B else "small"
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def plans_table() -> str:
+    """Simulated plans against their bound."""
+    lines = [n for n in newest(BENCH) if n["config"].get("model") != "small"]
+    plan_s = {n["case"]: n["value"] for n in lines if n["metric"] == "plan_s"}
+    rows, used = [], []
+    for n in lines:
+        if n["metric"] == "makespan_s":
+            q = n["quality"]
+            cells = [n["case"], f"{n['baseline_value']:.3f} s", f"{n['value']:.3f} s", f"{q['natural_s']:.3f} s"]
+            rows.append([*cells, f"{q['naive_s']:.3f} s", f"{plan_s.get(n['case'], 0) * 1e3:.0f} ms"])
+            used.append(n)
+    header = ["Llama 8B shape, bf16", "bound", "planned", "natural order", "a message to each", "time to plan"]
+    return markdown(header, rows) + (provenance(used) if used else "")
+
+
+def gpu_table() -> str:
+    """What moving and swapping an 8B model costs on a GPU."""
+    lines = [n for n in newest(BENCH) if n["metric"] in ("seconds", "stall_ms") and n["config"].get("model") != "small"]
+    rows = []
+    for n in lines:
+        if n["metric"] == "seconds":
+            rows.append(
+                [
+                    n["case"].replace("_", " "),
+                    f"{n['value'] * 1e3:.1f} ms",
+                    n["baseline"],
+                    f"{n['baseline_value'] * 1e3:.1f} ms",
+                    f"{n['ratio']:.2f}x",
+                ]
+            )
+        else:
+            q = n["quality"]
+            rows.append(
+                [
+                    n["case"].replace("_", " "),
+                    f"{n['value']:.1f} ms",
+                    "a usual step",
+                    f"{q['usual_step_ms']:.1f} ms",
+                    "",
+                ]
+            )
+    header = ["Llama 8B shape", "time", "against", "its time", "ratio"]
+    return markdown(header, rows) + (provenance(lines) if lines else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", action="store_true", help="the plans only, on a CPU")
+    parser.add_argument("--small", action="store_true", help="a small model, to try the script")
+    args = parser.parse_args()
+    spec = SMALL if args.small else LLAMA_8B
+    measure_plans(LLAMA_8B)
+    if args.plans or (DEVICE == "cpu" and not args.small):
+        return
+    bucket = 1 << 20 if args.small else 64 << 20
+    for part in (
+        lambda: measure_repartition(spec, 11),
+        lambda: measure_host_staged(spec, 5, bucket),
+        lambda: measure_int4(spec, 3),
+        lambda: measure_swap(spec, "bf16", 16, 64),
+        lambda: measure_swap(spec, "int4:g128" if spec is LLAMA_8B else "int4:g64", 16, 64),
+    ):
+        part()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    as_command(main)
