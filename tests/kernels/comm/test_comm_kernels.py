@@ -64,9 +64,10 @@ def check_kernels() -> None:
             assert torch.equal(wire, encode_blocks_ref(x, bits, 128)), (bits, num)
             joined = torch.cat([wire.new_zeros(3, 3), wire], dim=1)[:, 3:]  # a part of a longer message
             assert torch.equal(decode_blocks(joined, num, bits, 128), decode_blocks_ref(wire, num, bits, 128))
-    for num, k in ((1, 1), (100, 3), (5000, 50), (9000, 9000), (4096, 41)):
-        x = torch.randn(2, num, device=device)
-        x[1] = x[1].round()
+    for num, k in ((1, 1), (100, 3), (5000, 50), (9000, 9000), (4096, 41), (20_000, 50), (40_001, 900)):
+        x = torch.randn(3, num, device=device)
+        x[1] = x[1].round()  # many equal values
+        x[2] *= 1 + 100 * (torch.arange(num, device=device) % 1000 > 990)  # large ones that a sample misses
         assert torch.equal(top_magnitudes(x, k), top_magnitudes_ref(x, k)), (num, k)
 
 

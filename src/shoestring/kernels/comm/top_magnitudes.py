@@ -2,21 +2,25 @@
 
     index_RK, increasing in each row; of equal magnitudes the first ones are taken
 
-The bits of |x| as an integer have the order of |x|. The GPU kernel counts them by their upper 11 bits, then by the next
-10 within the bin that holds the k-th largest, then by the last 10: that is the exact threshold after three passes, of
-which the last two find the row in the cache. A fourth pass writes the chosen indices in order. Rows are at most
+The bits of |x| as an integer have the order of |x|. A GPU program takes a row. A sample of it gives a bound that a few
+more than k values reach; one pass over the row keeps these, and the exact threshold is found among them by bisection.
+Where the bound keeps fewer than k or too many, the bisection reads the whole row, from the cache. Rows are at most
 MAX_ROW values, so that an index fits 16 bits and a row fits the cache. The result is unique, so it is the same on every
 device.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from shoestring.kernels.runtime.triton_backend import triton_usable
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MAX_ROW = 1 << 16
+SAMPLE = 8192  # values of a row
+SPARE_ROOM, LARGEST_ROOM = 1024, 1 << 14  # values that are kept beside 2 k, and at most
 
 
 def top_magnitudes_ref(rows_RN: Tensor, k: int) -> Tensor:
@@ -38,5 +42,16 @@ def top_magnitudes(rows_RN: Tensor, k: int) -> Tensor:
     from shoestring.kernels.comm.top_magnitudes_triton import _top_kernel
 
     index = torch.empty(rows, k, dtype=torch.int64, device=rows_RN.device)
-    _top_kernel[(rows,)](rows_RN.contiguous(), index, num, k, TILE=4096, num_warps=8)
+    room = min(LARGEST_ROOM, next_power_of_2(2 * k + SPARE_ROOM))
+    kept = torch.empty(2, rows, room, dtype=torch.int32, device=rows_RN.device)
+    _top_kernel[(rows,)](
+        rows_RN.contiguous(), index, kept[0], kept[1], num, k, sample_rank(k, num),
+        SAMPLE=SAMPLE, TILE=4096, ROOM=room, num_warps=8,
+    )  # fmt: skip
     return index
+
+
+def sample_rank(k: int, num: int) -> int:
+    """The rank in the sample of a value that at least k of the row reach, but for one row in some ten thousand."""
+    expected = k * SAMPLE / num
+    return math.ceil(expected + 4 * math.sqrt(expected) + 8)
