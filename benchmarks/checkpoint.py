@@ -78,7 +78,7 @@ class Size:
     peers: tuple[str, ...]
 
 
-ALL = ("torch.save", "DCP sync", "DCP async, thread", "DCP async, process", "DCP async, pinned")
+ALL = ("DCP sync", "DCP async, pinned", "torch.save", "DCP async, thread", "DCP async, process")  # the nearest first
 SIZES = {
     "1b": Size(llama(2048, 16, 32, 8, 8192, CONTEXT), rows=16, micro=8, peers=ALL),
     "3b": Size(llama(3072, 28, 24, 8, 8192, CONTEXT), rows=16, micro=4, peers=("DCP sync", "DCP async, pinned")),
