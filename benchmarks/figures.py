@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks import communication, drafter_tables
+from benchmarks import communication, drafter_tables, reshard
 from benchmarks.path_figure import path
 from benchmarks.results import newest, recorded
 from benchmarks.svg_plot import GREY, INK, Axis, Bar, Level, Marks, Panel, bar_plot, xy_plot
+from shoestring.state.reshard.plan import make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
 GPU = "NVIDIA H200, torch 2.11"
@@ -475,6 +476,35 @@ def gradient_traffic() -> str:
     )
 
 
+# -- resharding -------------------------------------------------------------------------------------------------
+
+
+def reshard_plans() -> str:
+    """An 8B model from a trainer to eight servers: planned against the bound and simpler ways; simulated."""
+    bars = []
+    for title in ("16 FSDP to 8 x tp2, interface per host", "16 FSDP to 8 x tp2, interface per GPU"):
+        _, src, dst, topology = reshard.PLANS[title]
+        moved = reshard.moved_tensors(reshard.LLAMA_8B, src, dst)
+        best = make_plan(moved, topology)
+        ways = [("bound of the links", best.bound, GREY), ("planned", best.makespan, 0)]
+        ways += [
+            (name, make_plan(moved, topology, strategy=strategy).makespan, color)
+            for name, strategy, color in (("natural order", "natural", 5), ("a message to each", "naive", 1))
+        ]
+        door = "host" if topology.nic == "host" else "GPU"
+        rate = topology.nic_rate / 1.25e8
+        for i, (name, seconds, color) in enumerate(ways):
+            label = f"{rate:.0f} Gbit/s per {door}" if i == 0 else ""
+            bars.append(Bar(label, seconds * 1e3, f"{name} {seconds * 1e3:,.0f} ms", color))
+    return bar_plot(
+        "Weights from 16 trainer GPUs to 8 servers of 2 GPUs",
+        "shape of Llama-3-8B in bf16, 8 GPUs per host; simulated",
+        bars,
+        notes="Chains cross every link once; a message to each receiver sends the same bytes again and again.",
+        left=200,
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -493,6 +523,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         skipping_quality,
         ttft_load,
         gradient_traffic,
+        reshard_plans,
     )
 }
 
