@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from shoestring.model import Tokenizer, load_model, save_model
 from shoestring.model.chat import fault, render
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.gguf import load_gguf
+from shoestring.model.gguf_file import GgufFile, open_gguf
 from shoestring.model.gguf_names import ARCHITECTURES, place_of
+from shoestring.model.gguf_write import save_gguf
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
+from shoestring.model.spec import Experts
 from shoestring.model.verify import verify
 from shoestring.recipes import find
 from shoestring.recipes.train import dense
@@ -284,10 +288,79 @@ def metadata(folder: Path, rng: random.Random) -> str:
     return str({k: str(v)[:40] for k, v in changes.items()})
 
 
+OTHER_KEYS = (
+    *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base_swa"),
+    *("attention.sliding_window_pattern", "attention.sliding_window", "attn_logit_softcapping", "rope.scaling.type"),
+    *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor", "block_count"),
+)
+
+
+def make_other_ggufs(folder: Path) -> None:
+    """A mixture of experts, and a model with windows, soft caps and norms of its own, in blocks of several types."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = replace(LLAMA, d_model=64, head_dim=16, d_ff=96)
+    experts = replace(plain, model_type="qwen3_moe", qk_norm=True, experts=Experts(4, 2, 32), norm_eps=1e-6)
+    gemma = replace(
+        plain, model_type="gemma2", norm="rms_offset", norm_placement="both", act="geglu_tanh", attn_scale=0.25,
+        attn_softcap=50.0, logit_softcap=30.0, scaled_embeddings=True, sliding_window=8, full_layers=(1,),
+    )  # fmt: skip
+    for name, spec, kind in (("experts", experts, "Q5_1"), ("windows", gemma, "Q4_0")):
+        save_gguf(folder / f"{name}.gguf", random_model(spec), tiny_tokenizer(), kind=kind)
+
+
+def other_metadata(folder: Path, rng: random.Random) -> str:
+    """A whole file whose metadata of its architecture has hostile values."""
+    path = folder / rng.choice(("experts.gguf", "windows.gguf"))
+    file = open_gguf(path)
+    metadata = file.metadata()
+    changes: dict[str, Any] = {}
+    for _ in range(rng.choice((1, 1, 2))):
+        key = f"{metadata['general.architecture']}.{rng.choice(OTHER_KEYS)}"
+        changes[rng.choice((key, key, key, "general.architecture"))] = rng.choice(GGUF_VALUES)
+    _rewrite(file, {**metadata, **changes}, path)
+    return f"{path.name}: {changes}"
+
+
+def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), "none")
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value) if 0 <= value < 2**32 else writer.add_int64(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, list) and value:
+            writer.add_array(key, value)
+    whole = path.read_bytes()
+    for tensor in file.tensors.values():
+        raw = np.frombuffer(whole[tensor.offset : tensor.offset + tensor.num_bytes], np.uint8)
+        rows = raw.reshape(*tensor.shape[:-1], -1)
+        writer.add_tensor(tensor.name, rows, raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").replace(path)
+
+
+def use_other_ggufs(folder: Path) -> None:
+    for name in ("experts", "windows"):
+        _use_gguf(folder / f"{name}.gguf")
+
+
 def use_gguf(folder: Path) -> None:
+    _use_gguf(folder / "m.gguf")
+
+
+def _use_gguf(path: Path) -> None:
     from shoestring.errors import UserError
 
-    path = folder / "m.gguf"
     if not path.is_file():
         raise UserError(f"{path} is no file")  # who asks for it looks first
     load_gguf(path)
@@ -499,6 +572,17 @@ KINDS: tuple[Kind, ...] = (
         use_tokenizer,
     ),
     Kind("GGUF", make_gguf, (*on("m.gguf", "bytes", "bytes", "entry", head=9000), metadata, metadata), use_gguf),
+    Kind(
+        "GGUF, other architectures",
+        make_other_ggufs,
+        (
+            *on("experts.gguf", "bytes", head=9000),
+            *on("windows.gguf", "bytes", "entry", head=9000),
+            other_metadata,
+            other_metadata,
+        ),
+        use_other_ggufs,
+    ),
     Kind(
         "compressed-tensors",
         make_compressed,

@@ -123,12 +123,12 @@ class CompressedTensorsTarget(TransformersTarget):
 class LlamaCppTarget(ExportTarget):
     name, packages = "llama.cpp", ("llama-cpp-python", "gguf")
 
-    def __init__(self, path: Path, *, quantized: bool) -> None:
+    def __init__(self, path: Path, *, context: int, quantized: bool) -> None:
         import llama_cpp
 
         self.allowed = ALLOWED_LLAMA_QUANTIZED if quantized else ALLOWED_LLAMA
         self._library = llama_cpp
-        length = MOST_TOKENS + NUM_NEW + 1
+        length = min(MOST_TOKENS + NUM_NEW, context)
         # Keys and values in fp32: what a user's cache rounds is not the file's. Negative: as the file says.
         self._model = llama_cpp.Llama(
             str(path),
@@ -203,7 +203,7 @@ def check_target(layout: str) -> None:
 def open_target(exported: Exported) -> ExportTarget:
     if exported.layout == GGUF:
         quantized = any(t.kind not in FLOAT_KINDS for t in exported.tensors)
-        return LlamaCppTarget(exported.path, quantized=quantized)
+        return LlamaCppTarget(exported.path, context=exported.source.spec.default_context, quantized=quantized)
     return (TransformersTarget if exported.layout == "dense" else CompressedTensorsTarget)(exported.path)
 
 
@@ -255,7 +255,7 @@ def _control(exported: Exported, ours: LoadedModel, ids: Sequence[int], here: Te
         return None
     with tempfile.TemporaryDirectory(dir=exported.path.parent, prefix=".certify-") as place:
         save_gguf(Path(place) / "f32.gguf", ours.model, ours.tokenizer, kind="F32")
-        there = LlamaCppTarget(Path(place) / "f32.gguf", quantized=False).logits(ids)
+        there = LlamaCppTarget(Path(place) / "f32.gguf", context=len(ids), quantized=False).logits(ids)
     return {**_difference(here, there), "allowed_relative": ALLOWED_LLAMA}
 
 

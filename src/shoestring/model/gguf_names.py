@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoestring.errors import UserError, suggest
+from shoestring.errors import UserError, shown, suggest
 from shoestring.model.spec import ModelSpec
 
 _QKV = ("attn.q", "attn.k", "attn.v")
@@ -92,8 +92,8 @@ class Place:
 def architecture_named(where: str, name: object) -> Architecture:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UserError(
-            f"{where} holds a model of architecture {name!r}; supported in GGUF files: {', '.join(ARCHITECTURES)}."
-            f"{suggest(str(name), list(ARCHITECTURES))}"
+            f"{where} holds a model of architecture {shown(name)}; supported in GGUF files: {', '.join(ARCHITECTURES)}."
+            f"{suggest(shown(name), list(ARCHITECTURES))}"
         )
     return ARCHITECTURES[name]
 

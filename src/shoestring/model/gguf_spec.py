@@ -24,6 +24,7 @@ from shoestring.model.gguf_names import Architecture, architecture_for
 from shoestring.model.hf import EPS_RANGE, MOST_WINDOW, SCALING_RANGE, THETA_RANGE
 from shoestring.model.layer_plan import RopePlan
 from shoestring.model.spec import (
+    MOST_LAYERS,
     DynamicRope,
     Experts,
     LinearRope,
@@ -64,7 +65,7 @@ def spec_from_metadata(
     head_dim = given.whole("attention.key_length", d_model // num_heads)
     if given.whole("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where} has values and keys of different widths, which the decoder cannot build")
-    num_layers = given.whole("block_count")
+    num_layers = given.whole("block_count", most=MOST_LAYERS)
     window, full_layers = _windows(given, arch, num_layers)
     experts = _experts(given, where, arch, shapes)
     rotary_fraction = _rotary_fraction(given, where, arch, head_dim)

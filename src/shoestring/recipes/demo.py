@@ -1,4 +1,4 @@
-"""The whole path on this machine: train, shrink, evaluate, generate, serve, chat with a real model, report.
+"""The whole path on this machine: train, shrink, evaluate, generate, serve, export, chat with a real model, report.
 
 Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
@@ -35,11 +35,13 @@ from torch import Tensor
 from shoestring.config import option, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
+from shoestring.evals.certificate import certify, check_target, paragraph
 from shoestring.evals.model_row import evaluate_row, measure_speed_of, need_tokenizer, ready, text_tokens
 from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
 from shoestring.model import LoadedModel, load_model, save_model
+from shoestring.model.export import export_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
@@ -212,6 +214,18 @@ def serve_small(demo: Demo) -> None:
     demo.log.say(f"  {service.engine.stats.num_accepted} tokens guessed ahead; usage {answer['usage']}\n{text}")
 
 
+def export_small(demo: Demo) -> None:
+    """Export it as a folder for transformers, load it there and certify that it is the same model."""
+    try:
+        check_target("dense")
+    except UserError as missing:
+        demo.log.say(f"  skipped: {missing}")
+        return
+    text = paragraph(certify(export_model(demo.folder / "train", demo.folder / "export")))
+    demo.samples.append(("small, exported", text))
+    demo.log.say(f"  {text}")
+
+
 def chat_pretrained(demo: Demo) -> None:
     """Quantize a real chat model, SmolLM2-135M-Instruct, and talk to both."""
     path = find_smollm2() if demo.cfg.pretrained else None
@@ -281,6 +295,7 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
     prune_small,
     generate_small,
     serve_small,
+    export_small,
     chat_pretrained,
     write_page,
 )
