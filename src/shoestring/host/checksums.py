@@ -7,16 +7,18 @@ hashed. The writer notes the algorithm, so that a copy can be read where another
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from typing import Any
 
 from shoestring.errors import UserError
 
-try:
-    import xxhash
-except ImportError:  # a machine with only torch on it: the standard library's own checksum does
-    xxhash = None
+xxhash: Any = None
+with contextlib.suppress(ImportError):  # on a machine with only torch the standard library's own checksum does
+    xxhash = importlib.import_module("xxhash")
 
 CHUNK_BYTES = 64 << 20
 ALGORITHMS = ("xxh3", "crc32")

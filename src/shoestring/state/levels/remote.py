@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def upload(folder: Path, checkpoints: str, url: str, timeout_s: float) -> int:
     for file in files:
         size = file.stat().st_size
         place = f"{target}/{file.name}"
-        within(timeout_s + size / SLOWEST, f"uploading {place}", lambda a=str(file), b=place: fs.put_file(a, b))
-        there = within(timeout_s, f"looking at {place}", lambda b=place: fs.info(b)["size"])
+        within(timeout_s + size / SLOWEST, f"uploading {place}", partial(fs.put_file, str(file), place))
+        there = within(timeout_s, f"looking at {place}", partial(fs.info, place))["size"]
         if there != size:
             raise UserError(f"{place} has {there} bytes after its upload, and {file} has {size}")
         total += size
@@ -87,7 +88,7 @@ def remote_steps(url: str, timeout_s: float) -> list[tuple[int, str]]:
         step = name.removeprefix("step-")
         if name.startswith("step-") and step.isdigit():
             place = f"{base.rstrip('/')}/{name}"
-            if within(timeout_s, f"looking at {place}", lambda p=place: fs.exists(f"{p}/{MANIFEST}")):
+            if within(timeout_s, f"looking at {place}", partial(fs.exists, f"{place}/{MANIFEST}")):
                 found.append((int(step), place))
     return sorted(found)
 
@@ -105,7 +106,7 @@ def fetch(url: str, place: str, target: Path, timeout_s: float) -> Path:
         if "/" in name or name.startswith("."):
             raise UserError(f"{place}/{MANIFEST} names the part {name!r}; it is not used")
         seconds = timeout_s + float(info["bytes"]) / SLOWEST
-        within(seconds, f"fetching {place}/{name}", lambda n=name: fs.get_file(f"{place}/{n}", str(temp / n)))
+        within(seconds, f"fetching {place}/{name}", partial(fs.get_file, f"{place}/{name}", str(temp / name)))
         sync(temp / name)
     (temp / MANIFEST).write_bytes(manifest)
     sync(temp / MANIFEST)

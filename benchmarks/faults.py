@@ -1,0 +1,322 @@
+"""Kill anything at any moment: a campaign against the checkpoint levels.
+
+    python -m benchmarks.faults                         1,000 kills, about 20 minutes on 2 CPU cores
+    python -m benchmarks.faults --kills 50 --no-record
+
+A run on one or two gloo ranks (FSDP2) with its agent is killed with SIGKILL at random instants: a rank, all ranks, the
+agent, or both. After some kills a byte of an arena or of a checkpoint is flipped, or the copies in memory are deleted.
+The run is then resumed, and every bit of its state is compared with an uninterrupted run at that step. `corrupt` counts
+resumptions with a wrong bit (there must be none), `lost_steps` how many finished steps were repeated, `refused` the
+versions with a flipped byte that were refused by name. Processes are forked from one that has imported torch, so that a
+kill costs half a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.errors import UserError, as_command
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.runlog import RunLog
+from shoestring.state.levels.agent import agent_pid
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import arena_files, host_folder, remove_host_folder
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+
+STEPS = 400
+WIDTH = 256
+LEVELS = LevelsConfig(mttf_hours=1e-4, budget=0.2, agent_idle=20.0)
+SETTINGS = CheckpointConfig(checkpoint="auto", keep_last=3, levels=LEVELS)
+
+
+# -- the run ---------------------------------------------------------------------------------------------------
+
+
+def make_run(mesh: Mesh) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    if mesh.dp > 1:
+        fully_shard(model, mesh=mesh.axis("dp"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return SimpleNamespace(step=0, model=model, optimizer=optimizer, mesh=mesh, log=RunLog(None, quiet=True))
+
+
+def take_step(run: Any) -> None:
+    draw = torch.Generator().manual_seed(1000 * run.step + run.mesh.rank)
+    x = torch.randn(4, WIDTH, generator=draw) + torch.rand(())  # the global generator belongs to the state, too
+    run.model(x).square().mean().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step += 1
+
+
+def fingerprint(run: Any) -> str:
+    """Every bit that this rank holds."""
+    tensors = [*run.model.parameters(), *(v for s in run.optimizer.state.values() for v in s.values())]
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for t in tensors:
+        local = t.to_local() if hasattr(t, "to_local") else t
+        digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history: bool, previous: bool) -> None:
+    """One rank of one life of the run: resume, compare, train until the end or the kill."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    mesh = open_mesh(MeshConfig(dp=world), "cpu")
+    run = make_run(mesh)
+    if record_history:
+        torch.manual_seed(7 + rank)
+        lines = []
+        for _ in range(STEPS):
+            take_step(run)
+            lines.append(fingerprint(run))
+        (place / f"history-{world}-{rank}").write_text("\n".join(lines))
+        return
+    run_folder = place / "run"
+    saver = LevelCheckpointer(run_folder / "checkpoints", SETTINGS, resume_from="previous" if previous else "newest")
+    report = place / f"resumed-{rank}"
+    try:
+        resumed = saver.resume(run, {})
+    except UserError as error:
+        report.write_text(json.dumps({"refused": str(error)}))
+        return
+    if not resumed:
+        torch.manual_seed(7 + rank)
+    history = (place / f"history-{world}-{rank}").read_text().splitlines()
+    good = run.step == 0 or fingerprint(run) == history[run.step - 1]
+    report.write_text(json.dumps({"step": run.step, "good": good}))
+    while run.step < STEPS:
+        take_step(run)
+        (place / f"progress-{rank}").write_text(str(run.step))
+        saver.after_step(run, {})
+        if saver.plan is not None:
+            (place / "interval").write_text(str(saver.plan.steps))
+    saver.let_go()
+
+
+# -- the campaign ----------------------------------------------------------------------------------------------
+
+
+def fork(action: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            action()
+        os._exit(0)
+    return pid
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def flip_a_byte(place: Path, draw: random.Random) -> str:
+    """In some file that holds a copy; its name."""
+    run = place / "run"
+    files = [*arena_files(host_folder(run)), *(run / "checkpoints").glob("step-*/*")]
+    files = [p for p in files if p.is_file() and p.stat().st_size]
+    if not files:
+        return ""
+    path = draw.choice(files)
+    size = path.stat().st_size
+    # In an arena mostly where something is: records and indexes, or the begin of a slot.
+    at = draw.randrange(min(size, 20_000)) if path.suffix == ".arena" and draw.random() < 0.5 else draw.randrange(size)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ (1 << draw.randrange(8))]))
+    return path.name
+
+
+class Campaign:
+    def __init__(self, place: Path, world: int, seed: int) -> None:
+        self.place, self.world, self.draw = place, world, random.Random(f"{seed}/{world}")
+        self.found: Counter[str] = Counter()
+        self.lost: list[int] = []
+        self.meetings = 0
+
+    def start(self, *, record_history: bool = False, previous: bool = False) -> list[int]:
+        self.meetings += 1
+        meeting = self.place / f"meeting-{self.world}-{self.meetings}"
+        for rank in range(self.world):
+            (self.place / f"resumed-{rank}").unlink(missing_ok=True)
+        return [
+            fork(lambda r=rank: rank_main(r, self.world, self.place, meeting, record_history, previous))  # type: ignore[misc]
+            for rank in range(self.world)
+        ]
+
+    def reports(self, pids: list[int], seconds: float = 60.0) -> list[dict[str, Any]]:
+        """What every rank said about its resumption."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):
+                return [json.loads((self.place / f"resumed-{r}").read_text()) for r in range(self.world)]
+            time.sleep(0.005)
+        end(pids)
+        raise RuntimeError(f"a life of the run did not begin within {seconds:.0f} s")
+
+    def wipe(self) -> None:
+        remove_host_folder(host_folder(self.place / "run"))
+        shutil.rmtree(self.place / "run", ignore_errors=True)
+        for file in self.place.glob("progress-*"):
+            file.unlink()
+
+    def run(self, kills: int) -> None:
+        for pid in self.start(record_history=True):
+            os.waitpid(pid, 0)
+        self.wipe()
+        done, damaged, previous = 0, False, False
+        while self.found["kills"] < kills:
+            pids = self.start(previous=previous)
+            reports = self.reports(pids)
+            if any("refused" in r for r in reports):
+                end(pids)
+                self.found["refused"] += 1
+                if previous or "only one" in str(reports):
+                    self.wipe()
+                    done, previous = 0, False
+                else:
+                    previous = True
+                continue
+            if not all(r["good"] for r in reports) or len({r["step"] for r in reports}) != 1:
+                self.found["corrupt"] += 1
+                print(f"CORRUPT: {reports}", flush=True)
+            if not damaged:
+                self.lost.append(max(0, done - reports[0]["step"]))
+            self.found["resumptions"] += 1
+            damaged = previous = False
+            done, finished = self.kill_somebody(pids)
+            if finished:
+                self.wipe()
+                done = 0
+                continue
+            kind = self.draw.random()
+            if kind < 0.08 and flip_a_byte(self.place, self.draw):
+                self.found["flipped"] += 1
+                damaged = True
+            elif kind < 0.11:
+                remove_host_folder(host_folder(self.place / "run"))
+                self.found["memory deleted"] += 1
+                damaged = True
+            if self.found["kills"] % 50 == 0:
+                print(f"{self.world} ranks: {dict(self.found)}, most lost {max(self.lost, default=0)}", flush=True)
+
+    def kill_somebody(self, pids: list[int]) -> tuple[int, bool]:
+        """Let the run train for a while, then kill; (steps done by then, whether it ended by itself before)."""
+        time.sleep(self.draw.uniform(0.0, 0.6) ** 2 * 2)
+        victim = self.draw.choice(["rank", "all", "agent", "all and agent"])
+        agent = agent_pid(host_folder(self.place / "run"))
+        if "agent" in victim and agent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+                self.found["kills"] += 1
+                self.found["agents killed"] += 1
+        if victim == "agent":
+            time.sleep(self.draw.uniform(0.0, 0.3))
+        finished = all(os.waitpid(pid, os.WNOHANG)[0] for pid in pids)
+        if not finished:
+            first = self.draw.choice(pids) if victim == "rank" else pids[0]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(first, signal.SIGKILL)
+            if victim == "rank":
+                time.sleep(self.draw.uniform(0.0, 0.05))  # the others go on until they notice
+            end(pids)
+            self.found["kills"] += 1 if victim == "rank" else len(pids)
+        files = [self.place / f"progress-{r}" for r in range(self.world)]
+        progress = [int(file.read_text() or 0) for file in files if file.exists()]
+        return min(progress, default=0), finished
+
+
+def table() -> str:
+    lines = newest("faults")
+    if not lines:
+        return "Not measured yet."
+    cases = list(dict.fromkeys(n["case"] for n in lines))
+    cells = {(n["case"], n["metric"]): n for n in lines}
+    rows = []
+    for case in cases:
+        one = cells[case, "kills"]
+        lost = cells[case, "lost_steps"]
+        rows.append(
+            [
+                case,
+                f"{one['value']:,.0f}",
+                f"{cells[case, 'corrupt']['value']:.0f}",
+                f"{one['quality'].get('refused', 0)} of {one['quality'].get('flipped', 0)}",
+                f"{lost['value']:g}, at most {lost['quality']['most']}",
+                f"{lost['quality']['interval']}",
+            ]
+        )
+    head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "steps repeated", "interval in steps"]
+    return markdown(head, rows) + provenance(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--no-record", action="store_true")
+    options = parser.parse_args()
+    failed = False
+    for world in options.ranks:
+        place = Path(tempfile.mkdtemp(prefix="shoestring-faults-"))
+        campaign = Campaign(place, world, options.seed)
+        try:
+            campaign.run(options.kills // len(options.ranks))
+            interval = int((place / "interval").read_text())
+        finally:
+            campaign.wipe()
+            shutil.rmtree(place, ignore_errors=True)
+        print(f"{world} ranks: {dict(campaign.found)}, lost {max(campaign.lost)}, interval {interval}", flush=True)
+        failed = failed or campaign.found["corrupt"] > 0
+        if options.no_record:
+            continue
+        about: dict[str, Any] = {
+            "bench": "faults",
+            "case": f"{world} rank{'s' if world > 1 else ''} and the agent",
+            "config": {"model": "two layers of 256", "steps": STEPS, "seed": options.seed},
+        }
+        counts = {k: int(v) for k, v in campaign.found.items()}
+        record(**about, metric="kills", unit="kills", samples=[float(counts["kills"])], quality=counts)
+        record(**about, metric="corrupt", unit="resumptions", samples=[float(counts.get("corrupt", 0))])
+        lost = {"most": max(campaign.lost), "interval": interval}
+        record(**about, metric="lost_steps", unit="steps", samples=[float(v) for v in campaign.lost], quality=lost)
+    if failed:
+        sys.exit("a resumption had wrong bits")
+
+
+if __name__ == "__main__":
+    as_command(main)
