@@ -40,7 +40,6 @@ from shoestring.state.reshard.execute import castable
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
 from shoestring.train.step import Hook, Run
 
-NUM_BUFFERS = 2
 ALIGNED = 64  # bytes
 log = logging.getLogger("shoestring.publish")
 LAST_S = 20.0  # that the end of a run waits for its followers
@@ -55,16 +54,20 @@ class PublishNothing(Hook):
         yield
 
 
-def open_publish(model: nn.Module, mesh: Mesh, address: str | None, every: int, last: int) -> PublishNothing:
-    return PublishNothing() if address is None else Publish(model, mesh, address, every, last)
+def open_publish(
+    model: nn.Module, mesh: Mesh, address: str | None, every: int, last: int, delta: bool
+) -> PublishNothing:
+    return PublishNothing() if address is None else Publish(model, mesh, address, every, last, delta=delta)
 
 
 class Publish(PublishNothing):
     """Built on every rank; the first one listens at the address, the others at ports of their own."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, address: str, every: int, last: int = -1) -> None:
-        """`last`: a step that is published in any case."""
-        self.last = last
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, address: str, every: int, last: int = -1, *, delta: bool = False
+    ) -> None:
+        """`last`: a step that is published in any case. `delta`: send what changed since the version before."""
+        self.last, self._num_buffers = last, 3 if delta else 2
         self.every, self.mesh = every, mesh
         self._tensors = {name: p for p, name in parameter_names(model).items()}
         self._layers = {f"{name}.weight": layer for name, layer in format_hosts(model)}
@@ -79,7 +82,7 @@ class Publish(PublishNothing):
         if broken := next((n for n, boxes in self._boxes.items() if len(boxes) > 1), None):
             raise UserError(f"tensor {broken!r} holds interleaved rows on a rank; it cannot be published")
         host, port = parse_address(address)
-        self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue)
+        self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue, delta=delta)
         self.server.endpoints = _all_endpoints(mesh, self.server.address)
         self._digesting: threading.Thread | None = None
         self._buffers: list[HostBuffers] = []
@@ -111,9 +114,10 @@ class Publish(PublishNothing):
         self._digesting.start()
 
     def _free_buffers(self) -> HostBuffers | None:
-        """Memory that no snapshot uses any more: the newest one has a set, and one that is still being read."""
+        """Memory that no snapshot uses any more: a set for the newest, one for a copy that is still being read, and one
+        for the version before where changes are sent."""
         free = next((b for b in self._buffers if b.free), None)
-        if free is None and len(self._buffers) < NUM_BUFFERS:
+        if free is None and len(self._buffers) < self._num_buffers:
             like = {n: local(t) for n, t in self._tensors.items() if self._boxes[n]}
             free = HostBuffers(like, self.mesh.device)
             self._buffers.append(free)

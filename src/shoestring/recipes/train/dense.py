@@ -82,6 +82,7 @@ class Config(CheckpointConfig, ReducerConfig, pretraining.ModelConfig, CorpusCon
     save_every: int = option(500, "steps between checkpoints, and one at the end; 0 saves only on Ctrl-C", least=0)
     publish: str | None = option(None, "HOST:PORT at which servers follow this run (`shoestring serve --follow`)")
     publish_every: int = option(50, "steps between published weights", least=1)
+    publish_delta: bool = option(False, "keep the published version before, too, and send what changed where it pays")
     run: str | None = option(None, "folder for this run; none makes runs/RECIPE-DATE")
     resume: str | None = option(None, "a run folder to go on with; its settings are taken over")
     resume_from: ResumeFrom = option("newest", "previous: from the checkpoint before the newest, which is set aside")
@@ -132,7 +133,7 @@ def pretrain(
     data = TokenData(corpus.train, **rows, seed=cfg.seed, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     held_out = pretraining.validation_data(corpus, mesh, **rows)
 
-    publish = open_publish(model, mesh, cfg.publish, cfg.publish_every, cfg.steps)
+    publish = open_publish(model, mesh, cfg.publish, cfg.publish_every, cfg.steps, cfg.publish_delta)
 
     # After all checks: a wrong setting leaves no folder.
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg), ())

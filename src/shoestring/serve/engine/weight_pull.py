@@ -11,12 +11,13 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.serve.engine.weight_update import WantedWeight, WeightTarget
+from shoestring.serve.engine.weight_update import Values, WantedWeight, WeightTarget
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES
 from shoestring.state.reshard.exchange import Catalogue, Gone, Publisher, WantedPiece
@@ -35,6 +36,7 @@ class WeightPull:
     def __init__(self, address: tuple[str, int], target: WeightTarget, timeout_s: float = 30.0) -> None:
         """UserError for a publisher whose model is another one."""
         self.target = target
+        self._last: tuple[int, Values] | None = None  # what was pulled before, where only changes need to be sent
         first = Publisher(address, timeout_s)
         self._ranks = [first]
         try:
@@ -63,11 +65,13 @@ class WeightPull:
                 raise Gone(f"step {step} has been replaced")
             digest.update(found[1].encode())
         values = self.target.empty()
+        have, held = (-1, None) if self._last is None else (self._last[0], partial(self._region, self._last[1]))
         sizes, errors = [0] * len(self._ranks), []
 
         def pull_from(place: int) -> None:
             try:
-                sizes[place] = self._ranks[place].pull(step, self._pieces[place], lambda *a: self._write(values, *a))
+                write = partial(self._write, values)
+                sizes[place] = self._ranks[place].pull(step, self._pieces[place], write, have, held)
             except BaseException as error:
                 errors.append(error)
 
@@ -78,25 +82,28 @@ class WeightPull:
             thread.join()
         if errors:
             raise errors[0]
+        if self._ranks[0].delta:
+            self._last = step, values
         return values, WeightsVersion(self.run, step, digest.hexdigest()), sum(sizes)
 
-    def _write(self, values: Mapping[str, Mapping[str, Tensor]], piece: WantedPiece, part: str, t: Tensor) -> None:
-        want = self.target.wanted[piece.name]
-        held = values[piece.name]
-        if part not in held:
-            raise UserError(f"the publisher sent {part!r} of {piece.name!r}, which is not wanted")
-        rows = piece.box.slices(want.box)
-        if want.format is None:
-            into = held[part][rows]
-        else:
-            shape = (want.box.shape[0], want.box.shape[1])
-            into = want.format.cut(dict(held), shape, *rows)[part]
+    def _write(self, values: Values, piece: WantedPiece, part: str, t: Tensor) -> None:
+        into = self._region(values, piece, part)
         if into.shape != t.shape or into.dtype != t.dtype:
             raise UserError(
                 f"the publisher sent {list(t.shape)} {t.dtype} for a part of {piece.name!r} that has "
                 f"{list(into.shape)} {into.dtype} here"
             )
         into.copy_(t)
+
+    def _region(self, values: Values, piece: WantedPiece, part: str) -> Tensor:
+        """Where a part of a piece lies among the values."""
+        want, held = self.target.wanted[piece.name], values[piece.name]
+        if part not in held:
+            raise UserError(f"the publisher sent {part!r} of {piece.name!r}, which is not wanted")
+        rows = piece.box.slices(want.box)
+        if want.format is None:
+            return held[part][rows]
+        return want.format.cut(dict(held), (want.box.shape[0], want.box.shape[1]), *rows)[part]
 
     def close(self) -> None:
         for rank in self._ranks:
