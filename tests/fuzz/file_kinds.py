@@ -19,6 +19,7 @@ from shoestring.cli.inspect import summarize
 from shoestring.evals.tasks import read_task
 from shoestring.formats import convert, pack, parse_format
 from shoestring.hardware.plan_table import read_plans
+from shoestring.json_files import read_object
 from shoestring.kernels.lowbit.few_rows import FewRowsPlan
 from shoestring.model import Tokenizer, load_model, save_model
 from shoestring.model.chat import fault, render
@@ -36,9 +37,14 @@ from shoestring.runlog import RunLog
 from shoestring.serve.engine.skip_policy import open_policy
 from shoestring.serve.speculative.draft_model import read_vocab_ids
 from shoestring.shrink.self_text import read_prompts
+from shoestring.state.boxes import Box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.state.checkpoint_files import MANIFEST
 from shoestring.state.manifest import read_manifest
+from shoestring.state.reshard.layouts import REPLICATE, BoxLayout, MeshLayout, shard
+from shoestring.state.reshard.plan import ReshardPlan, check_complete, make_plan
+from shoestring.state.reshard.tasks import MovedTensor
+from shoestring.state.reshard.topology import read_topology
 from shoestring.train.corpus import documents
 from shoestring.train.step import Micro
 from shoestring.train.teacher_cache import ScalarCache, build_scalar_cache
@@ -502,6 +508,24 @@ def use_skip(folder: Path) -> None:
     read_vocab_ids(folder, LLAMA.vocab_size)
 
 
+def make_reshard(folder: Path) -> None:
+    folder.mkdir()
+    topology = {"hosts": {"a": [0, 1], "b": [2]}, "nic": "rank", "nic_gbit_s": 10, "host_gbit_s": {"b": 1.5}}
+    (folder / "topology.json").write_text(json.dumps({**topology, "ranks_per_host": 2, "hop_s": 0.001}))
+    src, dst = MeshLayout((3,), (shard(0),)), MeshLayout((2, 2), (REPLICATE, shard(1)), (2, 3, 4, 5))
+    tensors = {f"t{i}": MovedTensor((7, 6), 2, src, dst) for i in range(2)}
+    boxes = BoxLayout(((0, Box((0,), (3,))), (1, Box((2,), (5,)))))
+    tensors["boxes"] = MovedTensor((5,), 4, boxes, MeshLayout((1,), (REPLICATE,), (4,)))
+    plan = make_plan(tensors, read_topology(folder / "topology.json"))
+    (folder / "plan.json").write_text(json.dumps(plan.to_json()))
+
+
+def use_reshard(folder: Path) -> None:
+    topology = read_topology(folder / "topology.json")
+    plan = ReshardPlan.from_json(read_object(folder / "plan.json"), "plan.json")
+    check_complete(plan.simulate(topology))
+
+
 def make_plans(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).parents[2] / "src/shoestring/kernels/lowbit/few_rows_plans.json"
@@ -657,6 +681,15 @@ KINDS: tuple[Kind, ...] = (
             *on("drafter.json", "json", "json", "bytes", "entry"),
         ),
         use_skip,
+    ),
+    Kind(
+        "topologies and reshard plans",
+        make_reshard,
+        (
+            *on("topology.json", "json", "json", "json", "bytes", "entry"),
+            *on("plan.json", "json", "json", "json", "bytes", "entry"),
+        ),
+        use_reshard,
     ),
     Kind("plan table", make_plans, on("plans.json", "json", "json", "bytes", "entry"), use_plans),
     Kind(
