@@ -16,6 +16,7 @@ from shoestring.formats.convert import (
 from shoestring.formats.dense import Dense
 from shoestring.formats.embedding import FormatEmbedding
 from shoestring.formats.float_asym import FloatAsym
+from shoestring.formats.fp8 import Fp8
 from shoestring.formats.groups import GridFormat
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.linear import FormatHost, FormatLinear
@@ -35,6 +36,7 @@ __all__ = [
     "FormatEmbedding",
     "FormatHost",
     "FormatLinear",
+    "Fp8",
     "GridFormat",
     "IntAsym",
     "Parts",

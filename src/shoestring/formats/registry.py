@@ -1,7 +1,7 @@
 """Formats by name: the short spelling of a command line, and the JSON of packed checkpoints.
 
     parse_format("int4")  parse_format("nf3:g128")  parse_format("nf3:s1:g32")  parse_format("dense")
-    parse_format("int8:sym:g0")
+    parse_format("int8:sym:g0")  parse_format("fp8")  parse_format("fp8:b128:bfloat16")
     parse_format("sparse24")  parse_format("sparse24:tile:held:mvue")  parse_format("sparse24+int4:g64")
 
 `parse_format(f.label) == f` and `from_json(f.to_json()) == f` for every Format. Register your own
@@ -14,17 +14,19 @@ import dataclasses
 from typing import Any
 
 from shoestring.errors import UserError, suggest
+from shoestring.formats import fp8
 from shoestring.formats.base import Format
 from shoestring.formats.dense import Dense
 from shoestring.formats.float_asym import TABLES, FloatAsym
+from shoestring.formats.fp8 import Fp8
 from shoestring.formats.groups import SCALE_DTYPES
 from shoestring.formats.int_asym import IntAsym
 from shoestring.formats.slorb import Slorb
 from shoestring.formats.sparse24 import Sparse24
 from shoestring.formats.stacked import Stacked
 
-FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym, Sparse24, Stacked, Slorb)}
-SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES, "sparse24")
+FORMATS: dict[str, type[Format]] = {f.name: f for f in (Dense, IntAsym, FloatAsym, Fp8, Sparse24, Stacked, Slorb)}
+SPELLINGS = ("dense", "int2", "int3", "int4", "int8", *TABLES, "fp8", "sparse24")
 SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
     "tile": {"select": "tile"},
     "soft": {"select": "soft"},
@@ -37,7 +39,8 @@ SPARSE24_OPTIONS: dict[str, dict[str, Any]] = {
 def parse_format(text: str) -> Format:
     """`<kind>[:sym][:g<group>][:s<scales>][:fixed|:learned]`: kind as in SPELLINGS, sym for int only, g0 or
     per-channel for one group per row, scales for nf and fp only, fixed or learned for a grid that is kept as
-    state. `sparse24[:tile|:soft][:held][:mvue][:fp8]` stands alone, or before a `+` and the kind of the kept values;
+    state. `fp8[:b128][:bfloat16]`: a scale per row, or per block of 128 x 128.
+    `sparse24[:tile|:soft][:held][:mvue][:fp8]` stands alone, or before a `+` and the kind of the kept values;
     `+slorb<inputs>[:trained]` after either adds a branch.
     """
     pruned, plus, branch = text.strip().lower().rpartition("+slorb")
@@ -68,6 +71,8 @@ def parse_format(text: str) -> Format:
         return Dense()
     if head == "sparse24":
         return Sparse24(**settings)
+    if head == "fp8":
+        return Fp8(**settings)
     if head in TABLES:
         return FloatAsym(table=head, **settings)
     return IntAsym(bits=int(head[3:]), **settings)
@@ -78,6 +83,10 @@ def _quantized_option(head: str, option: str) -> dict[str, Any] | None:
     letter, number = option[:1], option[1:]
     if head == "dense":
         return None
+    if head == "fp8":
+        if option in fp8.SCALE_DTYPES:
+            return {"scale_dtype": option}
+        return {"group": int(number)} if letter == "b" and number.isdigit() else None
     if option in SCALE_DTYPES:
         return {"scale_dtype": option}
     if option in ("fixed", "learned"):

@@ -27,6 +27,7 @@ from shoestring.formats.linear import local
 from shoestring.json_files import Fields, read_object
 from shoestring.model import hf_names
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
+from shoestring.model.fp8_folder import Fp8Files, is_fp8
 from shoestring.model.hf import spec_from_hf, token_ids
 from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
@@ -147,9 +148,9 @@ class _FolderSource:
         self.folder = folder
         config = read_object(folder / "config.json")
         self.spec = _with_generation_eos(spec_from_hf(config), folder)
-        self._files: TensorFiles | CompressedFiles
+        self._files: TensorFiles | CompressedFiles | Fp8Files
         if quantization := _foreign_packing(folder, config):
-            self._files = CompressedFiles(folder, quantization)
+            self._files = foreign_files(folder, quantization)
             self.formats, self.packed_dtype = _our_formats(self._files, self.spec), torch.float32
             self._packed = True
         else:
@@ -249,14 +250,19 @@ def _foreign_packing(folder: Path, config: dict[str, Any]) -> dict[str, Any] | N
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or (folder / "shoestring.json").is_file():
         return None
-    if quantization.get("quant_method") == METHOD:
+    if quantization.get("quant_method") == METHOD or is_fp8(quantization):
         return quantization
     raise UserError(
         f"{folder / 'shoestring.json'} is missing, but config.json says the weights are packed; copy the whole folder"
     )
 
 
-def _our_formats(files: CompressedFiles, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+def foreign_files(folder: Path, quantization: dict[str, Any]) -> CompressedFiles | Fp8Files:
+    """The tensors of a folder that another library has packed, under the names of our parts."""
+    return Fp8Files(folder, quantization) if is_fp8(quantization) else CompressedFiles(folder, quantization)
+
+
+def _our_formats(files: CompressedFiles | Fp8Files, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     formats = {}
     names = hf_names.with_prefix(spec, (f"{module}.weight_packed" for module in files.formats))
     for full_name, name in names.items():

@@ -120,7 +120,9 @@ def merge_linears(layers: Sequence[FormatLinear], dtype: torch.dtype) -> MergedL
     bias = _stack_biases(layers, dtype)
     first = layers[0]
     if all(x.packed and x.decoded is None for x in layers):
-        alike = all(x.format == first.format for x in layers) and (bias is not None or first.bias is None)
+        # Parts stack only where a block of rows ends with its layer.
+        whole = all(x.shape[0] % x.format.block(x.shape)[0] == 0 for x in layers[:-1])
+        alike = whole and all(x.format == first.format for x in layers) and (bias is not None or first.bias is None)
         parts = _stack_parts(layers) if alike else None
         if parts is None:
             return MergedLinear(separate=tuple(layers))

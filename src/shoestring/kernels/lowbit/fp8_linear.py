@@ -1,0 +1,63 @@
+"""A few rows times weights of 8-bit floats (E4M3): y = x (q * scale)^T [+ bias], activations as they are.
+
+The scale is one per output row [N, 1], or one per block of 128 x 128 [ceil(N / 128), ceil(K / 128)]. Codes are read as
+bytes: shifted into fp16 they are 2^-8 of their value exactly, subnormal numbers included, on every GPU. Sums are in
+fp32; a block's sum is multiplied with its scale. Above MOST_ROWS decoding first costs little beside the product.
+
+Not here: products with activations in FP8, which are another function.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
+
+MOST_ROWS = 64
+BLOCK = 128  # of a scale
+OUTS, WARPS = 64, 4  # outputs of a program
+
+
+def fp8_values(codes: Tensor) -> Tensor:
+    """The numbers of E4M3 bits (uint8), fp32; sign, 4 bits of exponent, 3 of mantissa; 127 and 255 are not used."""
+    bits = codes.to(torch.int32)
+    size = bits & 127
+    value = torch.where(size >= 8, ((size << 20) + (120 << 23)).view(torch.float32), size.float() * 2.0**-9)
+    return (value.view(torch.int32) | ((bits & 128) << 24)).view(torch.float32)
+
+
+def fp8_linear_ref(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    wide = torch.promote_types(x_MK.dtype, torch.float32)
+    scale = scale.to(wide)
+    if scale.shape[1] > 1 or scale.shape[0] != codes_NK.shape[0]:
+        scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        scale = scale[: codes_NK.shape[0], : codes_NK.shape[1]]
+    weight = (fp8_values(codes_NK).to(wide) * scale).to(x_MK.dtype)
+    return F.linear(x_MK, weight, bias)
+
+
+def fp8_linear_usable(x_MK: Tensor) -> bool:
+    """Whether there is a kernel for rows like these."""
+    return 0 < x_MK.shape[0] <= MOST_ROWS and x_MK.dtype != torch.float64 and triton_usable(x_MK)
+
+
+def fp8_linear(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As fp8_linear_ref, with the scales applied to sums instead of weights; chooses the kernel."""
+    if not fp8_linear_usable(x_MK):
+        return fp8_linear_ref(x_MK, codes_NK, scale, bias)
+    from shoestring.kernels.lowbit.fp8_linear_triton import _fp8_linear_kernel
+
+    (num_rows, num_in), num_out = x_MK.shape, codes_NK.shape[0]
+    assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
+    by_row = tuple(scale.shape) == (num_out, 1)
+    out_MN = torch.empty(num_rows, num_out, device=x_MK.device, dtype=x_MK.dtype)
+    _fp8_linear_kernel[(-(-num_out // OUTS),)](
+        x_MK.contiguous(), codes_NK, scale.contiguous(), bias, out_MN, num_rows, num_out, num_in, scale.shape[1],
+        ROWS=max(16, next_power_of_2(num_rows)), OUTS=OUTS, BLOCK=BLOCK, BY_ROW=by_row,
+        num_warps=WARPS, num_stages=4,
+    )  # fmt: skip
+    return out_MN
