@@ -157,7 +157,7 @@ def compiled_equals_eager(format: Format, dtype: torch.dtype, device: str) -> No
     ("label", "dtype"),
     [
         ("int3:g32", torch.float32),
-        ("fp8:b128", torch.float32),
+        ("fp8:b128", torch.bfloat16),
         ("int4:g64", torch.bfloat16),
         ("nf3:s2:g64", torch.bfloat16),
         ("fp4:s1:g32:bfloat16", torch.float32),

@@ -76,7 +76,7 @@ def test_one_scale_for_a_whole_weight_and_scales_of_activations(tmp_path: Path) 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     packed("int4:g32", tmp_path / "ints")
-    with pytest.raises(UserError, match="cannot hold blocks.0.attn.q as int4:g32"):
+    with pytest.raises(UserError, match=r"cannot hold blocks\.0\.attn\.q as int4:g32"):
         export_model(tmp_path / "ints", tmp_path / "out", "fp8")
     packed("fp8:b128", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "theirs", "fp8")

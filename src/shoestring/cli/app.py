@@ -396,7 +396,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write, or a name that ends in .gguf; it must be free.")],
     layout: Annotated[
         str | None,
-        typer.Option("--as", help="dense, packed (ours), compressed-tensors, gptq, awq (integers, for vLLM) or gguf."),
+        typer.Option("--as", help="dense, packed (ours), compressed-tensors, gptq, awq, fp8 (for vLLM) or gguf."),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Of folders: auto, fp32, bf16 or fp16; auto is bf16, or the dtype of the scales.")

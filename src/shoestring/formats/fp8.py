@@ -83,22 +83,8 @@ class Fp8(Format):
     # -- meaning ---------------------------------------------------------------------------------------------
     def quantize(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [out, in], and the scale, fp32 [tiles, tiles]."""
-        w = w.float()
-        scale = self.find_scale(w)
-        return find_codes(w, self.spread(scale, w.shape)), scale
-
-    def find_scale(self, w: Tensor) -> Tensor:
-        rows, width = self.tile((w.shape[0], w.shape[1]))
-        peak = block_peaks(block_peaks(w.abs(), width).mT, rows).mT
-        scale = round_to(peak * (1 / LARGEST), torch.bfloat16).clamp(*RANGE)
-        return torch.where(peak > 0, scale, 1.0)
-
-    def spread(self, scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """The scale of every weight."""
-        if not self.group:
-            return scale
-        row, col = (torch.arange(n, device=scale.device) // self.group for n in shape)
-        return scale[row][:, col]
+        codes, scale = fp8_quantize(w.float(), self.group)
+        return codes, scale
 
     def encode(self, w: Tensor, state: Parts) -> Parts:
         codes, scale = self.quantize(w)
@@ -106,16 +92,15 @@ class Fp8(Format):
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         codes = parts["codes"]
-        return to_dtype(fp8_values(codes) * self.spread(parts["scale"].float(), codes.shape), dtype)
+        return to_dtype(fp8_values(codes) * spread(parts["scale"].float(), self.group, codes.shape), dtype)
 
     def fake(self, w: Tensor, state: Parts) -> Tensor:
-        codes, scale = self.quantize(w.detach())
-        return straight_through(w, to_dtype(fp8_values(codes) * self.spread(scale, w.shape), w.dtype))
+        return straight_through(w, fp8_fake(w.detach(), self.group))
 
     def error_bound(self, w: Tensor, state: Parts) -> Tensor:
         """Half a step: a sixteenth of the weight, or of the smallest normal number; 1/256 more where the rounded scale
         cuts the largest weight off."""
-        scale = self.spread(self.find_scale(w.float()), w.shape)
+        scale = spread(find_scale(w.float(), self.group), self.group, w.shape)
         grid = w.float().abs() * (1 / 16 + 1 / 256) + scale * 2.0**-10
         return grid + rounding_slack(w, grid)
 
@@ -130,6 +115,47 @@ class Fp8(Format):
             return super().linear(x, parts, bias)
         y = fp8_linear(rows, parts["codes"], parts["scale"], bias)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+# Operators of their own: what torch 2.13 compiles of them for a CPU has wrong values in the second block of a row.
+@torch.library.custom_op("shoestring::fp8_quantize", mutates_args=())
+def fp8_quantize(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes and scale of an fp32 weight."""
+    scale = find_scale(w, group)
+    return find_codes(w, spread(scale, group, w.shape)), scale
+
+
+@fp8_quantize.register_fake
+def _(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(w, dtype=torch.uint8), w.new_empty(Fp8(group).scale_shape((w.shape[0], w.shape[1])))
+
+
+@torch.library.custom_op("shoestring::fp8_fake", mutates_args=())
+def fp8_fake(w: Tensor, group: int) -> Tensor:
+    """Quantized and decoded, in the dtype of w."""
+    scale = find_scale(w.float(), group)
+    codes = find_codes(w.float(), spread(scale, group, w.shape))
+    return (fp8_values(codes) * spread(scale, group, w.shape)).to(w.dtype)
+
+
+@fp8_fake.register_fake
+def _(w: Tensor, group: int) -> Tensor:
+    return torch.empty_like(w)
+
+
+def find_scale(w: Tensor, group: int) -> Tensor:
+    rows, width = Fp8(group).tile((w.shape[0], w.shape[1]))
+    peak = block_peaks(block_peaks(w.abs(), width).mT, rows).mT.contiguous()
+    scale = round_to(peak * (1 / LARGEST), torch.bfloat16).clamp(*RANGE)
+    return torch.where(peak > 0, scale, 1.0)
+
+
+def spread(scale: Tensor, group: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """The scale of every weight; of rows as it is, which broadcasts."""
+    if not group:
+        return scale
+    row, col = (torch.arange(n, device=scale.device) // group for n in shape)
+    return scale[row][:, col]
 
 
 def find_codes(w: Tensor, scale: Tensor) -> Tensor:

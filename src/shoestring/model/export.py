@@ -1,8 +1,8 @@
 """A model in the layout of its next reader: `shoestring export`.
 
 Each layout has a file of its own: save.py (dense and packed folders), compressed_tensors.py, gptq_awq.py,
-gguf_write.py. Here is only the choice, and what to say about the result. docs/export.md has the table of which Format
-fits where.
+fp8_folder.py, gguf_write.py. Here is only the choice, and what to say about the result. docs/export.md has the table
+of which Format fits where.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from shoestring.errors import UserError, suggest
 from shoestring.formats import formats_of, unpack
 from shoestring.model.compressed_tensors import save_compressed_tensors
 from shoestring.model.folder import LoadedModel, load_model
+from shoestring.model.fp8_folder import METHOD as FP8
+from shoestring.model.fp8_folder import save_fp8
 from shoestring.model.gguf_write import AUTO, WrittenTensor, check_kind, save_gguf
 from shoestring.model.gptq_awq import AWQ, GPTQ, save_gptq_awq
 from shoestring.model.save import save_model
@@ -27,6 +29,7 @@ READERS = {
     "compressed-tensors": "vLLM loads it, and transformers where the package compressed-tensors is installed",
     GPTQ: "vLLM loads it, and transformers where gptqmodel is installed",
     AWQ: "vLLM loads it, and transformers where gptqmodel or autoawq is installed",
+    FP8: "vLLM and transformers load it; they usually round activations to FP8 as well",
     "packed": "shoestring loads it",
     GGUF: "llama.cpp and what is built on it load it",
 }
@@ -75,12 +78,15 @@ def export_model(
         raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
     kind = check_kind(kind)  # before gigabytes are read
     loaded = load_model(source)
-    if layout in (GGUF, "compressed-tensors") and loaded.model.embed.packed:
+    if layout in (GGUF, "compressed-tensors", FP8, GPTQ, AWQ) and loaded.model.embed.packed:
         loaded.model.embed.unpack()  # these layouts are written from packed linear layers and dense embeddings
     if layout == GGUF:
         return Exported(out, layout, loaded, save_gguf(out, loaded.model, loaded.tokenizer, kind=kind))
     if layout == "compressed-tensors":
         save_compressed_tensors(out, loaded.model, loaded.tokenizer, dtype=dtype)
+        return Exported(out, layout, loaded)
+    if layout == FP8:
+        save_fp8(out, loaded.model, loaded.tokenizer, dtype=dtype)
         return Exported(out, layout, loaded)
     if layout in (GPTQ, AWQ):
         save_gptq_awq(out, loaded.model, loaded.tokenizer, method=layout, dtype=dtype)

@@ -234,7 +234,7 @@ def plan(model: BlocksModel, rules: Sequence[Rule], skip: Sequence[str] = HEADS)
         if not isinstance(format, GridFormat):
             raise UserError(
                 f"{name}: {format.label} has no grid to choose; use int2..int8, nf2..nf4, fp3 or fp4, or one of these "
-                "behind sparse24+"
+                "behind sparse24+; fp8 is for shrink/rtn"
             )
         if isinstance(format, Stacked):
             check_pruned(name, format, model.get_submodule(name).weight)  # type: ignore[arg-type]
