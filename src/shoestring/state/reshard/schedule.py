@@ -118,7 +118,7 @@ def _choose(job: Job, free: dict[str, float]) -> tuple[float, int]:
     return min((max(ready, free.get(s, 0.0)) + c, free.get(s, 0.0), i) for i, (s, c) in _choices(job))[::2]  # type: ignore[return-value]
 
 
-def _choices(job: Job) -> list[tuple[int, tuple[int, float]]]:
+def _choices(job: Job) -> list[tuple[int, tuple[str, float]]]:
     return list(enumerate(zip(job.senders, job.costs, strict=True)))
 
 
