@@ -113,7 +113,7 @@ def greedy(jobs: Sequence[Job], seed: int = 0) -> JobSchedule:
 
 
 def _choose(job: Job, free: dict[str, float]) -> tuple[float, int]:
-    """The earliest (start, place of the sender)."""
+    """The earliest (stop, place of the sender)."""
     ready = max((free.get(r, 0.0) for r in job.held), default=0.0)
     return min((max(ready, free.get(s, 0.0)) + c, free.get(s, 0.0), i) for i, (s, c) in _choices(job))[::2]  # type: ignore[return-value]
 
