@@ -107,6 +107,43 @@ class Scatter:
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """A row of cells per label, from 0 (light) to 1 (dark); `names` says what a cell is."""
+
+    title: str
+    labels: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float]]
+    names: Sequence[Sequence[str]]
+    note: str = ""
+
+    def html(self) -> str:
+        if not self.columns or not self.labels:
+            return ""
+        left, high = 170.0, 14.0
+        wide = (WIDTH - left - RIGHT) / len(self.columns)
+        marks = []
+        for i, (label, row, names) in enumerate(zip(self.labels, self.values, self.names, strict=True)):
+            y = i * high
+            marks.append(f'<text x="{left - 6}" y="{y + 11:.0f}" text-anchor="end">{escape(label)}</text>')
+            marks += [
+                f'<rect class="cell" x="{left + j * wide:.2f}" y="{y:.0f}" width="{wide + 0.05:.2f}" '
+                f'height="{high - 1:.0f}" fill-opacity="{0.06 + 0.94 * value:.2f}">'
+                f"<title>{escape(label)}, step {escape(column)}: "
+                f"{escape(name)}</title></rect>"
+                for j, (value, column, name) in enumerate(zip(row, self.columns, names, strict=True))
+            ]
+        height = len(self.labels) * high + 20
+        ends = ((left, "start", self.columns[0]), (WIDTH - RIGHT, "end", self.columns[-1]))
+        marks += [f'<text x="{x:.0f}" y="{height - 4:.0f}" text-anchor="{a}">{escape(t)}</text>' for x, a, t in ends]
+        svg = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+            f'aria-label="{escape(self.title, quote=True)}">{"".join(marks)}</svg>'
+        )
+        return _section(self.title, f"<p>{escape(self.note)}</p>{svg}")
+
+
+@dataclass(frozen=True)
 class Table:
     title: str
     headers: Sequence[str]
@@ -349,7 +386,7 @@ h2{font-size:1.1rem;margin:2.2rem 0 .6rem}.sub{color:var(--soft);margin:.2rem 0 
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:12px}
 svg text.label{fill:var(--fg);font-size:13px}
 .grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}.line{fill:none;stroke-width:2}
-.dot{stroke:var(--bg);stroke-width:2}.hover{fill:transparent}.hover:hover{fill:var(--soft)}
+.dot{stroke:var(--bg);stroke-width:2}.cell{fill:var(--c0)}.hover{fill:transparent}.hover:hover{fill:var(--soft)}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;width:100%}
 th{text-align:left;color:var(--soft);font-weight:600}
 th,td{padding:.35rem .8rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top}

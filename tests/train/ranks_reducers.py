@@ -51,7 +51,10 @@ def new_run(mesh: Mesh, folder: Path | None = None, method: str = "") -> Run:
 
 
 def fit(run: Run, method: str, steps: int, checkpoints: Path | None = None) -> CompressedReducer:
-    reducer = CompressedReducer(run.model, run.mesh, parse_compressor(method), clip=0.5, compare_every=2)
+    """`method` may name a selector: topk:0.05+hyper."""
+    name, _, selector = method.partition("+")
+    chosen_by: Any = {"selector": selector or "uniform"}
+    reducer = CompressedReducer(run.model, run.mesh, parse_compressor(name), clip=0.5, compare_every=2, **chosen_by)
     kept = None if checkpoints is None else Checkpointer(checkpoints, every=3)
     rows, rate = MaskedRows(run.mesh), constant(1e-2)
     train(run, rows, CrossEntropy(), steps=steps, schedule=rate, log_every=1, reducer=reducer, checkpointer=kept)
@@ -214,7 +217,7 @@ def check_measuring(mesh: Mesh) -> None:
     assert all((pairs.latency_ms[i][j] > 0) == (i != j) == (pairs.mbit[i][j] > 0) for i in range(4) for j in range(4))
     said: list[str] = []
     reducer = build_reducer(
-        ReducerConfig("auto", "lossy"), new_run(mesh).model, mesh, clip=1.0, seed=0, say=said.append
+        ReducerConfig("auto", allow="lossy"), new_run(mesh).model, mesh, clip=1.0, seed=0, say=said.append
     )
     assert isinstance(reducer, CompressedReducer)
     names = [None] * 4
@@ -228,7 +231,7 @@ def main() -> None:
     four, two = open_mesh(FOUR, "cpu"), open_mesh(TWO_BY_TWO, "cpu")
     for method in ("plain", "int8", "terngrad", "topk:0.05", "arc-topk:0.05", "powersgd:2", "demo"):
         check_against_emulation(four, method)
-    for method in ("powersgd:2", "demo"):
+    for method in ("powersgd:2", "topk:0.05+hyper"):
         check_resume(four, folder, method)
     check_other_mesh(four, two, folder)
     check_errors(four)

@@ -162,6 +162,9 @@ class Reducer(Stateful, Protocol):
 
     def __call__(self, model: nn.Module) -> None: ...
 
+    def observe(self, loss: Tensor) -> None:
+        """This rank's part of the step's loss, before __call__; on the device."""
+
     def scalars(self) -> dict[str, float]:
         """What goes into a line of metrics, over the steps since the last one."""
         return {}

@@ -86,6 +86,7 @@ def train(
             micros = [m.to(run.mesh.device) for m in data.step(run.step)]
             count = _global_count(run.mesh, objective, micros)
             loss = forward_backward(run.model, objective, micros, count)
+            reducer.observe(loss / count)
             reducer(run.model)
             norm = clip_gradients(
                 run.model.parameters(), 0.0 if reducer.clips else clip, partial(watch.see, run.step + 1)

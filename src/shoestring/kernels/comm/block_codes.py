@@ -37,9 +37,9 @@ def encode_blocks_ref(
         unit = x / torch.where(most > 0, most, 1.0)
         most = (most * unit.square().sum(-1, keepdim=True).sqrt()).clamp(max=HUGE)
     scale = most / LEVELS[bits]
-    steps = x / torch.where(scale > 0, scale, 1.0)
-    codes = steps.round() if noise is None else (steps + noise.unflatten(1, (-1, block))).floor()
-    codes = torch.where(scale > 0, codes.clamp(-LEVELS[bits], LEVELS[bits]), 0.0).to(torch.int8)
+    steps = x / torch.where(scale > 0, scale, torch.inf)  # blocks of tiny values get codes of 0
+    steps = steps.round_() if noise is None else steps.add_(noise.unflatten(1, (-1, block))).floor_()
+    codes = steps.clamp_(-LEVELS[bits], LEVELS[bits]).to(torch.int8)
     return torch.cat([_pack(codes, bits).flatten(1), scale.flatten(1).contiguous().view(torch.uint8)], dim=1)
 
 
@@ -47,7 +47,7 @@ def decode_blocks_ref(wire_RB: Tensor, num: int, bits: int, block: int) -> Tenso
     cut = num_code_bytes(num, bits)
     scale = wire_RB[:, cut:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     codes = _unpack(wire_RB[:, :cut].unflatten(1, (-1, num_code_bytes(block, bits))), bits)
-    return (codes.float() * scale[..., None]).flatten(1)
+    return codes.float().mul_(scale[..., None]).flatten(1)
 
 
 def encode_blocks(rows_RN: Tensor, bits: int, block: int, *, norm: str = "max", noise: Tensor | None = None) -> Tensor:

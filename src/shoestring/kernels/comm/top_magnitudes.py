@@ -26,6 +26,9 @@ SPARE_ROOM, LARGEST_ROOM = 1024, 1 << 14  # values that are kept beside 2 k, and
 def top_magnitudes_ref(rows_RN: Tensor, k: int) -> Tensor:
     size = rows_RN.abs()
     threshold = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    chosen = size >= threshold
+    if bool((chosen.sum(1) == k).all()):  # no value is as large as the last one
+        return chosen.nonzero()[:, 1].view(-1, k)
     chosen = size > threshold
     missing = k - chosen.sum(1, keepdim=True)
     equal = size == threshold

@@ -43,6 +43,7 @@ from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import SCHEDULES
 from shoestring.train.publish import open_publish
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer, check_reducer
+from shoestring.train.reducers.plan_log import report_sections
 from shoestring.train.shards import CorpusConfig, load_corpus
 from shoestring.train.step import Hook, Run
 from shoestring.train.trainer import train
@@ -52,7 +53,7 @@ EVAL_TOKENS = 100_000  # of the validation split, for the perplexity at the end
 # checkpoint has a fingerprint of the corpus.
 DECIDING = (
     *("size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "act"),
-    *("vocab_size", "batch", "context", "seed", "reducer"),
+    *("vocab_size", "batch", "context", "seed", "reducer", "selector"),
 )
 
 
@@ -158,7 +159,7 @@ def pretrain(
                 steps=cfg.steps,
                 schedule=SCHEDULES[cfg.schedule](cfg.lr, warmup=cfg.warmup, steps=cfg.steps),
                 hooks=[*make_hooks(model, mesh, data), publish],
-                reducer=build_reducer(cfg, model, mesh, clip=cfg.clip, seed=cfg.seed, say=log.say),
+                reducer=build_reducer(cfg, model, mesh, clip=cfg.clip, seed=cfg.seed, say=log.say, folder=folder),
                 clip=cfg.clip,
                 checkpointer=checkpointer,
                 log_every=cfg.log_every,
@@ -177,6 +178,6 @@ def pretrain(
             text = corpus.val.head(EVAL_TOKENS) if len(corpus.val) > 1 else None
             row = evaluate_row(trained, folder.name, text, f"{cfg.data} (validation)", context=cfg.context)
             log.evaluated(**row)
-            pretraining.report_training(recipe, log, trained.spec, plots(folder), commands)
+            pretraining.report_training(recipe, log, trained.spec, [*plots(folder), *report_sections(folder)], commands)
     mesh.close()
     return folder

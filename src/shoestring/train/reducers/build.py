@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.plain import SumReducer
 from shoestring.train.reducers.rounds import Link
+from shoestring.train.reducers.selectors import SelectorName
 from shoestring.train.step import Reducer
 
 
@@ -32,6 +34,12 @@ class ReducerConfig:
         "how gradients are summed over mesh.replica: plain, bf16, int8, int4, terngrad, qsgd, topk:0.01, "
         "arc-topk:0.01, powersgd:4 or demo; auto measures the link and takes the fastest",
     )
+    selector: SelectorName = option(
+        "uniform", "which layer is sent how, with reducer=topk: all alike, whole layers in turn, by errors, or learned"
+    )
+    budget_mb: float | None = option(
+        None, "megabytes a replica may send per step for the selected layers; none: what reducer= alone would", least=0
+    )
     allow: Literal["close", "lossy"] = option(
         "close", "what reducer=auto may take: close to the plain loss (plain, bf16, int8, int4), or also topk, powersgd"
     )
@@ -41,6 +49,12 @@ def check_reducer(cfg: ReducerConfig, mesh: MeshConfig) -> None:
     """UserError for settings that cannot work, before anything is read."""
     if cfg.allow != "close" and cfg.reducer != "auto":
         raise UserError(f"allow={cfg.allow} is for reducer=auto; with reducer={cfg.reducer} leave it out")
+    if cfg.selector != "uniform" and cfg.reducer.partition(":")[0] != "topk":
+        raise UserError(
+            f"selector={cfg.selector} chooses among shares of Top-K: give reducer=topk:0.01, not {cfg.reducer}"
+        )
+    if cfg.budget_mb is not None and cfg.selector == "uniform":
+        raise UserError(f"budget_mb={cfg.budget_mb:g} is for a selector: give selector=l-greco, or leave it out")
     if cfg.reducer == "plain":
         return
     if cfg.reducer != "auto":
@@ -60,11 +74,16 @@ def build_reducer(
     clip: float,
     seed: int,
     say: Callable[[str], None] = lambda text: None,
+    folder: Path | None = None,
 ) -> Reducer:
+    """`folder`: of the run, for the plans of a selector."""
     if cfg.reducer == "plain":
         return SumReducer(mesh)
     compressor = _measured(cfg, model, mesh, say) if cfg.reducer == "auto" else parse_compressor(cfg.reducer)
-    return CompressedReducer(model, mesh, compressor, clip=clip, seed=seed, say=say)
+    chosen_by: dict[str, Any] = {"selector": cfg.selector, "folder": folder}
+    if cfg.budget_mb is not None:
+        chosen_by["budget"] = cfg.budget_mb * 1e6
+    return CompressedReducer(model, mesh, compressor, clip=clip, seed=seed, say=say, **chosen_by)
 
 
 def _measured(cfg: ReducerConfig, model: nn.Module, mesh: Mesh, say: Callable[[str], None]) -> Compressor:

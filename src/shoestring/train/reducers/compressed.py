@@ -16,6 +16,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +34,11 @@ from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad, first_difference, tensor_hash
 from shoestring.train.reducers.methods import for_tensor
+from shoestring.train.reducers.plan_log import PlanLog
 from shoestring.train.reducers.quantizers import PLAIN
 from shoestring.train.reducers.rounds import Link
+from shoestring.train.reducers.selected import SelectedCompression
+from shoestring.train.reducers.selectors import SelectorName
 from shoestring.train.step import Reducer, Run
 
 COMPARE_EVERY = 100  # steps between comparisons of the replicas' weights
@@ -53,8 +57,12 @@ class CompressedReducer(Reducer, Relaid):
         clip: float = 0.0,
         seed: int = 0,
         compare_every: int = COMPARE_EVERY,
+        selector: SelectorName = "uniform",
+        budget: float | None = None,
+        folder: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`budget` and `folder` are for a selector: bytes per step, and where its plans are logged."""
         if mesh.replica == 1:
             raise UserError(f"reducer={compressor.name} sums gradients over replicas, and this mesh has one")
         self.mesh, self.compressor, self.compare_every = mesh, compressor, compare_every
@@ -65,7 +73,18 @@ class CompressedReducer(Reducer, Relaid):
         self.steps = 0
         self.params = {name: p for p, name in parameter_names(model).items() if p.requires_grad}
         chosen = choose(compressor, model, self.params)
-        self.compression = Compression(chosen, rank=self.link.rank, size=self.link.size, seed=seed)
+        where: dict[str, Any] = {"rank": self.link.rank, "size": self.link.size, "seed": seed}
+        self.compression = Compression(chosen, **where)
+        self.selected: SelectedCompression | None = None
+        if selector != "uniform":
+            shapes = {name: local(p).shape for name, p in self.params.items()}
+            log = PlanLog(folder if mesh.is_main else None)
+            self.selected = SelectedCompression(
+                chosen, wanted=compressor, shapes=shapes, selector=selector, budget=budget, on_plan=log.add, **where
+            )
+            log.begin(self.selected.layers, [c.name for c in self.selected.options])
+            self.compression = self.selected
+        self.selector_name = selector
         self.residuals = {n: _residual(self.params[n]) for n, c in chosen.items() if c.feedback}
         self.compression.residuals = {name: local(r) for name, r in self.residuals.items()}
         for name, c in chosen.items():
@@ -101,6 +120,10 @@ class CompressedReducer(Reducer, Relaid):
         self.steps += 1
         self._meter.add(self.link.sent_bytes - before, time.perf_counter() - began)
 
+    def observe(self, loss: Tensor) -> None:
+        if self.selected is not None:
+            self.selected.loss = float(loss)
+
     def _check(self, params: Mapping[str, nn.Parameter]) -> None:
         names = list(params)
         compares = self.compare_every > 0 and self.steps % self.compare_every == 0
@@ -110,7 +133,7 @@ class CompressedReducer(Reducer, Relaid):
         shapes = [tuple(p.shape) for p in params.values()]
         equal = self.everyone.run(
             exchange_headers(
-                what=fingerprint(self.compressor, names, shapes),
+                what=fingerprint(self.compressor, self.selector_name, names, shapes),
                 step=self.steps,
                 bad=first_bad([local(p.grad) for p in params.values() if p.grad is not None]),
                 weights=0 if hashes is None else int(hashes.sum()),
@@ -156,7 +179,11 @@ class CompressedReducer(Reducer, Relaid):
         sent, share = self._meter.read()
         squares = [r.square().sum() for r in self.compression.residuals.values()]
         norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        extra = {}
+        if self.selected is not None:
+            extra["selector_ms"] = 1e3 * self.selected.selector_seconds / max(self.steps, 1)
         return {
+            **extra,
             "sent_mb": sent / 1e6,
             "compression": self.plain_bytes() / max(sent, 1.0),
             "reduce_share": share,
@@ -178,8 +205,11 @@ class CompressedReducer(Reducer, Relaid):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Tensors of state_dict() were filled in place; those of another number of replicas are added up."""
         self.steps = state["steps"]
-        kept = state["residual"]
-        if set(kept) == {_replica_key(self.link.rank)} and self._is_live(kept):
+        if self.selected is not None and self.selected.selector is not None:
+            (decided,) = state["selector"].values()
+            self.selected.selector.load_state_dict(decided)
+        kept = state.get("residual", {})
+        if not kept or self._is_live(kept):
             return
         for name, residual in self.residuals.items():
             total = local(residual).zero_()
@@ -187,16 +217,26 @@ class CompressedReducer(Reducer, Relaid):
                 total += local(part[name])
             total /= self.link.size
 
+    def _selector_state(self) -> dict[str, Any]:
+        """Of the rank that decides; others have none."""
+        if self.selected is None or self.selected.selector is None:
+            return {}
+        return self.selected.selector.state_dict()
+
     def _is_live(self, kept: dict[str, dict[str, Tensor]]) -> bool:
         return all(t is self.residuals[n] for part in kept.values() for n, t in part.items())
 
     def _state(self, by_replica: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Empty parts are left out: a run that is resumed with another method need not have them."""
         place = f"private@dp{self.mesh.dp_rank % self.mesh.dp}-tp{self.mesh.tp_rank}"  # the same on all replicas
-        return {
-            "steps": self.steps,
-            "residual": {_replica_key(i): dict(tensors) for i, tensors in by_replica.items()},
-            "memory": {place: {n: dict(m) for n, m in self.compression.memories.items() if m}},
-        }
+        memory = {n: dict(m) for n, m in self.compression.memories.items() if m}
+        residual = {_replica_key(i): dict(tensors) for i, tensors in by_replica.items() if tensors}
+        selector = self._selector_state()
+        state: dict[str, Any] = {"steps": self.steps}
+        state |= {"residual": residual} if residual else {}
+        state |= {"memory": {place: memory}} if memory else {}
+        state |= {"selector": {f"{place}-selector": selector}} if selector else {}
+        return state
 
 
 class _Meter:

@@ -85,4 +85,4 @@ def to_rows(x: Tensor, num_rows: int, block: int) -> Tensor:
     flat = x.reshape(-1)
     per_row = -(-flat.numel() // (num_rows * block)) * block
     padding = num_rows * per_row - flat.numel()
-    return torch.nn.functional.pad(flat, (0, padding)).view(num_rows, per_row)
+    return (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(num_rows, per_row)

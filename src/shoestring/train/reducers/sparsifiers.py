@@ -47,22 +47,29 @@ class TopKSparsifier(Compressor):
         return torch.cat([BF16.encode(torch.cat(values)), as_bytes(index_K)])
 
     def decode(self, wire: Tensor, num: int) -> Tensor:
+        index, values = self.places(wire, num)
+        return torch.zeros(num, device=wire.device).scatter_(0, index, values)
+
+    def places(self, wire: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """(where, what): no place twice."""
         half = wire.numel() // 2
         values = from_bytes(wire[:half], torch.bfloat16).float()
         index = from_bytes(wire[half:], torch.int16).long() + (1 << 15)
         full, k_full = divmod(num, MAX_ROW)[0], self._k(MAX_ROW)
         index[: full * k_full] += torch.arange(full, device=wire.device).repeat_interleave(k_full) * MAX_ROW
         index[full * k_full :] += full * MAX_ROW
-        return torch.zeros(num, device=wire.device).scatter_(0, index, values)
+        return index, values
 
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
         wire = self.encode(x)
-        error = x - self.decode(wire, x.numel()).view(x.shape)
-        answers = yield ToAll(wire)
-        total = torch.zeros_like(x).view(-1)
-        for answer in answers:
-            total += self.decode(answer, x.numel())
-        return Sum(total.view(x.shape), error)
+        error = x.flatten().clone()
+        index, values = self.places(wire, x.numel())
+        error[index] -= values
+        total = torch.zeros_like(error)
+        for answer in (yield ToAll(wire)):
+            index, values = self.places(answer, x.numel())
+            total[index] += values
+        return Sum(total.view(x.shape), error.view(x.shape))
 
     def decoded(self, x: Tensor, at: At) -> Tensor:
         return self.decode(self.encode(x), x.numel()).view(x.shape)

@@ -1,0 +1,196 @@
+"""Compressed gradients: the loss after equal steps, for every method.
+
+    python -m benchmarks.communication_curves --seeds 3            about 15 minutes on two idle cores
+    python -m benchmarks.communication_curves --methods plain int8 --seeds 1
+    python -m benchmarks.communication_curves --methods topk:0.01 --selectors round-robin random l-greco hyper --seeds 5
+
+A model of width 128 with 4 layers and 512 tokens; 4 replicas with 64 tokens each; 500 steps of AdamW on Python sources.
+The replicas are in one process (`Replicas`): their gradients are computed one after the other and go through the same
+exchange that real links run. tests/train/ranks_reducers.py proves that real ranks get the same bits from it.
+
+The loss is that of fixed validation rows, every 25 steps. `final_loss` is the last one; `quality.curve` has all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.communication import BENCH, REPLICAS
+from benchmarks.results import record
+from shoestring.errors import as_command
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.model import Decoder, ModelSpec
+from shoestring.model.parallel import ParallelConfig
+from shoestring.runlog import RunLog
+from shoestring.state.optimizer import parameter_names
+from shoestring.train.data import TokenData
+from shoestring.train.gradients import clip_gradients
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.pretraining import build_model
+from shoestring.train.reducers import demo
+from shoestring.train.reducers.compressed import choose
+from shoestring.train.reducers.feedback import Compression
+from shoestring.train.reducers.methods import parse_compressor
+from shoestring.train.reducers.rounds import emulate
+from shoestring.train.reducers.selected import SelectedCompression
+from shoestring.train.shards import Corpus, CorpusConfig, load_corpus
+from shoestring.train.step import Micro, Objective, Reducer, Run
+from shoestring.train.trainer import train
+
+METHODS = (
+    *("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "topk:0.04", "arc-topk:0.04"),
+    *("powersgd:4", "demo"),
+)
+SELECTED = "topk:0.01"
+SELECTORS = ("round-robin", "random", "l-greco", "hyper")
+CONTEXT, CLIP, LR, DEMO_LR, EVERY, VAL_ROWS = 64, 1.0, 3e-3, 1e-3, 25, 32
+
+
+class Replicas(Reducer):
+    """Both the passes and the reducer of replicas in one process; micro-batch i of a step belongs to replica i."""
+
+    def __init__(self, model: nn.Module, method: str, *, clip: float, seed: int, selector: Any = "uniform") -> None:
+        compressor = parse_compressor(method)
+        params = {name: p for p, name in parameter_names(model).items()}
+        chosen = choose(compressor, model, params)
+        self.params = params
+        self.clips = compressor.feedback
+        self.clip = clip / math.sqrt(REPLICAS) if self.clips else 0.0
+        where = [{"rank": r, "size": REPLICAS, "seed": seed} for r in range(REPLICAS)]
+        self.members: list[Any] = [Compression(chosen, **w) for w in where]
+        if selector != "uniform":
+            shapes = {name: p.shape for name, p in params.items()}
+            self.members = [
+                SelectedCompression(chosen, wanted=compressor, shapes=shapes, selector=selector, **w) for w in where
+            ]
+        self.sent_bytes = 0
+        self.gradients: list[dict[str, Tensor]] = []
+        self.steps = 0
+
+    def begin(self, run: Run) -> None: ...
+
+    def compute(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> Tensor:
+        """Forward and backward passes, with a gradient for each replica."""
+        assert len(micros) == REPLICAS
+        self.gradients, loss = [], torch.zeros(())
+        for micro, member in zip(micros, self.members, strict=True):
+            model.zero_grad()
+            summed = objective(model, micro)
+            (summed / total).backward()
+            if self.clip:
+                clip_gradients(model.parameters(), self.clip)
+            self.gradients.append({n: p.grad.clone() for n, p in self.params.items() if p.grad is not None})
+            loss += summed.detach()
+            if isinstance(member, SelectedCompression):
+                member.loss = float(summed.detach() / total)
+        return loss
+
+    def __call__(self, model: nn.Module) -> None:
+        exchanges = [m.exchange(g, self.steps) for m, g in zip(self.members, self.gradients, strict=True)]
+        for name, total in emulate(exchanges)[0].items():
+            self.params[name].grad = total
+        first = self.members[0]
+        self.sent_bytes += first.sent_bytes({n: p.shape for n, p in self.params.items()})
+        self.sent_bytes += first.message_bytes() if isinstance(first, SelectedCompression) else 0
+        self.steps += 1
+
+
+class _Passes:
+    """The forward_backward slot of `train`, filled by Replicas.compute."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+
+    def begin(self, run: Run) -> None: ...
+
+    def __call__(self, model: nn.Module, objective: Objective, micros: list[Micro], total: Tensor | float) -> Tensor:
+        return self.replicas.compute(model, objective, micros, total)
+
+
+def new_model(mesh: Mesh, seed: int, vocab: int = 512) -> Decoder:
+    spec = ModelSpec(vocab, 128, 4, 4, 2, 32, 384, CONTEXT)
+    return build_model(spec, mesh, ParallelConfig(), seed=seed)
+
+
+def texts() -> Corpus:
+    return load_corpus(CorpusConfig(data="python", max_mb=20.0, vocab_size=512))
+
+
+def curve(
+    corpus: Corpus, method: str, seed: int, steps: int, selector: str = "uniform"
+) -> tuple[list[tuple[int, float]], float, Replicas]:
+    """(validation losses by step, seconds of a step, the replicas)."""
+    mesh = open_mesh(MeshConfig(), "cpu")
+    model = new_model(mesh, seed)
+    data = TokenData(corpus.train, context=CONTEXT, batch=REPLICAS, micro=1, seed=seed)
+    held_out = TokenData(corpus.val, context=CONTEXT, batch=VAL_ROWS).step(0)
+    is_demo = method.startswith("demo")
+    lr = DEMO_LR if is_demo else LR
+    optimizer: Any = demo.sgd(model, lr=lr, weight_decay=0.1) if is_demo else adamw(model, lr=lr)
+    losses: list[tuple[int, float]] = []
+
+    @torch.no_grad()
+    def evaluate(run: Run) -> dict[str, float]:
+        loss = sum(float(CrossEntropy()(run.model, m)) for m in held_out) / sum(m.num_counted for m in held_out)
+        losses.append((run.step, round(loss, 5)))
+        return {}
+
+    replicas = Replicas(model, method, clip=CLIP, seed=seed, selector=selector)
+    began = time.perf_counter()
+    train(
+        Run(model, optimizer, mesh, RunLog(None, quiet=True)),
+        data,
+        CrossEntropy(),
+        steps=steps,
+        schedule=warmup_cosine(lr, warmup=50, steps=steps),
+        reducer=replicas,
+        clip=CLIP,
+        evaluate=evaluate,
+        eval_every=EVERY,
+        forward_backward=_Passes(replicas),
+    )
+    return losses, (time.perf_counter() - began) / steps, replicas
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="what follows reducer=")
+    parser.add_argument("--selectors", nargs="*", default=(), choices=SELECTORS, help=f"with reducer={SELECTED}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500)
+    args = parser.parse_args()
+    for method in args.methods:
+        parse_compressor(method)
+    torch.set_num_threads(1)
+    corpus = texts()
+    for seed in range(args.seeds):
+        plain = None
+        cases = [(m, "uniform") for m in dict.fromkeys(["plain", *args.methods])]
+        cases += [(SELECTED, s) for s in args.selectors]
+        for method, selector in cases:
+            losses, seconds, replicas = curve(corpus, method, seed, args.steps, selector)
+            final = losses[-1][1]
+            plain = final if plain is None else plain
+            record(
+                bench=BENCH, case=method if selector == "uniform" else f"{method}, {selector}", metric="final_loss",
+                unit="nats", samples=[final], baseline="plain", baseline_value=plain, ratio=plain / final,
+                quality={"curve": losses, "sent_mb": round(replicas.sent_bytes / args.steps / 1e6, 4)},
+                config={"method": method, "selector": selector, "replicas": REPLICAS, "seed": seed,
+                        "steps": args.steps, "tokens": CONTEXT * REPLICAS},
+            )  # fmt: skip
+            worse = final / plain - 1
+            print(
+                f"seed {seed} {method:14} {selector:12} {final:.4f} ({worse:+.2%}), {seconds * 1e3:.0f} ms a step",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    as_command(main)

@@ -1,0 +1,249 @@
+"""Compressed gradients: step times of four replicas over shaped links, with the bytes that their interfaces count.
+
+    python -m benchmarks.communication_links                 as root on Linux; about 10 minutes on two idle cores
+    python -m benchmarks.communication_links --mbit 100 --methods plain int8
+
+Each replica is a process in a network namespace of its own. A bridge joins them, and `tc tbf` limits what each may
+send. The model and the batch are those of communication_curves. `step_ms` is the median of up to 8 steps; bytes are
+what the interface of rank 0 sent per step, headers of TCP included. `auto` lines name what was chosen and what the
+probe cost. The peer is DDP with torch's PowerSGD hook.
+
+Where communication_curves has recorded losses, `time_to_loss` follows: steps to the loss that `plain` has at the end
+(1% more counts as reached), times the step time. Its ratio is against plain at the same speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.communication import BENCH, REPLICAS
+from benchmarks.communication_curves import CLIP, CONTEXT, LR, new_model
+from benchmarks.results import newest, record
+from shoestring.errors import UserError, as_command
+from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.train.objectives import CrossEntropy
+from shoestring.train.optim import adamw
+from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer
+from shoestring.train.reducers.compressed import CompressedReducer
+from shoestring.train.step import Micro
+
+METHODS = ("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "arc-topk:0.04", "powersgd:4", "demo")
+PEER, AUTO = "torch PowerSGD hook", "auto"
+SPEEDS = (10, 100, 1000)
+STEPS, WARMUP, LONGEST_S = 8, 2, 25.0
+BRIDGE, NAME = "shoebr", "shoe"
+REACHED = 1.01  # of plain's final loss
+
+
+# -- namespaces -----------------------------------------------------------------------------------------------
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"`ip {' '.join(words)}` failed ({done.stderr.strip()}); this bench needs root on Linux")
+
+
+@contextmanager
+def namespaces(mbit: int) -> Iterator[None]:
+    """shoe0 ... with one interface each at 10.77.0.1 ..., which sends at most so many Mbit/s."""
+    remove()
+    try:
+        ip("link", "add", BRIDGE, "type", "bridge")
+        ip("link", "set", BRIDGE, "up")
+        for r in range(REPLICAS):
+            space, inside, outside = f"{NAME}{r}", f"{NAME}v{r}", f"{NAME}b{r}"
+            ip("netns", "add", space)
+            ip("link", "add", inside, "type", "veth", "peer", "name", outside)
+            ip("link", "set", inside, "netns", space)
+            ip("link", "set", outside, "master", BRIDGE)
+            ip("link", "set", outside, "up")
+            ip("-n", space, "addr", "add", f"10.77.0.{r + 1}/24", "dev", inside)
+            ip("-n", space, "link", "set", inside, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            burst = f"{max(32, mbit * 2)}kb"
+            shape = ["tc", "qdisc", "add", "dev", inside, "root", "tbf"]
+            subprocess.run(
+                ["ip", "netns", "exec", space, *shape, "rate", f"{mbit}mbit", "burst", burst, "latency", "100ms"],
+                check=True,
+            )
+        yield
+    finally:
+        remove()
+
+
+def remove() -> None:
+    for r in range(REPLICAS):
+        subprocess.run(["ip", "netns", "del", f"{NAME}{r}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{NAME}b{r}"], capture_output=True)
+    subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+
+
+def on_replicas(mbit: int, methods: list[str]) -> list[dict[str, Any]]:
+    """Start a worker in each namespace; what rank 0 measured."""
+    with namespaces(mbit):
+        workers = []
+        for r in range(REPLICAS):
+            env = {
+                **os.environ,
+                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": str(REPLICAS), "RANK": str(r)},
+                **{"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": f"{NAME}v{r}", "OMP_NUM_THREADS": "1"},
+            }
+            command = [sys.executable, "-m", "benchmarks.communication_links", "--worker", "--methods", *methods]
+            out = subprocess.PIPE if r == 0 else None
+            inside = ["ip", "netns", "exec", f"{NAME}{r}"]
+            workers.append(subprocess.Popen([*inside, *command], env=env, stdout=out, text=True))
+        said = workers[0].communicate()[0]
+        codes = [w.wait() for w in workers]
+    if any(codes):
+        raise UserError(f"workers ended with {codes} at {mbit} Mbit/s; their own lines say why")
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+# -- a worker -------------------------------------------------------------------------------------------------
+
+
+def sent_by_interface() -> int:
+    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
+
+
+def one_micro(rank: int, step: int) -> Micro:
+    stream = torch.randint(0, 512, (1, CONTEXT + 1), generator=torch.Generator().manual_seed(step * REPLICAS + rank))
+    return Micro(stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), torch.arange(CONTEXT)[None])
+
+
+def prepared(mesh: Mesh, method: str) -> tuple[Callable[[int], None], dict[str, Any]]:
+    """A function that takes a training step, and what to say about it."""
+    model: nn.Module = new_model(mesh, seed=0)
+    about: dict[str, Any] = {}
+    if method == PEER:
+        model = DistributedDataParallel(model)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer: torch.optim.Optimizer = adamw(model, lr=LR)
+        reduce: Callable[[nn.Module], None] = lambda model: None  # noqa: E731
+    else:
+        settings = ReducerConfig(method)
+        mesh.barrier()
+        began = time.perf_counter()
+        reducer = build_reducer(settings, model, mesh, clip=CLIP, seed=0)
+        about["probe_ms"] = 1e3 * (time.perf_counter() - began)
+        if isinstance(reducer, CompressedReducer):
+            about["chosen"] = reducer.compressor.name
+        optimizer = build_optimizer(settings, model, lr=LR, weight_decay=0.1)
+        reduce = reducer
+
+    def step(number: int) -> None:
+        (CrossEntropy()(model, one_micro(mesh.rank, number)) / (CONTEXT * REPLICAS)).backward()
+        reduce(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, about
+
+
+def work(methods: list[str]) -> None:
+    torch.set_num_threads(1)
+    mesh = open_mesh(MeshConfig(replica=REPLICAS, timeout_s=300), "cpu")
+    for method in methods:
+        step, about = prepared(mesh, method)
+        times, sent, began = [], [], time.perf_counter()
+        for number in range(WARMUP + STEPS):
+            mesh.barrier()
+            before, at = sent_by_interface(), time.perf_counter()
+            step(number)
+            times.append(time.perf_counter() - at)
+            mesh.barrier()
+            sent.append(sent_by_interface() - before)
+            # All ranks must stop together.
+            if mesh.any(number >= WARMUP and time.perf_counter() - began > LONGEST_S):
+                break
+        if mesh.is_main:
+            line = {"method": method, "times": times[WARMUP:], "sent": statistics.median(sent[WARMUP:]), **about}
+            print(json.dumps(line), flush=True)
+    mesh.close()
+
+
+# -- the bench ------------------------------------------------------------------------------------------------
+
+
+def measure(speeds: list[int], methods: list[str]) -> None:
+    for mbit in speeds:
+        found = on_replicas(mbit, methods)
+        plain = next((statistics.median(f["times"]) for f in found if f["method"] == "plain"), None)
+        plain_sent = next((f["sent"] for f in found if f["method"] == "plain"), None)
+        for f in found:
+            took = statistics.median(f["times"])
+            quality = {"sent_mb": round(f["sent"] / 1e6, 4)}
+            if plain_sent:
+                quality["compression"] = round(plain_sent / f["sent"], 2)
+            if f["method"] == AUTO:
+                quality |= {"chosen": f["chosen"], "probe_ms": round(f["probe_ms"], 1)}
+            record(
+                bench=BENCH, case=f["method"], metric="step_ms", unit="ms", samples=[1e3 * t for t in f["times"]],
+                baseline="plain", baseline_value=1e3 * plain if plain else None, ratio=plain / took if plain else None,
+                quality=quality, config={"method": f["method"], "mbit": mbit, "replicas": REPLICAS, "model": "d128 L4"},
+            )  # fmt: skip
+            gain = f", {plain / took:.2f}x of plain" if plain else ""
+            print(f"{mbit:5} Mbit/s {f['method']:20} {1e3 * took:8.1f} ms{gain}, {quality}", flush=True)
+    record_times_to_loss()
+
+
+def record_times_to_loss() -> None:
+    lines = newest(BENCH)
+    curves = {(n["case"], n["config"]["seed"]): n["quality"]["curve"] for n in lines if n["metric"] == "final_loss"}
+    steps_ms = {(n["case"], n["config"]["mbit"]): n["value"] for n in lines if n["metric"] == "step_ms"}
+    for (case, seed), curve in curves.items():
+        plain = curves.get(("plain", seed))
+        if plain is None:
+            continue
+        wanted = REACHED * plain[-1][1]
+        mine, theirs = steps_to(curve, wanted), steps_to(plain, wanted)
+        for (timed, mbit), ms in steps_ms.items():
+            if timed != case or ("plain", mbit) not in steps_ms or mine is None or theirs is None:
+                continue
+            whole = theirs * steps_ms["plain", mbit] / 1e3
+            record(
+                bench=BENCH, case=case, metric="time_to_loss", unit="s", samples=[mine * ms / 1e3], baseline="plain",
+                baseline_value=whole, ratio=whole / (mine * ms / 1e3),
+                quality={"steps": mine, "loss": round(wanted, 4)},
+                config={"method": case, "selector": "uniform", "mbit": mbit, "replicas": REPLICAS, "seed": seed},
+            )  # fmt: skip
+
+
+def steps_to(curve: list[list[float]], wanted: float) -> int | None:
+    return next((int(step) for step, loss in curve if loss <= wanted), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=int, nargs="+", default=SPEEDS, help="speeds of the links")
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, AUTO, PEER], help="what follows reducer=, and peers")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.methods)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    measure(args.mbit, args.methods)
+
+
+if __name__ == "__main__":
+    as_command(main)

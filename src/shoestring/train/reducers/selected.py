@@ -1,0 +1,129 @@
+"""Compression whose options are chosen per layer and step by a selector (selectors.py) on rank 0.
+
+A step begins with one small message: the features of every replica, its loss, and rank 0's plan, one byte per layer.
+Then each layer is exchanged by its option. After it, rank 0 makes the next plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.train.reducers.compressor import Compressor
+from shoestring.train.reducers.feedback import Compression
+from shoestring.train.reducers.hyper import Hyper
+from shoestring.train.reducers.rounds import Exchange, ToAll, as_bytes, from_bytes
+from shoestring.train.reducers.selectors import (
+    NUM_FEATURES,
+    Facts,
+    LGreco,
+    RandomLayers,
+    RoundRobin,
+    Selector,
+    SelectorName,
+    check_budget,
+    option_grid,
+)
+
+
+class SelectedCompression(Compression):
+    def __init__(
+        self,
+        compressors: Mapping[str, Compressor],
+        *,
+        wanted: Compressor,
+        shapes: Mapping[str, torch.Size],
+        selector: SelectorName,
+        rank: int,
+        size: int,
+        seed: int = 0,
+        budget: float | None = None,
+        on_plan: Callable[[int, list[int]], None] = lambda step, plan: None,
+    ) -> None:
+        """`budget`: bytes that a replica may send in a step for the layers that are compressed by `wanted`; None: as
+        many as `wanted` would take for all of them."""
+        super().__init__(compressors, rank=rank, size=size, seed=seed)
+        self.layers = [n for n, c in compressors.items() if c == wanted]
+        self.options = option_grid(wanted)
+        self.loss = math.nan  # of this replica in this step
+        self.selector_seconds = 0.0
+        self.on_plan = on_plan
+        bytes_LC = np.array(
+            [[c.sent_bytes(shapes[n], size) for c in self.options] for n in self.layers], dtype=np.float64
+        )
+        if budget is None:
+            budget = float(sum(wanted.sent_bytes(shapes[n], size) for n in self.layers))
+        check_budget(bytes_LC, budget, self.message_bytes())
+        self.budget = budget - self.message_bytes()
+        self.selector: Selector | None = None
+        if rank == 0:
+            self.selector = make_selector(selector, self.options, bytes_LC, self.budget, seed, self.layers)
+
+    def message_bytes(self) -> int:
+        """What the small message costs a replica."""
+        return (self.size - 1) * (4 * (NUM_FEATURES * len(self.layers) + 1) + len(self.layers))
+
+    def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
+        given = {n: self.with_residual(n, gradients[n]) for n in self.layers}
+        mine = torch.stack([_features(gradients[n], given[n]) for n in self.layers])
+        loss = torch.tensor([self.loss], device=mine.device)
+        plan = self._plan(step).to(mine.device)
+        answers = yield ToAll(torch.cat([as_bytes(mine.flatten()), as_bytes(loss), plan]))
+        chosen = answers[0, -len(self.layers) :].tolist()
+        for name, option in zip(self.layers, chosen, strict=True):
+            self.compressors[name] = self.options[option]
+        self.on_plan(step, chosen)
+        sums = yield from super().exchange(gradients, step)
+        if self.selector is not None:
+            began = time.perf_counter()
+            numbers = from_bytes(answers[:, : -len(self.layers)], torch.float32).double()
+            features = numbers[:, :-1].sum(0).view(-1, NUM_FEATURES).cpu().numpy()
+            total_L = torch.stack([sums[n].square().sum() for n in self.layers]).double().cpu().numpy()
+            # Replicas' losses are parts of the step's loss: they are divided by the count of the whole step.
+            self.selector.observe(Facts(step, *features.T, total_L, float(numbers[:, -1].sum())))
+            if self.selector.wants_errors(step):
+                self.selector.errors(step, self._errors(given, step))
+            self.selector_seconds += time.perf_counter() - began
+        return sums
+
+    def _plan(self, step: int) -> Tensor:
+        if self.selector is None:
+            return torch.zeros(len(self.layers), dtype=torch.uint8)
+        began = time.perf_counter()
+        plan = torch.from_numpy(self.selector.plan(step))
+        self.selector_seconds += time.perf_counter() - began
+        return plan
+
+    def _errors(self, given: Mapping[str, Tensor], step: int) -> np.ndarray:
+        return np.array(
+            [
+                [float((given[n] - c.decoded(given[n], self.at(n, step))).square().sum()) for c in self.options]
+                for n in self.layers
+            ]
+        )
+
+
+def make_selector(
+    name: SelectorName,
+    options: Sequence[Compressor],
+    bytes_LC: np.ndarray,
+    budget: float,
+    seed: int,
+    layers: Sequence[str],
+) -> Selector:
+    if name == "hyper":
+        kinds = [n.split(".")[-2] if "." in n else n for n in layers]
+        known = list(dict.fromkeys(kinds))
+        return Hyper(options, bytes_LC, budget, seed, [known.index(k) for k in kinds])
+    kind = {"round-robin": RoundRobin, "random": RandomLayers, "l-greco": LGreco}[name]
+    return kind(options, bytes_LC, budget, seed)
+
+
+def _features(gradient: Tensor, given: Tensor) -> Tensor:
+    g = gradient.float()
+    return torch.stack([g.square().sum(), given.square().sum(), (g * given).sum()])

@@ -1,0 +1,154 @@
+"""Selectors: the budget holds, layers are not forgotten, nothing is lost, and the network learns."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shoestring.errors import UserError
+from shoestring.mesh import MeshConfig
+from shoestring.train.reducers.build import ReducerConfig, check_reducer
+from shoestring.train.reducers.hyper import IMITATE, Hyper
+from shoestring.train.reducers.plan_log import PlanLog, heat_map
+from shoestring.train.reducers.rounds import emulate
+from shoestring.train.reducers.selected import SelectedCompression
+from shoestring.train.reducers.selectors import MAX_STALENESS, Facts, least_error
+from shoestring.train.reducers.sparsifiers import TopKSparsifier
+
+WANTED = TopKSparsifier(0.02)
+SHAPES = {f"blocks.{i}.{k}.weight": torch.Size(s) for i in range(3) for k, s in (("q", (48, 64)), ("up", (96, 64)))}
+NAMES: Any = ("round-robin", "random", "l-greco", "hyper")
+
+
+def members(selector: Any, **options: Any) -> list[SelectedCompression]:
+    given = {"wanted": WANTED, "shapes": SHAPES, "selector": selector, "size": 2, **options}
+    return [SelectedCompression(dict.fromkeys(SHAPES, WANTED), rank=r, **given) for r in range(2)]
+
+
+def gradients(step: int, replica: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(2 * step + replica)
+    return {n: torch.randn(s, generator=g) * (1 + 5 * (i == 1)) for i, (n, s) in enumerate(SHAPES.items())}
+
+
+@pytest.mark.parametrize("selector", NAMES)
+def test_budget_staleness_and_telescoping(selector: Any) -> None:
+    replicas = members(selector)
+    budget = replicas[0].budget
+    uniform = sum(WANTED.sent_bytes(s, 2) for s in SHAPES.values())
+    assert budget + replicas[0].message_bytes() == uniform
+    given = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    got = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    spent, age = 0.0, dict.fromkeys(SHAPES, 0)
+    num_steps = 70
+    for step in range(num_steps):
+        grads = [gradients(step, r) for r in range(2)]
+        for r in replicas:
+            r.loss = 1 / (1 + step)
+        sums = emulate([c.exchange(g, step) for c, g in zip(replicas, grads, strict=True)])
+        plan = replicas[0].compressors
+        assert plan == replicas[1].compressors
+        spent += sum(plan[n].sent_bytes(s, 2) for n, s in SHAPES.items())
+        assert spent <= budget * (step + 1) + 1e-6
+        for n in SHAPES:
+            age[n] = 0 if plan[n].name != "skip" else age[n] + 1
+            assert age[n] < 2 * MAX_STALENESS
+            given[n] += grads[0][n] + grads[1][n]
+            got[n] += sums[0][n]
+    assert spent > 0.6 * budget * num_steps
+    for n in SHAPES:
+        left = given[n] - got[n] - sum(r.residuals[n] for r in replicas)
+        assert left.norm() < 1e-5 * given[n].norm()
+
+
+def test_the_programme_finds_the_best_of_all_plans() -> None:
+    rng = np.random.default_rng(0)
+    error, size = rng.random((4, 3)), rng.integers(1, 60, (4, 3)).astype(float)
+    size[:, 0] = 0
+    nobody = np.zeros(4, dtype=bool)
+
+    def cost(plan: Any, table: np.ndarray) -> float:
+        return float(sum(table[i, c] for i, c in enumerate(plan)))
+
+    fits = [p for p in itertools.product(range(3), repeat=4) if cost(p, size) <= 80]
+    best = min(cost(p, error) for p in fits)
+    found = least_error(error, size, 80.0, nobody)
+    assert cost(found, size) <= 80
+    assert cost(found, error) == pytest.approx(best, rel=0.02)
+    assert (least_error(error, size, 200.0, ~nobody) > 0).all()
+
+
+def make_hyper(seed: int = 0) -> Hyper:
+    chosen = members("hyper", seed=seed)[0].selector
+    assert isinstance(chosen, Hyper)
+    return chosen
+
+
+def facts(step: int, loss: float = 1.0) -> Facts:
+    size = np.array([1.0, 30, 1, 1, 1, 1])
+    return Facts(step, size, 4 * size, size, size, loss)
+
+
+def test_the_network_learns_what_l_greco_does() -> None:
+    selector = make_hyper()
+    error = np.tile(np.array([1.0, 0.9, 0.8, 0.7, 0.1, 0.01]), (6, 1)) * np.array([1.0, 30, 1, 1, 1, 1])[:, None]
+    selector.errors(0, error)
+    for step in range(IMITATE + 1):
+        selector.observe(facts(step))
+    wanted = least_error(error, selector.bytes_LC, selector.budget, np.zeros(6, dtype=bool))
+    answers = selector.scores().argmax(1).numpy()
+    assert answers[1] == wanted[1]
+    assert (answers == wanted).mean() >= 0.5
+
+
+def test_a_loss_outside_its_band_sends_everything_once_and_is_paid_for() -> None:
+    selector = make_hyper()
+    for step in range(IMITATE + 30):
+        selector.observe(facts(step, loss=2.0 + 0.01 * (step % 2)))
+    carry = selector.carry
+    selector.observe(facts(IMITATE + 31, loss=50.0))
+    everything = selector.plan(IMITATE + 32)
+    assert {selector.options[c].name for c in everything} == {"int8"}
+    assert selector.carry < carry and selector.carry < 0
+    assert {selector.options[c].name for c in selector.plan(IMITATE + 33)} == {"skip"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_selector_goes_on_where_it_was(name: Any) -> None:
+    first, second = (members(name)[0].selector for _ in range(2))
+    assert first is not None and second is not None
+    for step in range(IMITATE + 5):
+        first.plan(step)
+        first.observe(facts(step, loss=3.0 / (step + 1)))
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    for step in range(IMITATE + 5, IMITATE + 40):
+        assert (first.plan(step) == second.plan(step)).all()
+        first.observe(facts(step, loss=1.0))
+        second.observe(facts(step, loss=1.0))
+
+
+def test_budgets_and_settings_that_cannot_work() -> None:
+    with pytest.raises(UserError, match="cannot be met"):
+        members("l-greco", budget=90.0)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"reducer": "int8", "selector": "hyper"}, "give reducer=topk"),
+        ({"reducer": "topk:0.01", "budget_mb": 1.0}, "is for a selector"),
+    ]
+    for settings, said in bad:
+        with pytest.raises(UserError, match=said):
+            check_reducer(ReducerConfig(**settings), MeshConfig(replica=2))
+
+
+def test_the_heat_map_shows_the_plans(tmp_path: Any) -> None:
+    log = PlanLog(tmp_path)
+    log.begin(["a", "b"], ["skip", "int8"])
+    for step in range(0, 40, 10):
+        log.add(step, [step % 20 // 10, 1])
+    (found,) = heat_map(tmp_path)
+    assert found.values == [[0.0, 1.0, 0.0, 1.0], [1.0] * 4]
+    assert "step 10: int8" in found.html()
+    assert heat_map(tmp_path / "nothing") == []
