@@ -56,13 +56,16 @@ CONTEXT, CLIP, LR, DEMO_LR, EVERY, VAL_ROWS = 64, 1.0, 3e-3, 1e-3, 25, 32
 class Replicas(Reducer):
     """Both the passes and the reducer of replicas in one process; micro-batch i of a step belongs to replica i."""
 
+    clips = True
+
     def __init__(self, model: nn.Module, method: str, *, clip: float, seed: int, selector: Any = "uniform") -> None:
         compressor = parse_compressor(method)
         params = {name: p for p, name in parameter_names(model).items()}
         chosen = choose(compressor, model, params)
         self.params = params
-        self.clips = compressor.feedback
-        self.clip = clip / math.sqrt(REPLICAS) if self.clips else 0.0
+        # For all methods alike, plain too: the global clip cuts more than the one per replica, which would be taken for
+        # a difference between methods.
+        self.clip = clip / math.sqrt(REPLICAS)
         where = [{"rank": r, "size": REPLICAS, "seed": seed} for r in range(REPLICAS)]
         self.members: list[Any] = [Compression(chosen, **w) for w in where]
         if selector != "uniform":
