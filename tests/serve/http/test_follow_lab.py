@@ -164,7 +164,7 @@ class Served:
             return json.loads(answer.read())["data"][0].get("weights", {}).get("step", -1)
 
     def text(self, prompt: str) -> str:
-        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
         request = urllib.request.Request(
             self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -199,7 +199,7 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
     started: list[Served] = [server]
     try:
         run = tmp_path / "run"
-        more = [f"init_from={base / 'model'}", "steps=500", "lr=0.003", "mesh.dp=2", "save_every=0", f"run={run}"]
+        more = [f"init_from={base / 'model'}", "steps=200", "lr=0.003", "mesh.dp=2", "save_every=0", f"run={run}"]
         publish = [f"publish={address}", "publish_every=20"]
         training = subprocess.Popen(
             command("run", "train/dense", *common, *more, *publish, ranks=2, port=free_port()), env=ENV
@@ -209,8 +209,8 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
         server = Served(served, address, tmp_path / "serve2.log", ranks=ranks)
         started.append(server)
         assert training.wait(240) == 0
-        wait_for(lambda: server.step() == 500, 60)
-        prompt = " ".join(words[:20])
+        wait_for(lambda: server.step() == 200, 60)
+        prompt = " ".join(words[:2])
         found = server.text(prompt)
         if form == "dense":
             want = run / "model"
@@ -219,7 +219,7 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
             pack = ["run", "shrink/rtn", f"model={run / 'model'}", f"format={form}", f"run={again}"]
             subprocess.run(command(*pack), env=ENV, check=True)
             want = again / "model"
-        args = ["generate", str(want), prompt, "--max-tokens", "24", "--temperature", "0", "--device", "cpu"]
+        args = ["generate", str(want), prompt, "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]
         plain = subprocess.run(command(*args), env=ENV, check=True, capture_output=True, text=True).stdout
         assert found.strip() and found.strip() in plain
     finally:

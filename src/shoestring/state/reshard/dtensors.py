@@ -25,7 +25,7 @@ def _placement(p: object, name: str) -> Placement:
 
     # Before torch 2.13 a _StridedShard is a Shard as well.
     if isinstance(p, _StridedShard):
-        return shard(p.dim, p.split_factor)
+        return shard(p.dim, int(p.split_factor))
     if isinstance(p, Shard):
         return shard(p.dim)
     if isinstance(p, Replicate):

@@ -68,7 +68,7 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, header: Mapping[str, Any], payload: Sequence[Tensor] = ()) -> None:
-        views = [memoryview(t.contiguous().reshape(-1).view(torch.uint8).numpy()) for t in payload]
+        views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in payload]
         body = dict(header)
         if views:
             crc = 0
@@ -94,13 +94,13 @@ class Channel:
     def receive_bytes(self, header: Mapping[str, Any], most: int) -> Tensor:
         fields = Fields(header, self.peer)
         data_N = torch.empty(fields.whole("num_bytes", least=0, most=most), dtype=torch.uint8)
-        view = memoryview(data_N.numpy())
+        view = data_N.numpy().data
         while len(view):
             num = self.sock.recv_into(view)
             if num == 0:
                 raise ConnectionError("the connection was closed in the middle of a transfer")
             view = view[num:]
-        if zlib.crc32(data_N.numpy()) != fields.whole("crc", least=0):
+        if zlib.crc32(data_N.numpy().data) != fields.whole("crc", least=0):
             raise UserError(f"a bucket from {self.peer} arrived damaged")
         return data_N
 
@@ -258,7 +258,7 @@ class SnapshotServer:
             while True:
                 self._answer(channel, Fields(channel.receive(), channel.peer))
         except (OSError, UserError, ValueError) as error:
-            if not isinstance(error, ConnectionError | TimeoutError):
+            if not (self._closed or isinstance(error, ConnectionError | TimeoutError)):
                 log.warning("a follower at %s was dropped: %s", channel.peer, error)
         finally:
             channel.close()

@@ -157,7 +157,7 @@ def unpack(
 def _checksum(data_N: Tensor) -> Tensor:
     """CRC-32 on the host. On a GPU, a sum of words weighted by odd numbers: an error in one word always shows."""
     if data_N.device.type == "cpu":
-        number = zlib.crc32(data_N.numpy())
+        number = zlib.crc32(data_N.numpy().data)
     else:
         words = torch.nn.functional.pad(data_N, (0, -len(data_N) % 4)).view(torch.int32).long()
         number = int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())

@@ -476,7 +476,7 @@ def layout_from_json(data: Any, where: str) -> Layout:
 
 
 def _pieces_to_json(pieces: Sequence[Piece]) -> list[list[Any]]:
-    return [[p.index, list(p.box.start), list(p.box.stop)] for p in pieces]
+    return [[p.number, list(p.box.start), list(p.box.stop)] for p in pieces]
 
 
 def _plan_from_json(data: Mapping[str, Any], where: str) -> ReshardPlan:
@@ -528,7 +528,7 @@ def check_complete(plan: ReshardPlan, where: str = "the plan") -> None:
     arrived: dict[tuple[int, int], list[Box]] = {}
     for rank, pieces in plan.copies:
         for p in pieces:
-            arrived.setdefault((p.index, rank), []).append(p.box)
+            arrived.setdefault((p.number, rank), []).append(p.box)
     held = [{rank for _, ranks in k.info.src.tiles(k.info.shape) for rank in ranks} for k in plan.classes]
     for t in plan.transfers:
         have = {t.sender}
@@ -537,12 +537,12 @@ def check_complete(plan: ReshardPlan, where: str = "the plan") -> None:
                 raise UserError(f"{where}: rank {a} hands on to {b} what it has not got, or what {b} has")
             have.add(b)
         for p in t.pieces:
-            if t.sender not in held[p.index]:
+            if t.sender not in held[p.number]:
                 raise UserError(
-                    f"{where}: rank {t.sender} sends {plan.classes[p.index].names[0]!r} and holds none of it"
+                    f"{where}: rank {t.sender} sends {plan.classes[p.number].names[0]!r} and holds none of it"
                 )
             for rank in t.receivers:
-                arrived.setdefault((p.index, rank), []).append(p.box)
+                arrived.setdefault((p.number, rank), []).append(p.box)
     for index, kind in enumerate(plan.classes):
         for box, ranks in kind.info.dst.tiles(kind.info.shape):
             for rank in ranks:

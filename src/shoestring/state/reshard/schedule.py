@@ -22,7 +22,7 @@ SCANS = 100  # of a round of the greedy schedule, at most
 SCAN_WORK = 150_000  # jobs looked at in all scans together: about 0.2 s
 LIST_WORK = 400_000  # the same for the list schedule by earliest start
 EXACT_JOBS = 12  # at most, for branch and bound
-EXACT_NODES = 60_000  # about 1 s
+EXACT_NODES = 30_000  # half a second to a second
 
 
 @dataclass(frozen=True)

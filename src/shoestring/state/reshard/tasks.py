@@ -47,7 +47,7 @@ class UnitTask(NamedTuple):
 class Piece(NamedTuple):
     """A box of every tensor of a class."""
 
-    index: int  # of the class
+    number: int  # of the class
     box: Box
 
 
@@ -126,7 +126,7 @@ def cut_bundle(bundle: Bundle, num: int, classes: Sequence[TensorClass]) -> list
     shares: list[list[Piece]] = [[] for _ in range(num)]
     for turn, piece in enumerate(bundle.pieces):
         for part, box in enumerate(cut_box(piece.box, num)):
-            shares[(part + turn) % num].append(Piece(piece.index, box))  # short pieces in turn
+            shares[(part + turn) % num].append(Piece(piece.number, box))  # short pieces in turn
     return [
         Bundle(bundle.senders, bundle.receivers, tuple(share), bytes_of(share, classes)) for share in shares if share
     ]
@@ -148,4 +148,4 @@ def cut_box(box: Box, num: int) -> list[Box]:
 
 
 def bytes_of(pieces: Iterable[Piece], classes: Sequence[TensorClass]) -> int:
-    return sum(p.box.size * classes[p.index].info.itemsize * len(classes[p.index].names) for p in pieces)
+    return sum(p.box.size * classes[p.number].info.itemsize * len(classes[p.number].names) for p in pieces)

@@ -101,10 +101,10 @@ class Timeline:
         height = len(rows) * (ROW + GAP) + 48
         marks = []
         for tick in nice_ticks(0.0, end):
-            x = f"{left + tick * scale:.1f}"
-            marks.append(f'<line class="grid" x1="{x}" x2="{x}" y1="8" y2="{height - 40}"/>')
+            at = f"{left + tick * scale:.1f}"
+            marks.append(f'<line class="grid" x1="{at}" x2="{at}" y1="8" y2="{height - 40}"/>')
             marks.append(
-                f'<text x="{x}" y="{height - 24}" text-anchor="middle">{in_seconds(tick) if tick else 0}</text>'
+                f'<text x="{at}" y="{height - 24}" text-anchor="middle">{in_seconds(tick) if tick else 0}</text>'
             )
         for place, name in enumerate(rows):
             y = 8 + place * (ROW + GAP)
@@ -122,8 +122,8 @@ class Timeline:
                     f"<title>{escape(tip)}</title></rect>"
                 )
         if self.plan.bound:
-            x = f"{left + self.plan.bound * scale:.1f}"
-            marks.append(f'<line class="axis" x1="{x}" x2="{x}" y1="4" y2="{height - 40}" stroke-dasharray="4 3"/>')
+            at = f"{left + self.plan.bound * scale:.1f}"
+            marks.append(f'<line class="axis" x1="{at}" x2="{at}" y1="4" y2="{height - 40}" stroke-dasharray="4 3"/>')
         marks.append(f'<text x="{left}" y="{height - 6}">dashed: the bound of the links</text>')
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
