@@ -142,6 +142,16 @@ def test_grids_that_are_llama_cpps_are_written_exactly(format: str, kind: str, t
     assert torch.equal(logits_of(read), logits_of(model))
 
 
+def test_a_packed_embedding_keeps_its_codes(tmp_path: Path) -> None:
+    model = random_model(replace(LLAMA, d_model=64, d_ff=96, head_dim=16)).eval()
+    convert(model, [("embed", parse_format("int4:sym:g32")), ("*", parse_format("int3:g32"))])
+    pack(model)
+    save_model(tmp_path / "p", model, tiny_tokenizer())
+    exported = export_model(tmp_path / "p", tmp_path / "m.gguf")
+    assert {t.kind for t in exported.tensors} == {"Q4_0", "F32"} and all(t.exact for t in exported.tensors)
+    assert torch.equal(logits_of(load_model(tmp_path / "m.gguf").model), logits_of(model))
+
+
 def test_codes_are_kept_where_only_the_offset_is_rounded(tmp_path: Path) -> None:
     weight = torch.randn(16, 64)
     format = parse_format("int4:g32")

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,47 +28,47 @@ def packed(format: str, *rules: tuple[str, str]) -> Decoder:
     return model
 
 
-def bit_field(words: np.ndarray, first: int, bits: int) -> int:
+def bit_field(words: list[int], first: int, bits: int) -> int:
     """Bits [first, first + bits) of a stream of 32-bit words, lowest first."""
-    value = 0
-    for i in range(bits):
-        word, at = divmod(first + i, 32)
-        value |= (int(np.uint32(words[word])) >> at & 1) << i
-    return value
+    word, at = divmod(first, 32)
+    both = words[word] | (words[word + 1] << 32 if at + bits > 32 else 0)
+    return both >> at & (1 << bits) - 1
+
+
+def streams(words: Tensor) -> list[list[int]]:
+    """The rows of int32 words as unsigned numbers."""
+    return (words.long() & 0xFFFFFFFF).tolist()
 
 
 def gptq_weight(tensors: dict[str, Tensor], module: str, bits: int, *, version2: bool) -> Tensor:
     """AutoGPTQ's definition: columns of qweight and rows of qzeros are streams of codes, zero points are less one."""
-    qweight, qzeros, scales, g_idx = (
-        tensors[f"{module}.{leaf}"].numpy().astype(kind)
-        for leaf, kind in (("qweight", np.int32), ("qzeros", np.int32), ("scales", np.float32), ("g_idx", np.int64))
-    )
-    out, width = scales.shape[1], len(g_idx)
-    weight = np.zeros((out, width), np.float32)
-    for row in range(out):
-        for column in range(width):
-            group = g_idx[column]
-            zero = bit_field(qzeros[group], row * bits, bits) + (0 if version2 else 1)
-            weight[row, column] = (bit_field(qweight[:, row], column * bits, bits) - zero) * scales[group, row]
-    return torch.from_numpy(weight)
+    columns, zeros = streams(tensors[f"{module}.qweight"].t()), streams(tensors[f"{module}.qzeros"])
+    scales, groups = tensors[f"{module}.scales"].float(), tensors[f"{module}.g_idx"].tolist()
+    less = 0 if version2 else 1
+    numbers = [
+        [
+            bit_field(stream, column * bits, bits) - bit_field(zeros[group], row * bits, bits) - less
+            for column, group in enumerate(groups)
+        ]
+        for row, stream in enumerate(columns)
+    ]
+    return torch.tensor(numbers) * scales.t()[:, groups]
 
 
 def awq_weight(tensors: dict[str, Tensor], module: str, group: int) -> Tensor:
     """AutoAWQ's definition: nibble k of a word belongs to output 8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[k]."""
-    qweight, qzeros, scales = (
-        tensors[f"{module}.{leaf}"].numpy().astype(kind)
-        for leaf, kind in (("qweight", np.int32), ("qzeros", np.int32), ("scales", np.float32))
-    )
-    width, out = len(qweight), scales.shape[1]
-    weight = np.zeros((out, width), np.float32)
-    for column in range(width):
-        for word in range(out // 8):
-            for k, place in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-                code = bit_field(qweight[column, word : word + 1], 4 * k, 4)
-                zero = bit_field(qzeros[column // group, word : word + 1], 4 * k, 4)
-                row = 8 * word + place
-                weight[row, column] = (code - zero) * scales[column // group, row]
-    return torch.from_numpy(weight)
+    codes, zeros = streams(tensors[f"{module}.qweight"]), streams(tensors[f"{module}.qzeros"])
+    scales = tensors[f"{module}.scales"].float()
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    places = [(row // 8, order.index(row % 8)) for row in range(scales.shape[1])]
+    numbers = [
+        [
+            (words[word] >> 4 * k & 15) - (zeros[column // group][word] >> 4 * k & 15)
+            for column, words in enumerate(codes)
+        ]
+        for word, k in places
+    ]
+    return torch.tensor(numbers) * scales.t().repeat_interleave(group, dim=1)
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -137,7 +136,7 @@ def test_gptq_says_where_a_zero_point_is_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["int4:g32", "int4:sym:g32"])
 def test_awq(format: str, tmp_path: Path) -> None:
-    model = packed(format, ("blocks.0.*", format), ("blocks.1.mlp.*", format))
+    model = packed(format, ("embed", "int4:g32"), ("blocks.0.*", format), ("blocks.1.mlp.*", format))
     save_model(tmp_path / "p", model, tiny_tokenizer())
     export_model(tmp_path / "p", tmp_path / "out", "awq", torch.float32)
     tensors, about = read(tmp_path / "out")

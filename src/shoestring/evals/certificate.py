@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.model.export import GGUF, Exported
+from shoestring.model.export import FP8, GGUF, Exported
 from shoestring.model.folder import LoadedModel, load_model
 from shoestring.model.gguf_blocks import FLOAT_KINDS
 from shoestring.model.gguf_write import NEEDS_LLAMA, save_gguf
@@ -185,7 +185,7 @@ def check_target(layout: str) -> None:
     if layout == GGUF:
         if importlib.util.find_spec("llama_cpp") is None:
             raise UserError(f"--certify loads the file in llama.cpp, which is not installed: {NEEDS_LLAMA}")
-    elif layout in (GPTQ, AWQ):
+    elif layout in (GPTQ, AWQ, FP8):
         raise UserError(
             f"--certify cannot load {layout} folders: their readers need a GPU; use --as compressed-tensors"
         )

@@ -78,7 +78,7 @@ def export_model(
         raise UserError("--dtype is for folders; a GGUF file takes --type, for example --type BF16")
     kind = check_kind(kind)  # before gigabytes are read
     loaded = load_model(source)
-    if layout in (GGUF, "compressed-tensors", FP8, GPTQ, AWQ) and loaded.model.embed.packed:
+    if layout in ("compressed-tensors", FP8, GPTQ, AWQ) and loaded.model.embed.packed:
         loaded.model.embed.unpack()  # these layouts are written from packed linear layers and dense embeddings
     if layout == GGUF:
         return Exported(out, layout, loaded, save_gguf(out, loaded.model, loaded.tokenizer, kind=kind))

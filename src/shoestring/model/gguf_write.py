@@ -1,7 +1,7 @@
 """GGUF out: a model with its vocabulary and chat template as one file of llama.cpp.
 
 Matrices are written in the kind that is asked for, or with "auto" in the smallest kind that holds each of them exactly
-(gguf_blocks.py). Embedding and head are Q8_0 where the rest has fewer bits, because rounding them costs most; norms,
+(gguf_blocks.py). Dense embeddings and heads are Q8_0 where the rest has fewer bits: rounding them costs most. Norms,
 biases and routers stay F32, as llama.cpp wants them. The error of every rounded weight is measured on the way. The file
 is written beside its place and renamed when it is complete.
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError, room, suggest
-from shoestring.formats.convert import format_linears
-from shoestring.formats.linear import FormatLinear
+from shoestring.formats.convert import format_hosts
+from shoestring.formats.linear import FormatHost
 from shoestring.model.gguf_blocks import FLOAT_KINDS, KINDS, Blocks, encode_blocks, encode_grid, exact_kinds, fits
 from shoestring.model.gguf_names import Place, architecture_for, joined, place_of, stored_shape
 from shoestring.model.gguf_spec import metadata_of
@@ -43,7 +43,7 @@ LLAMA_TYPES = {
     **{"Q6_K": 18, "IQ3_XS": 22, "IQ4_NL": 25, "IQ3_S": 26, "IQ3_M": 27, "IQ4_XS": 30},
 }
 _ALWAYS_F32 = ("position_embd.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
-_Member = tuple[Tensor, FormatLinear | None]  # a tensor of ours in fp32, and the packed layer that it is of
+_Member = tuple[Tensor, FormatHost | None]  # a tensor of ours in fp32, and the packed layer that it is of
 _SENSITIVE = ("token_embd.weight", "output.weight")
 NEEDS_LLAMA = "pip install llama-cpp-python (it compiles llama.cpp, which takes some minutes)"
 
@@ -102,7 +102,7 @@ class _Source:
 
     def __init__(self, model: Decoder) -> None:
         self.spec, self.architecture = model.spec, architecture_for(model.spec)
-        self._layers, self._state = dict(format_linears(model)), model.state_dict()
+        self._layers, self._state = dict(format_hosts(model)), model.state_dict()
         names = _weight_names(self._state)
         if self.spec.tied and self.architecture.has_output:
             names.append("head.weight")
@@ -178,14 +178,14 @@ def _choose(members: list[_Member], stored: str, kind: str) -> list[Blocks]:
             if all(b.exact for b in blocks):
                 return blocks
         raise AssertionError("F32 holds every weight")
-    if stored in _SENSITIVE and kind not in FLOAT_KINDS:
+    if stored in _SENSITIVE and kind not in FLOAT_KINDS and members[0][1] is None:
         kind = "Q8_0"
     if not fits(first, kind):
         kind = "F16"
     return [_as(weight, layer, kind) for weight, layer in members]
 
 
-def _as(weight: Tensor, layer: FormatLinear | None, kind: str) -> Blocks:
+def _as(weight: Tensor, layer: FormatHost | None, kind: str) -> Blocks:
     by_code = None if layer is None else encode_grid(layer.format, layer.parts(), weight, kind)
     return by_code or encode_blocks(weight, kind)
 
