@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from shoestring.errors import UserError
 from shoestring.model import chat
 from shoestring.model.chat import fault, render
+from shoestring.model.tokenizer import Tokenizer
+from tiny import chat_tokenizer
 
 GOOD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 HELLO = [{"role": "user", "content": "hé \u2028 😀"}]
@@ -108,3 +111,18 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     os.kill(first, 9)
     chat._process._process.wait()
     assert text(GOOD).startswith("<user>") and chat._process._process.pid != first
+
+
+def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -> None:
+    tokenizer, tools = chat_tokenizer(), [{"type": "function", "function": {"name": "f"}}]
+    tokenizer.tool_use_template = "{{ tools[0].function.name }} {{ messages[0].content }}"
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_file(tmp_path)
+    assert again.render_chat(HELLO, tools=tools) == f"f {HELLO[0]['content']}"
+    assert again.render_chat(HELLO) == tokenizer.render_chat(HELLO) != again.render_chat(HELLO, tools=tools)
+    # As newer folders have it: files beside each other.
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with {{ tools | length }}")
+    again = Tokenizer.from_file(tmp_path)
+    assert again.render_chat(HELLO) == "plain" and again.render_chat(HELLO, tools=tools) == "with 1"

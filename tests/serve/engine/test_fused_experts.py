@@ -63,6 +63,13 @@ def test_packed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     check(experts_of(model), torch.float32, "cpu", 1e-5)
 
 
+def test_pruned_experts_are_computed_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with_experts("sparse24+int4:g8")
+    monkeypatch.setattr(kernel_layout, "chunks_usable", lambda t: True)
+    use_kernels(model)
+    assert "no grouped kernel" in str(unusable(model)), "chunks of the kept values are no grouped weight"
+
+
 def test_experts_that_cannot_be_grouped_are_computed_by_the_model() -> None:
     model = model_with_experts()
     convert(model, [("blocks.0.mlp.experts.1.*", parse_format("int4:g32"))])

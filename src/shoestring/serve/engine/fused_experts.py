@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.formats import Dense, FormatLinear
+from shoestring.formats import Dense, FloatAsym, FormatLinear, IntAsym
 from shoestring.formats.linear import local
 from shoestring.kernels.activation.glu import glu
 from shoestring.kernels.experts.expert_linear import expert_linear, lowbit_expert_linear
@@ -39,7 +39,8 @@ def experts_unusable(mlp: MixtureOfExperts, dtype: torch.dtype) -> str | None:
         if any((x.format, x.packed) != (linears[0].format, linears[0].packed) for x in linears):
             return "the experts have weights of several Formats"
     for x in _linears(mlp.experts[0]):
-        if x.packed and (x.decoded is not None or "chunks" not in x.operands()):
+        grouped = isinstance(x.format, IntAsym | FloatAsym)  # pruned ones have chunks, too, of the values that are kept
+        if x.packed and (not grouped or x.decoded is not None or "chunks" not in x.operands()):
             return f"no grouped kernel reads weights of {x.format} on this device"
         if not x.packed and not isinstance(x.format, Dense):
             return f"the experts train in {x.format}"
