@@ -76,6 +76,9 @@ TEXTS = (
         "*=int4;",
         "tpu",
     ),
+    # reducers and selectors
+    *("auto", "int8", "int8:", "int8:4", "topk:", "topk:0", "topk:1e400", "topk:nan", "topk:0.01:2", "arc-topk:1e-300"),
+    *("powersgd:1e9", "powersgd:2.5", "demo:-1", "lossy", "round-robin", "l-greco"),
 )
 KEYS = (
     "",
