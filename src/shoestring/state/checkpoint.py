@@ -309,6 +309,11 @@ def set_aside(path: Path) -> Path:
     return path.rename(target)
 
 
+def set_aside_from(folder: Path | str, step: int) -> list[Path]:
+    """The checkpoints of this step and later ones, under their new names."""
+    return [set_aside(path) for path in step_folders(folder) if _step_of(path) >= step]
+
+
 def _damage(path: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None where they are what was saved."""
     try:
@@ -458,6 +463,11 @@ class Checkpointer:
         on_main(run.mesh, prune, self.folder, self.keep)
         return path
 
+    def discard(self, run: RunLike, step: int) -> None:
+        """Set aside the checkpoints of this step and later ones."""
+        on_main(run.mesh, set_aside_from, self.folder, step)
+        self.saved_step = None
+
     def resume(self, run: RunLike, parts: dict[str, Any]) -> bool:
         """Load the newest checkpoint into the run and its parts; False when there is none."""
         on_main(run.mesh, sweep, self.folder)
@@ -472,6 +482,7 @@ class Checkpointer:
         if len(paths) < 2:
             raise UserError(f"resume_from=previous: {paths[0]} is the only checkpoint; leave resume_from out")
         self._load(paths[-2], run, parts)
+        self.resume_from = "newest"  # for a later rollback
         kept = on_main(run.mesh, set_aside, paths[-1])
         if run.log is not None:
             run.log.say(f"the newer checkpoint {paths[-1].name} is set aside as {kept}")

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoestring.errors import UserError
 from shoestring.formats.linear import local
+from shoestring.train.rollback import BadStepError
 
 Look = Callable[[Tensor, list[nn.Parameter], Tensor], None]
 
@@ -108,9 +108,10 @@ class GradientWatch:
             whose = f"the gradient of {found[-1]}{others}"
         checkpoint = last_good()
         good = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-        raise UserError(
+        raise BadStepError(
             f"step {int(self._step)}: {whose} is NaN or infinite, the run stops here; {good}; go on with a lower lr "
-            "or other data"
+            "or other data",
+            int(self._step),
         )
 
     def _remember(self, step: Tensor, params: list[nn.Parameter], bad: Tensor) -> None:

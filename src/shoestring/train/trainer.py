@@ -27,6 +27,7 @@ from shoestring.runlog import read_config
 from shoestring.train.gradients import GradientWatch, clip_gradients
 from shoestring.train.optim import Schedule, set_lr
 from shoestring.train.reducers.plain import SumReducer
+from shoestring.train.rollback import SKIPPED, BadStepError, LossWatch, RollbackMode, SkippedSteps
 from shoestring.train.step import (
     Data,
     ForwardBackward,
@@ -55,6 +56,7 @@ def train(
     evaluate: Callable[[Run], dict[str, float]] | None = None,
     eval_every: int = 0,
     forward_backward: ForwardBackward | None = None,
+    rollback: RollbackMode = "off",
 ) -> Run:
     """Run from run.step (or from the checkpointer's latest) to `steps`.
 
@@ -64,16 +66,69 @@ def train(
     evaluation, so that the averages and times of a resumed run are right.
 
     Ctrl-C finishes the step, saves, and raises Interrupted; a second Ctrl-C stops at once. A gradient that is NaN
-    or infinite stops the run with its layer's name (gradients.py).
+    or infinite stops the run with its layer's name (gradients.py). With `rollback`, a loss spike stops it too;
+    "auto" goes back to the newest version before the bad step and leaves out the data in between (rollback.py).
     """
+    skipped = SkippedSteps()
+    while True:
+        try:
+            return _train(
+                run,
+                data,
+                objective,
+                steps,
+                schedule,
+                hooks,
+                reducer or SumReducer(run.mesh),
+                clip,
+                checkpointer,
+                log_every,
+                evaluate,
+                eval_every,
+                forward_backward or PlainForwardBackward(),
+                skipped,
+                LossWatch() if rollback != "off" else None,
+            )
+        except BadStepError as bad:
+            if checkpointer is None:
+                raise
+            checkpointer.discard(run, bad.step)
+            if rollback == "ask":
+                raise UserError(f"{bad}; a resumed run goes on from the newest version before step {bad.step}") from bad
+            if rollback == "off":
+                raise
+            run.log.say(f"{bad}; going back")
+            run.optimizer.zero_grad()  # the bad ones would be added to
+            skipped.bad = bad.step
+
+
+def _train(
+    run: Run,
+    data: Data,
+    objective: Objective,
+    steps: int,
+    schedule: Schedule | None,
+    hooks: Sequence[Hook],
+    reducer: Reducer,
+    clip: float,
+    checkpointer: StepCheckpointer | None,
+    log_every: int,
+    evaluate: Callable[[Run], dict[str, float]] | None,
+    eval_every: int,
+    forward_backward: ForwardBackward,
+    skipped: SkippedSteps,
+    losses: LossWatch | None,
+) -> Run:
+    """To `steps`, or to the first bad one."""
     if log_every < 1:
         raise UserError(f"log_every={log_every} is not possible; give 1 or more")
-    reducer = reducer or SumReducer(run.mesh)
-    forward_backward = forward_backward or PlainForwardBackward()
-    parts = {"data": data, "objective": objective, "reducer": reducer}
+    parts: dict[str, Any] = {"data": data, "objective": objective, "reducer": reducer, SKIPPED: skipped}
     parts |= {f"hooks.{i}": hook for i, hook in enumerate(hooks)}
     if checkpointer is not None and checkpointer.resume(run, parts):
         run.log.truncate_after(run.step)
+    elif skipped.bad is not None:
+        raise UserError(f"there is no version from before step {skipped.bad} to go back to; start a new run")
+    skipped.begin(run.step)
     newest = checkpointer.newest if checkpointer is not None else lambda: None
     meter = _Meter(run)
     watch = GradientWatch(run.model, world_size=run.mesh.world_size)
@@ -83,7 +138,7 @@ def train(
     with _stop_on_interrupt() as interrupted, run.log.progress(steps, "train") as bar:
         bar.advance(run.step)
         while run.step < steps:
-            micros = [m.to(run.mesh.device) for m in data.step(run.step)]
+            micros = [m.to(run.mesh.device) for m in data.step(skipped.data_step(run.step))]
             count = _global_count(run.mesh, objective, micros)
             loss = forward_backward(run.model, objective, micros, count)
             reducer.observe(loss / count)
@@ -115,7 +170,10 @@ def train(
             logs_now = run.step % log_every == 0 or last or evaluates or saves
             if logs_now:
                 watch.check(newest)
-                bar.advance(0, **meter.flush(norm, reducer.scalars()))
+                scalars = meter.flush(norm, reducer.scalars())
+                bar.advance(0, **scalars)
+                if losses is not None:
+                    losses.see(run.step, scalars["loss"])
             if evaluate is not None and evaluates:
                 run.log.log(run.step, **evaluate(run))
                 run.model.train()

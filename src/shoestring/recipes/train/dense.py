@@ -166,6 +166,7 @@ def pretrain(
                 evaluate=pretraining.validation_loss(held_out) if held_out else None,
                 eval_every=cfg.eval_every,
                 forward_backward=GraphedForwardBackward() if cfg.graph else None,
+                rollback=cfg.rollback,
             )
         except UserError:
             if run.step == 0 and saved:  # the checkpoint does not fit these settings: restore those of the run

@@ -43,7 +43,7 @@ from shoestring.state.checkpoint import (
     run_state,
     save_checkpoint,
     seed_rng,
-    set_aside,
+    set_aside_from,
     started_anew,
     state_to_fill,
     step_folder,
@@ -63,6 +63,7 @@ from shoestring.state.levels.host_folder import (
     arena_path,
     host_folder,
     host_name,
+    list_copies,
     make_host_folder,
     memory_base,
 )
@@ -143,6 +144,7 @@ class LevelCheckpointer:
         self._peers: PeerReplicas | None = None
         self._replicating: int | None = None  # the slot whose version is on its way to the peers
         self._agent: Any = None
+        self._hooked = False
 
     # -- what the trainer asks -------------------------------------------------------------------------------
 
@@ -151,7 +153,28 @@ class LevelCheckpointer:
         return step == self.last
 
     def newest(self) -> Path | None:
-        return next(reversed(step_folders(self.folder)), None)
+        """The newest checkpoint on disk, or else the file of a copy in memory."""
+        on_disk = next(reversed(step_folders(self.folder)), None)
+        if on_disk is not None:
+            return on_disk
+        return next((c.path for place in self._places() for c in list_copies(place)[0]), None)
+
+    def discard(self, run: RunLike, step: int) -> None:
+        """Versions of this step and later ones must not be resumed from: erased in memory, set aside on disk."""
+        if self.memory is not None:
+            self.memory.wait()
+            self.memory.settle(everywhere=False)
+        run.mesh.barrier()
+        for place in self._places():
+            self._forget_newer(place, run, step - 1)
+        with self._no_drain(run.mesh):
+            on_main(run.mesh, set_aside_from, self.folder, step)
+        self.saved_step = None
+        run.mesh.barrier()
+
+    def _places(self) -> list[Path]:
+        """Where copies in memory may be on this host."""
+        return [host_folder(self.folder.parent), host_folder(self.folder.parent, self._disk_base)]
 
     def after_step(self, run: RunLike, parts: dict[str, Any]) -> None:
         now = time.perf_counter()
@@ -226,8 +249,10 @@ class LevelCheckpointer:
         self.life = run.mesh.broadcast_object(f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}")
         self._find_hosts(run.mesh)
         on_main(run.mesh, sweep, self.folder)
-        run.optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
-        arenas = [host_folder(self.folder.parent), host_folder(self.folder.parent, self._disk_base)]
+        if not self._hooked:
+            run.optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
+            self._hooked = True
+        arenas = self._places()
         self._hold(next((p for p in arenas if p.is_dir()), None), run.mesh)
 
         def look() -> tuple[list[Offer], list[str]]:
@@ -259,8 +284,10 @@ class LevelCheckpointer:
         source = self._fill(run, parts, choice, "remote" if fetched else None)
         if self.resume_from == "previous":
             self._set_aside_newer(run, choice.step)
+            self.resume_from = "newest"  # for a later rollback
         for place in arenas:
-            self._forget_newer(place, run)
+            self._forget_newer(place, run, run.step)
+        self._rejoin(run.step)
         if run.mesh.is_main:
             append_event(self.folder, Event("resumed", time.time(), run.step, self.life, source))
         run.mesh.barrier()
@@ -331,21 +358,25 @@ class LevelCheckpointer:
         return bool(on_main(run.mesh, fetch))
 
     def _set_aside_newer(self, run: RunLike, step: int) -> None:
-        def move() -> list[str]:
-            return [str(set_aside(p)) for p in step_folders(self.folder) if int(p.name[5:]) > step]
-
-        for kept in on_main(run.mesh, move):
+        for kept in on_main(run.mesh, set_aside_from, self.folder, step + 1):
             if run.log is not None:
                 run.log.say(f"a newer checkpoint is set aside as {kept}")
 
-    def _forget_newer(self, place: Path, run: RunLike) -> None:
+    def _rejoin(self, step: int) -> None:
+        """Where the run goes back without a new process: the version that it resumed from is the safe one."""
+        self.next_step = None
+        if self.memory is not None and self.memory.arena is not None:
+            found = [v for v in self.memory.arena.versions() if v.step <= step]
+            self.memory.safe_slot = found[0].slot if found else None
+
+    def _forget_newer(self, place: Path, run: RunLike, step: int) -> None:
         """Versions in memory of a future that this run did not resume from."""
         if not self._is_first_of_host(run.mesh):
             return
         for path in arena_files(place):
             level = MemoryLevel(path, torch.device("cpu"), threads=1)
             if level.open_existing():
-                level.forget(run.step)
+                level.forget(step)
             level.close()
 
     # -- the meeting of the ranks ----------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Going back after a NaN or a loss spike: to the version before it, without the data that led there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import UserError
+from shoestring.mesh import Mesh
+from shoestring.runlog import RunLog
+from shoestring.state.checkpoint import Checkpointer
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.host_folder import host_folder, list_copies
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+from shoestring.train.rollback import BadStepError, LossWatch, SkippedSteps
+from shoestring.train.step import Micro, Run
+from shoestring.train.trainer import train
+
+
+class Rows:
+    """Row `step` is full of its number."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def step(self, step: int) -> list[Micro]:
+        self.seen.append(step)
+        tokens = torch.full((1, 4), step, dtype=torch.int64)
+        return [Micro(tokens, tokens, tokens)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NanAt:
+    """The loss of one row is NaN."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def count(self, micro: Micro) -> int:
+        return micro.num_counted
+
+    def __call__(self, model: nn.Module, micro: Micro) -> Tensor:
+        loss = model(micro.tokens_BT.float() / 100).square().sum()
+        return loss * float("nan") if int(micro.tokens_BT[0, 0]) == self.row else loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def make_run() -> Run:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Run(model, optimizer, Mesh(0, 1, torch.device("cpu")), RunLog(None, quiet=True))
+
+
+def test_auto_goes_back_and_leaves_the_data_out(tmp_path: Path) -> None:
+    run, rows = make_run(), Rows()
+    saver = Checkpointer(tmp_path / "checkpoints", every=4)
+    train(run, rows, NanAt(6), steps=10, checkpointer=saver, log_every=1, rollback="auto")
+    assert run.step == 10 and bool(torch.isfinite(run.model.weight).all())
+    assert rows.seen == [0, 1, 2, 3, 4, 5, 6, *range(7, 13)]  # back to 4 steps, with the rows from 7 on
+    # A run that is resumed later sees the same rows.
+    again, rows = make_run(), Rows()
+    train(again, rows, NanAt(6), steps=12, checkpointer=Checkpointer(tmp_path / "checkpoints", every=4))
+    assert rows.seen == [11, 12, 13, 14]  # from step 8
+
+
+def test_off_and_ask_stop_and_the_bad_state_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path))
+    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(mttf_hours=1e-9, budget=0.5))
+    run = make_run()
+    saver = LevelCheckpointer(tmp_path / "run" / "checkpoints", settings)
+    with pytest.raises(UserError, match=r"step 7: .*NaN.*goes on from the newest version before step 7"):
+        train(run, Rows(), NanAt(6), steps=10, checkpointer=saver, log_every=1, rollback="ask")
+    saver.let_go()
+    # As if a GPU had noticed late: versions from step 4 on are discarded.
+    saver = LevelCheckpointer(tmp_path / "run" / "checkpoints", settings)
+    run = make_run()
+    saver._find_hosts(run.mesh)
+    saver.discard(run, 4)
+    assert all(c.copy.step < 4 for c in list_copies(host_folder(tmp_path / "run"))[0])
+    saver.let_go()
+    run = make_run()
+    saver = LevelCheckpointer(tmp_path / "run" / "checkpoints", settings)
+    with pytest.raises(BadStepError, match="step 7"):
+        train(run, Rows(), NanAt(6), steps=10, checkpointer=saver, log_every=1)
+    saver.let_go()
+
+
+def test_the_same_version_is_used_three_times_at_most() -> None:
+    skipped = SkippedSteps()
+    for count in range(3):
+        skipped.bad = 10 + count
+        skipped.begin(8)
+    assert skipped.windows == [(8, 2), (8, 3), (8, 4)] and skipped.data_step(8) == 17 and skipped.data_step(7) == 7
+    skipped.bad = 11
+    with pytest.raises(UserError, match="the data is not the reason"):
+        skipped.begin(8)
+    other = SkippedSteps()
+    other.load_state_dict(skipped.state_dict())
+    assert other.windows == skipped.windows
+
+
+def test_a_spike_is_far_above_the_recent_losses() -> None:
+    watch = LossWatch()
+    for step in range(1, 31):
+        watch.see(10 * step, 3.0 + 0.05 * (step % 3))
+    with pytest.raises(BadStepError, match="the loss is 9") as caught:
+        watch.see(310, 9.0)
+    assert caught.value.step == 301  # the steps since the last good line
