@@ -35,22 +35,20 @@ LETTERS = 40_000  # of a text: more than the tokens that are evaluated
 
 
 def table() -> str:
+    """Of the embeddings that were measured on all texts."""
     lines = newest("whole_model")
     cells = {(n["config"]["embed"], n["config"]["text"]): n for n in lines}
-    embeds = list(dict.fromkeys(n["config"]["embed"] for n in lines))
-    texts = list(dict.fromkeys(n["config"]["text"] for n in lines))
+    whole = [embed for embed in EMBEDS if all((embed, text) in cells for text in TEXTS)]
+    if not whole:
+        return "Not on record yet: `python -m benchmarks.whole_model`."
     rows = []
-    for embed in embeds:
-        own = [cells[embed, text] for text in texts]
+    for embed in whole:
+        own = [cells[embed, text] for text in TEXTS]
         shown = [f"{n['value']:.2f} ({100 * (n['value'] / n['baseline_value'] - 1):+.1f}%)" for n in own]
         name = "16 bits" if embed == "dense" else embed
-        rows.append([name, f"{own[0]['quality']['megabytes']:.1f}", *(shown if embed != "dense" else _plain(own))])
-    header = ["embedding and head", "MB of weights", *(f"perplexity, {text}" for text in texts)]
-    return markdown(header, rows) + provenance(lines)
-
-
-def _plain(lines: list[dict]) -> list[str]:  # type: ignore[type-arg]
-    return [f"{n['value']:.2f}" for n in lines]
+        rows.append([name, f"{own[0]['quality']['megabytes']:.1f}", *shown])
+    header = ["embedding and head", "MB of weights", *(f"perplexity, {text}" for text in TEXTS)]
+    return markdown(header, rows) + provenance([n for n in lines if n["config"]["embed"] in whole])
 
 
 def quantized(args: argparse.Namespace, device: str) -> LoadedModel:

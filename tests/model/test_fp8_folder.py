@@ -60,6 +60,19 @@ def test_out_and_in_again(label: str, tmp_path: Path) -> None:
     assert rows["model.layers.*.mlp.up_proj.weight"][3] == label
 
 
+@pytest.mark.parametrize("layout", ["fp8", "compressed-tensors"])
+def test_packed_ends_are_written_dense(layout: str, tmp_path: Path) -> None:
+    model = random_model(SPEC)
+    ends = [("embed", parse_format("int8:g0")), ("head", parse_format("int8:g0"))]
+    convert(model, [*ends, ("*", parse_format("fp8:b128" if layout == "fp8" else "int4:g32"))])
+    pack(model)
+    save_model(tmp_path / "ours", model)
+    export_model(tmp_path / "ours", tmp_path / "theirs", layout, torch.float32)
+    there = load_model(tmp_path / "theirs").model
+    assert not there.embed.packed and there.head is not None and not there.head.packed
+    torch.testing.assert_close(logits(tmp_path / "theirs"), logits(tmp_path / "ours"), rtol=1e-4, atol=1e-4)
+
+
 def test_one_scale_for_a_whole_weight_and_scales_of_activations(tmp_path: Path) -> None:
     packed("fp8", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "theirs", "fp8", torch.float32)

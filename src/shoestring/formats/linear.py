@@ -49,7 +49,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class FormatHost(nn.Module):
     """What holds a weight [rows, width] in a Format, trained or packed. A subclass says its shape and its forward."""
 
-    weight: nn.Parameter
+    weight: Tensor
     format: Format
     packed: bool
     part_names: tuple[str, ...]  # of the stored parts

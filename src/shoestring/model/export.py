@@ -79,7 +79,10 @@ def export_model(
     kind = check_kind(kind)  # before gigabytes are read
     loaded = load_model(source)
     if layout in ("compressed-tensors", FP8, GPTQ, AWQ) and loaded.model.embed.packed:
-        loaded.model.embed.unpack()  # these layouts are written from packed linear layers and dense embeddings
+        # Readers of these layouts take packed layers inside the blocks, and no packed embedding and head.
+        for end in (loaded.model.embed, loaded.model.head):
+            if end is not None and end.packed:
+                end.unpack()
     if layout == GGUF:
         return Exported(out, layout, loaded, save_gguf(out, loaded.model, loaded.tokenizer, kind=kind))
     if layout == "compressed-tensors":
