@@ -66,8 +66,8 @@ def table() -> str:
 
 
 def train_small(place: Path) -> Path:
-    settings: dict[str, Any] = {"data": "python", "max_mb": 2.0, "vocab_size": 2048, "context": 256, "d_model": 192}
-    dense.main(dense.Config(**settings, steps=60, warmup=15, lr=2e-3, device="cpu", run=str(place / "train")))
+    settings: dict[str, Any] = {"data": "python", "max_mb": 2.0, "vocab_size": 2048, "context": 128, "d_model": 192}
+    dense.main(dense.Config(**settings, steps=100, warmup=20, lr=2e-3, batch=8, device="cpu", run=str(place / "train")))
     return place / "train"
 
 

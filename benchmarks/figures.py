@@ -529,6 +529,27 @@ def checkpoint_levels() -> str:
     )
 
 
+def export_sizes() -> str:
+    """What rounding to a type of GGUF costs, against the size of the file."""
+    lines = [n for n in newest("export") if n["config"]["model"] == SMOLLM2 and n["config"]["layout"] == "gguf"]
+    plain = [(n["config"]["type"], n["quality"]) for n in lines if not n["config"]["format"]]
+    exact = next(q["megabytes"] for kind, q in plain if kind == "auto")
+    points = sorted((q["megabytes"], q["export_kl"], kind) for kind, q in plain if q["export_kl"] > 0)
+    labels, ticks = [kind for _, _, kind in points], [1e-6, 1e-4, 0.01, 1]
+    return xy_plot(
+        "SmolLM2-135M as GGUF: what a type costs",
+        f"mean KL of the next token to the source, a Q4_1 file, which --type auto keeps exactly in {exact:.0f} MB",
+        [
+            Panel(
+                Axis("MB on disk", 60, 300, [75, 100, 150, 200, 250, 300]),
+                Axis("KL to the source, nats", 1e-6, 2, ticks, log=True, names=["1e-6", "1e-4", "0.01", "1"]),
+                [Marks("rounded to a type", [(x, y) for x, y, _ in points], 0, joined=False, labels=labels)],
+            )
+        ],
+        "Rounded by the quantizers of the gguf package, Q4_K_M by llama.cpp's; embedding and head in Q8_0.",
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -549,6 +570,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         gradient_traffic,
         reshard_plans,
         checkpoint_levels,
+        export_sizes,
     )
 }
 
