@@ -95,8 +95,8 @@ def remove() -> None:
     subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 
-def on_replicas(mbit: int, methods: list[str]) -> list[dict[str, Any]]:
-    """Start a worker in each namespace; what rank 0 measured."""
+def on_replicas(mbit: int, methods: list[str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Start a worker in each namespace; what rank 0 measured, and how the workers ended."""
     with namespaces(mbit):
         workers = []
         for r in range(REPLICAS):
@@ -111,9 +111,7 @@ def on_replicas(mbit: int, methods: list[str]) -> list[dict[str, Any]]:
             workers.append(subprocess.Popen([*inside, *command], env=env, stdout=out, text=True))
         said = workers[0].communicate()[0]
         codes = [w.wait() for w in workers]
-    if any(codes):
-        raise UserError(f"workers ended with {codes} at {mbit} Mbit/s; their own lines say why")
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")], codes
 
 
 # -- a worker -------------------------------------------------------------------------------------------------
@@ -133,7 +131,8 @@ def prepared(mesh: Mesh, method: str) -> tuple[Callable[[int], None], dict[str, 
     model: nn.Module = new_model(mesh, seed=0)
     about: dict[str, Any] = {}
     if method == PEER:
-        model = DistributedDataParallel(model)
+        # One bucket: with several, the hook's callbacks run in another order on each rank, and gloo ends the process.
+        model = DistributedDataParallel(model, bucket_cap_mb=1000)
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         optimizer: torch.optim.Optimizer = adamw(model, lr=LR)
@@ -185,7 +184,7 @@ def work(methods: list[str]) -> None:
 
 def measure(speeds: list[int], methods: list[str]) -> None:
     for mbit in speeds:
-        found = on_replicas(mbit, methods)
+        found, codes = on_replicas(mbit, methods)
         plain = next((statistics.median(f["times"]) for f in found if f["method"] == "plain"), None)
         plain_sent = next((f["sent"] for f in found if f["method"] == "plain"), None)
         for f in found:
@@ -202,6 +201,8 @@ def measure(speeds: list[int], methods: list[str]) -> None:
             )  # fmt: skip
             gain = f", {plain / took:.2f}x of plain" if plain else ""
             print(f"{mbit:5} Mbit/s {f['method']:20} {1e3 * took:8.1f} ms{gain}, {quality}", flush=True)
+        if any(codes):
+            raise UserError(f"workers ended with {codes} at {mbit} Mbit/s; their own lines say why")
     record_times_to_loss()
 
 

@@ -133,7 +133,7 @@ class Hyper(LGreco):
         grads = torch.autograd.grad(loss, list(self.net.parameters()))
         with torch.no_grad():
             for p, g in zip(self.net.parameters(), grads, strict=True):
-                p -= rate * g
+                p.sub_(g, alpha=rate)
 
     def _update_features(self, facts: Facts) -> None:
         tiny = 1e-30

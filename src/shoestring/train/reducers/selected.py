@@ -85,7 +85,9 @@ class SelectedCompression(Compression):
             features = numbers[:, :-1].sum(0).view(-1, NUM_FEATURES).cpu().numpy()
             total_L = torch.stack([sums[n].square().sum() for n in self.layers]).double().cpu().numpy()
             # Replicas' losses are parts of the step's loss: they are divided by the count of the whole step.
-            self.selector.observe(Facts(step, *features.T, total_L, float(numbers[:, -1].sum())))
+            gradient_L, given_L, product_L = features.T
+            loss_now = float(numbers[:, -1].sum())
+            self.selector.observe(Facts(step, gradient_L, given_L, product_L, total_L, loss_now))
             if self.selector.wants_errors(step):
                 self.selector.errors(step, self._errors(given, step))
             self.selector_seconds += time.perf_counter() - began
