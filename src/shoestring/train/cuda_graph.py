@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import UserError
-from shoestring.formats import Format, FormatLinear
+from shoestring.formats import Format, FormatHost
 from shoestring.formats.convert import format_hosts
 from shoestring.kernels.runtime.capture_stream import on_capture_stream
 from shoestring.mesh import Mesh
@@ -99,7 +99,7 @@ class GraphedForwardBackward:
         self._graphed: GraphedPasses | None = None
         self._model: nn.Module | None = None
         self._objective: Objective | None = None
-        self._linears: list[FormatLinear] = []
+        self._linears: list[FormatHost] = []
         self._formats: list[Format] = []  # of the layers when they were captured
         self._held: list[Micro] = []
         self._total = torch.zeros(())
