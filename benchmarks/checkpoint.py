@@ -408,7 +408,7 @@ def record_rows(
     base = rows.get("DCP sync")
     for case, row in rows.items():
         note = f"copies in {place}" if case.startswith("ours") else "to local disk"
-        quality = {"steps": int(row["steps"][0])}
+        quality: dict[str, Any] = {"steps": int(row["steps"][0])}
         if row["first_stall_s"]:
             quality["first_stall_ms"] = round(1e3 * row["first_stall_s"][0], 1)
         for metric, unit, key, scale in (

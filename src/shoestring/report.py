@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoestring.runlog import read_config, read_evals, read_metrics, versions, write_atomically
+from shoestring.runlog import read_config, read_evals, read_jsonl, read_metrics, versions, write_atomically
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44
@@ -214,10 +214,18 @@ def run_sections(folder: Path) -> list[Section]:
     return [
         loss_curves(read_metrics(folder / "metrics.jsonl")),
         eval_table(read_evals(folder / "evals.jsonl")),
+        starts_table(read_jsonl(folder / "checkpoints" / "events.jsonl")),
         Text("Command", str(config.get("command", "")), code=True),
         Table("Config", ["key", "value"], [[k, v] for k, v in flatten(settings).items()]),
         Table("Versions", ["package", "version"], [[k, v] for k, v in ran.items()]),
     ]
+
+
+def starts_table(events: list[dict[str, Any]]) -> Table:
+    """Every start of a run with checkpoint=auto: the step it went on from, and where its state came from."""
+    cells = [[str(e.get("kind", "")), e.get("step"), str(e.get("source") or "")] for e in events]
+    resumed = any(kind == "resumed" for kind, _, _ in cells)
+    return Table("Starts", ["event", "step", "state from"], cells if resumed else [])
 
 
 def loss_curves(metrics: list[dict[str, Any]]) -> Curves:

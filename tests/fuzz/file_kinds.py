@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from file_cases import Kind, on
 from file_damage import LONG_NAME, damage_value, hostile_json
 
 from shoestring.cli.inspect import summarize
+from shoestring.errors import UserError
 from shoestring.evals.tasks import read_task
 from shoestring.formats import convert, pack, parse_format
 from shoestring.hardware.plan_table import read_plans
+from shoestring.host.arena import Arena
+from shoestring.host.checksums import checksum
 from shoestring.json_files import read_object
 from shoestring.kernels.lowbit.few_rows import FewRowsPlan
 from shoestring.model import Tokenizer, load_model, save_model
@@ -39,12 +43,17 @@ from shoestring.serve.speculative.draft_model import read_vocab_ids
 from shoestring.shrink.self_text import read_prompts
 from shoestring.state.boxes import Box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
-from shoestring.state.checkpoint_files import MANIFEST
+from shoestring.state.checkpoint_files import HOST_FORMAT, HOST_MANIFEST, MANIFEST, seal
+from shoestring.state.levels.drain import drain
+from shoestring.state.levels.host_folder import arena_path, list_copies
+from shoestring.state.levels.restore import Offer, plan_pieces, read_offer
+from shoestring.state.levels.version import HeldBox, HeldCopy, dump_index, sum_of_names
 from shoestring.state.manifest import read_manifest
 from shoestring.state.reshard.layouts import REPLICATE, BoxLayout, MeshLayout, shard
 from shoestring.state.reshard.plan import ReshardPlan, check_complete, make_plan
 from shoestring.state.reshard.tasks import MovedTensor
 from shoestring.state.reshard.topology import read_topology
+from shoestring.state.storage import HostReader
 from shoestring.train.corpus import documents
 from shoestring.train.step import Micro
 from shoestring.train.teacher_cache import ScalarCache, build_scalar_cache
@@ -406,6 +415,49 @@ def make_checkpoint(folder: Path) -> None:
     save_checkpoint(folder / "step-00000003", {**STATE}, step=3)
 
 
+def held_state() -> HeldCopy:
+    """Two tensors as one rank's copy of a version."""
+    names = {"w": ("F32", (4, 3)), "n": ("I64", (2,))}
+    boxes = (HeldBox("w", "F32", (4, 3), Box((0, 0), (4, 3)), 0), HeldBox("n", "I64", (2,), Box((0,), (2,)), 256))
+    return HeldCopy(3, "0a", 0, 1, "h", sum_of_names(names), boxes, {"step": 3})
+
+
+def make_arena(folder: Path) -> None:
+    """A copy in memory, with a checkpoint of the same version beside it as one host's share."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = held_state()
+    arena = Arena.create(arena_path(folder, 0, 1), 2000, copy.num_bytes)
+    arena.slot_view(0)[: copy.num_bytes] = bytes(range(256)) + bytes(copy.num_bytes - 256)
+    whole = arena.slot_view(0)[: copy.num_bytes]
+    summed = replace(copy, chunks=(checksum(whole, arena.algorithm),), algorithm=arena.algorithm)
+    whole.release()
+    arena.commit(0, 1, 3, dump_index(summed))
+    arena.close()
+    entries = list_copies(folder)[0]
+    with ThreadPoolExecutor(1) as pool:
+        drain(entries, folder / "step-00000003", pool)
+    manifest = json.loads((folder / "step-00000003" / MANIFEST).read_bytes())
+    body = {**manifest, "format": HOST_FORMAT}
+    del body["checksum"]
+    (folder / "step-00000003" / MANIFEST).unlink()
+    (folder / "step-00000003" / HOST_MANIFEST).write_bytes(seal(body))
+
+
+def use_arena(folder: Path) -> None:
+    """What a resumed run does with a host's copies in memory; then with the host's share on disk."""
+    copies, problems = list_copies(folder)
+    for problem in problems:
+        raise UserError(problem)
+    for entry in copies:
+        tensors = {"w": torch.zeros(4, 3), "n": torch.zeros(2, dtype=torch.int64)}
+        offer = Offer("memory", "h", str(entry.path), entry.copy, entry.slot, entry.sequence)
+        pieces, missing = plan_pieces(tensors, [offer], "h")
+        if missing or (damage := read_offer(offer, pieces.get(offer, []))) is not None:
+            raise UserError(f"not used: {missing or damage}")
+    reader = HostReader(folder / "step-00000003")
+    reader.verify()
+
+
 def use_checkpoint(folder: Path) -> None:
     place = folder / "step-00000003"
     read_manifest(place)
@@ -636,6 +688,15 @@ KINDS: tuple[Kind, ...] = (
         use_run,
     ),
     Kind("metrics.jsonl", make_run, on("metrics.jsonl", "lines", "lines", "bytes", "entry"), use_run),
+    Kind(
+        "arena and host manifest",
+        make_arena,
+        (
+            *on("rank-00000-of-00001.arena", "bytes", "bytes", "bytes", "entry", head=20000),
+            *on("step-00000003/host.json", "json", "bytes", "entry"),
+        ),
+        use_arena,
+    ),
     Kind(
         "checkpoint",
         make_checkpoint,

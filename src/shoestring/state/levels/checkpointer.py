@@ -68,7 +68,7 @@ from shoestring.state.levels.host_folder import (
     memory_base,
 )
 from shoestring.state.levels.peers import PeerReplicas
-from shoestring.state.levels.policy import LEVELS, Cost, IntervalPlan, Mean, duration, make_plan
+from shoestring.state.levels.policy import LEVELS, Cost, IntervalPlan, Mean, Rate, duration, make_plan
 from shoestring.state.levels.restore import (
     ChosenVersion,
     Offer,
@@ -139,7 +139,7 @@ class LevelCheckpointer:
         self._costs = {level: [Mean(), Mean()] for level in LEVELS}
         self._step_s = Mean()
         self._last_step_at: float | None = None
-        self._observed_s, self._rates = 0.0, {}
+        self._rates: dict[str, Rate] = {}
         self._drains_seen: set[tuple[str, int]] = set()
         self._peers: PeerReplicas | None = None
         self._replicating: int | None = None  # the slot whose version is on its way to the peers

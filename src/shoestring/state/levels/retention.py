@@ -28,15 +28,16 @@ class Keep:
         if self.every:
             found |= {s for s in ordered if s % self.every == 0}
         if self.best:
-            measured = {s: loss for s in ordered if (loss := _loss_at(s, losses)) is not None}
+            spans = zip([-1, *ordered], ordered, strict=False)
+            measured = {s: loss for before, s in spans if (loss := _loss_between(before, s, losses)) is not None}
             found |= set(sorted(measured, key=lambda s: (measured[s], -s))[: self.best])
         return found
 
 
-def _loss_at(step: int, losses: Mapping[int, float]) -> float | None:
-    """The validation loss nearest before a checkpoint, as far as it is of this training and not of long ago."""
-    before = [s for s in losses if s <= step]
-    return losses[max(before)] if before else None
+def _loss_between(before: int, step: int, losses: Mapping[int, float]) -> float | None:
+    """The last validation loss since the checkpoint before; None where it was not measured since then."""
+    since = [s for s in losses if before < s <= step]
+    return losses[max(since)] if since else None
 
 
 def prune_steps(folder: Path, keep: Keep, metrics: Path) -> list[Path]:

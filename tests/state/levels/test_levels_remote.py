@@ -1,0 +1,96 @@
+"""Remote storage: uploads whose manifest comes last, deadlines of our own, and a run that comes back from it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, train
+
+from shoestring.errors import UserError
+from shoestring.report import run_sections
+from shoestring.state.checkpoint_files import MANIFEST
+from shoestring.state.levels import remote
+from shoestring.state.levels.checkpointer import LevelCheckpointer
+from shoestring.state.levels.events import Event, append_event, level_of, rates_from_events, read_events
+from shoestring.state.levels.retention import Keep
+from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+
+
+def test_an_operation_that_hangs_is_given_up_in_time() -> None:
+    never = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(remote.DeadlineError, match="listing did not end within 0 s"):
+        remote.within(0.05, "listing", never.wait)
+    assert time.monotonic() - began < 5
+    never.set()
+    assert remote.within(5, "a sum", lambda: 1 + 1) == 2
+    with pytest.raises(KeyError):
+        remote.within(5, "a look", lambda: {}["x"])
+
+
+def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOESTRING_MEMORY_DIR", str(tmp_path))
+    monkeypatch.setattr(LevelCheckpointer, "_start_agent", lambda self, mesh: None)
+    url = f"file://{tmp_path}/far"
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    torch.manual_seed(5)
+    train(run, parts, saver, 4)
+    path = saver.save(run, parts)
+    saver.let_go()
+    assert remote.remote_steps(url, 10) == []
+    sent: list[str] = []
+    connect = remote.connect
+
+    def watched(*args: Any) -> Any:
+        fs, base = connect(*args)
+        put = fs.put_file
+        monkeypatch.setattr(fs, "put_file", lambda a, b: (sent.append(Path(a).name), put(a, b)))
+        return fs, base
+
+    monkeypatch.setattr(remote, "connect", watched)
+    assert remote.upload(path, str(saver.folder), url, 10) > 1000
+    assert sent[-1] == MANIFEST and len(sent) == 2
+    assert [step for step, _ in remote.remote_steps(url, 10)] == [4]
+    # Another machine: neither memory nor disk.
+    settings = CheckpointConfig(checkpoint="auto", levels=LevelsConfig(remote=url))
+    run, parts = make_run()
+    other = checkpointer(tmp_path / "elsewhere", settings)
+    assert other.resume(run, parts) and fingerprint(run, parts) == history(4)[4]
+    other.let_go()
+    events = read_events(other.folder)
+    assert [e.source for e in events] == ["remote"]
+    (tmp_path / "elsewhere" / "metrics.jsonl").touch()
+    assert any("remote" in section.html() for section in run_sections(tmp_path / "elsewhere"))
+    # A manifest that was changed on the way is refused.
+    manifest = tmp_path / "far" / "step-00000004" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 4', b'"step": 5'))
+    run, parts = make_run()
+    with pytest.raises(UserError, match="damaged"):
+        checkpointer(tmp_path / "third", settings).resume(run, parts)
+    assert SETTINGS.keep_last == 3
+
+
+def test_failures_are_counted_by_the_level_that_answered(tmp_path: Path) -> None:
+    for event in (
+        Event("started", 0.0, 0, "a"),
+        Event("resumed", 3600.0, 10, "b", "memory"),
+        Event("resumed", 7200.0, 20, "c", "memory and disk"),
+        Event("finished", 9000.0, 30, "c"),
+        Event("resumed", 9999.0, 30, "d", "disk"),  # made longer: no failure
+    ):
+        append_event(tmp_path, event)
+    (tmp_path / "events.jsonl").open("a").write(json.dumps({"kind": 3}) + "\n")
+    events = read_events(tmp_path)
+    rates = rates_from_events(events, ("memory", "disk"), 8, None, now=10000.0)
+    assert len(events) == 5 and (rates["memory"].events, rates["disk"].events) == (1, 1)
+    assert rates["memory"].observed_s == pytest.approx(9000.0 + 1.0)
+    assert level_of("peer memory and memory") == "peer" and level_of(None) == "disk"
+    assert Keep(2, 10, 1).kept([5, 10, 15, 20, 25], {5: 3.0, 14: 1.0, 24: 2.0}) == {10, 15, 20, 25}
