@@ -489,8 +489,8 @@ def reshard_plans() -> str:
         best = make_plan(moved, topology)
         ways = [("bound of the links", best.bound, GREY), ("planned", best.makespan, 0)]
         ways += [
-            (name, make_plan(moved, topology, strategy=strategy).makespan, color)
-            for name, strategy, color in (("natural order", "natural", 5), ("a message to each", "naive", 1))
+            ("natural order", make_plan(moved, topology, strategy="natural").makespan, 5),
+            ("a message to each", make_plan(moved, topology, strategy="naive").makespan, 1),
         ]
         door = "host" if topology.nic == "host" else "GPU"
         rate = topology.nic_rate / 1.25e8

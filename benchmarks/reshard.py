@@ -35,7 +35,7 @@ from benchmarks.decode import LLAMA_8B, build, copy_bandwidth, prompts, timed
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.formats import parse_format
-from shoestring.formats.convert import format_linears
+from shoestring.formats.convert import format_host, format_linears
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.serve import Engine, Sampling
@@ -47,6 +47,7 @@ from shoestring.state.reshard.topology import GBIT, Topology
 from shoestring.state.reshard.version import WeightsVersion
 
 BENCH = "reshard"
+STREAMS = 8  # of the copies of a repartition
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the GPU parts run on a CPU to be tried, with --small
 SMALL = ModelSpec(
     vocab_size=512, d_model=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, d_ff=512, max_positions=1024,
@@ -152,7 +153,8 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 def measure_repartition(spec: ModelSpec, repeats: int) -> None:
     plan = make_plan(moved_tensors(spec, {"dp": 4}, {"tp": 2}))
     src, dst = filled_shards(plan, "src", DEVICE, True), filled_shards(plan, "dst", DEVICE, False)
-    replay = captured(lambda: copy_between(plan, src, dst))
+    streams = [torch.cuda.Stream() for _ in range(STREAMS)] if DEVICE == "cuda" else []
+    replay = captured(lambda: copy_between(plan, src, dst, streams))
     replay()
     for name, shape in list(shapes_of(spec).items())[:12]:
         assert torch.equal(whole(src, name, shape), whole(dst, name, shape)), name
@@ -189,10 +191,10 @@ def host_staged(plan: ReshardPlan, src: dict[int, Shards], dst: dict[int, Shards
     pieces: list[tuple[Tensor, Tensor]] = []
     for t in plan.transfers:
         for name, box in plan.tensors_of(t.pieces):
-            for common, view in src[t.sender].pieces(name, box):
+            for common, held in src[t.sender].pieces(name, box):
                 for receiver in t.receivers:
                     pieces += [
-                        (view[part.slices(common)], target) for part, target in dst[receiver].pieces(name, common)
+                        (held[part.slices(common)], target) for part, target in dst[receiver].pieces(name, common)
                     ]
     out, back = (torch.cuda.Stream(), torch.cuda.Stream()) if DEVICE == "cuda" else (None, None)
     ring = [torch.empty(bucket, dtype=torch.uint8, pin_memory=DEVICE == "cuda") for _ in range(4)]
@@ -218,6 +220,7 @@ def host_staged(plan: ReshardPlan, src: dict[int, Shards], dst: dict[int, Shards
             b.copy_(a)
 
     def run() -> None:
+        assert out is not None and back is not None
         arrived = [torch.cuda.Event() for _ in ring]
         used = [torch.cuda.Event() for _ in ring]
         for event in used:
@@ -322,7 +325,7 @@ def host_values(target: WeightTarget, model: Decoder) -> dict[str, dict[str, Ten
                 t.copy_(parameters[name])
                 t[..., :1] += 1e-3
             else:
-                t.copy_(model.get_submodule(name.removesuffix(".weight")).parts()[part])
+                t.copy_(format_host(model, name.removesuffix(".weight")).parts()[part])
     return values
 
 

@@ -210,7 +210,7 @@ class WeightsSnapshot:
         for name in sorted(self.held):
             box, t = self.held[name]
             found.update(f"{name} {box.start} {box.stop} {t.dtype}".encode())
-            found.update(t.contiguous().reshape(-1).view(torch.uint8).numpy())
+            found.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self.digest = found.hexdigest()
 
     def parts(self, name: str, box: Box, form: Mapping[str, Any]) -> dict[str, Tensor]:

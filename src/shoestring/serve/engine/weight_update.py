@@ -102,7 +102,7 @@ class WeightTarget:
         num_bytes = sum(t.nbytes for parts in values.values() for t in parts.values())
         staged = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > SPARE * num_bytes
         stream = torch.cuda.Stream(device) if staged else None
-        writes: list[Callable[[], None]] = []
+        writes: list[Callable[[], object]] = []
         with torch.cuda.stream(stream):
             for name, parts in values.items():
                 if name in self._hosts:

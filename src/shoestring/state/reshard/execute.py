@@ -181,7 +181,8 @@ def execute(
     operations = plan.operations(rank)
     for op in operations:
         if op.kind == "copy":
-            _copy_pieces(plan.tensors_of(plan.copies[op.transfer][1]), src, dst)
+            for target, view in _pairs(plan.tensors_of(plan.copies[op.transfer][1]), src, dst):
+                target.copy_(view)
     arrived: dict[int, queue.SimpleQueue[Tensor | None]] = {
         op.transfer: queue.SimpleQueue() for op in operations if op.kind == "receive"
     }
@@ -234,20 +235,30 @@ def execute(
     return damaged
 
 
-def copy_between(plan: ReshardPlan, src: Mapping[int, Shards], dst: Mapping[int, Shards]) -> None:
-    """The whole plan inside one process that holds the shards of all ranks, by copies; may be captured in a graph."""
-    for rank, pieces in plan.copies:
-        _copy_pieces(plan.tensors_of(pieces), src[rank], dst[rank])
+def copy_between(
+    plan: ReshardPlan, src: Mapping[int, Shards], dst: Mapping[int, Shards], streams: Sequence[torch.cuda.Stream] = ()
+) -> None:
+    """The whole plan inside one process that holds the shards of all ranks, by copies; may be captured in a graph.
+    `streams`: copies take turns on them, because a single one is too short to fill a GPU."""
+    pairs = [pair for rank, pieces in plan.copies for pair in _pairs(plan.tensors_of(pieces), src[rank], dst[rank])]
     for t in plan.transfers:
         for receiver in t.receivers:
-            _copy_pieces(plan.tensors_of(t.pieces), src[t.sender], dst[receiver])
+            pairs += _pairs(plan.tensors_of(t.pieces), src[t.sender], dst[receiver])
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for turn, (target, view) in enumerate(pairs):
+        with torch.cuda.stream(streams[turn % len(streams)] if streams else None):
+            target.copy_(view)
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
-def _copy_pieces(pieces: Iterable[tuple[str, Box]], src: Shards, dst: Shards) -> None:
+def _pairs(pieces: Iterable[tuple[str, Box]], src: Shards, dst: Shards) -> Iterator[tuple[Tensor, Tensor]]:
+    """(where to, where from) of everything in `pieces`."""
     for name, box in pieces:
         for common, view in src.pieces(name, box):
             for part, target in dst.pieces(name, common):
-                target.copy_(view[part.slices(common)])
+                yield target, view[part.slices(common)]
 
 
 def _in_two_lanes(
