@@ -195,8 +195,8 @@ class Ranks:
                     next(parts)
                 elif order is Order.EMBED:
                     pooling, chunk, num, *rest = body
-                    lengths, tokens = rest[:num], iter(rest[num:])
-                    texts = [list(islice(tokens, length)) for length in lengths]
+                    lengths, ids = rest[:num], iter(rest[num:])
+                    texts = [list(islice(ids, length)) for length in lengths]
                     parts = embedding_parts(model, texts, POOLINGS[pooling], chunk)
                     next(parts)
                 elif order is Order.SCORE_ON:

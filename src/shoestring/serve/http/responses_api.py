@@ -66,7 +66,17 @@ class ResponsesBody(Body):
 
     def as_chat(self) -> ChatBody:
         """The same as a chat. Anything wrong is a 400."""
-        shared = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "logit_bias", "presence_penalty")
+        shared: tuple[str, ...] = (
+            "model",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "stream",
+            "logit_bias",
+            "presence_penalty",
+        )
         shared += ("frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "parallel_tool_calls")
         raw = {name: getattr(self, name) for name in shared}
         raw["messages"] = _messages(self.input, self.instructions)
@@ -118,7 +128,7 @@ def _messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
             form = '{"type": "input_text", "text": ...}'
