@@ -24,7 +24,7 @@ from shoestring.state.levels.host_folder import (
     trainers_alive,
 )
 from shoestring.state.levels.policy import EXPLAINED, Cost, Interval, IntervalPlan, explain
-from shoestring.state.levels.restore import Offer, choose, offers_here
+from shoestring.state.levels.restore import Offer, choose, offers_here, open_folder
 from shoestring.state.levels.version import missing_of
 
 
@@ -87,8 +87,6 @@ def version_table(checkpoints: Path, step: int | None) -> Table:
 
 def verified_versions(checkpoints: Path) -> tuple[Table, list[str]]:
     """Every copy with what is wrong with it, and the problems alone."""
-    from shoestring.state.storage import SafeReader
-
     offers, problems = _offers(checkpoints)
     rows: list[list[Any]] = []
     with ThreadPoolExecutor(4) as pool:
@@ -96,7 +94,7 @@ def verified_versions(checkpoints: Path) -> tuple[Table, list[str]]:
             problem: str | None = None
             try:
                 if offer.source == "disk":
-                    SafeReader(offer.path).verify()
+                    open_folder(Path(offer.path)).verify()
                 else:
                     entry = ArenaCopy(Path(offer.path), offer.slot, offer.sequence, offer.copy)
                     with reading(entry) as arena:
@@ -122,7 +120,11 @@ def export_version(checkpoints: Path, out: Path, step: int | None) -> tuple[str,
         with ThreadPoolExecutor(4) as pool:
             drain(entries, out.absolute(), pool)
         return "memory", choice.step
-    disk = next(o for o in choice.offers if o.source == "disk")
+    disk = next((o for o in choice.offers if missing_of([o.copy]) is None), None)
+    if disk is None:
+        raise UserError(
+            f"step {choice.step} is in shares of several hosts; resume the run once, which puts them together"
+        )
     shutil.copytree(disk.path, out)
     return "disk", choice.step
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import fcntl
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoestring.errors import UserError
 from shoestring.host import arena as arena_module
 from shoestring.host.arena import PAGE, Arena, IndexTooLargeError, is_locked, lock_file, own_folder, room_for
 from shoestring.host.checksums import checksum, checksums, damaged_chunks
+from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES
+from shoestring.state.levels.drain import drain, target_of
+from shoestring.state.levels.host_folder import arena_path, list_copies
+from shoestring.state.levels.restore import choose, fill_tensors, offers_here
 from shoestring.state.levels.version import (
     ITEM_BYTES,
     HeldBox,
@@ -144,6 +150,34 @@ def test_copies_are_complete_together() -> None:
     assert "some rank" in (missing_of([copy_of(0, (A0,)), copy_of(1, (A1,))]) or "")  # nobody has b
     assert missing_of([]) == "no copy at all"
     assert "different states" in (missing_of([copy_of(0, (A0, B)), copy_of(1, (A1,), names_sum="other")]) or "")
+
+
+def test_shares_of_two_hosts_on_disk_are_one_version(tmp_path: Path) -> None:
+    """Each host writes what it holds; together they are complete, one alone is not."""
+    w, n = torch.arange(8.0).reshape(4, 2), torch.tensor([7, 8, 9], dtype=torch.uint8)
+    checkpoints = tmp_path / "checkpoints"
+    with ThreadPoolExecutor(1) as pool:
+        for rank, (host, boxes) in enumerate({"x": (A0, B), "y": (A1,)}.items()):
+            copy = copy_of(rank, boxes, host=host, values={"step": 5})
+            arena = Arena.create(arena_path(own_folder(tmp_path / host), rank, 2), 2000, 1000)
+            rows = w[2 * rank : 2 * rank + 2].contiguous()
+            arena.slot_view(0)[:16] = rows.numpy().tobytes()
+            arena.slot_view(0)[256:259] = n.numpy().tobytes()
+            data = arena.slot_view(0)[: copy.num_bytes]
+            sums = tuple(checksums(data, pool, copy.chunk_bytes, arena.algorithm))
+            data.release()
+            arena.commit(0, 1, 5, dump_index(replace(copy, chunks=sums, algorithm=arena.algorithm)))
+            arena.close()
+            entries = list_copies(tmp_path / host)[0]
+            target = target_of(entries, checkpoints, host)
+            assert target == checkpoints / "hosts" / host / "step-00000005"
+            drain(entries, target, pool)
+            choice = choose(offers_here(tmp_path / "no", [checkpoints], "x")[0])
+            assert (choice is None) == (rank == 0)
+    assert choice is not None
+    filled = {"a": torch.zeros(4, 2), "b": torch.zeros(3, dtype=torch.uint8)}
+    used, damaged = fill_tensors(filled, choice, Mesh(0, 1, torch.device("cpu")), "x")
+    assert torch.equal(filled["a"], w) and torch.equal(filled["b"], n) and used == {"disk": 35} and not damaged
 
 
 def test_an_index_is_checked_field_by_field() -> None:

@@ -31,12 +31,14 @@ from shoestring.host.checksums import checksum
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import agree, step_folders
+from shoestring.state.checkpoint_files import HOST_MANIFEST
 from shoestring.state.files import DTYPE_NAMES, DTYPES
+from shoestring.state.levels.drain import HOSTS, NAMES_SUM
 from shoestring.state.levels.host_folder import ArenaCopy, is_replica, list_copies, reading
 from shoestring.state.levels.snapshot import local_tensor
 from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, missing_of, sum_of_names
 from shoestring.state.manifest import Manifest, StoredBox, StoredTensor
-from shoestring.state.storage import SafeReader
+from shoestring.state.storage import HostReader, SafeReader
 
 NEAREST = ("memory", "disk")  # of the own host, in this order
 THREADS = min(16, os.cpu_count() or 1)
@@ -77,7 +79,7 @@ def offers_here(arenas: Path, checkpoints: Sequence[Path], host: str) -> tuple[l
     copies, problems = list_copies(arenas)
     offers = [Offer("memory", host, str(c.path), c.copy, c.slot, c.sequence) for c in copies]
     for folder in checkpoints:
-        for path in step_folders(folder):
+        for path in [*step_folders(folder), *(p for host in shares_in(folder) for p in step_folders(host))]:
             try:
                 offers.append(Offer("disk", host, str(path), folder_copy(path)))
             except UserError as error:
@@ -85,16 +87,27 @@ def offers_here(arenas: Path, checkpoints: Sequence[Path], host: str) -> tuple[l
     return offers, problems
 
 
+def shares_in(checkpoints: Path) -> list[Path]:
+    """The folders of hosts that hold a share of the state each."""
+    found = (checkpoints / HOSTS).iterdir() if (checkpoints / HOSTS).is_dir() else ()
+    return sorted(p for p in found if p.is_dir() and not p.is_symlink())
+
+
+def open_folder(path: Path) -> SafeReader:
+    return HostReader(path) if (path / HOST_MANIFEST).is_file() else SafeReader(path)
+
+
 def folder_copy(path: Path) -> HeldCopy:
-    """A checkpoint folder as one copy of everything."""
-    manifest = SafeReader(path).manifest
+    """A checkpoint folder as one copy of everything, or of one host's share."""
+    manifest = open_folder(path).manifest
     boxes = tuple(
         HeldBox(name, DTYPE_NAMES[t.dtype], t.shape, b.box) for name, t in manifest.tensors.items() for b in t.boxes
     )
     names = {name: (DTYPE_NAMES[t.dtype], t.shape) for name, t in manifest.tensors.items()}
+    whole = str(manifest.values.get(NAMES_SUM) or sum_of_names(names))
     life = manifest.values.get(LIFE, "0")
     step = manifest.step if manifest.step is not None else int(path.name.removeprefix("step-"))
-    return HeldCopy(step, str(life), 0, manifest.world_size, "", sum_of_names(names), boxes, manifest.values)
+    return HeldCopy(step, str(life), 0, manifest.world_size, "", whole, boxes, manifest.values)
 
 
 def gather_offers(mesh: Mesh, host: str, look: Callable[[], tuple[list[Offer], list[str]]]) -> list[Offer]:
@@ -259,7 +272,7 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
 
 
 def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
-    reader = SafeReader(path)
+    reader = open_folder(path)
     stored: dict[tuple[str, Box], StoredBox] = {
         (name, b.box): b for name, t in reader.manifest.tensors.items() for b in t.boxes
     }
