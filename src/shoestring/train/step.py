@@ -159,11 +159,13 @@ class Reducer(Stateful, Protocol):
 
     def begin(self, run: Run) -> None:
         """Called once before the first step of each `train`, after a checkpoint was loaded."""
+        return
 
     def __call__(self, model: nn.Module) -> None: ...
 
     def observe(self, loss: Tensor) -> None:
         """This rank's part of the step's loss, before __call__; on the device."""
+        return
 
     def scalars(self) -> dict[str, float]:
         """What goes into a line of metrics, over the steps since the last one."""

@@ -14,11 +14,10 @@ from shoestring.config import option
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
 from shoestring.mesh import Mesh, MeshConfig
-from shoestring.state.optimizer import parameter_names
 from shoestring.train.optim import adamw
 from shoestring.train.reducers import demo
 from shoestring.train.reducers.auto import choose_compressor
-from shoestring.train.reducers.compressed import CompressedReducer, choose
+from shoestring.train.reducers.compressed import CompressedReducer, choose, trained_parameters
 from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.methods import parse_compressor
 from shoestring.train.reducers.plain import SumReducer
@@ -87,7 +86,7 @@ def build_reducer(
 
 
 def _measured(cfg: ReducerConfig, model: nn.Module, mesh: Mesh, say: Callable[[str], None]) -> Compressor:
-    params = {name: p for p, name in parameter_names(model).items() if p.requires_grad}
+    params = trained_parameters(model)
     shapes = {name: local(p).shape for name, p in params.items()}
     link = Link(mesh.group("replica"))
     lossy = cfg.allow == "lossy"

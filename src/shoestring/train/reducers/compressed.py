@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class CompressedReducer(Reducer, Relaid):
         self.link = Link(mesh.group("replica"))
         self.everyone = Link(dist.group.WORLD)
         self.steps = 0
-        self.params = {name: p for p, name in parameter_names(model).items() if p.requires_grad}
+        self.params = trained_parameters(model)
         chosen = choose(compressor, model, self.params)
         where: dict[str, Any] = {"rank": self.link.rank, "size": self.link.size, "seed": seed}
         self.compression = Compression(chosen, **where)
@@ -254,6 +254,11 @@ class _Meter:
         result = self.bytes / max(self.steps, 1), min(1.0, self.seconds / passed)
         self.__init__()  # type: ignore[misc]
         return result
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that get gradients, by the names that checkpoints use."""
+    return {name: cast(nn.Parameter, p) for p, name in parameter_names(model).items() if p.requires_grad}
 
 
 def choose(compressor: Compressor, model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, Compressor]:

@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
-from shoestring.state.optimizer import parameter_names
-from shoestring.train.reducers.compressed import choose
+from shoestring.train.reducers.compressed import choose, trained_parameters
 from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad
@@ -49,10 +48,11 @@ class HookedCompression:
         compressor = parse_compressor(method)
         if isinstance(compressor, DeMo):
             raise UserError("demo is an optimizer too and needs plain SGD; use it with the trainer, not with a hook")
-        self.names = {p: n for p, n in parameter_names(model).items() if p.requires_grad}
+        params = trained_parameters(model)
+        self.names: dict[Tensor, str] = {p: n for n, p in params.items()}
         self.method, self.average, self.clip_ratio = compressor, average, clip_ratio
         self.link = Link(group)
-        chosen = choose(compressor, model, {n: p for p, n in self.names.items()})
+        chosen = choose(compressor, model, params)
         self.compression = Compression(chosen, rank=self.link.rank, size=self.link.size, seed=seed)
         self.running: dict[str, float] = {}
         self.steps: dict[str, int] = {}
@@ -117,7 +117,7 @@ def compress_ddp(
             kept.reduce(dict(zip((kept.names[p] for p in bucket.parameters()), bucket.gradients(), strict=True)))
             done.set_result(bucket.buffer())
         except Exception as error:
-            done.set_exception(error)
+            done.set_exception(error)  # type: ignore[arg-type]
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
