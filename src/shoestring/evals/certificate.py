@@ -109,7 +109,8 @@ class TransformersTarget(ExportTarget):
     def render(self, messages: Sequence[Mapping[str, str]]) -> str | None:
         if self._tokenizer is None or self._tokenizer.chat_template is None:
             return None
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        asked = [dict(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
 
     def stops(self) -> set[int]:
         ends = self._model.generation_config.eos_token_id
@@ -351,7 +352,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
 
 def _versions(target: ExportTarget) -> dict[str, str]:
     here = versions()
-    found = {name: here[name] for name in ("shoestring", "python", "torch", "machine") if name in here}
+    found: dict[str, str] = {n: here[n] for n in ("shoestring", "python", "torch", "machine") if n in here}
     for package in target.packages:
         found[package] = importlib.metadata.version(package)
     return found

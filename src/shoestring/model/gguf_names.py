@@ -54,7 +54,7 @@ class Architecture:
     has_output: bool | None = None  # whether the head is stored beside the embedding; None: as the model has it
 
 
-_FUSED_QKV = {"attn_qkv": _QKV}
+_FUSED_QKV: dict[str, tuple[str, ...]] = {"attn_qkv": _QKV}
 _GPT = {**_PRE_NORMS, "attn.o": "attn_output", "mlp.up": "ffn_up", "mlp.down": "ffn_down"}
 ARCHITECTURES = {
     a.name: a
