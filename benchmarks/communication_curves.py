@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,13 @@ class Replicas(Reducer):
 
     def __init__(self, model: nn.Module, method: str, *, clip: float, seed: int, selector: Any = "uniform") -> None:
         compressor = parse_compressor(method)
-        params = {name: p for p, name in parameter_names(model).items()}
+        params = {name: cast(nn.Parameter, p) for p, name in parameter_names(model).items()}
         chosen = choose(compressor, model, params)
         self.params = params
         # For all methods alike, plain too: the global clip cuts more than the one per replica, which would be taken for
         # a difference between methods.
         self.clip = clip / math.sqrt(REPLICAS)
-        where = [{"rank": r, "size": REPLICAS, "seed": seed} for r in range(REPLICAS)]
+        where: list[dict[str, Any]] = [{"rank": r, "size": REPLICAS, "seed": seed} for r in range(REPLICAS)]
         self.members: list[Any] = [Compression(chosen, **w) for w in where]
         if selector != "uniform":
             shapes = {name: p.shape for name, p in params.items()}

@@ -90,7 +90,8 @@ class ExportTarget(ABC):
 
 
 class TransformersTarget(ExportTarget):
-    name, allowed, packages = "transformers", ALLOWED_SAME, ("transformers", "torch")
+    name, allowed = "transformers", ALLOWED_SAME
+    packages: tuple[str, ...] = ("transformers", "torch")
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,7 +119,8 @@ class TransformersTarget(ExportTarget):
 
 
 class CompressedTensorsTarget(TransformersTarget):
-    name, packages = "transformers with compressed-tensors", ("transformers", "compressed-tensors", "torch")
+    name = "transformers with compressed-tensors"
+    packages = ("transformers", "compressed-tensors", "torch")
 
 
 class LlamaCppTarget(ExportTarget):
