@@ -107,6 +107,18 @@ def test_packed_servers_get_packed_bytes(publishing: Publishing, label: str) -> 
     assert num_bytes < 0.6 * dense  # the embedding stays dense
 
 
+def test_strangers_get_little_time_and_no_room(publishing: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the proof of the key: a large message and silence both end the connection."""
+    monkeypatch.setattr(exchange, "PROOF_S", 0.3)
+    for sent in (b"shsw" + (1 << 20).to_bytes(4, "little"), b""):
+        with socket.create_connection(publishing.address, timeout=10) as stranger:
+            stranger.sendall(sent)
+            got = b""
+            while part := stranger.recv(4096):
+                got += part
+        assert b"challenge" in got and b"tensors" not in got
+
+
 def test_a_model_of_another_kind_is_refused_by_name(publishing: Publishing) -> None:
     publishing.train(2)
     cases = [

@@ -49,6 +49,7 @@ MOST_FOLLOWERS = 64
 BUCKET = 64 << 20
 DELTA_MARGIN = 1.2  # changes are sent where they are fewer bytes than the whole by this factor
 IDLE_S = 600.0  # a follower that asks nothing for so long is gone
+MOST_PROOF, PROOF_S = 1 << 12, 10.0  # bytes and seconds for a stranger to prove that it knows the key
 log = logging.getLogger("shoestring.publish")
 
 
@@ -80,9 +81,10 @@ class Channel:
         for view in views:
             self.sock.sendall(view)
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, most: int = MOST_HEADER) -> dict[str, Any]:
+        """A JSON object of at most so many bytes."""
         magic, length = struct.unpack("<4sI", self._read(8))
-        if magic != b"shsw" or length > MOST_HEADER:
+        if magic != b"shsw" or length > most:
             raise UserError(f"{self.peer} does not speak this protocol; is it the address of a publishing run?")
         header = parse_json(self._read(length).decode("utf-8", "replace"), self.peer, "check the address")
         if not isinstance(header, dict):
@@ -241,7 +243,7 @@ class SnapshotServer:
             if len(self._channels) >= MOST_FOLLOWERS:
                 sock.close()
                 continue
-            sock.settimeout(IDLE_S)
+            sock.settimeout(PROOF_S)
             channel = Channel(sock, f"{peer[0]}:{peer[1]}")
             self._channels.add(channel)
             threading.Thread(target=self._serve, args=(channel,), name="publish-to", daemon=True).start()
@@ -250,10 +252,11 @@ class SnapshotServer:
         try:
             challenge = secrets.token_hex(16)
             channel.send({"protocol": PROTOCOL, "challenge": challenge})
-            hello = Fields(channel.receive(), channel.peer)
+            hello = Fields(channel.receive(MOST_PROOF), channel.peer)
             if not hmac.compare_digest(hello.text("proof"), _proof(challenge)):
                 channel.send({"error": f"the key is wrong; set {KEY} to the publisher's"})
                 return
+            channel.sock.settimeout(IDLE_S)
             channel.send({**self.catalogue.to_json(), "endpoints": self.endpoints, "delta": self.delta})
             while True:
                 self._answer(channel, Fields(channel.receive(), channel.peer))
