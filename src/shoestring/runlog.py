@@ -69,8 +69,10 @@ class RunLog:
         self._purge_step = step + 1
         if not self.main or self.folder is None:
             return
-        text = "".join(_line(row) for row in self.history)
-        write_atomically(self.folder / "metrics.jsonl", text)
+        path = self.folder / "metrics.jsonl"
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, not the log of a run: move it away and resume again")
+        write_atomically(path, "".join(_line(row) for row in self.history))
 
     def save_config(self, config: dict[str, Any]) -> None:
         """config.json: the resolved config with the command and versions that ran it."""

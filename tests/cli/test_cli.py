@@ -404,7 +404,9 @@ def test_export_as_compressed_tensors_and_its_refusals(
     cli: Cli, model_folder: Path, packed_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert_one_line_error(cli("export", packed_folder, out, "--as", "onnx"), "dense, compressed-tensors, packed")
+    assert_one_line_error(
+        cli("export", packed_folder, out, "--as", "onnx"), "dense, compressed-tensors, gptq, awq, fp8, packed, gguf"
+    )
     assert_one_line_error(cli("export", packed_folder, out, "--as", "compressed-tensors"), "nf3", "--as packed")
     assert_one_line_error(cli("export", model_folder, out, "--as", "compressed-tensors"), "shrink/ptq")
     assert not out.exists()

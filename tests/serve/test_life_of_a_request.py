@@ -83,7 +83,8 @@ def test_a_decoded_token_crosses_the_files_of_the_page() -> None:
         for _ in range(4):
             assert engine.step()
         trace.on = False
-    inside_the_graph = {"serve/engine/fused_decoder.py", "serve/engine/kv_cache.py", "serve/engine/prompt_attention.py"}
+    program = ("fused_decoder", "merged_linear", "kv_cache", "prompt_attention")
+    inside_the_graph = {f"serve/engine/{name}.py" for name in program}
     wanted = listed("One token on a GPU")
     crossed = {file for file in trace.files if file.startswith("serve/")} - inside_the_graph
     assert crossed == wanted and len(wanted) <= 8

@@ -247,7 +247,7 @@ def test_plans_of_large_models_take_no_time() -> None:
     distinct = {f"t{i}": trainer_to_server("q", (256 + i, 512)) for i in range(1000)}
     began = time.process_time()
     make_plan(distinct)
-    assert time.process_time() - began < 1.0  # 10,000 in 10 s
+    assert time.process_time() - began < 3.0  # about 0.7 on an idle machine: 10,000 in 10 s
 
 
 def test_a_plan_is_made_once_and_is_the_same_in_every_process() -> None:

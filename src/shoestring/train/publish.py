@@ -67,7 +67,7 @@ class Publish(PublishNothing):
         self, model: nn.Module, mesh: Mesh, address: str, every: int, last: int = -1, *, delta: bool = False
     ) -> None:
         """`last`: a step that is published in any case. `delta`: send what changed since the version before."""
-        self.last, self._num_buffers = last, 3 if delta else 2
+        self.last, self._num_buffers = last, 4 if delta else 3
         self.every, self.mesh = every, mesh
         self._tensors = {name: p for p, name in parameter_names(model).items()}
         self._layers = {f"{name}.weight": layer for name, layer in format_hosts(model)}
@@ -114,8 +114,8 @@ class Publish(PublishNothing):
         self._digesting.start()
 
     def _free_buffers(self) -> HostBuffers | None:
-        """Memory that no snapshot uses any more: a set for the newest, one for a copy that is still being read, and one
-        for the version before where changes are sent."""
+        """Memory that no snapshot uses any more: a set for the newest, one for the next, one for a copy that a slow
+        follower still reads, and one for the version before where changes are sent."""
         free = next((b for b in self._buffers if b.free), None)
         if free is None and len(self._buffers) < self._num_buffers:
             like = {n: local(t) for n, t in self._tensors.items() if self._boxes[n]}

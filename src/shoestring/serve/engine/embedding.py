@@ -44,14 +44,14 @@ def embedding_parts(
     if len(texts) == 1 and len(texts[0]) > chunk:
         yield from _long_parts(model, texts[0], pooling, chunk)
         return
-    ids_NT = padded(texts).to(model.embed.weight.device)
+    ids_NT = padded(texts).to(model.norm.weight.device)
     with limit_cudnn_plans():
         hidden_NTD = model.hidden(ids_NT)
     yield pooled(hidden_NTD, [len(text) for text in texts], pooling)
 
 
 def _long_parts(model: Decoder, text: Sequence[int], pooling: Pooling, chunk: int) -> Iterator[Tensor | None]:
-    device = model.embed.weight.device
+    device = model.norm.weight.device
     cache = KVCache(model.plan, BlockPool(-(-len(text) // KV_BLOCK), KV_BLOCK, prefix_cache=False))
     found = torch.zeros(0)
     for start in range(0, len(text), chunk):

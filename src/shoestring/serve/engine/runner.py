@@ -175,7 +175,8 @@ class Runner:
             self.refresh()
         key = self.model.compute_dtype, skip_set
         if key not in self._roots:
-            self._roots[key] = cache_root(self.model, skip_set, (self.version, self._weights))
+            weights = self._weights if self.version is None else (self.version, self._weights)
+            self._roots[key] = cache_root(self.model, skip_set, weights)
         return self._roots[key]
 
     # -- a step ---------------------------------------------------------------------------------------------
