@@ -39,6 +39,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "allocated", live_bytes)
 
 
+@pytest.mark.lab
 def test_linear_layers_and_the_whole_model_are_told_apart() -> None:
     dense = memory.measure(SPEC, "bf16", "cpu")
     assert dense.keys() == {("whole_model", "bf16"), ("linear_weights", "bf16")}

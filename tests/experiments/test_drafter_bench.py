@@ -27,6 +27,7 @@ TINY = drafter_target.Size(
 )  # fmt: skip
 
 
+@pytest.mark.lab
 def test_prepared_trained_and_timed_by_three_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")

@@ -19,6 +19,7 @@ from shoestring.model.tokenizer import Tokenizer
 from shoestring.shrink.prune24_retrain import Retrain
 
 
+@pytest.mark.lab
 def test_every_case_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 5))) for _ in range(60)]
