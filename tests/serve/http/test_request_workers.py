@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pydantic", reason="the server needs shoestring[serve]")
 
 from shoestring.serve.http.request_schema import ApiError
-from shoestring.serve.http.request_workers import RequestWorkers
+from shoestring.serve.http.request_workers import MOST_REST_S, RequestWorkers
 
 
 @pytest.fixture
@@ -84,8 +84,26 @@ def test_a_job_that_is_late_is_given_up_and_never_begun(held: threading.Event) -
         with pytest.raises(ApiError):
             await first
         held.set()
+        await asyncio.sleep(MOST_REST_S + 0.1)  # the lane rests after a long job
         assert await workers.run("heavy", "a", 1, lambda: "goes on") == "goes on"
         workers.stop()
 
     asyncio.run(ask())
     assert not begun
+
+
+def test_long_jobs_leave_time_between_them() -> None:
+    """The first result is not late; the second job begins after a rest as long as the first."""
+
+    async def run() -> tuple[float, float]:
+        workers = RequestWorkers()
+        began = time.monotonic()
+        first, second = (asyncio.create_task(workers.run("heavy", "a", 1, lambda: time.sleep(0.15))) for _ in range(2))
+        await first
+        early = time.monotonic() - began
+        await second
+        workers.stop()
+        return early, time.monotonic() - began
+
+    early, late = asyncio.run(run())
+    assert late >= 0.44 and late - early >= 0.29

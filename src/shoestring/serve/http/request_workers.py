@@ -11,6 +11,9 @@ There is one thread per lane, so that a long job delays only jobs of its own kin
 Each lane has a `FairQueue`: clients take turns, one client can fill only its share. A job that finds the queue full is
 refused (429); one that is not done in time is given up (503). Both say when to try again.
 
+A job may hold the GIL for most of its time (JSON). The heavy lane therefore rests after a long job for as long as that
+took, up to MOST_REST_S: between two of them the engine gets through whole steps.
+
 A running job cannot be interrupted. Whatever bounds its length belongs to the job itself: limits on bytes, on the
 number of messages and prompts, and `encode_within` (request_parsing.py).
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +37,7 @@ LIGHT_BYTES = 16 << 10
 MAX_JOBS = 256  # waiting in one lane
 MAX_BYTES = 64 << 20
 RETRY_S = 2
+LONG_S, MOST_REST_S = 0.02, 0.3
 
 
 @dataclass(eq=False)
@@ -55,7 +60,7 @@ class RequestWorkers:
         self.max_wait_s = max_wait_s
         self._lanes = {
             "light": _LaneThread("light", max_jobs, max_bytes),
-            "heavy": _LaneThread("heavy", max_jobs, max_bytes),
+            "heavy": _LaneThread("heavy", max_jobs, max_bytes, rests=True),
             "grammar": _LaneThread("grammar", max_jobs, max_bytes),
             # Their texts are written and paid for: bounded by the engine's queue, never refused.
             "render": _LaneThread("render", 1 << 62, 1 << 62),
@@ -97,7 +102,8 @@ class RequestWorkers:
 
 
 class _LaneThread:
-    def __init__(self, name: str, max_jobs: int, max_bytes: int) -> None:
+    def __init__(self, name: str, max_jobs: int, max_bytes: int, rests: bool = False) -> None:
+        self._rests = rests
         self._queue: FairQueue[_Job] = FairQueue(max_jobs, max_bytes)
         self._changed = threading.Condition()
         self._stopped = False
@@ -126,7 +132,7 @@ class _LaneThread:
                 if self._stopped:
                     return
                 job = self._queue.pop().item
-            result, error = None, None
+            result, error, began = None, None, time.monotonic()
             try:
                 result = job.work()
             except Exception as raised:  # of the request, whose handler gets it
@@ -134,3 +140,5 @@ class _LaneThread:
             with suppress(RuntimeError):  # the event loop has ended
                 job.loop.call_soon_threadsafe(job.finish, result, error)
             del job, result, error  # a large request is not kept until the next one
+            if self._rests and (took := time.monotonic() - began) > LONG_S:
+                time.sleep(min(took, MOST_REST_S))
