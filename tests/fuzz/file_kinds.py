@@ -250,17 +250,7 @@ def write_gguf(path: Path, changes: dict[str, Any] | None = None) -> None:
         **(changes or {}),
     }
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value) if 0 <= value < 2**32 else writer.add_int64(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, list) and value:
-            writer.add_array(key, value)
+    _add_metadata(writer, metadata)
     for name, tensor in model.state_dict().items():
         stored = place_of(ARCHITECTURES["llama"], spec, name).name
         writer.add_tensor(stored, np.ascontiguousarray(tensor.float().numpy()))
@@ -337,10 +327,8 @@ def other_metadata(folder: Path, rng: random.Random) -> str:
     return f"{path.name}: {changes}"
 
 
-def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(path.with_suffix(".new"), "none")
+def _add_metadata(writer: Any, metadata: dict[str, Any]) -> None:
+    """Every value in the type of GGUF that holds it; empty lists are left out."""
     for key, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -352,6 +340,13 @@ def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
             writer.add_string(key, value)
         elif isinstance(value, list) and value:
             writer.add_array(key, value)
+
+
+def _rewrite(file: GgufFile, metadata: dict[str, Any], path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), "none")
+    _add_metadata(writer, metadata)
     whole = path.read_bytes()
     for tensor in file.tensors.values():
         raw = np.frombuffer(whole[tensor.offset : tensor.offset + tensor.num_bytes], np.uint8)

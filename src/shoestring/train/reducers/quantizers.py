@@ -13,6 +13,7 @@ instead of per layer, and in the owner's re-encoding with 8 bits, where TernGrad
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +29,15 @@ class Quantizer(Compressor):
 
     block: int
 
-    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor: ...
 
-    def decode(self, wire_RB: Tensor, num: int) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, wire_RB: Tensor, num: int) -> Tensor: ...
 
+    @abstractmethod
     def row_bytes(self, num: int) -> int:
-        raise NotImplementedError
+        """Of the code of a row of `num` values."""
 
     @property
     def reply(self) -> Quantizer:
