@@ -1,8 +1,10 @@
 """Compressed gradients: the loss after equal steps, for every method.
 
-    python -m benchmarks.communication_curves --seeds 3            about 15 minutes on two idle cores
-    python -m benchmarks.communication_curves --methods plain int8 --seeds 1
-    python -m benchmarks.communication_curves --methods topk:0.01 --selectors round-robin random l-greco hyper --seeds 5
+    python -m benchmarks.communication_curves --seeds 3                about an hour on two idle cores
+    python -m benchmarks.communication_curves --parallel 14            a few minutes on 16 cores
+    python -m benchmarks.communication_curves --methods --selectors uniform round-robin random l-greco hyper --seeds 5
+
+Runs that the results file has are not repeated, so a run that was stopped goes on (`--most-seconds` stops it cleanly).
 
 A model of width 128 with 4 layers and 512 tokens; 4 replicas with 64 tokens each; 500 steps of AdamW on Python sources.
 The replicas are in one process (`Replicas`): their gradients are computed one after the other and go through the same
@@ -14,15 +16,19 @@ The loss is that of fixed validation rows, every 25 steps. `final_loss` is the l
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import multiprocessing
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.communication import BENCH, REPLICAS
-from benchmarks.results import record
+from benchmarks.results import newest, record
 from shoestring.errors import as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
@@ -49,7 +55,7 @@ METHODS = (
     *("powersgd:4", "demo"),
 )
 SELECTED = "topk:0.01"
-SELECTORS = ("round-robin", "random", "l-greco", "hyper")
+SELECTORS = ("uniform", "round-robin", "random", "l-greco", "hyper")
 CONTEXT, CLIP, LR, DEMO_LR, EVERY, VAL_ROWS = 64, 1.0, 3e-3, 1e-3, 25, 32
 
 
@@ -122,6 +128,7 @@ def new_model(mesh: Mesh, seed: int, vocab: int = 512) -> Decoder:
     return build_model(spec, mesh, ParallelConfig(), seed=seed)
 
 
+@functools.cache
 def texts() -> Corpus:
     return load_corpus(CorpusConfig(data="python", max_mb=20.0, vocab_size=512))
 
@@ -162,37 +169,110 @@ def curve(
     return losses, (time.perf_counter() - began) / steps, replicas
 
 
+@dataclass(frozen=True)
+class Case:
+    method: str
+    selector: str
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return self.method if self.selector == "uniform" else f"{self.method}, {self.selector}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            **{"method": self.method, "selector": self.selector, "replicas": REPLICAS, "seed": self.seed},
+            **{"steps": self.steps, "tokens": CONTEXT * REPLICAS},
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    curve: list[tuple[int, float]]
+    step_ms: float
+    sent_mb: float  # per step
+    selector_ms: float  # per step, of rank 0
+
+    @property
+    def final(self) -> float:
+        return self.curve[-1][1]
+
+
+def run_case(case: Case) -> Outcome:
+    torch.set_num_threads(1)
+    losses, seconds, replicas = curve(texts(), case.method, case.seed, case.steps, case.selector)
+    decides = replicas.members[0]
+    selecting = decides.selector_seconds if isinstance(decides, SelectedCompression) else 0.0
+    sent = replicas.sent_bytes / case.steps
+    return Outcome(case, losses, 1e3 * seconds, sent / 1e6, 1e3 * selecting / case.steps)
+
+
+def all_cases(methods: Sequence[str], selectors: Sequence[str], seeds: int, steps: int) -> list[Case]:
+    """Plain first: all others are compared with it."""
+    chosen = [(SELECTED, s) for s in selectors] + [(m, "uniform") for m in methods]
+    rest = [Case(m, s, seed, steps) for m, s in dict.fromkeys(chosen) if m != "plain" for seed in range(seeds)]
+    return [Case("plain", "uniform", seed, steps) for seed in range(seeds)] + rest
+
+
+def final_losses() -> dict[tuple[str, int, int], float]:
+    """What is recorded already, by case, seed and steps."""
+    lines = [n for n in newest(BENCH) if n["metric"] == "final_loss"]
+    return {(n["case"], n["config"]["seed"], n["config"]["steps"]): n["value"] for n in lines}
+
+
+def outcomes(cases: Sequence[Case], parallel: int, most_seconds: float) -> Iterator[Outcome]:
+    """As they finish; after so many seconds, those that are not finished are stopped and left out."""
+    ends = time.monotonic() + most_seconds
+    with multiprocessing.get_context("spawn").Pool(parallel) as pool:
+        found = pool.imap_unordered(run_case, cases)
+        for _ in cases:
+            try:
+                yield found.next(timeout=max(0.1, ends - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                return
+
+
+def record_outcome(done: Outcome, plain: float) -> None:
+    record(
+        bench=BENCH, case=done.case.name, metric="final_loss", unit="nats", samples=[done.final], baseline="plain",
+        baseline_value=plain, ratio=plain / done.final, config=done.case.config,
+        quality={"curve": done.curve, "sent_mb": round(done.sent_mb, 4), "selector_ms": round(done.selector_ms, 3)},
+    )  # fmt: skip
+    print(
+        f"seed {done.case.seed} {done.case.name:24} {done.final:.4f} ({done.final / plain - 1:+.2%}), "
+        f"{done.sent_mb:.3f} MB and {done.step_ms:.0f} ms a step, selector {done.selector_ms:.2f} ms",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="what follows reducer=")
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="what follows reducer=")
     parser.add_argument("--selectors", nargs="*", default=(), choices=SELECTORS, help=f"with reducer={SELECTED}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, with one thread each")
+    parser.add_argument("--most-seconds", type=float, default=1e6, help="stop then; what is finished is recorded")
     args = parser.parse_args()
     for method in args.methods:
         parse_compressor(method)
-    torch.set_num_threads(1)
-    corpus = texts()
-    for seed in range(args.seeds):
-        plain = None
-        cases = [(m, "uniform") for m in dict.fromkeys(["plain", *args.methods])]
-        cases += [(SELECTED, s) for s in args.selectors]
-        for method, selector in cases:
-            losses, seconds, replicas = curve(corpus, method, seed, args.steps, selector)
-            final = losses[-1][1]
-            plain = final if plain is None else plain
-            record(
-                bench=BENCH, case=method if selector == "uniform" else f"{method}, {selector}", metric="final_loss",
-                unit="nats", samples=[final], baseline="plain", baseline_value=plain, ratio=plain / final,
-                quality={"curve": losses, "sent_mb": round(replicas.sent_bytes / args.steps / 1e6, 4)},
-                config={"method": method, "selector": selector, "replicas": REPLICAS, "seed": seed,
-                        "steps": args.steps, "tokens": CONTEXT * REPLICAS},
-            )  # fmt: skip
-            worse = final / plain - 1
-            print(
-                f"seed {seed} {method:14} {selector:12} {final:.4f} ({worse:+.2%}), {seconds * 1e3:.0f} ms a step",
-                flush=True,
-            )
+    texts()  # tokenised once, here
+    have = final_losses()
+    plain = {seed: loss for (case, seed, steps), loss in have.items() if case == "plain" and steps == args.steps}
+    cases = all_cases(args.methods, args.selectors, args.seeds, args.steps)
+    todo = [c for c in cases if (c.name, c.seed, c.steps) not in have]
+    print(f"{len(todo)} runs, {len(cases) - len(todo)} are recorded already", flush=True)
+    waiting: list[Outcome] = []
+    for done in outcomes(todo, args.parallel, args.most_seconds):
+        waiting.append(done)
+        if done.case.name == "plain":
+            plain[done.case.seed] = done.final
+        for ready in [o for o in waiting if o.case.seed in plain]:
+            record_outcome(ready, plain[ready.case.seed])
+            waiting.remove(ready)
 
 
 if __name__ == "__main__":
