@@ -1,19 +1,20 @@
 """Moving weights between meshes: plans against their bound, copies against the machine's rates, the stall of an update.
 
     python -m benchmarks.reshard              on a GPU everything, under 3 minutes on an H200 (90 GB of its memory)
-    python -m benchmarks.reshard --plans      the plans only, on any CPU
+    python -m benchmarks.reshard --plans      the plans only, on any CPU; --gpu: all but the plans
     python -m benchmarks.reshard --small      a small model, to try the script
 
 Plans (CPU): simulated makespan over the bound of the links, beside the first holder in natural order and a message to
 each receiver; and the time to plan.
 
 GPU, shape of Llama-3-8B in bf16, random weights:
-    repartition     four FSDP shards become two tensor-parallel ones inside one GPU, the plan's copies as one CUDA
-                    graph; against a plain copy of the same bytes
+    repartition     four FSDP shards become two tensor-parallel ones inside one GPU, all copies of the plan as one
+                    kernel; against a plain copy of the same bytes, and torch's copies in a CUDA graph or one by one
     host_staged     the same bytes from the GPU to page-locked host memory and back into the other shards, both
                     directions at once; against the slower of the two directions, measured alone
     int4_publish    what a trainer does for a packed server: encode int4 on the GPU and copy it to the host, against
                     copying bf16
+    two_processes   eight layers from one process to another that shares the GPU: CUDA IPC against gloo
     swap_stall      16 requests decode while new weights arrive: time for which the engine stands still, new weights
                     waiting on the GPU or in host memory
 Every case is checked for equal bytes before it is timed.
@@ -23,9 +24,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +38,13 @@ from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.formats import parse_format
 from shoestring.formats.convert import format_host, format_linears
+from shoestring.kernels.comm.copy_table import CopyTable
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.weight_update import WeightTarget
-from shoestring.state.reshard.execute import Shards, copy_between
+from shoestring.state.reshard.execute import GroupTransport, IpcTransport, Resharder, Shards, pairs_between
+from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
 from shoestring.state.reshard.plan import ReshardPlan, make_plan
 from shoestring.state.reshard.tasks import MovedTensor
 from shoestring.state.reshard.topology import GBIT, Topology
@@ -150,31 +154,46 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
+def in_turn(pairs: Sequence[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream]) -> None:
+    """torch's copies, on several streams where there are any."""
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for turn, (target, view) in enumerate(pairs):
+        with torch.cuda.stream(streams[turn % len(streams)] if streams else None):
+            target.copy_(view)
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
 def measure_repartition(spec: ModelSpec, repeats: int) -> None:
     plan = make_plan(moved_tensors(spec, {"dp": 4}, {"tp": 2}))
     src, dst = filled_shards(plan, "src", DEVICE, True), filled_shards(plan, "dst", DEVICE, False)
-    streams = [torch.cuda.Stream() for _ in range(STREAMS)] if DEVICE == "cuda" else []
-    replay = captured(lambda: copy_between(plan, src, dst, streams))
-    replay()
+    pairs = pairs_between(plan, src, dst)
+    table = CopyTable(pairs)
+    table.run()
     for name, shape in list(shapes_of(spec).items())[:12]:
         assert torch.equal(whole(src, name, shape), whole(dst, name, shape)), name
     num_bytes = sum(t.nbytes for held in dst.values() for boxes in held.held.values() for _, t in boxes)
     rate = copy_bandwidth() if DEVICE == "cuda" else 1e10
-    seconds = [timed(replay) for _ in range(repeats)]
-    plain = [timed(lambda: copy_between(plan, src, dst)) for _ in range(3)]
+    streams = [torch.cuda.Stream() for _ in range(STREAMS)] if DEVICE == "cuda" else []
+    ways = {
+        "fused": table.run,
+        "graph": captured(lambda: in_turn(pairs, [])),
+        "graph_of_streams": captured(lambda: in_turn(pairs, streams)),
+        "one_by_one": lambda: in_turn(pairs, []),
+    }
+    seconds = {name: [timed(work) for _ in range(repeats)] for name, work in ways.items()}
+    took = {name: statistics.median(s) for name, s in seconds.items()}
     bound = 2 * num_bytes / rate
     record(
-        bench=BENCH, case="repartition", metric="seconds", unit="s", samples=seconds, baseline="plain copy",
-        baseline_value=bound, ratio=bound / statistics.median(seconds),
-        quality={"without_graph_s": round(statistics.median(plain), 5), "gb": round(num_bytes / 1e9, 3)},
+        bench=BENCH, case="repartition", metric="seconds", unit="s", samples=seconds["fused"], baseline="plain copy",
+        baseline_value=bound, ratio=bound / took["fused"],
+        quality={"gb": round(num_bytes / 1e9, 3), "copies": len(pairs), "through_torch": table.num_plain}
+        | {f"{name}_s": round(t, 5) for name, t in took.items() if name != "fused"},
         config={"model": name_of(spec), "src": "dp=4", "dst": "tp=2"},
     )  # fmt: skip
-    print(
-        f"repartition: {statistics.median(seconds) * 1e3:.1f} ms, a copy of {num_bytes / 1e9:.1f} GB "
-        f"{bound * 1e3:.1f} ms "
-        f"({bound / statistics.median(seconds):.0%}); launched one by one {statistics.median(plain) * 1e3:.1f} ms",
-        flush=True,
-    )
+    told = ", ".join(f"{name} {t * 1e3:.2f} ms ({bound / t:.0%})" for name, t in took.items())
+    print(f"repartition of {num_bytes / 1e9:.1f} GB in {len(pairs)} copies, a plain copy {bound * 1e3:.2f} ms: {told}")
 
 
 def pcie_rates(num_bytes: int = 1 << 30) -> tuple[float, float]:
@@ -340,33 +359,85 @@ def measure_swap(spec: ModelSpec, blocks: str, num_requests: int, num_tokens: in
     values = host_values(target, model)
     num_bytes = sum(t.nbytes for parts in values.values() for t in parts.values())
     addresses = [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
-    results: dict[str, tuple[float, float]] = {}
     for number, place in enumerate(("gpu", "host")):
         requests = [engine.add(p, Sampling(max_tokens=num_tokens)) for p in prompts(spec, num_requests, 128, number)]
         for _ in range(num_tokens // 4):
             engine.step()
         before = statistics.median(timed(engine.step) for _ in range(10))
         num_graphs = engine.num_graphs
-        given = target.prepare(values) if place == "gpu" else values
-        stall = timed(lambda: engine.update_weights(target, given, WeightsVersion("bench", number + 1)))  # noqa: B023
+        began = time.perf_counter()
+        prepared = target.prepare(values, staged=place == "gpu")  # by the follower's thread
+        prepare_s = time.perf_counter() - began
+        version = WeightsVersion("bench", number + 1)
+        stall = timed(lambda: engine.update_weights(target, prepared, version))  # noqa: B023
         until_next = timed(engine.step)
         new_graphs = engine.num_graphs - num_graphs  # of prefills of a size not met before; none is captured again
         while engine.busy:
             engine.step()
         assert all(len(r.new_tokens) == num_tokens for r in requests)
-        results[place] = stall, until_next
         print(
-            f"swap of {num_bytes / 1e9:.1f} GB ({blocks}) from the {place}: engine stopped {stall * 1e3:.0f} ms, "
-            f"the next step recomputes in {until_next * 1e3:.0f} ms, a step takes {before * 1e3:.1f} ms",
+            f"swap of {num_bytes / 1e9:.1f} GB ({blocks}) from the {place}: engine stopped {stall * 1e3:.1f} ms, "
+            f"prepared in {prepare_s:.2f} s, the next step recomputes in {until_next * 1e3:.0f} ms, "
+            f"a step takes {before * 1e3:.1f} ms",
             flush=True,
         )
         record(
             bench=BENCH, case=f"swap_stall {blocks} from {place}", metric="stall_ms", unit="ms", samples=[stall * 1e3],
             quality={"next_step_ms": round(until_next * 1e3, 2), "usual_step_ms": round(before * 1e3, 3),
-                     "gb": round(num_bytes / 1e9, 3), "new_graphs": new_graphs},
+                     "prepare_s": round(prepare_s, 4), "gb": round(num_bytes / 1e9, 3), "new_graphs": new_graphs},
             config={"model": name_of(spec), "batch": num_requests, "blocks": blocks},
         )  # fmt: skip
     assert [t.data_ptr() for t in (*model.parameters(), *model.buffers())] == addresses
+
+
+# -- between two processes ------------------------------------------------------------------------------------
+
+
+def measure_processes(spec: ModelSpec, num_layers: int, repeats: int) -> None:
+    """Two processes that share this GPU: the first one's shards become the second one's."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_process, (port, spec, num_layers, repeats), nprocs=2)
+
+
+def _process(rank: int, port: int, spec: ModelSpec, num_layers: int, repeats: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    first, second = MeshLayout((1,), (REPLICATE,), (0,)), MeshLayout((1,), (shard(0),), (1,))
+    shapes = {
+        n: s for n, s in shapes_of(spec).items() if n.startswith(tuple(f"blocks.{i}." for i in range(num_layers)))
+    }
+    given = {n: torch.full(s, 0.5, dtype=torch.bfloat16, device=DEVICE) for n, s in shapes.items()} if rank == 0 else {}
+    src = {n: (s, first) for n, s in shapes.items()}
+    num_bytes = sum(2 * torch.Size(s).numel() for s in shapes.values())
+    ways: dict[str, Any] = {"gloo": GroupTransport}
+    if DEVICE == "cuda":
+        ways = {"cuda_ipc": IpcTransport, **ways}
+    took = {}
+    for name, make in ways.items():
+        mover = Resharder(transport=make())
+        samples = []
+        for _ in range(1 + repeats):  # the first one plans
+            dist.barrier()
+            samples.append(timed(lambda: mover.reshard(given, src=src, dst=second)))  # noqa: B023
+        took[name] = samples[1:]
+    dist.barrier()
+    if rank == 1:
+        name = next(iter(ways))
+        median = {n: statistics.median(s) for n, s in took.items()}
+        record(
+            bench=BENCH, case="two_processes", metric="seconds", unit="s", samples=took[name],
+            baseline="gloo through host memory", baseline_value=median["gloo"], ratio=median["gloo"] / median[name],
+            quality={"gb": round(num_bytes / 1e9, 3), "gb_s": round(num_bytes / 1e9 / median[name], 2)},
+            config={"model": name_of(spec), "transport": name, "layers": num_layers},
+        )  # fmt: skip
+        told = ", ".join(f"{n} {m * 1e3:.1f} ms ({num_bytes / 1e9 / m:.1f} GB/s)" for n, m in median.items())
+        print(f"from process to process, {num_bytes / 1e9:.2f} GB: {told}", flush=True)
+    dist.destroy_process_group()
 
 
 def name_of(spec: ModelSpec) -> str:
@@ -424,23 +495,34 @@ def gpu_table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", action="store_true", help="the plans only, on a CPU")
+    parser.add_argument("--gpu", action="store_true", help="without the plans")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--most-seconds", type=float, default=600, help="begin no part after so long")
     args = parser.parse_args()
+    began = time.monotonic()
     spec = SMALL if args.small else LLAMA_8B
-    measure_plans(LLAMA_8B)
+    if not args.gpu:
+        measure_plans(LLAMA_8B)
     if args.plans or (DEVICE == "cpu" and not args.small):
         return
     bucket = 1 << 20 if args.small else 64 << 20
-    for part in (
-        lambda: measure_repartition(spec, 11),
-        lambda: measure_host_staged(spec, 5, bucket),
-        lambda: measure_int4(spec, 3),
-        lambda: measure_swap(spec, "bf16", 16, 64),
-        lambda: measure_swap(spec, "int4:g128" if spec is LLAMA_8B else "int4:g64", 16, 64),
-    ):
+    packed = "int4:g64" if args.small else "int4:g128"
+    parts: dict[str, Callable[[], None]] = {
+        "repartition": lambda: measure_repartition(spec, 11),
+        "swap of packed weights": lambda: measure_swap(spec, packed, 16, 64),
+        "swap": lambda: measure_swap(spec, "bf16", 16, 64),
+        "two processes": lambda: measure_processes(spec, 2 if args.small else 8, 3),
+        "host staged": lambda: measure_host_staged(spec, 5, bucket),
+        "int4 published": lambda: measure_int4(spec, 3),
+    }
+    for name, part in parts.items():
+        if time.monotonic() - began > args.most_seconds:
+            print(f"{name}: not measured, {args.most_seconds:.0f} s are over", flush=True)
+            continue
         part()
         gc.collect()
         torch.cuda.empty_cache()
+        print(f"-- {name}: done after {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

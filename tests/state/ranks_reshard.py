@@ -20,7 +20,7 @@ from shoestring.model import Decoder
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
 from shoestring.state.reshard.dtensors import layout_of
-from shoestring.state.reshard.execute import GroupTransport, Resharder
+from shoestring.state.reshard.execute import GroupTransport, IpcTransport, Resharder
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
 from shoestring.state.reshard.topology import Topology
 from tiny import LLAMA
@@ -155,12 +155,15 @@ def chain(rank: int) -> None:
             self.num_sent += len(data_N)
             super().send(data_N, to)
 
-    counting = Counting()
-    mover = Resharder(topology=Topology(ranks_per_host=1), transport=counting)
     given = {"big": big} if rank == 0 else {}
-    moved = mover.reshard(given, src={"big": (tuple(big.shape), only)}, dst=others)
-    assert rank == 0 or torch.equal(moved["big"], big)
-    assert counting.num_sent == (0 if rank == 3 else big.nbytes + 8 * 5)  # 5 buckets
+    for duplex in (True, False):  # in two threads, and in one as with NCCL
+        counting = Counting()
+        counting.duplex = duplex
+        mover = Resharder(topology=Topology(ranks_per_host=1), transport=counting)
+        moved = mover.reshard(given, src={"big": (tuple(big.shape), only)}, dst=others)
+        assert rank == 0 or torch.equal(moved["big"], big)
+        assert counting.num_sent == (0 if rank == 3 else big.nbytes + 8 * 5)  # 5 buckets
+    refused(lambda: IpcTransport(dist.new_group([rank], backend="fake")), "needs a gloo group")
 
 
 if __name__ == "__main__":

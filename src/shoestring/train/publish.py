@@ -30,6 +30,7 @@ from shoestring.formats.convert import format_hosts
 from shoestring.formats.linear import local
 from shoestring.formats.registry import from_json
 from shoestring.formats.rounding import cast_weight
+from shoestring.host.page_locked import HostBuffers
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPES
@@ -40,7 +41,6 @@ from shoestring.state.reshard.execute import castable
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout
 from shoestring.train.step import Hook, Run
 
-ALIGNED = 64  # bytes
 log = logging.getLogger("shoestring.publish")
 LAST_S = 20.0  # that the end of a run waits for its followers
 
@@ -85,7 +85,7 @@ class Publish(PublishNothing):
         self.server = SnapshotServer((host, port) if mesh.is_main else (_own_address(host), 0), catalogue, delta=delta)
         self.server.endpoints = _all_endpoints(mesh, self.server.address)
         self._digesting: threading.Thread | None = None
-        self._buffers: list[HostBuffers] = []
+        self._buffers: list[HostBuffers[str]] = []
 
     def after_step(self, run: Run) -> None:
         if run.step % self.every == 0 or run.step == self.last:
@@ -113,7 +113,7 @@ class Publish(PublishNothing):
         self._digesting = threading.Thread(target=self._finish, args=(snapshot,), name="publish-digest", daemon=True)
         self._digesting.start()
 
-    def _free_buffers(self) -> HostBuffers | None:
+    def _free_buffers(self) -> HostBuffers[str] | None:
         """Memory that no snapshot uses any more: a set for the newest, one for the next, one for a copy that a slow
         follower still reads, and one for the version before where changes are sent."""
         free = next((b for b in self._buffers if b.free), None)
@@ -141,31 +141,6 @@ class Publish(PublishNothing):
             self.server.wait_until_pulled(LAST_S)
         finally:
             self.server.close()
-
-
-class HostBuffers:
-    """Host memory for one copy of this rank's shards; page-locked for a GPU, in one piece: torch's own pinned memory is
-    rounded up to powers of two."""
-
-    def __init__(self, like: Mapping[str, Tensor], device: torch.device) -> None:
-        sizes = {n: -(-t.nbytes // ALIGNED) * ALIGNED for n, t in like.items()}
-        self._whole = torch.empty(sum(sizes.values()), dtype=torch.uint8)
-        if device.type == "cuda" and self._whole.numel():
-            error = int(torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), self._whole.numel(), 0))
-            if error:
-                log.warning(
-                    "memory for published weights is not page-locked (CUDA error %d): copies take longer", error
-                )
-        self.tensors: dict[str, Tensor] = {}
-        at = 0
-        for name, t in like.items():
-            self.tensors[name] = self._whole[at : at + t.nbytes].view(t.dtype).view(t.shape)
-            at += sizes[name]
-        self.used_by: weakref.ref[WeightsSnapshot] | None = None
-
-    @property
-    def free(self) -> bool:
-        return self.used_by is None or self.used_by() is None
 
 
 def _own_address(first: str) -> str:

@@ -177,7 +177,9 @@ def test_logits_after_an_update_are_those_of_a_fresh_load(case: str, monkeypatch
     engine, reference = Engine(served, graphs=graphs), Engine(fresh, graphs=graphs)
     engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
     held = [t.data_ptr() for t in (*served.parameters(), *served.buffers())]
-    engine.update_weights(WeightTarget(served), values_of(fresh), V1)
+    target = WeightTarget(served)
+    engine.update_weights(target, values_of(make(2)), V1)  # from the host
+    engine.update_weights(target, target.prepare(values_of(fresh), staged=True), V2)  # from the device's own memory
     assert [t.data_ptr() for t in (*served.parameters(), *served.buffers())] == held
     for rows in (1, 5):
         found = []
@@ -187,6 +189,49 @@ def test_logits_after_an_update_are_those_of_a_fresh_load(case: str, monkeypatch
             e.runner.refresh()
             found.append(e.runner.forward(batch))
         assert torch.equal(*found), rows
+
+
+def on_gpu(seed: int, form: str) -> Decoder:
+    """Sizes that the kernels take."""
+    shape = {"num_layers": 2, "d_model": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "d_ff": 512}
+    model = tiny_decoder(seed, **shape, max_positions=256, tied=False).to("cuda", torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
+    if form != "bf16":
+        convert(model, [("blocks.*", parse_format(form)), ("head", parse_format("int8:g0"))], skip=())
+        pack(model, dtype=torch.bfloat16)
+        use_kernels(model)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("form", ["bf16", "int4:g64", "int4:g128", "int2:g64", "sparse24", "sparse24+int4:g64"])
+def test_served_weights_change_on_a_gpu(form: str) -> None:
+    """Captured programs compute with the new weights: texts and logits of a server that was started with them."""
+    served, other, fresh = (on_gpu(seed, form) for seed in range(3))
+    if form.startswith("int4"):
+        assert any(layer.kernel_part_names for layer in WeightTarget(served)._hosts.values())
+    sampling = Sampling(max_tokens=24, ignore_eos=True)
+    engine, target = Engine(served), WeightTarget(served)
+    seen = [[c.token_ids for c in engine.generate([PROMPT, PROMPT[:7]], sampling)]]
+    held = [t.data_ptr() for t in (*served.parameters(), *served.buffers())]
+    for model, staged, version in ((other, False, V1), (fresh, True, V2)):
+        values = target.empty()
+        for name, parts in values_of(model).items():
+            for part, t in parts.items():
+                values[name][part].copy_(t)
+        running = engine.add(PROMPT[:11], sampling)
+        for _ in range(4):
+            engine.step()
+        engine.update_weights(target, target.prepare(values, staged=staged), version)
+        while engine.busy:
+            engine.step()
+        assert len(running.new_tokens) == 24
+        texts = [c.token_ids for c in engine.generate([PROMPT, PROMPT[:7]], sampling)]
+        assert texts == [c.token_ids for c in Engine(model).generate([PROMPT, PROMPT[:7]], sampling)]
+        seen.append(texts)
+    assert seen[0] != seen[1] != seen[2]
+    assert [t.data_ptr() for t in (*served.parameters(), *served.buffers())] == held
 
 
 @pytest.mark.parametrize("kind", ["lookup", "layer skip"])

@@ -37,6 +37,7 @@ class WeightPull:
         """UserError for a publisher whose model is another one."""
         self.target = target
         self._last: tuple[int, Values] | None = None  # what was pulled before, where only changes need to be sent
+        self._values: list[dict[str, dict[str, Tensor]]] = []
         first = Publisher(address, timeout_s)
         self._ranks = [first]
         try:
@@ -55,7 +56,8 @@ class WeightPull:
         return None if found is None else WeightsVersion(self.run, found[0])
 
     def pull(self, step: int) -> tuple[dict[str, dict[str, Tensor]], WeightsVersion, int]:
-        """All values of that step, its full version, and the number of bytes. `Gone` where a newer one replaced it."""
+        """All values of that step, its full version, and the number of bytes; the next pull may write where these
+        values are. `Gone` where a newer step replaced it."""
         digest = hashlib.blake2b(digest_size=16)
         for rank in self._ranks:
             found = rank.newest()
@@ -64,7 +66,7 @@ class WeightPull:
             if found is None or found[0] != step:
                 raise Gone(f"step {step} has been replaced")
             digest.update(found[1].encode())
-        values = self.target.empty()
+        values = self._room()
         have, held = (-1, None) if self._last is None else (self._last[0], partial(self._region, self._last[1]))
         sizes, errors = [0] * len(self._ranks), []
 
@@ -85,6 +87,14 @@ class WeightPull:
         if self._ranks[0].delta:
             self._last = step, values
         return values, WeightsVersion(self.run, step, digest.hexdigest()), sum(sizes)
+
+    def _room(self) -> dict[str, dict[str, Tensor]]:
+        """Memory of an earlier pull, which the engine has taken over; not what changes are counted from."""
+        free = next((v for v in self._values if self._last is None or v is not self._last[1]), None)
+        if free is None:
+            free = self.target.empty()
+            self._values.append(free)
+        return free
 
     def _write(self, values: Values, piece: WantedPiece, part: str, t: Tensor) -> None:
         into = self._region(values, piece, part)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ from shoestring.formats import Format, FormatHost
 from shoestring.formats.convert import format_hosts
 from shoestring.formats.int8_activations import Int8Linear
 from shoestring.formats.linear import local
+from shoestring.host.page_locked import HostBuffers
+from shoestring.kernels.comm.copy_table import CopyTable
 from shoestring.model.mesh_layouts import layout_on
 from shoestring.model.transformer import Decoder
 from shoestring.state.boxes import Box, local_box
@@ -63,18 +64,22 @@ class WeightTarget:
                 tiles = layout_on(weight, shape, {"tp": tp_size}).tiles(shape)
                 box = next(box for box, ranks in tiles if tp_rank in ranks)
                 self.wanted[weight] = WantedWeight(shape, box, model.compute_dtype, layer.format)
-        for name, p in model.named_parameters():
+        self._parameters = dict(model.named_parameters())
+        for name, p in self._parameters.items():
             self.wanted[name] = WantedWeight(tuple(p.shape), local_box(p), p.dtype)
 
     def empty(self) -> dict[str, dict[str, Tensor]]:
-        """Host memory for everything that is wanted."""
-        return {name: self._empty(name, want) for name, want in self.wanted.items()}
+        """Host memory for everything that is wanted, page-locked for a GPU."""
+        like = {(name, part): t for name, want in self.wanted.items() for part, t in self._like(name, want).items()}
+        values: dict[str, dict[str, Tensor]] = {name: {} for name in self.wanted}
+        for (name, part), t in HostBuffers(like, self.model.device).tensors.items():
+            values[name][part] = t
+        return values
 
-    def _empty(self, name: str, want: WantedWeight) -> dict[str, Tensor]:
+    def _like(self, name: str, want: WantedWeight) -> dict[str, Tensor]:
         if want.format is None:
-            return {"": torch.empty(want.box.shape, dtype=want.dtype)}
-        layer = self._hosts[name]
-        return {n: torch.empty(t.shape, dtype=t.dtype) for n, t in layer.parts().items()}
+            return {"": torch.empty(want.box.shape, dtype=want.dtype, device="meta")}
+        return {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in self._hosts[name].parts().items()}
 
     def check(self, values: Values) -> None:
         """UserError unless these are exactly the weights that are wanted."""
@@ -91,43 +96,66 @@ class WeightTarget:
             raise UserError(f"the update has {extra[0]!r}, which this model does not have; nothing was changed")
 
     @torch.no_grad()
-    def prepare(self, values: Values) -> PreparedWeights:
-        """The values in the form and on the device of what they replace, so that writing them is a copy. Takes memory
-        for a second set of weights on a GPU; where there is too little, values stay on the host until they are written.
+    def prepare(self, values: Values, *, staged: bool | None = None) -> PreparedWeights:
+        """The values in the form and on the device of what they replace, so that writing them is one copy. Takes memory
+        for a second set of weights on a GPU; where there is too little (`staged`: decided by the caller), values stay
+        on the host until they are written.
 
         May be called from another thread than the engine's."""
         self.check(values)
-        parameters = dict(self.model.named_parameters())
         device = self.model.device
         num_bytes = sum(t.nbytes for parts in values.values() for t in parts.values())
-        staged = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > SPARE * num_bytes
-        stream = torch.cuda.Stream(device) if staged else None
-        writes: list[Callable[[], object]] = []
+        if staged is None:
+            staged = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > SPARE * num_bytes
+        if not staged:
+            return PreparedWeights(device, lambda: self._write_(values))
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(stream):
-            for name, parts in values.items():
-                if name in self._hosts:
-                    host = self._hosts[name]
-                    sent = {n: t.to(device) for n, t in parts.items()} if staged else dict(parts)
-                    writes.append(partial(write_parts_, host, sent, as_held(host, sent) if staged else None))
-                else:
-                    held = local(parameters[name])
-                    value = parts[""].to(device, held.dtype) if staged else parts[""]
-                    writes.append(partial(held.copy_, value))
+            sent = {n: {p: t.to(device, non_blocking=True) for p, t in parts.items()} for n, parts in values.items()}
+            new = {n: as_held(self._hosts[n], parts) if n in self._hosts else parts for n, parts in sent.items()}
+            copies = CopyTable(pair for n, parts in new.items() for pair in self._pairs(n, parts))
         if stream is not None:
             stream.synchronize()
-        return PreparedWeights(self, writes)
+
+        def write() -> None:
+            copies.run()
+            for name, host in self._hosts.items():
+                renew_(host, sent[name])
+
+        return PreparedWeights(device, write)
+
+    def _pairs(self, name: str, new: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(what is served, its new value), of values in the order in which the module holds them."""
+        if name not in self._hosts:
+            return [(local(self._parameters[name]), new[""])]
+        held = self._hosts[name].operands()
+        assert new.keys() == held.keys()
+        return [(t, new[part]) for part, t in held.items()]
+
+    def _write_(self, values: Values) -> None:
+        """From the host, weight by weight: packed parts are put into the kernels' order on the device."""
+        for name, parts in values.items():
+            host = self._hosts.get(name)
+            sent = dict(parts)
+            if host is not None:
+                sent = {p: t.to(self.model.device, non_blocking=True) for p, t in parts.items()}
+            for t, value in self._pairs(name, sent if host is None else as_held(host, sent)):
+                t.copy_(value, non_blocking=True)
+            if host is not None:
+                renew_(host, sent)
 
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    target: WeightTarget
-    writes: list[Callable[[], object]]
+    device: torch.device
+    write: Callable[[], None]
 
     @torch.no_grad()
     def write_(self) -> None:
         """Replace the weights. The executors' own copies follow with `Runner.weights_written`."""
-        for write in self.writes:
-            write()
+        self.write()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the new values' memory may be used for others now
 
 
 def as_held(host: FormatHost, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,16 +163,9 @@ def as_held(host: FormatHost, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(host.format.kernel_parts(dict(parts)) if host.kernel_part_names else parts)
 
 
-def write_parts_(host: FormatHost, parts: Mapping[str, Tensor], ordered: Mapping[str, Tensor] | None = None) -> None:
-    """Other stored parts for a packed module, in place; `ordered`: `as_held` of them, where it is known."""
-    held = host.operands()
-    device = next(iter(held.values())).device
-    sent = {n: t.to(device) for n, t in parts.items()}
-    new = as_held(host, sent) if ordered is None else ordered
-    assert new.keys() == held.keys()
-    for name, t in held.items():
-        t.copy_(new[name])
+def renew_(host: FormatHost, parts: Mapping[str, Tensor]) -> None:
+    """What a packed module keeps beside its parts, in place."""
     if host.decoded is not None:
-        host.decoded.copy_(host.format.decode(sent, host.decoded.dtype))
+        host.decoded.copy_(host.format.decode(dict(parts), host.decoded.dtype))
     if isinstance(host, Int8Linear):
         host.int8 = None

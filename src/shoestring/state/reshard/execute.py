@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import socket
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ BUCKET_BYTES = 256 << 20
 CHAIN_BYTES = 1 << 20  # the smallest bucket of a chain
 CHAIN_BUCKETS = 16  # of a transfer that is handed on, at least
 CHECKSUM_BYTES = 8
+_FULL, _READ = 1, 2  # tags of the messages about an outbox
 
 
 class Transport(Protocol):
@@ -63,6 +65,45 @@ class GroupTransport:
 
     def receive(self, data_N: Tensor, source: int) -> None:
         dist.recv(data_N, source, group=self.group)
+
+
+class IpcTransport:
+    """GPU memory to GPU memory between processes of one host (CUDA IPC), which may share a GPU. Each rank has an outbox
+    that the others map. `group` must be gloo: it tells a receiver that the outbox is full, and the sender that it is
+    read."""
+
+    duplex = True
+
+    def __init__(self, group: dist.ProcessGroup | None = None, bucket: int = BUCKET_BYTES) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        if dist.get_backend(group) != "gloo":
+            raise UserError(f"CUDA IPC needs a gloo group for its messages, not {dist.get_backend(group)}")
+        self.group = group
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._outbox_N = torch.empty(bucket + CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        told: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(told, (socket.gethostname(), reduce_tensor(self._outbox_N)), group=group)
+        if len(hosts := sorted({host for host, _ in told})) > 1:
+            raise UserError(f"CUDA IPC works on one host; the ranks run on {', '.join(hosts)}")
+        self._outboxes = {
+            r: make(*args) for r, (_, (make, args)) in zip(ranks, told, strict=True) if r != dist.get_rank()
+        }
+
+    def send(self, data_N: Tensor, to: int) -> None:
+        self._outbox_N[: len(data_N)].copy_(data_N)
+        torch.cuda.current_stream(self.device).synchronize()
+        dist.send(torch.tensor([len(data_N)]), to, group=self.group, tag=_FULL)
+        dist.recv(torch.empty(1, dtype=torch.int64), to, group=self.group, tag=_READ)
+
+    def receive(self, data_N: Tensor, source: int) -> None:
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, source, group=self.group, tag=_FULL)
+        assert int(size) == len(data_N), (int(size), len(data_N))
+        data_N.copy_(self._outboxes[source][: len(data_N)])
+        torch.cuda.current_stream(self.device).synchronize()
+        dist.send(size, source, group=self.group, tag=_READ)
 
 
 @dataclass
@@ -159,9 +200,19 @@ def _checksum(data_N: Tensor) -> Tensor:
     if data_N.device.type == "cpu":
         number = zlib.crc32(data_N.numpy().data)
     else:
-        words = torch.nn.functional.pad(data_N, (0, -len(data_N) % 4)).view(torch.int32).long()
-        number = int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
+        number = weighted_sum(torch.nn.functional.pad(data_N, (0, -len(data_N) % 4)).view(torch.int32))
     return torch.tensor([number & 0xFFFFFFFFFFFFFFFF], dtype=torch.uint64).view(torch.uint8).to(data_N.device)
+
+
+def weighted_sum(words_N: Tensor) -> int:
+    """The sum of words[i] * (2 i + 1), by sums of rows and of columns: no copy of the words in 64 bits is made."""
+    width = 4096
+    whole = words_N[: len(words_N) // width * width].view(-1, width)
+    rest = words_N[whole.numel() :].long()
+    row_R, column_W, rest_N = (torch.arange(n, device=words_N.device) for n in (len(whole), width, len(rest)))
+    total = (whole.sum(0, dtype=torch.int64) * (2 * column_W + 1)).sum()
+    total += (whole.sum(1, dtype=torch.int64) * (2 * width * row_R)).sum()
+    return int(total + (rest * (2 * (whole.numel() + rest_N) + 1)).sum())
 
 
 # -- execution --------------------------------------------------------------------------------------------------
@@ -235,22 +286,15 @@ def execute(
     return damaged
 
 
-def copy_between(
-    plan: ReshardPlan, src: Mapping[int, Shards], dst: Mapping[int, Shards], streams: Sequence[torch.cuda.Stream] = ()
-) -> None:
-    """The whole plan inside one process that holds the shards of all ranks, by copies; may be captured in a graph.
-    `streams`: copies take turns on them, because a single one is too short to fill a GPU."""
+def pairs_between(
+    plan: ReshardPlan, src: Mapping[int, Shards], dst: Mapping[int, Shards]
+) -> list[tuple[Tensor, Tensor]]:
+    """The whole plan as copies (where to, where from), for a process that holds the shards of all ranks."""
     pairs = [pair for rank, pieces in plan.copies for pair in _pairs(plan.tensors_of(pieces), src[rank], dst[rank])]
     for t in plan.transfers:
         for receiver in t.receivers:
             pairs += _pairs(plan.tensors_of(t.pieces), src[t.sender], dst[receiver])
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    for turn, (target, view) in enumerate(pairs):
-        with torch.cuda.stream(streams[turn % len(streams)] if streams else None):
-            target.copy_(view)
-    for stream in streams:
-        torch.cuda.current_stream().wait_stream(stream)
+    return pairs
 
 
 def _pairs(pieces: Iterable[tuple[str, Box]], src: Shards, dst: Shards) -> Iterator[tuple[Tensor, Tensor]]:
