@@ -45,6 +45,16 @@ def test_statistics_are_those_of_a_whole_forward(spec: ModelSpec, inputs: str) -
     assert num_layers == len(seen)
 
 
+def test_tokens_can_count_alike() -> None:
+    seen, walked = whole_forward(QWEN2, tokens()), walk(loud_model(QWEN2), tokens(), Calibration(weigh="token"))
+    for step in walked:
+        for name, stats in step.statistics.items():
+            x = seen[f"blocks.{step.index}.{name}"].double()
+            alike = x / x.square().mean(-1, keepdim=True).sqrt()
+            torch.testing.assert_close(stats.hessian.double(), alike.T @ alike / len(x), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(stats.magnitude.double(), x.abs().mean(0), rtol=1e-3, atol=1e-4)
+
+
 def test_a_store_on_disk_gives_the_same_and_leaves_nothing(tmp_path: Path) -> None:
     on_disk = Calibration(memory_gb=0, folder=str(tmp_path))
     for here, there in zip(walk(loud_model(), tokens()), walk(loud_model(), tokens(), on_disk), strict=True):

@@ -42,6 +42,9 @@ class Calibration(BlockOffload):
     batch: int = 4  # windows that run at once
     num_samples: int = 0  # input tokens to keep per layer, evenly spaced
     double: bool = False  # sum the Hessian in fp64
+    # token: all tokens have the same weight in the Hessian, their inputs divided by their root mean square. In some
+    # layers one token in a hundred has most of the squares, and the Hessian knows little of the others.
+    weigh: Literal["square", "token"] = "square"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Collector:
         self.dtype = torch.float64 if calibration.double else torch.float32
         self.keep_every = max(1, num_tokens // calibration.num_samples) if calibration.num_samples else 0
         self.num_samples = calibration.num_samples
+        self.alike = calibration.weigh == "token"
         self.sums: dict[str, _Sums] = {}
         self.source: dict[str, str] = {}  # layer -> the first layer that sees the same tensor
         self._seen: list[tuple[Tensor, str]] = []
@@ -118,7 +122,9 @@ class Collector:
             self.source.setdefault(name, first or name)
             if first is None:
                 self._seen.append((x, name))
-                self.sums.setdefault(name, _Sums(self.dtype, self.keep_every)).add(x.detach().flatten(0, -2))
+                self.sums.setdefault(name, _Sums(self.dtype, self.keep_every, self.alike)).add(
+                    x.detach().flatten(0, -2)
+                )
 
         return hook
 
@@ -150,6 +156,7 @@ def _unseen(layer: nn.Module, dtype: torch.dtype) -> Statistics:
 class _Sums:
     dtype: torch.dtype
     keep_every: int
+    alike: bool = False
     hessian: Tensor | None = None
     magnitude: Tensor | None = None
     samples: list[Tensor] = field(default_factory=list)
@@ -160,11 +167,14 @@ class _Sums:
             self.samples.append(x_RD[-self.num_tokens % self.keep_every :: self.keep_every].clone())
         self.num_tokens += x_RD.shape[0]
         x = x_RD.to(self.dtype)
+        magnitude = x.abs().sum(0)
+        if self.alike:
+            x = x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(x.dtype).tiny)
         if self.hessian is None or self.magnitude is None:
-            self.hessian, self.magnitude = x.T @ x, x.abs().sum(0)
+            self.hessian, self.magnitude = x.T @ x, magnitude
         else:
             self.hessian.addmm_(x.T, x)
-            self.magnitude += x.abs().sum(0)
+            self.magnitude += magnitude
 
     def mean(self, num_samples: int, name: str) -> Statistics:
         assert self.hessian is not None and self.magnitude is not None

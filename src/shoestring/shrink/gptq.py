@@ -14,6 +14,7 @@ code takes half of the grids from stale weights).
                    columns of a group are not consecutive (our storage keeps them in place).
     static_groups  grids on the original weights without act_order.
     clip           take each group's range from the clip search instead of its extremes.
+    sweeps         of coordinate descent afterwards: each column once more, given all others (coordinate_descent.py).
 
 A weight that is already 2:4 (sparse24+int4) keeps its zeros: corrections of pruned columns count as errors and are
 compensated behind them. This is SparseGPT with given masks.
@@ -35,6 +36,7 @@ from shoestring.formats.groups import extremes, group_width, split
 from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.chosen_grid import ChosenGrid
 from shoestring.shrink.clip import Clip, clip_ranges, search_ranges
+from shoestring.shrink.coordinate_descent import descend
 from shoestring.shrink.graphed_sweep import sweep
 
 BLOCK = 128
@@ -46,12 +48,15 @@ class Gptq:
     act_order: bool = False
     static_groups: bool = False
     clip: Clip | None = None
+    sweeps: int = 0
 
     @property
     def name(self) -> str:
-        return "gptq+clip" if self.clip is not None else "gptq"
+        return "gptq" + ("+clip" if self.clip is not None else "") + ("+cd" if self.sweeps else "")
 
     def __post_init__(self) -> None:
+        if self.sweeps < 0:
+            raise UserError(f"{self.sweeps} sweeps of coordinate descent are not possible: use 0 or more")
         if self.damping <= 0:
             raise UserError(f"damping={self.damping} is not possible for GPTQ: use a positive number like 0.01")
 
@@ -61,13 +66,15 @@ class Gptq:
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of (H + damping * mean diagonal)^-1, fp32; computed in fp64."""
-    h = hessian.double()
-    level = h.diagonal().mean()
-    if level <= 0:
-        return torch.eye(len(h), device=h.device)
-    h = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * level)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian, damping)))
     return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """H + damping * mean diagonal, fp64; the identity where all inputs were 0."""
+    h = hessian.double()
+    level, eye = h.diagonal().mean(), torch.eye(len(h), dtype=h.dtype, device=h.device)
+    return torch.where(level > 0, h + eye * (damping * level), eye)
 
 
 @torch.no_grad()
@@ -75,26 +82,33 @@ def gptq(w: Tensor, hessian: Tensor, format: GridFormat, state: Parts, settings:
     """The weight on its grid; hessian [in, in] is the mean (or sum) of x x^T."""
     settings = settings or Gptq()
     w = w.float()
+    choice = _sweep_columns(w, hessian, format, state, settings)
+    if settings.sweeps:
+        choice = descend(w, choice, damped(hessian, settings.damping), format, state, settings.sweeps)
+    return choice
+
+
+def _sweep_columns(w: Tensor, hessian: Tensor, format: GridFormat, state: Parts, settings: Gptq) -> ChosenGrid:
     width = group_width(w.shape[1], format.group)
+    names = tuple(format.find_grid(*extremes(w[:1, :width])))
     static = settings.static_groups or settings.act_order
-    grid = _static_grid(w, hessian, format, state, settings) if static else None
+    grid = _static_grid(w, hessian, format, state, settings) if static else {}
     order = torch.arange(w.shape[1], device=w.device)
     if settings.act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], settings.damping)
-    if grid is None:
-        names = tuple(format.find_grid(*extremes(w[:1, :width])))
+    # By column and in its order, so that the sweep needs no index from the device.
+    by_column = [grid[name][:, order // width] for name in names] if static else []
 
-        def run(w: Tensor, factor: Tensor, hessian: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-            held = dict(zip(state, tables, strict=True))
-            done, found = columns(w, factor, hessian, format, held, settings)
-            return done, *(found[name] for name in names)
+    def run(w: Tensor, factor: Tensor, hessian: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(names, rest, strict=False)) if static else None
+        held = dict(zip(state, rest[len(by_column) :], strict=True))
+        done, found = columns(w, factor, hessian, format, held, settings, given)
+        return done, *(found[name] for name in names if not static)
 
-        done, *parts = sweep((format, settings, tuple(state)), run, w, factor, hessian, *state.values())
-        return ChosenGrid(done, dict(zip(names, parts, strict=True)))
-    groups = (order // width).tolist()
-    done, _ = columns(w[:, order], factor, hessian, format, state, settings, grid, groups)
-    return ChosenGrid(done[:, order.argsort()], grid)
+    inputs = (w[:, order], factor, hessian, *by_column, *state.values())
+    done, *parts = sweep((format, settings, tuple(state)), run, *inputs)
+    return ChosenGrid(done[:, order.argsort()], grid if static else dict(zip(names, parts, strict=True)))
 
 
 def columns(
@@ -104,11 +118,10 @@ def columns(
     format: GridFormat,
     state: Parts,
     settings: Gptq,
-    grid: Parts | None = None,
-    groups: list[int] | None = None,
+    given: Parts | None = None,
 ) -> tuple[Tensor, Parts]:
-    """Weights on their grids, and the grids. With `grid`, column j uses grid groups[j]; otherwise the grid of a group
-    is found when its first column is reached."""
+    """Weights on their grids, and the grids: `given` by column, or found when the first column of a group is reached
+    (by group)."""
     width, step = group_width(w.shape[1], format.group), block_width(group_width(w.shape[1], format.group))
     pruned = w == 0 if isinstance(format, Stacked) else None
     rest = w.clone()  # compensated weights
@@ -120,16 +133,13 @@ def columns(
         errors = torch.empty_like(part)
         for j in range(stop - start):
             at = start + j
-            if grid is None and at % width == 0:
+            if given is None and at % width == 0:
                 ahead = rest[:, at : at + width]
                 if pruned is not None:
                     ahead = ahead.masked_fill(pruned[:, at : at + width], 0.0)
                 found.append(_find_grid(ahead, hessian[at : at + width, at : at + width], format, state, settings))
             column = part[:, j : j + 1]
-            if grid is None or groups is None:
-                own = found[-1]
-            else:
-                own = {n: t[:, groups[at]] for n, t in grid.items()}
+            own = found[-1] if given is None else {n: t[:, at] for n, t in given.items()}
             q = format.snap(column, own, state)
             if pruned is not None:
                 q = q.masked_fill(pruned[:, at : at + 1], 0.0)
@@ -137,9 +147,7 @@ def columns(
             errors[:, j : j + 1] = error = (column - q) / factor[at, at]
             part[:, j + 1 :].addmm_(error, factor[at : at + 1, at + 1 : stop], alpha=-1)
         rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
-    if grid is None:
-        grid = {n: torch.stack([g[n] for g in found], dim=1) for n in found[0]}
-    return done, grid
+    return done, given or {n: torch.stack([g[n] for g in found], dim=1) for n in found[0]}
 
 
 def block_width(group: int) -> int:

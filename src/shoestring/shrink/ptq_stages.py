@@ -44,7 +44,7 @@ class PtqSettings:
     format: str = option("nf3", "for all linear layers: int2 int3 int4 int8 nf2 nf3 nf4 fp3 fp4, with :g128 :s1")
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
     embed: str = option(EMBED, EMBED_HELP)
-    method: Literal["gptq", "gptq+clip", "awq", "clip", "rtn", "blockwise"] = option(
+    method: Literal["gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd", "awq", "clip", "rtn", "blockwise"] = option(
         "gptq", "how weights are chosen; blockwise trains them with their scales and zero points"
     )
     calib: str | None = option(
@@ -125,10 +125,11 @@ def pick_method(cfg: PtqSettings) -> Method | Blockwise:
             seed=cfg.seed,
         )  # fmt: skip
     clip = Clip(objective=cfg.objective)
-    if cfg.method in ("gptq", "gptq+clip"):
-        with_clip = clip if cfg.method == "gptq+clip" else None
-        return Gptq(damping=cfg.damping, act_order=cfg.act_order, clip=with_clip)
-    return clip if cfg.method == "clip" else METHODS[cfg.method]
+    method = METHODS[cfg.method]
+    if isinstance(method, Gptq):
+        with_clip = None if method.clip is None else clip
+        return replace(method, damping=cfg.damping, act_order=cfg.act_order, clip=with_clip)
+    return clip if cfg.method == "clip" else method
 
 
 def choose_mix(

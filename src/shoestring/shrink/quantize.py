@@ -65,6 +65,8 @@ METHODS: dict[str, Method] = {
     "clip": Clip(),
     "gptq": Gptq(),
     "gptq+clip": Gptq(clip=Clip()),
+    "gptq+cd": Gptq(sweeps=3),
+    "gptq+clip+cd": Gptq(clip=Clip(), sweeps=3),
     "awq": Awq(),
 }
 
