@@ -6,10 +6,23 @@ import pytest
 import torch
 from interpreted import run_interpreted
 
+from shoestring.kernels.comm import block_codes, sparse_codes
+from shoestring.kernels.comm import top_magnitudes as search
 from shoestring.kernels.comm.block_codes import HUGE, LEVELS, decode_blocks_ref, encode_blocks, encode_blocks_ref
-from shoestring.kernels.comm.top_magnitudes import top_magnitudes
+from shoestring.kernels.comm.top_magnitudes import top_magnitudes, top_magnitudes_ref
+from shoestring.kernels.runtime.cpp import find_compiler
 
 EDGES = torch.tensor([0.0, -0.0, 1e-45, -1e-38, 1e-31, 1.0, -1.0, 3.4028235e38, -3.4028235e38, 0.5, 1.5, 2.5])
+
+
+SEARCHES = ((1, 1), (100, 3), (5000, 50), (9000, 9000), (4096, 41), (20_000, 50), (40_001, 900))
+
+
+def rows_to_search(num: int) -> torch.Tensor:
+    x = torch.randn(3, num, generator=torch.Generator().manual_seed(num))
+    x[1] = x[1].round()  # many equal values
+    x[2] *= 1 + 100 * (torch.arange(num) % 1000 > 990)  # large ones that a sample misses
+    return x
 
 
 def hard_rows(num: int) -> torch.Tensor:
@@ -52,10 +65,40 @@ def test_the_largest_values_of_rows_with_equal_ones() -> None:
     assert torch.equal(top_magnitudes(y, 30), want)
 
 
-def check_kernels() -> None:
-    from shoestring.kernels.comm.block_codes import decode_blocks
-    from shoestring.kernels.comm.top_magnitudes import top_magnitudes_ref
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_loops_in_cpp_equal_the_references(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (block_codes, sparse_codes, search):
+        monkeypatch.setattr(module, "num_threads", lambda num: threads)
+    for bits, num in ((8, 128), (8, 128 * 33), (4, 128), (4, 128 * 33)):
+        x = hard_rows(num)
+        wire, error = block_codes.encode_with_error(x, bits, 128)
+        back = decode_blocks_ref(wire, num, bits, 128)
+        assert torch.equal(wire, encode_blocks_ref(x, bits, 128)) and torch.equal(error, x - back)
+        assert torch.equal(encode_blocks(x, bits, 128), wire)
+        joined = torch.cat([wire.new_zeros(3, 3), wire], dim=1)[:, 3:]  # a part of a longer message
+        assert torch.equal(block_codes.decode_blocks(joined, num, bits, 128), back)
+        back[1] = x[1]
+        assert torch.equal(block_codes.sum_blocks(joined, x[1], 1, bits, 128), block_codes.in_order(back))
+    for num, k in SEARCHES:
+        x = rows_to_search(num)
+        assert torch.equal(top_magnitudes(x, k), top_magnitudes_ref(x, k)), (num, k)
+    for num in (1, 1000, 1 << 16, 3 * (1 << 16) + 77):
+        senders = rows_to_search(num)
+        senders[0, : len(EDGES)] = EDGES[:num]
+        wires = []
+        for x in senders:
+            wire, error = sparse_codes.encode_sparse(x, 0.01)
+            want = sparse_codes.encode_sparse_ref(x, 0.01)
+            assert torch.equal(wire, want[0]) and torch.equal(error, want[1]), num
+            assert wire.numel() == 4 * sparse_codes.total_kept(0.01, num)
+            wires.append(torch.cat([wire[:1], wire]))
+        joined = torch.stack(wires)[:, 1:]  # does not lie on a multiple of two
+        want = sparse_codes.sum_sparse_ref(joined, num, 0.01)
+        assert torch.equal(sparse_codes.sum_sparse(joined, num, 0.01), want), num
 
+
+def check_kernels() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for bits in (8, 4):
         for num in (128, 128 * 33, 128 * 70):
@@ -63,11 +106,11 @@ def check_kernels() -> None:
             wire = encode_blocks(x, bits, 128)
             assert torch.equal(wire, encode_blocks_ref(x, bits, 128)), (bits, num)
             joined = torch.cat([wire.new_zeros(3, 3), wire], dim=1)[:, 3:]  # a part of a longer message
-            assert torch.equal(decode_blocks(joined, num, bits, 128), decode_blocks_ref(wire, num, bits, 128))
-    for num, k in ((1, 1), (100, 3), (5000, 50), (9000, 9000), (4096, 41), (20_000, 50), (40_001, 900)):
-        x = torch.randn(3, num, device=device)
-        x[1] = x[1].round()  # many equal values
-        x[2] *= 1 + 100 * (torch.arange(num, device=device) % 1000 > 990)  # large ones that a sample misses
+            assert torch.equal(
+                block_codes.decode_blocks(joined, num, bits, 128), decode_blocks_ref(wire, num, bits, 128)
+            )
+    for num, k in SEARCHES:
+        x = rows_to_search(num).to(device)
         assert torch.equal(top_magnitudes(x, k), top_magnitudes_ref(x, k)), (num, k)
 
 

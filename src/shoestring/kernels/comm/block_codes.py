@@ -7,14 +7,18 @@ then its scales. With 4 bits, byte j of a block holds the values j (low bits) an
 quarters.
 Blocks whose largest value is below TINY are zero: their scale would not be a normal number.
 
-On a GPU, nearest rounding with 8 and 4 bits runs in one pass (block_codes_triton.py) with the same bits as here.
+Nearest rounding with 8 and 4 bits runs in one pass, on a GPU (block_codes_triton.py) and on a CPU (cpu_codes.py), with
+the same bits as here.
 """
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import torch
 from torch import Tensor
 
+from shoestring.kernels.comm.cpu_codes import MAX_BLOCK, cpu_loops, num_threads, rows_of_bytes
 from shoestring.kernels.runtime.triton_backend import triton_usable
 
 LEVELS = {8: 127, 4: 7, 2: 1}
@@ -53,6 +57,8 @@ def decode_blocks_ref(wire_RB: Tensor, num: int, bits: int, block: int) -> Tenso
 def encode_blocks(rows_RN: Tensor, bits: int, block: int, *, norm: str = "max", noise: Tensor | None = None) -> Tensor:
     """As encode_blocks_ref."""
     rows, num = rows_RN.shape
+    if noise is None and norm == "max" and (loops := _cpu_loops(rows_RN, bits, block)) is not None:
+        return _encode_on_cpu(loops, rows_RN.contiguous(), bits, block, None)
     if noise is not None or norm != "max" or not _fused(rows_RN, bits, block):
         return encode_blocks_ref(rows_RN, bits, block, norm=norm, noise=noise)
     from shoestring.kernels.comm.block_codes_triton import _encode_kernel
@@ -71,6 +77,11 @@ def encode_blocks(rows_RN: Tensor, bits: int, block: int, *, norm: str = "max", 
 def decode_blocks(wire_RB: Tensor, num: int, bits: int, block: int) -> Tensor:
     """As decode_blocks_ref."""
     rows = wire_RB.shape[0]
+    if (loops := _cpu_loops(wire_RB, bits, block)) is not None:
+        wire_RB, out = rows_of_bytes(wire_RB), torch.empty(rows, num)
+        where = (wire_RB.data_ptr(), wire_RB.stride(0), out.data_ptr())
+        loops.decode_blocks(*where, rows, num, bits, block, num_threads(out.numel()))
+        return out
     if not _fused(wire_RB, bits, block):
         return decode_blocks_ref(wire_RB, num, bits, block)
     from shoestring.kernels.comm.block_codes_triton import _decode_kernel
@@ -85,6 +96,49 @@ def decode_blocks(wire_RB: Tensor, num: int, bits: int, block: int) -> Tensor:
         BITS=bits, BLOCK=block, TILE=tile, num_warps=8,
     )  # fmt: skip
     return out
+
+
+def encode_with_error(rows_RN: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """(wire, rows - decoded wire)."""
+    if (loops := _cpu_loops(rows_RN, bits, block)) is not None:
+        rows_RN = rows_RN.contiguous()
+        error = torch.empty_like(rows_RN)
+        return _encode_on_cpu(loops, rows_RN, bits, block, error), error
+    wire = encode_blocks(rows_RN, bits, block)
+    return wire, rows_RN - decode_blocks(wire, rows_RN.shape[1], bits, block)
+
+
+def sum_blocks(wire_RB: Tensor, exact_N: Tensor, own: int, bits: int, block: int) -> Tensor:
+    """The sum of the decoded rows in their order, where row `own` is `exact_N`, which did not travel."""
+    rows, num = wire_RB.shape[0], exact_N.numel()
+    if (loops := _cpu_loops(wire_RB, bits, block)) is not None:
+        wire_RB, exact_N, out = rows_of_bytes(wire_RB), exact_N.contiguous(), torch.empty(num)
+        where = (wire_RB.data_ptr(), wire_RB.stride(0), exact_N.data_ptr(), own, out.data_ptr())
+        loops.sum_blocks(*where, rows, num, bits, block, num_threads(rows * num))
+        return out
+    parts = decode_blocks(wire_RB, num, bits, block)
+    parts[own] = exact_N
+    return in_order(parts)
+
+
+def in_order(parts_RN: Tensor) -> Tensor:
+    """The sum over the first dim, one after the other: the same bits on every machine."""
+    total = parts_RN[0].clone()
+    for part in parts_RN[1:]:
+        total += part
+    return total
+
+
+def _cpu_loops(t: Tensor, bits: int, block: int) -> CDLL | None:
+    return cpu_loops(t) if bits in (8, 4) and block % 2 == 0 and block <= MAX_BLOCK else None
+
+
+def _encode_on_cpu(loops: CDLL, rows_RN: Tensor, bits: int, block: int, error: Tensor | None) -> Tensor:
+    rows, num = rows_RN.shape
+    wire = torch.empty(rows, num_code_bytes(num, bits) + num // block * 4, dtype=torch.uint8)
+    where = (rows_RN.data_ptr(), wire.data_ptr(), None if error is None else error.data_ptr())
+    loops.encode_blocks(*where, rows, num, bits, block, num_threads(rows * num))
+    return wire
 
 
 def _fused(t: Tensor, bits: int, block: int) -> bool:

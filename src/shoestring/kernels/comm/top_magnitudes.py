@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from shoestring.kernels.comm.cpu_codes import cpu_loops, num_threads
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MAX_ROW = 1 << 16
@@ -40,6 +41,11 @@ def top_magnitudes(rows_RN: Tensor, k: int) -> Tensor:
     """As top_magnitudes_ref; int64."""
     rows, num = rows_RN.shape
     assert 1 <= k <= num <= MAX_ROW
+    if (loops := cpu_loops(rows_RN)) is not None:
+        rows_RN = rows_RN.contiguous()
+        index = torch.empty(rows, k, dtype=torch.int64)
+        loops.top_magnitudes(rows_RN.data_ptr(), index.data_ptr(), rows, num, k, num_threads(rows * num))
+        return index
     if rows_RN.dtype != torch.float32 or rows == 0 or not triton_usable(rows_RN):
         return top_magnitudes_ref(rows_RN, k)
     from shoestring.kernels.comm.top_magnitudes_triton import _top_kernel

@@ -72,14 +72,6 @@ class Compressor(ABC):
         """What one of `size` replicas sends for a tensor of this shape."""
 
 
-def in_order(parts_RN: Tensor) -> Tensor:
-    """The sum over the first dim, one after the other: the same bits on every machine."""
-    total = parts_RN[0].clone()
-    for part in parts_RN[1:]:
-        total += part
-    return total
-
-
 def to_rows(x: Tensor, num_rows: int, block: int) -> Tensor:
     """x as [num_rows, a multiple of block], padded with zeros: one row per owner."""
     flat = x.reshape(-1)

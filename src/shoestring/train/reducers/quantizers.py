@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoestring.kernels.comm.block_codes import decode_blocks, encode_blocks
-from shoestring.train.reducers.compressor import At, Compressor, Sum, in_order, to_rows
+from shoestring.kernels.comm.block_codes import decode_blocks, encode_blocks, encode_with_error, in_order, sum_blocks
+from shoestring.train.reducers.compressor import At, Compressor, Sum, to_rows
 from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners, as_bytes, from_bytes
 
 
@@ -39,6 +39,16 @@ class Quantizer(Compressor):
     def row_bytes(self, num: int) -> int:
         """Of the code of a row of `num` values."""
 
+    def encode_with_error(self, rows_RN: Tensor, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """(bytes, what they lose); the loss is 0 where it is not fed back."""
+        return self.encode(rows_RN, noise), torch.zeros_like(rows_RN)
+
+    def sum(self, wire_RB: Tensor, exact_N: Tensor, own: int) -> Tensor:
+        """Of the decoded rows in their order. Row `own` did not travel, so it is taken as it is."""
+        parts = self.decode(wire_RB, exact_N.numel())
+        parts[own] = exact_N
+        return in_order(parts)
+
     @property
     def reply(self) -> Quantizer:
         """How the owner of a part sends the sum."""
@@ -47,12 +57,8 @@ class Quantizer(Compressor):
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
         rows = to_rows(x, at.size, max(self.block, self.reply.block))
         num = rows.shape[1]
-        wire = self.encode(rows, self._noise(x, at, 0))
-        errors = rows - self.decode(wire, num) if self.feedback else torch.zeros_like(rows)
-        received = yield ToOwners(wire)
-        parts = self.decode(received, num)
-        parts[at.rank] = rows[at.rank]  # does not travel, so it is not rounded
-        total = in_order(parts)
+        wire, errors = self.encode_with_error(rows, self._noise(x, at, 0))
+        total = self.sum((yield ToOwners(wire)), rows[at.rank], at.rank)
         reply = self.reply.encode(total[None], self._noise(x, at, 1))
         answers = self.reply.decode((yield ToAll(reply[0])), num)
         errors[at.rank] = total - answers[at.rank]
@@ -83,6 +89,8 @@ class Float(Quantizer):
         return "plain" if self.dtype == torch.float32 else "bf16"
 
     def encode(self, rows_RN: Tensor, noise: torch.Generator | None = None) -> Tensor:
+        if self.dtype == torch.float32:
+            return as_bytes(rows_RN)
         limit = torch.finfo(self.dtype).max  # the largest fp32 numbers would round to infinity
         return as_bytes(rows_RN.clamp(-limit, limit).to(self.dtype))
 
@@ -123,6 +131,14 @@ class BlockCodes(Quantizer):
             rows_RN = blocks.clamp(-limit, limit).flatten(1)
         random = torch.rand(rows_RN.shape, generator=noise, device=rows_RN.device) if self.stochastic else None
         return encode_blocks(rows_RN, self.bits, self.block, norm=self.norm, noise=random)
+
+    def encode_with_error(self, rows_RN: Tensor, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        if self.feedback:
+            return encode_with_error(rows_RN, self.bits, self.block)
+        return super().encode_with_error(rows_RN, noise)
+
+    def sum(self, wire_RB: Tensor, exact_N: Tensor, own: int) -> Tensor:
+        return sum_blocks(wire_RB, exact_N, own, self.bits, self.block)
 
     def decode(self, wire_RB: Tensor, num: int) -> Tensor:
         return decode_blocks(wire_RB, num, self.bits, self.block)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoestring.kernels.comm.top_magnitudes import MAX_ROW, top_magnitudes
-from shoestring.train.reducers.compressor import At, Compressor, Sum, in_order, to_rows
-from shoestring.train.reducers.quantizers import BF16, PLAIN
-from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners, as_bytes, from_bytes
+from shoestring.kernels.comm.block_codes import in_order
+from shoestring.kernels.comm.sparse_codes import encode_sparse, num_kept, sum_sparse, total_kept
+from shoestring.train.reducers.compressor import At, Compressor, Sum, to_rows
+from shoestring.train.reducers.quantizers import PLAIN
+from shoestring.train.reducers.rounds import Exchange, ToAll, ToOwners
 
 SKETCH_DIMS = 4  # of a row's sketch
 SKETCH_SHARE = 0.25  # bytes of sketches, as a share of the bytes of values
@@ -35,57 +36,17 @@ class TopKSparsifier(Compressor):
     def name(self) -> str:
         return f"topk:{self.ratio:g}"
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Bytes: all values in bf16, then their indices within the rows in 16 bits."""
-        values, indices = [], []
-        for rows, k in self._rows(x.reshape(-1)):
-            index = top_magnitudes(rows, k)
-            values.append(rows.gather(1, index).reshape(-1))
-            indices.append(index.reshape(-1))
-        # int16 stands for uint16, which few operations of torch know.
-        index_K = (torch.cat(indices) - (1 << 15)).to(torch.int16)
-        return torch.cat([BF16.encode(torch.cat(values)), as_bytes(index_K)])
-
-    def decode(self, wire: Tensor, num: int) -> Tensor:
-        index, values = self.places(wire, num)
-        return torch.zeros(num, device=wire.device).scatter_(0, index, values)
-
-    def places(self, wire: Tensor, num: int) -> tuple[Tensor, Tensor]:
-        """(where, what): no place twice."""
-        half = wire.numel() // 2
-        values = from_bytes(wire[:half], torch.bfloat16).float()
-        index = from_bytes(wire[half:], torch.int16).long() + (1 << 15)
-        full, k_full = divmod(num, MAX_ROW)[0], self._k(MAX_ROW)
-        index[: full * k_full] += torch.arange(full, device=wire.device).repeat_interleave(k_full) * MAX_ROW
-        index[full * k_full :] += full * MAX_ROW
-        return index, values
-
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
-        wire = self.encode(x)
-        error = x.flatten().clone()
-        index, values = self.places(wire, x.numel())
-        error[index] -= values
-        total = torch.zeros_like(error)
-        for answer in (yield ToAll(wire)):
-            index, values = self.places(answer, x.numel())
-            total[index] += values
+        wire, error = encode_sparse(x.reshape(-1), self.ratio)
+        total = sum_sparse((yield ToAll(wire)), x.numel(), self.ratio)
         return Sum(total.view(x.shape), error.view(x.shape))
 
     def decoded(self, x: Tensor, at: At) -> Tensor:
-        return self.decode(self.encode(x), x.numel()).view(x.shape)
+        wire, _ = encode_sparse(x.reshape(-1), self.ratio)
+        return sum_sparse(wire[None], x.numel(), self.ratio).view(x.shape)
 
     def sent_bytes(self, shape: torch.Size, size: int) -> int:
-        full, rest = divmod(shape.numel(), MAX_ROW)
-        return (size - 1) * 4 * (full * self._k(MAX_ROW) + (self._k(rest) if rest else 0))
-
-    def _k(self, num: int) -> int:
-        return min(num, max(1, math.ceil(self.ratio * num)))
-
-    def _rows(self, flat: Tensor) -> list[tuple[Tensor, int]]:
-        """The whole rows, and the rest as a row of its own."""
-        cut = flat.numel() // MAX_ROW * MAX_ROW
-        parts = [flat[:cut].view(-1, MAX_ROW), flat[None, cut:]]
-        return [(p, self._k(p.shape[1])) for p in parts if p.numel()]
+        return (size - 1) * 4 * total_kept(self.ratio, shape.numel())
 
 
 @dataclass(frozen=True)
@@ -141,7 +102,7 @@ class ArcTopK(Compressor):
         return -(-num // (self.width * size)) * size
 
     def _k(self, num_rows: int) -> int:
-        return min(num_rows, max(1, math.ceil(self.ratio * num_rows)))
+        return num_kept(self.ratio, num_rows)
 
 
 def _top_scores(scores: Tensor, k: int) -> Tensor:
