@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from shoestring.config import apply_overrides, describe, from_json, option, to_json
+from shoestring.config import apply_overrides, describe, from_json, option, read_settings, to_json, with_settings
 from shoestring.errors import UserError
 
 
@@ -137,3 +137,44 @@ def test_a_saved_config_is_typed_and_ranged_like_a_command() -> None:
         from_json(Config, {**good, "limit": -1})
     with pytest.raises(UserError, match="steps="):
         apply_overrides(Config, ["model=m", "steps=" + "9" * 400])
+
+
+def test_a_file_means_what_the_command_line_means(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("model: a=b\nlr: 1e-4\ncompile: yes\ntext: ~\nlimit: none\nwidths: [3, 4]\nmesh:\n  dp: 2\n")
+    cfg = apply_overrides(Config, with_settings(file, ["lr=2e-4"]))
+    assert cfg == Config(model="a=b", lr=2e-4, compile=True, text=None, limit=None, widths=(3, 4), mesh=Inner(dp=2))
+    file.write_text('{"steps": 7, "mesh.axis": "rows"}')  # JSON is YAML
+    assert read_settings(file) == ["steps=7", "mesh.axis=rows"]
+    file.write_text("# nothing\n")
+    assert read_settings(file) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("a: &x [1]\nb: *x\n", "line 2: write the value out"),
+        ("a: 1\na: 2\n", "line 2: 'a' is given twice"),
+        ("- a\n", "not a sequence"),
+        ("a: [1, [2]]\n", "is a list of words or numbers"),
+        ("a: {b: 1\n", "line 2 is not YAML"),
+        ("a: b: c\n", "line 1 is not YAML"),
+        ("a\0b", "is not YAML"),
+        ("? [x]\n: 1\n", "the name of a setting"),
+        ("[" * 4_000, "is not YAML: it is nested too deeply"),
+        ("a: " + "x" * 70_000, "bytes"),
+    ],
+)
+def test_a_file_that_is_no_settings_is_one_line(tmp_path: Path, text: str, needle: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        read_settings(file)
+    assert needle in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_tag_runs_code(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"steps: !!python/object/apply:os.system ['touch {tmp_path}/ran']\n")
+    assert read_settings(file) == [f"steps=touch {tmp_path}/ran"]
+    assert not (tmp_path / "ran").exists()

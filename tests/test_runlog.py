@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.dom import minidom
@@ -10,7 +12,7 @@ from xml.dom import minidom
 import pytest
 
 from shoestring.errors import Interrupted, UserError
-from shoestring.report import Scatter, Table, Text, nice_ticks, run_sections, write_report
+from shoestring.report import Scatter, Table, Text, nice_ticks, place_labels, run_sections, size_scatter, write_report
 from shoestring.runlog import (
     RunLog,
     check_free,
@@ -247,3 +249,99 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
     for name, why in (("loop", "leads nowhere"), ("x" * 300, "cannot be a path"), ("a\0b", "cannot be a path")):
         with pytest.raises(UserError, match=why):
             check_free(tmp_path / name)
+
+
+class Tracker:
+    """A package with the calls of wandb and trackio, which writes down what it is told."""
+
+    def __init__(self, name: str, *, fails: bool = False) -> None:
+        self.__name__, self.fails = name, fails
+        self.calls: list[tuple[str, object]] = []
+
+    def init(self, **given: object) -> Tracker:
+        self.calls.append(("init", given))
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.calls.append(("define", (name, step_metric)))
+
+    def log(self, scalars: dict[str, float], step: int | None = None) -> None:
+        if self.fails:
+            raise OSError("no network\nat all")
+        self.calls.append(("log", (scalars, step)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_same_scalars(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    monkeypatch.setenv("SHOESTRING_TRACK", name)
+    log = RunLog(tmp_path / "run 1")
+    log.save_config({"recipe": "r", "config": {"steps": 2}})
+    log.log(1, loss=2.5, nothing=float("nan"))
+    log.close()
+    given = {"project": "shoestring", "name": "run 1", "resume": "allow", "config": {"steps": 2}}
+    rows: list[tuple[str, object]] = [("init", given), ("log", ({"loss": 2.5}, 1)), ("finish", None)]
+    if name == "wandb":
+        given["id"] = "run-1"
+        rows = [rows[0], ("define", ("*", "step")), ("log", ({"loss": 2.5, "step": 1}, None)), ("finish", None)]
+    assert tracker.calls == rows
+
+
+def test_a_tracker_that_fails_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", Tracker("trackio", fails=True))
+    monkeypatch.setenv("SHOESTRING_TRACK", "trackio")
+    log = RunLog(tmp_path)
+    for step in (1, 2):
+        log.log(step, loss=1.0)
+    log.close()
+    assert capsys.readouterr().out == "trackio failed (no network): scalars go to metrics.jsonl and tb/ only\n"
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name, needle in (("wandb", r"pip install 'shoestring\[wandb\]'"), ("mlflow", "wandb or trackio")):
+        monkeypatch.setenv("SHOESTRING_TRACK", name)
+        with pytest.raises(UserError, match=needle):
+            RunLog(tmp_path)
+
+
+def test_labels_of_a_scatter_do_not_cross() -> None:
+    spots = [(300.0, 100.0), (303.0, 101.0), (306.0, 103.0), (700.0, 12.0), (90.0, 270.0), (304.0, 99.0)]
+    names = ["int4:g64 gptq+clip", "nf3:g64", "int2:g64 blockwise", "dense at the edge", "low", "int3:g64 awq"]
+    places = place_labels(spots, names, left=80)
+    boxes = [(x, y - 12, x + 7.4 * len(name), y + 3) for (x, y), name in zip(places, names, strict=True)]
+    boxes += [(x - 7, y - 7, x + 7, y + 7) for x, y in spots[3:5]]  # points that stand apart
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+    assert all(b[0] >= 80 and b[2] <= 720 for b in boxes[: len(names)])
+
+
+def test_numbers_of_a_column_are_written_alike() -> None:
+    table = Table("t", ["a", "b", "c", "d", "e"], [[3959, 74.6, 1e-5, 3518.4, "x"], [12, 74.83, 12.0, 98.0, 3518.4]])
+    assert table.cells == [["3,959", "74.60", "1e-05", "3,518", "x"], ["12", "74.83", "12", "98", "3,518"]]
+    assert table.markdown().splitlines()[2] == "| 3,959 | 74.60 | 1e-05 | 3,518 | x |"
+
+
+def test_a_report_has_the_commands_and_first_what_was_changed(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, config in ((first, {"steps": 7}), (second, {"model": str(first), "format": "int4", "context": 512})):
+        log = RunLog(folder)
+        log.save_config({"recipe": folder.name, "config": config, "changed": [k for k in config if k != "context"]})
+        settings = json.loads((folder / "config.json").read_text())
+        log.put_back_config({**settings, "command": f"shoestring run {folder.name}"})
+    log.log(5, loss=2.5, lr=0.001)
+    (second / "evals.jsonl").write_text('{"model": "after", "format": "int4", "perplexity": 12.5, "megabytes": 3.25}\n')
+    rows = read_evals(second / "evals.jsonl")
+    page = write_report(second, "x", [*run_sections(second), size_scatter("Size", rows)]).read_text()
+    assert "shoestring run first\nshoestring run second" in page
+    assert page.index("differ from the defaults") < page.index("<td>int4</td>") < page.index("<details>")
+    assert (
+        "<td>context</td>" in page.partition("<details>")[2]
+        and "<td>context</td>" not in page.partition("<details>")[0]
+    )
+    for row in ("step 5, loss 2.5, lr 0.001", "model after, format int4, perplexity 12.5, MB 3.25"):
+        assert f"<title>{row}</title>" in page

@@ -5,7 +5,9 @@ A recipe declares `Config` with `option(default, "what it does")` fields; `apply
 dots. An unknown key, a value of the wrong type or below the option's `least`, a key given twice and a missing
 required key are each a UserError that says what to write.
 
-Left out on purpose: config files, interpolation. A variant of a recipe is a Python file that
+`read_settings(file)` gives the same strings from a YAML file, so that a file is checked like a command line.
+
+Left out on purpose: interpolation, includes, anchors. A variant of a recipe is a Python file that
 calls `dataclasses.replace`.
 """
 
@@ -16,12 +18,15 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from shoestring.errors import UserError, shown, suggest
+from shoestring.json_files import read_text
 
 T = TypeVar("T")
+MOST_SETTINGS = 1 << 16  # bytes of a file with settings
 _MISSING: Any = dataclasses.MISSING
 
 
@@ -60,6 +65,68 @@ def apply_overrides(cls: type[T], overrides: list[str], start: T | None = None) 
     return _build(cls, given, prefix="", start=_MISSING if start is None else start)
 
 
+def with_settings(path: Path, overrides: Sequence[str]) -> list[str]:
+    """The settings of a file, and those of the command line, which win."""
+    given = {item.partition("=")[0] for item in overrides}
+    return [*(item for item in read_settings(path) if item.partition("=")[0] not in given), *overrides]
+
+
+def read_settings(path: Path) -> list[str]:
+    """`key=value` of every setting in a YAML file; groups are nested or dotted, several values are a list.
+
+    Every scalar stays the text that it is in the file, so that 1e-3, none and yes mean what they mean on the command
+    line. Tags are ignored and nothing is constructed; aliases, which can make a small file large, are refused."""
+    import yaml
+
+    class Loader(yaml.BaseLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise UserError(
+                    f"{path}, line {self.peek_event().start_mark.line + 1}: write the value out, not *alias"
+                )
+            return super().compose_node(parent, index)
+
+    text = read_text(path, MOST_SETTINGS)
+    try:
+        root = yaml.compose(text, Loader=Loader)
+        return [] if root is None else list(_pairs(root, str(path), ""))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}"
+        raise UserError(
+            f"{path}{where} is not YAML: {error.problem or error.context}; write lines as key: value"
+        ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise UserError(f"{path} is not YAML: {reason}; write lines as key: value") from None
+
+
+def _pairs(node: Any, path: str, prefix: str) -> Iterator[str]:
+    if node.id != "mapping":
+        raise UserError(f"{_line(node, path)}: settings are lines of key: value, not a {node.id}")
+    seen: set[str] = set()
+    for key_node, value in node.value:
+        where = _line(key_node, path)
+        if key_node.id != "scalar" or "=" in key_node.value or not key_node.value:
+            raise UserError(f"{where}: the name of a setting is a word, as `shoestring recipes NAME` lists them")
+        key = prefix + key_node.value
+        if key in seen:
+            raise UserError(f"{where}: {shown(key)} is given twice; give it once")
+        seen.add(key)
+        if value.id == "mapping":
+            yield from _pairs(value, path, key + ".")
+        elif value.id == "scalar":
+            yield f"{key}={'none' if value.value == '~' and value.style is None else value.value}"
+        elif all(item.id == "scalar" and "," not in item.value for item in value.value):
+            yield f"{key}={','.join(item.value for item in value.value)}"
+        else:
+            raise UserError(f"{where}: {shown(key)} is a list of words or numbers, without commas in them")
+
+
+def _line(node: Any, path: str) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"
+
+
 def to_json(cfg: Any) -> Any:
     """A config as plain JSON values: dicts, lists, numbers, strings, None."""
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
@@ -69,6 +136,16 @@ def to_json(cfg: Any) -> Any:
     if isinstance(cfg, dict):
         return {str(k): to_json(v) for k, v in cfg.items()}
     return str(cfg) if isinstance(cfg, Path) else cfg
+
+
+def config_record(recipe: str, cfg: Any, **instead: Any) -> dict[str, Any]:
+    """What config.json says of a recipe's settings: their values (`instead` of some), and which were changed."""
+    values = {**to_json(cfg), **instead}
+    usual = {row.key: row.default for row in describe(type(cfg))}
+    given = {row.key: row.default for row in describe(type(cfg), cfg)}
+    # The folder of a run is no choice that makes another model.
+    changed = [key for key in given if given[key] != usual[key] and key not in ("run", "resume", "resume_from")]
+    return {"recipe": recipe, "config": values, "changed": changed}
 
 
 def from_json(cls: type[T], values: dict[str, Any]) -> T:

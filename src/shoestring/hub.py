@@ -1,5 +1,5 @@
-"""Models of the Hugging Face hub by their id, `org/name`, through the package `huggingface_hub`, which is optional
-(pip install 'shoestring[hub]').
+"""Models of the Hugging Face hub by their id, `org/name`, fetched and uploaded through the package `huggingface_hub`,
+which is optional (pip install 'shoestring[hub]').
 
 Its cache, its sign-in and its settings are the library's: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
 Only configs, tokenizers and safetensors are fetched: never a pickle, never code.
@@ -8,6 +8,7 @@ Only configs, tokenizers and safetensors are fetched: never a pickle, never code
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -81,14 +82,48 @@ def fetched(asked: HubId) -> Path:
     except errors.OfflineModeIsEnabled:
         raise UserError(_not_cached(asked)) from None
     except Exception as error:  # of the network, in the words of the library's own client
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{asked.repo} does not exist on this machine, and the hub did not give it: {reason}") from None
+        raise UserError(
+            f"{asked.repo} does not exist on this machine, and the hub did not give it: {_first_line(error)}"
+        ) from None
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{asked.repo} has no safetensors files on the hub; pickled weights are never read, and a GGUF file is "
             f"named like {asked.repo}/FILE.gguf"
         )
     return folder
+
+
+def upload(asked: HubId, files: Sequence[Path], card: str, *, private: bool, message: str) -> str:
+    """Commit these files and the card to the repository, which is made where there is none; returns its URL."""
+    try:
+        from huggingface_hub import CommitOperationAdd, HfApi, errors
+    except ModuleNotFoundError:
+        raise UserError("to push to the Hugging Face hub, pip install 'shoestring[hub]'") from None
+    api = HfApi()
+    operations = [CommitOperationAdd(path.name, str(path)) for path in files if path.name != "README.md"]
+    operations.append(CommitOperationAdd("README.md", card.encode()))
+    try:
+        url = api.create_repo(asked.repo, private=private or None, exist_ok=True)
+        if asked.revision is not None:
+            api.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
+        api.create_commit(asked.repo, operations, commit_message=message, revision=asked.revision)
+    except errors.OfflineModeIsEnabled:
+        raise UserError("HF_HUB_OFFLINE is set: unset it to push") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status in (401, 403):
+            raise UserError(
+                f"the hub does not let you write to {asked.repo}: sign in with `hf auth login` or set HF_TOKEN to a "
+                "token that may write, and check the name before the slash"
+            ) from None
+        raise UserError(f"the hub refused {asked.repo}: {_first_line(error)}") from None
+    except Exception as error:  # of the network, in the words of the library's own client
+        raise UserError(f"{asked.repo} was not pushed: {_first_line(error)}") from None
+    return str(url)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _not_cached(asked: HubId) -> str:

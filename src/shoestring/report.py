@@ -2,7 +2,7 @@
 
 A report is a list of sections (`Curves`, `Table`, `Scatter`, `Text`), each a frozen dataclass with an
 `html()`; `write_report` puts them on a page with inline CSS and SVG. No script, no font, no network: the file
-opens in any browser, offline, in light and dark, and can be mailed. Hovering a mark shows its value.
+opens in any browser, offline, in light and dark, and can be mailed. Hovering a mark shows the row it was drawn from.
 `run_sections(folder)` reads the usual sections of a run folder: loss curve, evaluations, config, versions.
 
 For zooming and smoothing, TensorBoard reads the same scalars from tb/.
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoestring.runlog import read_config, read_evals, read_jsonl, read_metrics, versions, write_atomically
+from shoestring.runlog import lineage, read_config, read_evals, read_jsonl, read_metrics, versions, write_atomically
 
 WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 16, 44
+RIGHT, TOP, BOTTOM = 24, 16, 44
+TICK_CHAR, LABEL_CHAR, LABEL_HEIGHT = 6.8, 7.4, 15.0  # pixels of a character at the sizes of _STYLE
 # The hues of Okabe and Ito on a light and on a dark page, distinguishable with every common colour blindness.
 HUES = (
     ("#0072b2", "#56b4e9"),
@@ -50,6 +51,7 @@ class Series:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
+    rows: Sequence[str] = ()  # what hovering a point shows; default: its value
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,13 @@ class Curves:
         for color, s in enumerate(kept):
             points = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in zip(s.xs, s.ys, strict=True))
             marks.append(f'<polyline class="line c{color % NUM_COLORS}" points="{points}"/>')
+            said = s.rows or [
+                f"{s.name}: {_num(y)} at {self.x_label} {_num(x)}" for x, y in zip(s.xs, s.ys, strict=True)
+            ]
             marks += [
                 f'<circle class="hover" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="5">'
-                f"<title>{escape(s.name)}: {_num(y)} at {escape(self.x_label)} {_num(x)}</title></circle>"
-                for x, y in list(zip(s.xs, s.ys, strict=True))[:: -(-len(s.xs) // 200)]  # at most 200
+                f"<title>{escape(row)}</title></circle>"
+                for x, y, row in list(zip(s.xs, s.ys, said, strict=True))[:: -(-len(s.xs) // 200)]  # at most 200
             ]
         legend = _legend([s.name for s in kept]) if len(kept) > 1 else ""
         return _section(self.title, legend + axes.svg("".join(marks), self.x_label, self.y_label, self.title))
@@ -79,29 +84,33 @@ class Curves:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Named points; every point carries its label."""
+    """Named points; every point carries its label, where no other label or point is."""
 
     title: str
     points: Sequence[tuple[str, float, float]]
     x_label: str
     y_label: str
+    rows: Sequence[str] = ()  # what hovering a point shows; default: its name and place
 
     def html(self) -> str:
-        kept = [(n, x, y) for n, x, y in self.points if math.isfinite(x) and math.isfinite(y)]
+        said = self.rows or [f"{n}: {self.x_label} {_num(x)}, {self.y_label} {_num(y)}" for n, x, y in self.points]
+        pairs = zip(self.points, said, strict=True)
+        kept = [(n, x, y, row) for (n, x, y), row in pairs if math.isfinite(x) and math.isfinite(y)]
         if not kept:
             return ""
         axes = _Axes([p[1] for p in kept], [p[2] for p in kept], pad=0.12)
+        spots = [(axes.x(x), axes.y(y)) for _, x, y, _ in kept]
+        labels = place_labels(spots, [name for name, *_ in kept], axes.left)
         marks = []
-        for color, (name, x, y) in enumerate(kept):
-            px, py = axes.x(x), axes.y(y)
-            side = "end" if px > WIDTH * 0.75 else "start"
-            dx = -10 if side == "end" else 10
+        for color, ((name, _, _, row), (px, py), (x, y)) in enumerate(zip(kept, spots, labels, strict=True)):
+            if math.hypot(x - px, y - py) > 3 * LABEL_HEIGHT:  # the label stands apart
+                marks.append(
+                    f'<line class="leader" x1="{px:.1f}" y1="{py:.1f}" x2="{x:.1f}" y2="{y - LABEL_HEIGHT / 3:.1f}"/>'
+                )
             marks.append(
                 f'<circle class="dot c{color % NUM_COLORS}" cx="{px:.1f}" cy="{py:.1f}" r="6">'
-                f"<title>{escape(name)}: {escape(self.x_label)} {_num(x)}, "
-                f"{escape(self.y_label)} {_num(y)}</title>"
-                f'</circle><text class="label" x="{px + dx:.1f}" y="{py - 8:.1f}" text-anchor="{side}">'
-                f"{escape(name)}</text>"
+                f"<title>{escape(row)}</title></circle>"
+                f'<text class="label" x="{x:.1f}" y="{y:.1f}">{escape(name)}</text>'
             )
         return _section(self.title, axes.svg("".join(marks), self.x_label, self.y_label, self.title))
 
@@ -149,15 +158,36 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[Any]]
     note: str = ""
+    folded: bool = False  # on the page: shown when its title is clicked
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The rows as text; the numbers of a column have equally many decimals."""
+        shows = [column_format([row[i] for row in self.rows]) for i in range(len(self.headers))]
+        return [[show(v) for show, v in zip(shows, row, strict=True)] for row in self.rows]
 
     def html(self) -> str:
         if not self.rows:
             return ""
-        head = "".join(f"<th>{escape(h)}</th>" for h in self.headers)
-        body = "".join("<tr>" + "".join(_cell(v) for v in row) + "</tr>" for row in self.rows)
+        numeric = [self._numeric(i) for i in range(len(self.headers))]
+        classes = [' class="num"' if n else "" for n in numeric]
+        head = "".join(f"<th{c}>{escape(h)}</th>" for h, c in zip(self.headers, classes, strict=True))
+        body = "".join(
+            "<tr>" + "".join(f"<td{c}>{escape(v)}</td>" for v, c in zip(row, classes, strict=True)) + "</tr>"
+            for row in self.cells
+        )
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return _section(self.title, note + f'<div class="wide">{table}</div>')
+        inner = note + f'<div class="wide">{table}</div>'
+        if self.folded:
+            return f"<details><summary>{escape(self.title)}</summary>{inner}</details>"
+        return _section(self.title, inner)
+
+    def markdown(self) -> str:
+        return markdown(self.headers, self.cells)
+
+    def _numeric(self, column: int) -> bool:
+        return all(_is_number(row[column]) or row[column] is None for row in self.rows)
 
     def print(self) -> None:
         """The same table on the console."""
@@ -168,10 +198,9 @@ class Table:
 
         table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for column, header in enumerate(self.headers):
-            numeric = all(_is_number(row[column]) or row[column] is None for row in self.rows)
-            table.add_column(header, justify="right" if numeric else "left", overflow="fold")
-        for row in self.rows:
-            table.add_row(*(RichText(_show(v)) for v in row))  # Text: a value in [brackets] is no markup
+            table.add_column(header, justify="right" if self._numeric(column) else "left", overflow="fold")
+        for row in self.cells:
+            table.add_row(*map(RichText, row))  # Text: a value in [brackets] is no markup
         # Without a terminal lines need not fit a screen.
         console = Console() if sys.stdout.isatty() else Console(width=220)
         console.print(table)
@@ -210,14 +239,18 @@ def run_sections(folder: Path) -> list[Section]:
     """Loss curve, evaluations, config and versions of a run folder."""
     config = read_config(folder)
     ran = config.get("versions") or versions()
-    settings = config.get("config", {})
+    settings = flatten(config.get("config", {}))
+    changed = config.get("changed")
+    named = [k for k in changed if k in settings] if isinstance(changed, list) else []
+    commands = [str(one.get("command", "")) for _, one in lineage(folder)] or [str(config.get("command", ""))]
     return [
         loss_curves(read_metrics(folder / "metrics.jsonl")),
         eval_table(read_evals(folder / "evals.jsonl")),
         starts_table(read_jsonl(folder / "checkpoints" / "events.jsonl")),
-        Text("Command", str(config.get("command", "")), code=True),
-        Table("Config", ["key", "value"], [[k, v] for k, v in flatten(settings).items()]),
-        Table("Versions", ["package", "version"], [[k, v] for k, v in ran.items()]),
+        Text("Commands that made this", "\n".join(commands), code=True),
+        Table("Settings that differ from the defaults", ["setting", "value"], [[k, str(settings[k])] for k in named]),
+        Table("All settings", ["setting", "value"], [[k, str(v)] for k, v in settings.items()], folded=True),
+        Table("Versions", ["package", "version"], [[k, str(v)] for k, v in ran.items()], folded=True),
     ]
 
 
@@ -237,8 +270,26 @@ def loss_curves(metrics: list[dict[str, Any]]) -> Curves:
 def metric_curves(metrics: list[dict[str, Any]], title: str, label: str, *names: str) -> Curves:
     """The scalars of these names against the step."""
     picked = {n: [row for row in metrics if row.get(n) is not None] for n in names}
-    series = [Series(n, [row["step"] for row in rows], [row[n] for row in rows]) for n, rows in picked.items()]
+    series = [
+        Series(n, [row["step"] for row in rows], [row[n] for row in rows], [in_row(row) for row in rows])
+        for n, rows in picked.items()
+    ]
     return Curves(title, series, "step", label)
+
+
+def in_row(row: dict[str, Any]) -> str:
+    """All numbers of a row, for hovering: 'step 20, loss 2.31, lr 0.001'."""
+    return ", ".join(f"{in_words(k)} {_show(v)}" for k, v in row.items() if v is not None and k != "time")
+
+
+def size_scatter(title: str, rows: Sequence[dict[str, Any]], names: Sequence[str] | None = None) -> Scatter:
+    """Size against perplexity of evaluated models; hovering shows the whole row of the table."""
+    kept = [(r, n) for r, n in zip(rows, names or [r["format"] for r in rows], strict=True) if r.get("perplexity")]
+    points = [(name, r["megabytes"], r["perplexity"]) for r, name in kept]
+    said = [
+        ", ".join(f"{EVAL_COLUMNS[k]} {_show(r[k])}" for k in EVAL_COLUMNS if r.get(k) is not None) for r, _ in kept
+    ]
+    return Scatter(title, points, "MB", "perplexity (lower is better)", said)
 
 
 EVAL_COLUMNS = {
@@ -267,7 +318,7 @@ def eval_table(rows: list[dict[str, Any]], title: str = "Evaluations") -> Table:
     used = [k for k in EVAL_COLUMNS if any(row.get(k) is not None for row in rows)]
     measured = [row for row in rows if row.get("perplexity") is not None]
     shared = [k for k in CONDITIONS if k in used and len({row.get(k) for row in measured}) == 1]
-    note = ", ".join(f"{EVAL_COLUMNS[k]} {_show(measured[0][k])}" for k in shared)
+    note = ", ".join(f"{EVAL_COLUMNS[k]} {_show(measured[0][k])}" for k in shared if measured[0][k] is not None)
     columns = [k for k in used if k not in shared]
     cells = [[row.get(k) for k in columns] for row in rows]
     return Table(title, [EVAL_COLUMNS[k] for k in columns], cells, f"Perplexity: {note}" if note else "")
@@ -282,32 +333,70 @@ class _Axes:
     def __init__(self, xs: Sequence[float], ys: Sequence[float], pad: float = 0.04) -> None:
         self.x_low, self.x_high = _spread(min(xs), max(xs), pad if pad > 0.1 else 0.0)
         self.y_low, self.y_high = _spread(min(ys), max(ys), pad)
+        self.ticks = nice_ticks(self.y_low, self.y_high)
+        self.tick_labels = list(map(column_format(self.ticks), self.ticks))
+        # Room for the title, which is turned, and for the longest tick label right of it.
+        self.left = 34 + TICK_CHAR * max(map(len, self.tick_labels), default=0)
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+        return self.left + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
     def svg(self, marks: str, x_label: str, y_label: str, title: str) -> str:
-        grid = []
-        for tick in nice_ticks(self.y_low, self.y_high):
+        grid, left = [], f"{self.left:.0f}"
+        for tick, label in zip(self.ticks, self.tick_labels, strict=True):
             y = f"{self.y(tick):.1f}"
-            grid.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-            grid.append(f'<text x="{LEFT - 8}" y="{y}" dy="4" text-anchor="end">{_num(tick)}</text>')
-        for tick in nice_ticks(self.x_low, self.x_high):
+            grid.append(f'<line class="grid" x1="{left}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+            grid.append(f'<text x="{self.left - 8:.0f}" y="{y}" dy="4" text-anchor="end">{label}</text>')
+        x_ticks = nice_ticks(self.x_low, self.x_high)
+        for tick, label in zip(x_ticks, map(column_format(x_ticks), x_ticks), strict=True):
             x = f"{self.x(tick):.1f}"
-            grid.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{_num(tick)}</text>')
-        middle = (LEFT + WIDTH - RIGHT) / 2
+            grid.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
+        middle = (self.left + WIDTH - RIGHT) / 2
         grid.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
         turned = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)" text-anchor="middle"'
         grid.append(f"<text {turned}>{escape(y_label)}</text>")
         base = HEIGHT - BOTTOM
-        grid.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+        grid.append(f'<line class="axis" x1="{left}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-label="{escape(title, quote=True)}">{"".join(grid)}{marks}</svg>'
         )
+
+
+def place_labels(spots: Sequence[tuple[float, float]], names: Sequence[str], left: float) -> list[tuple[float, float]]:
+    """Where each label begins (left end, base line): the nearest free place around its point.
+
+    Labels are placed one by one; a place is free where the label crosses no point, no other label and no edge.
+    Where nothing is free, the label stands right of its point all the same."""
+    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in spots]
+    places = []
+    for (px, py), name in zip(spots, names, strict=True):
+        width = LABEL_CHAR * len(name)
+        rings = [(LABEL_HEIGHT * ring, side) for ring in range(7) for side in (1, -1)]
+        tries = [
+            (x, py + 4 + side * away)
+            for away, side in rings
+            for x in (px + 11, px - 11 - width, *(() if away < LABEL_HEIGHT else (px - width / 2,)))
+        ]
+        found = next((t for t in tries if _free(_box(t, width), taken, left)), tries[0])
+        taken.append(_box(found, width))
+        places.append(found)
+    return places
+
+
+def _box(at: tuple[float, float], width: float) -> tuple[float, float, float, float]:
+    return at[0], at[1] - LABEL_HEIGHT + 3, at[0] + width, at[1] + 3
+
+
+def _free(
+    box: tuple[float, float, float, float], taken: Sequence[tuple[float, float, float, float]], left: float
+) -> bool:
+    x0, y0, x1, y1 = box
+    inside = x0 >= left and x1 <= WIDTH and y0 >= 0 and y1 <= HEIGHT - BOTTOM
+    return inside and not any(x0 < b[2] and b[0] < x1 and y0 < b[3] and b[1] < y1 for b in taken)
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
@@ -327,8 +416,9 @@ def _spread(low: float, high: float, pad: float) -> tuple[float, float]:
 
 
 def _finite(series: Series) -> Series:
-    pairs = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if y is not None and math.isfinite(y)]
-    return Series(series.name, [x for x, _ in pairs], [y for _, y in pairs])
+    rows = series.rows or [""] * len(series.xs)
+    kept = [t for t in zip(series.xs, series.ys, rows, strict=True) if t[1] is not None and math.isfinite(t[1])]
+    return Series(series.name, [t[0] for t in kept], [t[1] for t in kept], [t[2] for t in kept] if series.rows else ())
 
 
 def _legend(names: Sequence[str]) -> str:
@@ -340,9 +430,29 @@ def _section(title: str, inner: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{inner}</section>"
 
 
-def _cell(value: Any) -> str:
-    kind = ' class="num"' if _is_number(value) else ""
-    return f"<td{kind}>{escape(_show(value))}</td>"
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines)
+
+
+def column_format(values: Sequence[Any]) -> Callable[[Any], str]:
+    """How all values of a column are written: numbers with separators of thousands and equally many decimals, so that
+    the largest has about four digits. Columns of words, and of numbers too far apart for that, go value by value."""
+    numbers = [abs(v) for v in values if _is_number(v) and math.isfinite(v) and v != 0]
+    if not all(_is_number(v) or v is None for v in values) or not numbers or max(numbers) >= 1e9:
+        return _show
+    if all(float(n).is_integer() for n in numbers):
+        decimals = 0
+    else:
+        decimals = max(0, 3 - math.floor(math.log10(max(numbers))))
+        if (
+            decimals > 6 or round(min(numbers), decimals) * 100 < min(numbers) * 95
+        ):  # the smallest would lose its digits
+            return _show
+        while decimals > 0 and all(round(n, decimals - 1) == round(n, 9) for n in numbers):
+            decimals -= 1
+    return lambda value: f"{value:,.{decimals}f}" if _is_number(value) and math.isfinite(value) else _show(value)
 
 
 def _show(value: Any) -> str:
@@ -356,11 +466,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _num(value: float) -> str:
+    """A number by itself: about four digits."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if float(value).is_integer() and abs(value) < 1e9:
         return f"{int(value):,}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -398,7 +509,9 @@ svg text.label{fill:var(--fg);font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;width:100%}
 th{text-align:left;color:var(--soft);font-weight:600}
 th,td{padding:.35rem .8rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
-td.num{font-variant-numeric:tabular-nums}
+td.num,th.num{font-variant-numeric:tabular-nums;text-align:right}tbody tr:hover{background:var(--panel)}
+details{margin:1.6rem 0}summary{cursor:pointer;font-weight:600;font-size:1.1rem;margin-bottom:.6rem}
+.leader{stroke:var(--soft);stroke-width:1;opacity:.5}
 pre{background:var(--panel);padding:12px 14px;border-radius:6px;overflow-x:auto;
 white-space:pre-wrap;font-size:.85rem}
 .legend{display:flex;flex-wrap:wrap;gap:1rem;margin:0;color:var(--soft);font-size:.9rem}

@@ -12,14 +12,17 @@ A run folder is
 A resumed run continues metrics.jsonl: what was logged after the resumed step is cut off first, so that the
 file reads as if the run had never stopped. Ranks other than the first write and print nothing.
 
-Left out on purpose: remote trackers. metrics.jsonl is one `json.loads` per line away from any of them.
+SHOESTRING_TRACK=wandb or trackio sends the same scalars there as well; those packages keep their own settings (project,
+sign-in, offline mode) in their own variables. metrics.jsonl stays the record: a tracker that fails does not end a run.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +33,9 @@ from typing import Any
 from shoestring.errors import Interrupted, UserError, shown
 from shoestring.json_files import Fields, check_path, json_lines, kind_of, parse_json, read_object
 
+CHECKOUT = Path(__file__).resolve().parents[2]  # the repository; not one in an installed wheel
 PLAIN_PROGRESS_SECONDS = 10.0
+TRACKERS = ("wandb", "trackio")  # packages with init, log and finish
 # Settings of one command, not of the run: config.json has them like this.
 AS_SAVED: dict[str, Any] = {"resume": None, "resume_from": "newest"}
 
@@ -43,6 +48,9 @@ class RunLog:
         self.history: list[dict[str, Any]] = []
         self._tensorboard: Any = None
         self._purge_step: int | None = None
+        self._tracked: Any = None  # the tracker's run; False: none
+        tracker = import_tracker(os.environ.get("SHOESTRING_TRACK", "")) if self.folder is not None and main else None
+        self._tracker = tracker
         if self.folder is not None and main:
             make_run_folder(self.folder, exist_ok=True)
             (self.folder / "metrics.jsonl").touch()  # also without metrics: it is what marks a run folder
@@ -62,6 +70,8 @@ class RunLog:
         for name, value in row.items():
             if writer and name not in ("step", "time"):
                 writer.add_scalar(name, value, row["step"], walltime=row["time"])
+        if self._tracker is not None:
+            self._track(row)
 
     def truncate_after(self, step: int) -> None:
         """Forget everything logged after `step`: the run goes on from there."""
@@ -80,6 +90,7 @@ class RunLog:
             full = {
                 **config,
                 "command": _command(),
+                **({"commit": commit} if (commit := commit_here()) != "unknown" else {}),
                 "versions": versions(),
                 "started": time.strftime("%Y-%m-%d %H:%M:%S"),
             }
@@ -106,6 +117,33 @@ class RunLog:
         if self._tensorboard:
             self._tensorboard.close()
         self._tensorboard = None
+        if self._tracked and self._tracker is not None:
+            self._tracker.finish()
+        self._tracked = None
+
+    def _track(self, row: dict[str, Any]) -> None:
+        """One row to the tracker, whose run has the name of the folder; a resumed run goes on in it."""
+        assert self._tracker is not None and self.folder is not None
+        scalars = {k: v for k, v in row.items() if k not in ("step", "time") and math.isfinite(v)}
+        try:
+            if self._tracked is None:
+                settings = read_config(self.folder)
+                named: dict[str, Any] = {"name": self.folder.name, "resume": "allow"}
+                if self._tracker.__name__ == "wandb":  # it knows runs by id
+                    named["id"] = "".join(c if c.isalnum() or c in "-_" else "-" for c in self.folder.name)[-64:]
+                project = os.environ.get(f"{self._tracker.__name__.upper()}_PROJECT", "shoestring")
+                self._tracked = self._tracker.init(project=project, config=settings.get("config", {}), **named)
+                if self._tracker.__name__ == "wandb":  # its own steps cannot go back, as ours do when a run is resumed
+                    self._tracked.define_metric("*", step_metric="step")
+            if self._tracked is not False:
+                if self._tracker.__name__ == "wandb":
+                    self._tracked.log({**scalars, "step": row["step"]})
+                else:
+                    self._tracked.log(scalars, step=row["step"])
+        except Exception as error:  # whatever the network or the package does
+            self._tracked = False
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            self.say(f"{self._tracker.__name__} failed ({reason}): scalars go to metrics.jsonl and tb/ only")
 
     def _open_tensorboard(self) -> Any:
         if self._tensorboard is None:
@@ -135,6 +173,20 @@ class RunLog:
             bar = _PlainProgress(total, description)
             yield bar
             bar.finish()
+
+
+def import_tracker(name: str) -> Any:
+    """The package that SHOESTRING_TRACK names; None: no tracker."""
+    if not name:
+        return None
+    if name not in TRACKERS:
+        raise UserError(f"SHOESTRING_TRACK={shown(name)} is unknown; give {' or '.join(TRACKERS)}, or unset it")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"SHOESTRING_TRACK={name} cannot be imported ({error}); pip install 'shoestring[{name}]'"
+        ) from None
 
 
 class ProgressBar:
@@ -323,6 +375,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def run_of(path: Path) -> Path | None:
+    """The run folder that a path is, or whose model/ (or another folder in it) it is."""
+    return next((p for p in (path, path.parent) if read_config(p).get("recipe") is not None), None)
+
+
+def lineage(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The runs that made a model, oldest first, with what save_config wrote: each names the model it began with."""
+    found: list[tuple[Path, dict[str, Any]]] = []
+    at = run_of(path)
+    while at is not None and at.resolve() not in [folder.resolve() for folder, _ in found]:
+        config = read_config(at)
+        found.append((at, config))
+        settings = config.get("config", {})
+        source = settings.get("model") or settings.get("init_from")
+        at = run_of(Path(source)) if isinstance(source, str) and Path(source).is_dir() else None
+    return found[::-1]
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file; a last line that a killed process left half-written is dropped."""
     if not path.is_file():
@@ -389,6 +459,22 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def commit_here() -> str:
+    """The checkout's commit, or `$SHOESTRING_COMMIT` (a copy without git); an installed wheel has none."""
+    import subprocess
+
+    given = os.environ.get("SHOESTRING_COMMIT")
+    if given:
+        return given
+    if not (CHECKOUT / ".git").exists():  # else git would answer for any repository around the environment
+        return "unknown"
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=CHECKOUT)
+    except OSError:  # no git here
+        return "unknown"
+    return asked.stdout.strip() or "unknown"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -219,6 +219,30 @@ def test_a_wrong_command_is_answered_by_one_rank(cli: Cli, monkeypatch: pytest.M
 # -- verbs -------------------------------------------------------------------------------------------
 
 
+def test_short_forms_are_the_recipes(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.txt").write_text(TEXT * 20)
+    (tmp_path / "s.yaml").write_text("run: r\nmax_tokens: 64\ntext: some.txt\ncontext: 32\n")
+    rounded = cli("quantize", model_folder, "int4:g32", "--config", "s.yaml", "run=one")
+    assert rounded.code == 0, rounded
+    assert f"= shoestring run shrink/rtn --config s.yaml model={model_folder} format=int4:g32 run=one\n" in rounded.out
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["config"]["max_tokens"] == 64
+    small = ["calib_windows=1", "calib_context=16", "run=two"]
+    calibrated = cli("quantize", model_folder, "int4:g32", "calib=some.txt", *small)
+    assert calibrated.code == 0, calibrated
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["config"]["method"] == "gptq+clip"
+    for argv, said in (
+        (["pretrain", "nowhere.txt", "steps=1"], "shoestring run train/dense data=nowhere.txt steps=1"),
+        (["pretrain", "data=nowhere.txt", "--method", "sste"], "shoestring run train/sparse24_sste data=nowhere.txt"),
+    ):
+        result = cli(*argv)
+        assert result.code == 2 and said in result.out and "nowhere.txt" in result.err, result
+    assert_one_line_error(cli("pretrain", "x", "--method", "fts"), "Did you mean 'fst'?")
+    assert_one_line_error(cli("run", "train/dense", "--config", "none.yaml"), "none.yaml")
+
+
 def test_recipes_lists_all_and_shows_one(cli: Cli) -> None:
     listed = cli("recipes").out
     for name in ("demo", "train/dense", "shrink/rtn"):

@@ -16,7 +16,7 @@ from file_cases import outcome_of
 from outcomes import Outcome, outcome_of_process
 
 from shoestring.cli.app import run_cli
-from shoestring.config import Option, describe
+from shoestring.config import Option, describe, with_settings
 from shoestring.model import Tokenizer, save_model
 from shoestring.recipes.find import builtin_recipes, load_recipe, resolve_config
 from tiny import QWEN2, random_model
@@ -115,6 +115,67 @@ def read_case(recipe: str, seed: int) -> tuple[Outcome, str, str]:
     given = overrides(random.Random(f"{recipe} {seed}"), describe(module.Config))
     outcome, told = outcome_of(lambda: resolve_config(module, given))
     return outcome, f"{recipe} {seed}: {given!r}"[:300], told
+
+
+# Pieces of YAML beside settings: aliases, tags, several documents, what is no mapping, what does not end.
+YAML_PIECES = (
+    *(
+        "a: &x [1]",
+        "b: *x",
+        "<<: *x",
+        "*x : 1",
+        "--- ",
+        "...",
+        "- 1",
+        "? [1]\n: 2",
+        "{",
+        "[",
+        "'",
+        '"',
+        "|",
+        ">",
+        "%YAML 9",
+    ),
+    *(
+        "x: !!python/object/apply:os.getcwd []",
+        "x: !!binary =",
+        "x: !<",
+        "\t",
+        "\0",
+        "\ufeff",
+        "mesh:",
+        "mesh: 1",
+        "  dp: 2",
+    ),
+    *(
+        "{a: " * 400,
+        "[" * 3000,
+        "x: " + "9" * 9000,
+        "a: &a [*a]",
+        "steps: [1, 2]",
+        "steps: {x: 1}",
+        "steps: '~'",
+        "steps: ~",
+    ),
+)
+
+
+def settings_file(rng: random.Random, options: list[Option]) -> str:
+    """The text of a file: settings as on a command line, and pieces of YAML between them."""
+    lines = [": ".join(item.split("=", 1)) for item in overrides(rng, options)]
+    lines += [rng.choice(YAML_PIECES) for _ in range(rng.choice((0, 1, 1, 2)))]
+    rng.shuffle(lines)
+    return "\n".join(lines)
+
+
+def file_case(recipe: str, seed: int, folder: Path) -> tuple[Outcome, str, str]:
+    """Settings read as `--config FILE` reads them."""
+    module = load_recipe(recipe)
+    text = settings_file(random.Random(f"file {recipe} {seed}"), describe(module.Config))
+    file = folder / "settings.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    outcome, told = outcome_of(lambda: resolve_config(module, with_settings(file, ["run=new"])))
+    return outcome, f"{recipe} {seed}: {text!r}"[:300], told
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from outcomes import Tally
-from settings_cases import RECIPES, RUNS, make_home, read_case, run_case
+from settings_cases import RECIPES, RUNS, file_case, make_home, read_case, run_case
 
 FEW, MANY, MANY_RUNS, SEED = 12, 150, 20, 0
 
@@ -39,6 +39,24 @@ def run_all(recipe: str, home: Path, seeds: range, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_settings_are_read_or_refused(recipe: str) -> None:
     read_all(recipe, range(FEW)).check()
+
+
+def files_all(seeds: range, folder: Path) -> Tally:
+    tally = Tally("settings file")
+    for seed in seeds:
+        tally.add(*file_case(RECIPES[seed % len(RECIPES)], seed, folder))
+    return tally
+
+
+def test_a_file_of_settings_is_read_or_refused(tmp_path: Path) -> None:
+    files_all(range(60), tmp_path).check()
+
+
+@pytest.mark.lab
+def test_many_files_of_settings(tmp_path: Path) -> None:
+    tally = files_all(range(1000, 1000 + 20 * MANY), tmp_path)
+    tally.save(SEED)
+    tally.check()
 
 
 def test_a_run_with_a_hostile_setting(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

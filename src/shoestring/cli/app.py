@@ -40,6 +40,7 @@ from shoestring.errors import (
     memory_as_user_error,
     room,
     shortened,
+    suggest,
 )
 from shoestring.json_files import check_path
 from shoestring.paths import find_model
@@ -94,6 +95,10 @@ SkipOption = Annotated[
         help="Leave sublayers out: none, adaskip, measured, a file of shrink/skip_set; lossless only guesses ahead."
     ),
 ]
+OverridesArgument = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings from a YAML file; key=value changes them.")
+]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tokens per second at the end.")]
 
 
@@ -101,9 +106,9 @@ StatsOption = Annotated[bool, typer.Option("--stats", help="Print tokens and tok
 
 
 @app.command()
-def demo(overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None) -> None:
+def demo(overrides: OverridesArgument = None, config: ConfigOption = None) -> None:
     """The whole path on this machine in minutes: train, shrink, evaluate, chat, report."""
-    _run_recipe("demo", overrides or [])
+    _run_recipe("demo", overrides or [], config)
 
 
 @app.command()
@@ -126,10 +131,50 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show one recipe and
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A name (train/dense) or your .py file; --help: its settings.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    overrides: OverridesArgument = None,
+    config: ConfigOption = None,
 ) -> None:
     """Run a recipe; torchrun --nproc-per-node N -m shoestring run ... does it on N processes."""
-    _run_recipe(recipe, overrides or [])
+    _run_recipe(recipe, overrides or [], config)
+
+
+@app.command()
+def pretrain(
+    data: Annotated[
+        str | None, typer.Argument(help="A file, a folder or a glob of texts; python: the sources here.")
+    ] = None,
+    overrides: OverridesArgument = None,
+    method: Annotated[str, typer.Option(help="dense, or 2:4 sparse training: fst, sste.")] = "dense",
+    config: ConfigOption = None,
+) -> None:
+    """Train a model from scratch: short for run train/dense data=DATA; --method fst or sste trains it 2:4 sparse."""
+    recipes_of = {"dense": "train/dense", "fst": "train/sparse24_fst", "sste": "train/sparse24_sste"}
+    if method not in recipes_of:
+        raise UserError(
+            f"--method {method!r} is unknown; give {', '.join(recipes_of)}.{suggest(method, list(recipes_of))}"
+        )
+    given = overrides or []
+    if data is not None:
+        given = [data if _is_setting(data) else f"data={data}", *given]
+    _run_short_form(recipes_of[method], given, config)
+
+
+@app.command()
+def quantize(
+    model: ModelArgument,
+    format: Annotated[str, typer.Argument(help="int2 int3 int4 int8 nf2 nf3 nf4 fp4, with :g64, :s1 ...")] = "int4",
+    overrides: OverridesArgument = None,
+    config: ConfigOption = None,
+) -> None:
+    """Shrink a model to few bits: short for run shrink/rtn; with calib=FILE or method=... for run shrink/ptq."""
+    given = overrides or []
+    if _is_setting(format):  # the format was left out
+        given, format = [format, *given], "int4"
+    if {"calib", "method"} & {item.partition("=")[0] for item in given}:
+        method = [] if any(item.startswith("method=") for item in given) else ["method=gptq+clip"]
+        _run_short_form("shrink/ptq", [f"model={model}", f"format={format}", *method, *given], config)
+    else:
+        _run_short_form("shrink/rtn", [f"model={model}", f"format={format}", *given], config)
 
 
 @app.command()
@@ -439,6 +484,26 @@ def export(
         print(f"certificate: {certificate.certificate_path(out)}")
 
 
+@app.command()
+def push(
+    run: Annotated[str, typer.Argument(help="A run folder or a model folder.")],
+    repo: Annotated[str, typer.Argument(help="Where to on the hub: org/name, or org/name@branch.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    message: Annotated[str | None, typer.Option(help="The line of the commit.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Upload nothing: print the files and the model card.")
+    ] = False,
+) -> None:
+    """Upload a finished model to the Hugging Face hub, with a model card made from its run."""
+    from shoestring.cli.push import described
+    from shoestring.cli.push import push as push_model
+
+    pushed = push_model(run, repo, private=private, dry_run=dry_run, message=message)
+    if dry_run:
+        print(pushed.card)
+    print(f"{'would push' if dry_run else f'pushed to {pushed.url}'}: {described(pushed, run)}")
+
+
 @app.command("env")
 def environment() -> None:
     """Versions, devices, kernels that will be used and why not others, the cache: for bug reports."""
@@ -506,10 +571,31 @@ def bench_serve(
 # -- what the verbs share ----------------------------------------------------------------------------
 
 
-def _run_recipe(name: str, overrides: list[str]) -> None:
+def _is_setting(word: str) -> bool:
+    """Whether a word that could be a path is key=value."""
+    return word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word and not Path(word).exists()
+
+
+def _run_short_form(name: str, overrides: list[str], settings: Path | None) -> None:
+    """Run a recipe, and say which command that is."""
+    import shlex
+
+    if _rank() == 0:
+        file = [] if settings is None else ["--config", str(settings)]
+        print(f"= shoestring run {shlex.join([name, *file, *overrides])}", flush=True)
+    _run_recipe(name, overrides, settings)
+
+
+def _run_recipe(name: str, overrides: list[str], settings: Path | None = None) -> None:
+    """`settings`: a file whose settings hold where `overrides` has none."""
+    from shoestring.config import with_settings
     from shoestring.recipes.find import builtin_recipes, load_recipe, resolve_config
+    from shoestring.runlog import import_tracker
 
     try:
+        import_tracker(os.environ.get("SHOESTRING_TRACK", ""))  # wrong: before a folder is made
+        if settings is not None:
+            overrides = with_settings(settings, overrides)
         if name in builtin_recipes():
             for model in filter(None, (i.removeprefix("model=") for i in overrides if i.startswith("model="))):
                 find_model(model)  # before the recipe's imports, which take seconds

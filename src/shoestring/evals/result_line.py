@@ -10,12 +10,10 @@ import datetime
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[3]  # the repository; not one in an installed wheel
+from shoestring.runlog import commit_here
 
 
 def result_line(
@@ -49,7 +47,7 @@ def result_line(
         "config": config or {},
         "device": device_name(),
         "versions": versions(),
-        "commit": commit(),
+        "commit": commit_here(),
         "date": datetime.date.today().isoformat(),
         "note": note,
     }
@@ -84,14 +82,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def commit() -> str:
-    """The checkout's commit, or `$SHOESTRING_COMMIT` (a copy without git); an installed wheel has none."""
-    given = os.environ.get("SHOESTRING_COMMIT")
-    if given:
-        return given
-    if not (CHECKOUT / ".git").exists():  # else git would answer for any repository around the environment
-        return "unknown"
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=CHECKOUT)
-    return asked.stdout.strip() or "unknown"

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.config import option, to_json
+from shoestring.config import config_record, option
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.certificate import certify, check_target, paragraph
@@ -45,7 +45,7 @@ from shoestring.model.export import export_model
 from shoestring.model.gguf import find_smollm2
 from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
-from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, write_report
+from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
@@ -116,7 +116,7 @@ def main(cfg: Config) -> Path:
     cfg = quickened(cfg) if cfg.quick else cfg
     folder = new_run_folder("demo") if cfg.run is None else check_free(Path(cfg.run))
     log, device = RunLog(folder), pick_device(cfg.device)
-    log.save_config({"recipe": "demo", "config": to_json(cfg)})
+    log.save_config(config_record("demo", cfg))
     demo = Demo(cfg, folder, log, device, pick_dtype("auto", device))
     seconds: dict[str, float] = {}
     for number, stage in enumerate(STAGES, 1):
@@ -344,5 +344,4 @@ def ask(loaded: LoadedModel, question: str) -> str:
 def size_plot(title: str, rows: list[dict[str, Any]]) -> Scatter:
     # "small, gptq+clip" in int2 is labelled "int2:g64 gptq+clip".
     names = [f"{r['format']} {r['model'].partition(', ')[2]}".strip() for r in rows]
-    points = [(name, r["megabytes"], r["perplexity"]) for name, r in zip(names, rows, strict=True)]
-    return Scatter(title, points, "MB", "perplexity (lower is better)")
+    return size_scatter(title, rows, names)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoestring.config import option, to_json
+from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import UserError, during, in_run
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens
@@ -220,7 +220,7 @@ def open_run(
     folder = on_main(mesh, open_run_folder, recipe, to_json(cfg))
     with in_run(folder), resumable(recipe, folder), hold_run(folder, mesh):
         log = RunLog(folder, main=mesh.is_main)
-        log.save_config({"recipe": recipe, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
+        log.save_config(config_record(recipe, cfg, **AS_SAVED, run=str(folder)))
         yield ShrinkRun(recipe, folder, log, mesh, compute)
 
 

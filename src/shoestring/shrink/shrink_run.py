@@ -23,7 +23,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.folder import read_spec
 from shoestring.paths import find_model
-from shoestring.report import Curves, Scatter, Section, Series, Table, Text, eval_table, run_sections, write_report
+from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check_unfinished, write_atomically
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quantize import QuantizeReport
@@ -175,10 +175,9 @@ def report_before_after(
     """Print the rows before and after, and write report.html."""
     rows = log.evaluations()
     eval_table(rows, "Before and after").print()
-    points = [(r["format"], r["megabytes"], r["perplexity"]) for r in rows if r.get("perplexity")]
     commands = f'shoestring inspect {out}\nshoestring generate {out} "Once upon a time"\nshoestring export {out} DIR'
     sections: list[Section] = [
-        Scatter("Size and perplexity", points, "MB", "perplexity (lower is better)"),
+        size_scatter("Size and perplexity", rows),
         *plots,
         *run_sections(folder),
         *tables,

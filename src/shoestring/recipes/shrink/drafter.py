@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoestring.config import to_json
+from shoestring.config import config_record, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import need_tokenizer, ready
@@ -53,7 +53,7 @@ def main(cfg: Config) -> Path:
     folder = open_run_folder(RECIPE, settings)
     with in_run(folder), resumable(RECIPE, folder), hold_run(folder):
         log = RunLog(folder)
-        log.save_config({"recipe": RECIPE, "config": {**settings, **AS_SAVED, "run": str(folder)}})
+        log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))
         corpus = stages.make_text(cfg, loaded, prompts, whole, folder, log)
         stages.train_drafter(cfg, loaded, corpus, folder, log)
         rows = stages.measure_stage(cfg, loaded, held_out, folder, log)

@@ -24,13 +24,13 @@ Leaves:  a run folder with model/ (Hugging Face, zeros in dense weights; with sl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoestring.config import to_json
+from shoestring.config import config_record, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import in_run
 from shoestring.formats import convert
@@ -65,7 +65,7 @@ def main(cfg: Config) -> Path:
     folder = on_main(mesh, open_run_folder, RECIPE, to_json(cfg), ())
     with in_run(folder), resumable(RECIPE, folder), hold_run(folder, mesh):
         run = ShrinkRun(RECIPE, folder, RunLog(folder, main=mesh.is_main), mesh, pick_dtype(cfg.dtype, mesh.device))
-        run.log.save_config({"recipe": RECIPE, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
+        run.log.save_config(config_record(RECIPE, cfg, **AS_SAVED, run=str(folder)))
         evaluated = stages.EvaluatedText(cfg.model, cfg.text, cfg.calib_context, cfg.max_tokens)
         given = (cfg, run, rules, method, calib_NT, evaluated)
         run_once(mesh, folder, "pruned", lambda: stages.prune_one_shot(*given))

@@ -23,11 +23,11 @@ Leaves:  a run folder with the packed model/ (or out=), errors per layer in mode
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoestring.config import to_json
+from shoestring.config import config_record, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import evaluate_row, text_tokens
@@ -88,7 +88,7 @@ def main(cfg: Config) -> Path:
         hold_run(folder),
     ):
         log = RunLog(folder)
-        log.save_config({"recipe": "shrink/ptq", "config": to_json(replace(cfg, resume=None, run=str(folder)))})
+        log.save_config(config_record("shrink/ptq", cfg, resume=None, run=str(folder)))
         log.truncate_after(0)
 
         def evaluate(label: str, changed: bool = False) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoestring.config import option, to_json
+from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import evaluate_row, text_tokens
@@ -76,7 +76,7 @@ def main(cfg: Config) -> Path:
 
     folder = open_run_folder("shrink/rtn", settings)
     log = RunLog(folder)
-    log.save_config({"recipe": "shrink/rtn", "config": settings})
+    log.save_config(config_record("shrink/rtn", cfg))
     options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens, "speed": cfg.speed}
     log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
     log.say(str(convert(loaded.model, rules)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoestring.config import option, to_json
+from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import UserError
 from shoestring.evals.model_row import (
@@ -84,7 +84,7 @@ def main(cfg: Config) -> Path:
 
     folder = open_run_folder("shrink/skip_set", settings)
     log = RunLog(folder)
-    log.save_config({"recipe": "shrink/skip_set", "config": settings})
+    log.save_config(config_record("shrink/skip_set", cfg))
     num_all = 2 * loaded.spec.num_layers
     expected = num_all + cfg.lookahead * round(num_all * (1 - 1 / cfg.speedup))
     with log.progress(expected, f"{cfg.method}: trials") as bar:

@@ -17,11 +17,11 @@ Leaves:  a run folder with model/ (Hugging Face), checkpoints/, metrics.jsonl, e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoestring.config import option, to_json
+from shoestring.config import config_record, option, to_json
 from shoestring.device import pick_dtype
 from shoestring.errors import UserError, in_run
 from shoestring.evals.model_row import evaluate_row
@@ -141,7 +141,7 @@ def pretrain(
     with in_run(folder), hold_run(folder, mesh), publish.named(folder.name):
         log = RunLog(folder, main=mesh.is_main)
         saved = read_config(folder)
-        log.save_config({"recipe": recipe, "config": to_json(replace(cfg, **AS_SAVED, run=str(folder)))})
+        log.save_config(config_record(recipe, cfg, **AS_SAVED, run=str(folder)))
         params, tokens = model.spec.num_params() / 1e6, len(corpus.train) / 1e6
         log.say(f"{params:.1f}M parameters, {tokens:.2f}M training tokens, run in {folder}")
         if cfg.eval_every and held_out is None:
