@@ -322,8 +322,8 @@ def test_labels_of_a_scatter_do_not_cross() -> None:
 
 def test_numbers_of_a_column_are_written_alike() -> None:
     table = Table("t", ["a", "b", "c", "d", "e"], [[3959, 74.6, 1e-5, 3518.4, "x"], [12, 74.83, 12.0, 98.0, 3518.4]])
-    assert table.cells == [["3,959", "74.60", "1e-05", "3,518", "x"], ["12", "74.83", "12", "98", "3,518"]]
-    assert table.markdown().splitlines()[2] == "| 3,959 | 74.60 | 1e-05 | 3,518 | x |"
+    assert table.cells == [["3,959", "74.60", "1e-05", "3,518.4", "x"], ["12", "74.83", "12", "98.0", "3,518"]]
+    assert table.markdown().splitlines()[2] == "| 3,959 | 74.60 | 1e-05 | 3,518.4 | x |"
 
 
 def test_a_report_has_the_commands_and_first_what_was_changed(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_report_has_the_commands_and_first_what_was_changed(tmp_path: Path) ->
     rows = read_evals(second / "evals.jsonl")
     page = write_report(second, "x", [*run_sections(second), size_scatter("Size", rows)]).read_text()
     assert "shoestring run first\nshoestring run second" in page
-    assert page.index("differ from the defaults") < page.index("<td>int4</td>") < page.index("<details>")
+    assert page.index("differ from the defaults") < page.index("<td>format</td>") < page.index("<details>")
     assert (
         "<td>context</td>" in page.partition("<details>")[2]
         and "<td>context</td>" not in page.partition("<details>")[0]

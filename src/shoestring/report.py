@@ -438,20 +438,14 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def column_format(values: Sequence[Any]) -> Callable[[Any], str]:
     """How all values of a column are written: numbers with separators of thousands and equally many decimals, so that
-    the largest has about four digits. Columns of words, and of numbers too far apart for that, go value by value."""
+    nothing is lost or the largest has about four digits. Words, and numbers too far apart for that, go one by one."""
     numbers = [abs(v) for v in values if _is_number(v) and math.isfinite(v) and v != 0]
     if not all(_is_number(v) or v is None for v in values) or not numbers or max(numbers) >= 1e9:
         return _show
-    if all(float(n).is_integer() for n in numbers):
-        decimals = 0
-    else:
-        decimals = max(0, 3 - math.floor(math.log10(max(numbers))))
-        if (
-            decimals > 6 or round(min(numbers), decimals) * 100 < min(numbers) * 95
-        ):  # the smallest would lose its digits
-            return _show
-        while decimals > 0 and all(round(n, decimals - 1) == round(n, 9) for n in numbers):
-            decimals -= 1
+    exact = next((d for d in range(4) if all(abs(round(n, d) - n) < 1e-9 for n in numbers)), None)
+    decimals = max(0, 3 - math.floor(math.log10(max(numbers)))) if exact is None else exact
+    if decimals > 6 or round(min(numbers), decimals) * 100 < min(numbers) * 95:  # the smallest would lose its digits
+        return _show
     return lambda value: f"{value:,.{decimals}f}" if _is_number(value) and math.isfinite(value) else _show(value)
 
 
