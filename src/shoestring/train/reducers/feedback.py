@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoestring.train.reducers.compressor import At, Compressor, Sum
+from shoestring.train.reducers.quantizers import PLAIN
 from shoestring.train.reducers.rounds import Exchange, together
 
 
@@ -38,13 +39,21 @@ class Compression:
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
         """The sum over replicas of each gradient; residuals are updated."""
-        sums = yield from together(
-            [
-                self.compressors[name].exchange(self.with_residual(name, g), self.at(name, step))
-                for name, g in gradients.items()
-            ]
-        )
-        return {name: self._keep(name, s) for name, s in zip(gradients, sums, strict=True)}
+        exact = [name for name in gradients if self.compressors[name] == PLAIN]
+        coded = [name for name in gradients if self.compressors[name] != PLAIN]
+        exchanges = [
+            self.compressors[name].exchange(self.with_residual(name, gradients[name]), self.at(name, step))
+            for name in coded
+        ]
+        if exact:  # as one tensor: many are as short as a norm
+            joined = torch.cat([gradients[name].float().flatten() for name in exact])
+            exchanges.append(PLAIN.exchange(joined, self.at(exact[0], step)))
+        sums = yield from together(exchanges)
+        totals = {name: self._keep(name, s) for name, s in zip(coded, sums, strict=False)}
+        if exact:
+            parts = sums[-1].total.split([gradients[name].numel() for name in exact])
+            totals |= {n: part.view(gradients[n].shape) for n, part in zip(exact, parts, strict=True)}
+        return {name: totals[name] for name in gradients}
 
     def _keep(self, name: str, summed: Sum) -> Tensor:
         if self.compressors[name].feedback:
@@ -55,4 +64,8 @@ class Compression:
         return summed.total
 
     def sent_bytes(self, shapes: Mapping[str, torch.Size]) -> int:
-        return sum(self.compressors[name].sent_bytes(shape, self.size) for name, shape in shapes.items())
+        coded = {n: s for n, s in shapes.items() if self.compressors[n] != PLAIN}
+        exact = sum(s.numel() for n, s in shapes.items() if n not in coded)
+        return sum(self.compressors[n].sent_bytes(s, self.size) for n, s in coded.items()) + PLAIN.sent_bytes(
+            torch.Size([exact]), self.size
+        )

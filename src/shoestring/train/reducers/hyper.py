@@ -1,15 +1,20 @@
 """The learned selector: one small network for all layers, under a budget of bytes.
 
-    features of a layer -> shared MLP, with the mean over layers as context -> a score for each option
-    option = argmax(score - price * bytes / budget),   the price is raised until the plan fits the budget (dual ascent)
+    features of a layer -> shared MLP, with the mean over layers as context -> the share of its energy that each option
+                           leaves behind, and a weight of the layer
+    gain = weight * |p|^2 * (1 - share),   option = argmax(gain - price * bytes),   the price is raised until the plan
+                           fits the budget (dual ascent)
 
-Features: log norms of gradient and of gradient + residual, their cosine, agreement between replicas, staleness, size,
-depth, kind of layer. The cosine is to gradient + residual, which points to where the last gradients did, so that no
-copy of a gradient is kept.
+p is gradient + residual of this very step, as rank 0 has it. Its energy grows while a layer is not sent, so a layer
+with large or agreeing gradients is sent more often. L-GreCo minimises the same errors, but keeps a plan until it
+measures them again; here a plan follows the norms of each step, and the network stands in for the measurement.
 
-Three stages. Up to IMITATE steps L-GreCo decides and the network learns to answer as it does. Then a contextual bandit:
-in a share of the steps scores get Gumbel noise, and scores of what was chosen go up when the loss fell faster than
-usual (REINFORCE, with the change of the smoothed loss as reward). When its choices have become certain, it is frozen.
+Features: log norms of gradient and p, their cosine, agreement between replicas, staleness, size, depth, kind of layer.
+The cosine is to p, which points to where the last gradients did, so that no copy of a gradient is kept.
+
+The network learns the shares from L-GreCo's measurements, often in the first LESSONS steps. The weights are learned
+from the loss by a contextual bandit: in some of the steps they get noise, and move towards noise that was followed by a
+faster fall of the smoothed loss (REINFORCE). When they no longer move, they are frozen.
 
 When the smoothed loss leaves its band, the next step sends everything in int8 and later steps pay for it.
 """
@@ -26,15 +31,16 @@ from torch import Tensor, nn
 
 from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.quantizers import INT8
-from shoestring.train.reducers.selectors import Facts, LGreco
+from shoestring.train.reducers.selectors import MEASURE_EVERY, Facts, LGreco
 
-IMITATE = 100
-EXPLORE = 0.05
-CERTAIN = 0.05  # nats of entropy per layer below which the network is frozen
-HIDDEN = 32
-RATE, BANDIT_RATE, LESSONS = 0.5, 0.02, 10
+LESSONS, LESSON_EVERY = 100, 5  # steps with frequent measurements
+KEPT_LESSONS, PASSES = 8, 20  # measurements that are learned from, and how often at each new one
+HIDDEN, RATE = 32, 0.3
+EXPLORE, NOISE, BANDIT_RATE = 0.1, 0.3, 0.05
+SETTLED = 0.002  # change of the mean weight per try, smoothed, below which weights are frozen
 BAND = 4.0  # standard deviations
 REST = 50  # steps between two fallbacks
+TINY = 1e-30
 
 
 class Hyper(LGreco):
@@ -47,15 +53,24 @@ class Hyper(LGreco):
         self.depth_L = np.arange(num) / max(num - 1, 1)
         largest = bytes_LC.max(axis=1)
         self.size_L = np.log(largest / largest.mean())
-        self.features = torch.zeros(num, 7 + self.kind_LK.shape[1])
+        self.agreement_L = np.ones(num)
+        self.energy_L = np.ones(num)  # of gradient + residual, on rank 0
+        self.features = torch.zeros(num, 8 + self.kind_LK.shape[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = nn.Sequential(
-                nn.Linear(2 * self.features.shape[1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, len(options))
+                nn.Linear(2 * self.features.shape[1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, len(options) + 1)
             )
+        with torch.no_grad():
+            self.net[2].weight[-1].zero_()  # weights of layers begin equal
+            self.net[2].bias[-1].zero_()
+        self.num_lessons = 0
+        self.lesson_features = torch.zeros(KEPT_LESSONS, *self.features.shape)  # the newest replaces the oldest
+        self.lesson_shares = torch.zeros(KEPT_LESSONS, *bytes_LC.shape)
         self.price = 1.0
+        self.moved = 1.0
         self.frozen = False
-        self.chosen: Tensor | None = None  # of the last step that explored
+        self.noise: Tensor | None = None  # of the weights, in the last step that explored
         self.loss_fast = self.loss_slow = math.nan
         self.spread = 0.0
         self.reward_mean = 0.0
@@ -64,35 +79,45 @@ class Hyper(LGreco):
 
     # -- deciding ----------------------------------------------------------------------------------
 
+    def see(self, own_LF: np.ndarray) -> None:
+        gradient, given, product = own_LF.T
+        self.energy_L = given
+        norm, energy = np.log(gradient + TINY), np.log(given + TINY)
+        cosine = product / np.sqrt(gradient * given + TINY)
+        columns = [
+            *((norm - norm.mean()) / 4, (energy - energy.mean()) / 4, (energy - norm) / 4, cosine),
+            *(np.log1p(self.agreement_L), self.staleness_L / 16, self.size_L, self.depth_L),
+        ]
+        fresh = np.concatenate([np.stack(columns, axis=1), self.kind_LK], axis=1)
+        self.features = torch.from_numpy(np.clip(fresh, -4, 4)).float()
+
     def choose(self, step: int, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
-        self.chosen = None
+        self.noise = None
         if self.falls_back:
             self.falls_back = False
             return np.full(len(self.bytes_LC), self.options.index(INT8))
-        if step < IMITATE:
+        if not self.num_lessons:
             return super().choose(step, allowed, overdue_L)
         with torch.no_grad():
-            score_LC = self.scores()
+            share_LC, weight_L = self.answers()
         rng = np.random.default_rng((self.seed, step))
-        explores = not self.frozen and rng.random() < EXPLORE
-        values = score_LC.double().numpy()
-        if explores:
-            values = values + rng.gumbel(size=values.shape)
-        values = np.where(overdue_L[:, None] & (np.arange(values.shape[1]) == 0), -np.inf, values)
-        chosen = self._priced(values, allowed, overdue_L)
-        if explores:
-            self.chosen = torch.from_numpy(chosen)
-        return chosen
+        if not self.frozen and step > LESSONS and rng.random() < EXPLORE:
+            self.noise = torch.from_numpy(rng.normal(size=len(weight_L)) * NOISE).float()
+            weight_L = weight_L + self.noise
+        energy = self.energy_L * weight_L.exp().double().numpy()
+        gain_LC = energy[:, None] * (1 - share_LC.double().numpy()) / (energy.sum() + TINY)
+        gain_LC[overdue_L, 0] = -np.inf
+        return self._priced(gain_LC, allowed, overdue_L)
 
-    def _priced(self, score_LC: np.ndarray, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
+    def _priced(self, gain_LC: np.ndarray, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
         """Raise or lower the price until the plan just fits."""
         share_LC = self.bytes_LC / self.budget
 
         def at(price: float) -> tuple[np.ndarray, float]:
-            chosen = (score_LC - price * share_LC).argmax(axis=1)
+            chosen = (gain_LC - price * share_LC).argmax(axis=1)
             return chosen, float(self.bytes_LC[np.arange(len(chosen)), chosen].sum())
 
-        low, high = 0.0, max(self.price, 1e-3)
+        low, high = 0.0, max(self.price, 1e-6)
         while at(high)[1] > allowed and high < 1e9:
             high *= 4
         for _ in range(24):
@@ -104,48 +129,55 @@ class Hyper(LGreco):
             chosen = np.where(overdue_L, 1 + self.bytes_LC[:, 1:].argmin(axis=1), 0)
         return chosen
 
-    def scores(self) -> Tensor:
-        context = self.features.mean(dim=0, keepdim=True).expand_as(self.features)
-        return self.net(torch.cat([self.features, context], dim=1)).log_softmax(dim=1)
+    def answers(self) -> tuple[Tensor, Tensor]:
+        """(share of the energy that each option leaves behind, log weight of each layer)."""
+        return self._shares(self.features), self._outputs(self.features)[:, -1]
+
+    def _outputs(self, features: Tensor) -> Tensor:
+        """Of [..., L, F]."""
+        context = features.mean(dim=-2, keepdim=True).expand_as(features)
+        return self.net(torch.cat([features, context], dim=-1))
+
+    def _shares(self, features: Tensor) -> Tensor:
+        shares = self._outputs(features)[..., :-1].sigmoid()
+        return torch.cat([torch.ones_like(shares[..., :1]), shares[..., 1:]], dim=-1)  # the first option sends nothing
 
     # -- learning ----------------------------------------------------------------------------------
 
+    def wants_errors(self, step: int) -> bool:
+        return step % (LESSON_EVERY if step < LESSONS else MEASURE_EVERY) == 0
+
+    def errors(self, step: int, error_LC: np.ndarray) -> None:
+        super().errors(step, error_LC)
+        shares = error_LC / np.maximum(error_LC[:, :1], TINY)
+        at = self.num_lessons % KEPT_LESSONS
+        self.lesson_features[at], self.lesson_shares[at] = self.features, torch.from_numpy(np.clip(shares, 0, 1))
+        self.num_lessons += 1
+        known = slice(0, min(self.num_lessons, KEPT_LESSONS))
+        for _ in range(PASSES):
+            wrong = self._shares(self.lesson_features[known]) - self.lesson_shares[known]
+            self._descend(wrong.square().sum(-1).mean(), self.net, RATE)
+
     def observe(self, facts: Facts) -> None:
         reward = self._watch_loss(facts)
-        if facts.step == IMITATE or (facts.step < IMITATE and facts.step % 5 == 0):
-            self._update_features(facts)
-            self._imitate()
+        self.agreement_L = facts.total_L / (facts.given_L + TINY)
+        if self.noise is None or self.frozen:
             return
-        if self.chosen is not None and not self.frozen:
-            scores = self.scores()
-            taken = scores.gather(1, self.chosen[:, None]).mean()
-            self._descend(-max(-1.0, min(1.0, reward)) * taken, BANDIT_RATE)
-            with torch.no_grad():
-                self.frozen = float(-(scores.exp() * scores).sum(1).mean()) < CERTAIN
-        self._update_features(facts)
-
-    def _imitate(self) -> None:
-        wanted = torch.from_numpy(super().choose(0, self.budget, np.zeros(len(self.bytes_LC), dtype=bool)))
-        for _ in range(LESSONS):
-            self._descend(nn.functional.nll_loss(self.scores(), wanted), RATE)
-
-    def _descend(self, loss: Tensor, rate: float) -> None:
-        grads = torch.autograd.grad(loss, list(self.net.parameters()))
+        # d log p(noise) / d weight = noise / NOISE^2 for a normal distribution around the weights.
+        before = self.answers()[1]
+        wanted = max(-1.0, min(1.0, reward)) * self.noise / NOISE
+        self._descend(-(wanted * before).mean(), self.net[2], BANDIT_RATE)
         with torch.no_grad():
-            for p, g in zip(self.net.parameters(), grads, strict=True):
-                p.sub_(g, alpha=rate)
+            change = float((self.answers()[1] - before).abs().mean())
+        self.moved += 0.1 * (change - self.moved)
+        self.frozen = self.moved < SETTLED
 
-    def _update_features(self, facts: Facts) -> None:
-        tiny = 1e-30
-        norm, given = np.log(facts.gradient_L + tiny), np.log(facts.given_L + tiny)
-        cosine = facts.product_L / np.sqrt(facts.gradient_L * facts.given_L + tiny)
-        agreement = facts.total_L / (facts.given_L + tiny)
-        columns = [
-            *((norm - norm.mean()) / 4, (given - given.mean()) / 4, (given - norm) / 4, cosine, np.log1p(agreement)),
-            *(self.staleness_L / 16, self.size_L),
-        ]
-        fresh = np.concatenate([np.stack(columns, axis=1), self.kind_LK], axis=1)
-        self.features = torch.from_numpy(np.clip(fresh, -4, 4)).float()
+    def _descend(self, loss: Tensor, part: nn.Module, rate: float) -> None:
+        params = list(part.parameters())
+        grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            for p, g in zip(params, grads, strict=True):
+                p.sub_(g, alpha=rate)
 
     def _watch_loss(self, facts: Facts) -> float:
         """How much faster than usual the loss fell, in its usual spread; asks for a fallback outside the band."""
@@ -162,19 +194,23 @@ class Hyper(LGreco):
         reward = (fell - self.reward_mean) / (self.spread + 1e-9)
         self.reward_mean += 0.05 * (fell - self.reward_mean)
         outside = self.loss_fast > self.loss_slow + BAND * self.spread
-        if outside and facts.step > IMITATE and facts.step - self.last_fallback >= REST:
+        if outside and facts.step > LESSONS and facts.step - self.last_fallback >= REST:
             self.last_fallback, self.falls_back = facts.step, True
         return reward
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    NUMBERS = ("price", "loss_fast", "loss_slow", "spread", "reward_mean", "last_fallback", "falls_back", "frozen")
+    NUMBERS = (
+        *("price", "moved", "loss_fast", "loss_slow", "spread", "reward_mean", "last_fallback", "falls_back"),
+        *("frozen", "num_lessons"),
+    )
 
     def state_dict(self) -> dict[str, Tensor]:
         numbers = torch.tensor([float(getattr(self, n)) for n in self.NUMBERS], dtype=torch.float64)
         network = {f"net.{n}": p.detach().clone() for n, p in self.net.named_parameters()}
-        chosen = torch.full((len(self.bytes_LC),), -1) if self.chosen is None else self.chosen
-        return {**super().state_dict(), **network, "numbers": numbers, "features": self.features, "chosen": chosen}
+        lessons = {"lesson_features": self.lesson_features.clone(), "lesson_shares": self.lesson_shares.clone()}
+        agreement = {"agreement": torch.from_numpy(self.agreement_L.copy())}
+        return {**super().state_dict(), **network, **lessons, **agreement, "numbers": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -183,8 +219,8 @@ class Hyper(LGreco):
                 p.copy_(state[f"net.{n}"])
         values = dict(zip(self.NUMBERS, state["numbers"].tolist(), strict=True))
         self.price, self.spread, self.reward_mean = values["price"], values["spread"], values["reward_mean"]
-        self.loss_fast, self.loss_slow = values["loss_fast"], values["loss_slow"]
-        self.last_fallback = int(values["last_fallback"])
+        self.loss_fast, self.loss_slow, self.moved = values["loss_fast"], values["loss_slow"], values["moved"]
+        self.last_fallback, self.num_lessons = int(values["last_fallback"]), int(values["num_lessons"])
         self.falls_back, self.frozen = bool(values["falls_back"]), bool(values["frozen"])
-        self.features = state["features"]
-        self.chosen = None if int(state["chosen"][0]) < 0 else state["chosen"]
+        self.lesson_features, self.lesson_shares = state["lesson_features"], state["lesson_shares"]
+        self.agreement_L = state["agreement"].numpy().copy()

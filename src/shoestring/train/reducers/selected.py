@@ -72,7 +72,7 @@ class SelectedCompression(Compression):
         given = {n: self.with_residual(n, gradients[n]) for n in self.layers}
         mine = torch.stack([_features(gradients[n], given[n]) for n in self.layers])
         loss = torch.tensor([self.loss], device=mine.device)
-        plan = self._plan(step).to(mine.device)
+        plan = self._plan(step, mine).to(mine.device)
         answers = yield ToAll(torch.cat([as_bytes(mine.flatten()), as_bytes(loss), plan]))
         chosen = answers[0, -len(self.layers) :].tolist()
         for name, option in zip(self.layers, chosen, strict=True):
@@ -93,10 +93,12 @@ class SelectedCompression(Compression):
             self.selector_seconds += time.perf_counter() - began
         return sums
 
-    def _plan(self, step: int) -> Tensor:
+    def _plan(self, step: int, own_LF: Tensor) -> Tensor:
         if self.selector is None:
             return torch.zeros(len(self.layers), dtype=torch.uint8)
+        own = own_LF.double().cpu().numpy()  # waits for a GPU, which is not the selector's time
         began = time.perf_counter()
+        self.selector.see(own)
         plan = torch.from_numpy(self.selector.plan(step))
         self.selector_seconds += time.perf_counter() - began
         return plan

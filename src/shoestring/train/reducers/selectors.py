@@ -2,7 +2,7 @@
 
 Rank 0 decides and sends one byte per layer, together with every replica's features, so one small message a step goes
 in front of the gradients. Ranks do not decide alone: the same network may differ in its last bits between them. The
-plan of a step is made from the features of the step before.
+plan of a step is made from rank 0's own features, and from those of all replicas in the step before.
 
     uniform       every layer by the reducer's own method; no message at all
     round-robin   whole layers in int4, in turn
@@ -93,7 +93,7 @@ class Selector(ABC):
         self.carry = 0.0
 
     def plan(self, step: int) -> np.ndarray:
-        """The option of each layer for the next exchange, within budget and carry."""
+        """The option of each layer for this exchange, within budget and carry."""
         allowed = self.budget + self.carry
         overdue = self.staleness_L >= MAX_STALENESS - 1
         # Where many layers are overdue at once, the oldest go first.
@@ -101,12 +101,16 @@ class Selector(ABC):
             overdue[np.flatnonzero(overdue)[np.argmin(self.staleness_L[overdue])]] = False
         chosen = self.choose(step, allowed, overdue)
         spent = float(self.bytes_LC[np.arange(len(chosen)), chosen].sum())
-        self.carry = float(np.clip(allowed - spent, -MAX_CARRY * self.budget, MAX_CARRY * self.budget))
+        self.carry = min(allowed - spent, MAX_CARRY * self.budget)  # a debt is paid in full
         self.staleness_L = np.where(chosen > 0, 0, self.staleness_L + 1)
         return chosen.astype(np.uint8)
 
     @abstractmethod
     def choose(self, step: int, allowed: float, overdue_L: np.ndarray) -> np.ndarray: ...
+
+    def see(self, own_LF: np.ndarray) -> None:
+        """Features of rank 0's own gradients in the step that `plan` is made for."""
+        return
 
     def wants_errors(self, step: int) -> bool:
         """Whether `errors` is to be called with measurements of this step."""
@@ -177,23 +181,28 @@ class LGreco(Selector):
         super().__init__(*args)
         self.error_LC = np.ones(self.bytes_LC.shape)
         self.error_LC[:, 1:] = 1 - 0.5 * self.bytes_LC[:, 1:] / self.bytes_LC.max(axis=1, keepdims=True)
+        self.usual: np.ndarray | None = None  # the plan of steps in which nothing is overdue
 
     def wants_errors(self, step: int) -> bool:
         return step % MEASURE_EVERY == 0
 
     def errors(self, step: int, error_LC: np.ndarray) -> None:
-        self.error_LC = error_LC
+        self.error_LC, self.usual = error_LC, None
 
     def choose(self, step: int, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
         # The plan stays until errors are measured again, so the budget is that of a step, not what was carried.
-        return least_error(self.error_LC, self.bytes_LC, min(allowed, self.budget), overdue_L)
+        if overdue_L.any() or allowed < self.budget:
+            return least_error(self.error_LC, self.bytes_LC, min(allowed, self.budget), overdue_L)
+        if self.usual is None:
+            self.usual = least_error(self.error_LC, self.bytes_LC, self.budget, overdue_L)
+        return self.usual
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**super().state_dict(), "error": torch.from_numpy(self.error_LC.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.error_LC = state["error"].numpy().copy()
+        self.error_LC, self.usual = state["error"].numpy().copy(), None
 
 
 def check_budget(bytes_LC: np.ndarray, budget: float, message: float) -> None:
