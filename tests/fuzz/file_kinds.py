@@ -41,7 +41,7 @@ from shoestring.runlog import RunLog
 from shoestring.serve.engine.skip_policy import open_policy
 from shoestring.serve.speculative.draft_model import read_vocab_ids
 from shoestring.shrink.self_text import read_prompts
-from shoestring.state.boxes import Box
+from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.state.checkpoint_files import HOST_FORMAT, HOST_MANIFEST, MANIFEST, seal
 from shoestring.state.levels.drain import drain
@@ -446,7 +446,7 @@ def use_arena(folder: Path) -> None:
     for entry in copies:
         tensors = {"w": torch.zeros(4, 3), "n": torch.zeros(2, dtype=torch.int64)}
         offer = Offer("memory", "h", str(entry.path), entry.copy, entry.slot, entry.sequence)
-        pieces, missing = plan_pieces(tensors, [offer], "h")
+        pieces, missing = plan_pieces([(n, local_box(t), t) for n, t in tensors.items()], [offer], "h")
         if missing or (damage := read_offer(offer, pieces.get(offer, []))) is not None:
             raise UserError(f"not used: {missing or damage}")
     reader = HostReader(folder / "step-00000003")

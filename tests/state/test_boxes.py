@@ -1,8 +1,9 @@
-"""Boxes: algebra and the reshard plan, against brute force over small tensors."""
+"""Boxes: algebra and the plan of reads, against brute force over small tensors."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.errors import UserError
-from shoestring.state.boxes import Box, Layout, check_cover, local_box, overlapping, plan, uncovered
+from shoestring.state.boxes import Box, check_cover, local_box, overlapping, uncovered
+from shoestring.state.reshard.reads import Holder, plan_reads
 
 
 def cells(box: Box) -> set[tuple[int, ...]]:
@@ -45,20 +47,20 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], Layout, Layout]:
-    """Two layouts of the same tensors: uneven tilings, each tile held by one or more owners."""
+def stored_and_wanted(draw: st.DrawFn) -> tuple[list[tuple[str, Box]], dict[str, list[Holder]]]:
+    """Boxes of a few tensors, and copies that hold uneven tilings of them, or parts of these."""
     names = {f"t{i}": draw(shapes()) for i in range(draw(st.integers(1, 3)))}
-    sides: list[Layout] = []
-    for _ in range(2):
-        layout: Layout = {}
-        for name, shape in names.items():
-            layout[name] = [
-                (owner, box)
-                for box in draw(tilings(shape))
-                for owner in draw(st.sets(st.integers(0, 4), min_size=1, max_size=3))
-            ]
-        sides.append(layout)
-    return names, sides[0], sides[1]
+    held: dict[str, list[Holder]] = {
+        name: [
+            (copy, box)
+            for copy in range(draw(st.integers(0, 3)))
+            for box in draw(tilings(shape))
+            if draw(st.booleans())
+        ]
+        for name, shape in names.items()
+    }
+    wanted = [(name, draw(boxes_in(shape))) for name, shape in names.items() for _ in range(2)]
+    return wanted, held
 
 
 @settings(deadline=None)
@@ -89,34 +91,34 @@ def test_slices_pick_the_right_elements(data: st.DataObject) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(layouts())
-def test_plan_covers_every_destination_element_once(case: tuple[dict, Layout, Layout]) -> None:
-    _, src, dst = case
-    copies = plan(src, dst)
-    got = Counter((c.name, c.dst_owner, cell) for c in copies for cell in cells(c.box))
-    want = Counter((n, owner, cell) for n, held in dst.items() for owner, box in held for cell in cells(box))
-    assert got == want
-    for c in copies:
-        assert any(owner == c.src_owner and box.contains(c.box) for owner, box in src[c.name])
+@given(stored_and_wanted())
+def test_every_element_is_read_once_from_the_first_copy_that_has_it(
+    case: tuple[list[tuple[str, Box]], dict[str, list[Holder]]],
+) -> None:
+    wanted, held = case
+    reads, missing = plan_reads(wanted, held)
+    for name, box in wanted:
+        of_it = [r for r in reads if (r.name, r.wanted) == (name, box)]
+        gaps = [gap for n, gap in missing if n == name and box.contains(gap)]
+        times = wanted.count((name, box))
+        first = {
+            cell: copy for copy, where in sorted(held[name], reverse=True, key=lambda h: h[0]) for cell in cells(where)
+        }
+        got = Counter((cell, r.copy) for r in of_it for cell in cells(r.box))
+        assert got == Counter({(cell, first[cell]): times for cell in cells(box) if cell in first})
+        assert all(r.held.contains(r.box) and (r.copy, r.held) in held[name] for r in of_it)
+        assert {cell for gap in gaps for cell in cells(gap)} & cells(box) >= cells(box) - set(first)
+    lost = {(n, cell) for n, gap in missing for cell in cells(gap)}
+    assert all((n, cell) not in lost for n, holders in held.items() for _, where in holders for cell in cells(where))
 
 
-def test_plan_balances_replicated_senders_and_prefers_local_copies() -> None:
-    whole = Box.full((8, 4))
-    src: Layout = {f"w{i}": [(f"s{r}", whole) for r in range(4)] for i in range(8)}
-    dst: Layout = {f"w{i}": [("reader", whole)] for i in range(8)}
-    sent = Counter()
-    for c in plan(src, dst):
-        sent[c.src_owner] += c.box.size
-    assert set(sent.values()) == {2 * whole.size} and len(sent) == 4
-    local = plan({"w": [("a", whole), ("b", whole)]}, {"w": [("b", whole), ("a", whole)]})
-    assert all(c.src_owner == c.dst_owner for c in local)
-
-
-def test_plan_names_what_nobody_holds() -> None:
-    with pytest.raises(UserError, match=r"'w'.*\[3, 0\] to \[4, 2\].*'reader'"):
-        plan({"w": [("a", Box((0, 0), (3, 2)))]}, {"w": [("reader", Box.full((4, 2)))]})
-    with pytest.raises(UserError, match="nobody holds"):
-        plan({}, {"w": [("reader", Box.full(()))]})
+def test_tensors_that_are_stored_alike_are_cut_once() -> None:
+    """2,000 tensors of 64 parts each: 0.16 s; 1.9 s where every one is cut."""
+    held = {f"w{i}": [(0, Box((64 * part, 0), (64 * part + 64, 8))) for part in range(64)] for i in range(2000)}
+    began = time.process_time()
+    reads, missing = plan_reads([(name, Box((3900, 0), (4000, 8))) for name in held], held)
+    assert len(reads) == 3 * 2000 and not missing
+    assert time.process_time() - began < 1
 
 
 @settings(deadline=None)

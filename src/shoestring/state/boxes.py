@@ -1,17 +1,15 @@
-"""Boxes: where the pieces of every tensor live, and who sends what to whom.
+"""Boxes: half-open ranges per dimension, in which the pieces of every tensor are counted.
 
-A Box is a half-open range per dimension. A Layout says for each tensor name which owner holds which Box. From two
-Layouts `plan` computes the copies that fill the second from the first; `check_cover` says whether boxes tile a tensor
-exactly. The same few functions serve checkpoints, loading on another mesh and moving weights between jobs.
+`check_cover` says whether boxes tile a tensor exactly. Who reads or sends which box is planned in reshard/.
 
-Everything but `local_box` is pure Python on integers. Left out: transport (storage.py and others do it) and
-strided ranges: a piece that is not one box is several boxes.
+Everything but `local_box` is pure Python on integers. Left out: strided ranges; a piece that is not one box is several
+boxes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,49 +77,6 @@ class Box:
                 pieces.append(Box((*start[:dim], common.stop[dim], *start[dim + 1 :]), tuple(stop)))
             start[dim], stop[dim] = common.start[dim], common.stop[dim]
         return pieces
-
-
-Owner = Hashable
-Layout = dict[str, list[tuple[Owner, Box]]]
-
-
-@dataclass(frozen=True)
-class Copy:
-    """`src_owner` sends the elements of `box` (in coordinates of the whole tensor) to `dst_owner`."""
-
-    name: str
-    src_owner: Owner
-    dst_owner: Owner
-    box: Box
-
-
-def plan(src: Layout, dst: Layout) -> list[Copy]:
-    """The copies that fill every box of `dst`, each of its elements exactly once.
-
-    Where several owners hold an element, an owner that needs it itself keeps its own copy; otherwise the
-    owner that has sent the fewest elements so far sends it. An element without an owner is a UserError.
-    """
-    copies: list[Copy] = []
-    sent: dict[Owner, int] = {}
-    for name in sorted(dst):
-        holders = sorted(src.get(name, []), key=lambda held: held[1])
-        for dst_owner, wanted in dst[name]:
-            missing = [wanted] if wanted.size else []
-            while missing:
-                piece = missing.pop()
-                found = [(owner, common) for owner, held in holders if (common := piece.intersect(held)) is not None]
-                if not found:
-                    raise UserError(
-                        f"tensor {name!r}: nobody holds elements {list(piece.start)} to {list(piece.stop)} "
-                        f"that {dst_owner!r} needs; the source layout must cover the destination"
-                    )
-                # A local copy is free; then the least loaded sender; then the larger piece.
-                owner, common = min(found, key=lambda f: (f[0] != dst_owner, sent.get(f[0], 0), -f[1].size, str(f[0])))
-                if owner != dst_owner:
-                    sent[owner] = sent.get(owner, 0) + common.size
-                copies.append(Copy(name, owner, dst_owner, common))
-                missing.extend(piece.subtract(common))
-    return copies
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:

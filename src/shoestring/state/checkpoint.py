@@ -1,8 +1,9 @@
 """Checkpoints of a training run: save, load on any mesh, keep the last few, resume from the newest.
 
 State is a nested dict of tensors (DTensors included) and JSON values. It is flattened into names: every
-tensor gets the dotted path to it; every branch without tensors is one JSON value. DCP works out which rank
-writes and reads which box, so a checkpoint from one mesh loads on any other; storage.py is where it goes.
+tensor gets the dotted path to it; every branch without tensors is one JSON value. DCP works out which rank writes
+which box, reshard/reads.py which rank reads what, so a checkpoint from one mesh loads on any other; storage.py is where
+it goes.
 
 Entries below a key `private` belong to one rank (random generators, residuals, cursors). Their name carries
 the rank's place in the mesh; otherwise DCP would take them for copies of the same thing and keep one.
@@ -25,16 +26,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from shoestring.errors import UserError
 from shoestring.mesh import Mesh
+from shoestring.state.boxes import local_box
 from shoestring.state.checkpoint_files import MANIFEST, NEW, hidden, sweep
 from shoestring.state.levels.retention import Keep, prune_steps
+from shoestring.state.levels.snapshot import local_tensor
 from shoestring.state.manifest import Manifest, decode_value, encode_value
 from shoestring.state.optimizer import forget_absent, init_state, load_optimizer_state, optimizer_state
-from shoestring.state.storage import ADVICE, GoneError, SafeReader, SafeWriter
+from shoestring.state.reshard.reads import plan_reads
+from shoestring.state.storage import ADVICE, GoneError, SafeReader, SafeWriter, split_parts
 
 PRIVATE = "private"
 ResumeFrom = Literal["newest", "previous"]
@@ -163,18 +167,30 @@ def load_checkpoint(path: Path | str, state: dict[str, Any], mesh: Mesh | None =
 
     reader, tensors = agree(mesh, prepare)
     found = {n: t for n, t in tensors.items() if n in reader.manifest.tensors}
-    try:
-        with _quiet():
-            dcp.load(
-                dict(found),
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=_alone(mesh),
-            )
-    except CheckpointException as e:
-        raise _cause(e) from e
+    _fill_tensors(reader, found, mesh)
     absent = unflatten(state, reader.manifest.values, where)
     return sorted([*(n for n in tensors if n not in found), *absent])
+
+
+def _fill_tensors(reader: SafeReader, tensors: dict[str, Tensor], mesh: Mesh | None) -> None:
+    """Every rank reads its own boxes. The parts that any rank reads are verified first, each by one rank."""
+    inside = {name: local_box(t) for name, t in tensors.items()}
+    stored = {name: [(0, b.box) for b in reader.manifest.tensors[name].boxes] for name in tensors}
+    reads, _ = plan_reads(inside.items(), stored)  # boxes of a manifest cover their tensors
+    parts = {reader.stored(r.name, r.held).part for r in reads}
+    rank, num_ranks = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
+    if not _alone(mesh):
+        everyone: list[Any] = [None] * num_ranks
+        dist.all_gather_object(everyone, sorted(parts))
+        parts = {part for some in everyone for part in some}
+    shares = split_parts({name: reader.manifest.parts[name].bytes for name in parts}, num_ranks)
+    agree(mesh, lambda: reader.verify(shares[rank]))
+    agree(
+        mesh,
+        lambda: reader.fill(
+            (r.name, r.held, r.box, local_tensor(tensors[r.name])[r.box.slices(r.wanted)]) for r in reads
+        ),
+    )
 
 
 def check_fits(path: Path | str, saved: Manifest, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -298,7 +299,7 @@ class SafeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self.verify(plan.storage_data or ())
-        by_part: dict[str, list[Any]] = {}
+        tensors: list[tuple[Any, Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 # DCP's planner takes a pickle here: this one is made in memory, from the JSON value.
@@ -307,20 +308,36 @@ class SafeReader(StorageReader):
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
             else:
-                by_part.setdefault(self._box(item.storage_index).part, []).append(item)
-        for part, items in by_part.items():
-            with self.open_part(part) as f, torch.no_grad():
-                for item in items:
-                    target = planner.resolve_tensor(item).detach()
-                    wanted = Box.at(item.storage_offsets, item.lengths)
-                    piece = f.get_slice(self._box(item.storage_index).key)[wanted.slices()]
-                    if tuple(piece.shape) != tuple(target.shape):
-                        raise UserError(f"{self.path / part} does not hold what {MANIFEST} says; it was changed")
-                    target.copy_(piece)
-                    planner.commit_tensor(item, target)
+                tensors.append((item, planner.resolve_tensor(item).detach()))
+        self.fill(
+            (item.storage_index.fqn, held, Box.at(_sum(held.start, item.storage_offsets), item.lengths), target)
+            for item, target in tensors
+            for held in [self._box(item.storage_index).box]
+        )
+        for item, target in tensors:
+            planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def stored(self, name: str, box: Box) -> StoredBox:
+        return self._boxes[name, box.start]
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[tuple[str, Box, Box, Tensor]]) -> None:
+        """Read `box` of a tensor from the stored box `held` into a target of its shape: (name, held, box, target)."""
+        by_part: dict[str, list[tuple[StoredBox, Box, Tensor]]] = {}
+        for name, held, box, target in pieces:
+            stored = self.stored(name, held)
+            by_part.setdefault(stored.part, []).append((stored, box, target))
+        for part, found in by_part.items():
+            with self.open_part(part) as f:
+                for stored, box, target in found:
+                    inside = box.slices(stored.box)
+                    values = f.get_slice(stored.key)[inside] if inside else f.get_tensor(stored.key)
+                    if tuple(values.shape) != tuple(target.shape):
+                        raise UserError(f"{self.path / part} does not hold what {MANIFEST} says; it was changed")
+                    target.copy_(values)
 
     def open_part(self, part: str) -> Any:
         try:
@@ -364,6 +381,10 @@ class HostReader(SafeReader):
     """One host's share of a checkpoint; levels/restore.py puts the shares of all hosts together."""
 
     listed_in, kind = HOST_MANIFEST, HOST_FORMAT
+
+
+def _sum(a: Iterable[int], b: Iterable[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 ADVICE = "delete this checkpoint and use an earlier one"

@@ -2,9 +2,9 @@
 
 Every host lists what it can read (arenas in memory, folders on disk); the lists of all hosts together say which
 versions are complete. Each rank then fills its own boxes: from the memory of its host, from disk, or from a rank of
-another host over the process group. Boxes are intersected (state/boxes.py), so the number of ranks and their mesh may
-have changed. Bytes are verified on the way; a damaged copy is dropped, its boxes come from the next source that has
-them, and where none has, nothing is loaded.
+another host over the process group. state/reshard plans who reads what (reads.py) and who sends it (plan.py), so the
+number of ranks and their mesh may have changed. Bytes are verified on the way; a damaged copy is dropped, its boxes
+come from the next source that has them, and where none has, nothing is loaded.
 
 On a GPU chunks are summed, copied to pinned buffers and sent to the device in several threads at a time.
 """
@@ -36,8 +36,14 @@ from shoestring.state.files import DTYPE_NAMES, DTYPES
 from shoestring.state.levels.drain import HOSTS, NAMES_SUM
 from shoestring.state.levels.host_folder import ArenaCopy, is_replica, list_copies, reading
 from shoestring.state.levels.snapshot import local_tensor
-from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, missing_of, sum_of_names
-from shoestring.state.manifest import Manifest, StoredBox, StoredTensor
+from shoestring.state.levels.version import ITEM_BYTES, LIFE, HeldBox, HeldCopy, missing_of, sum_of_names
+from shoestring.state.manifest import Manifest, StoredTensor
+from shoestring.state.reshard.execute import GroupTransport, Shards, execute
+from shoestring.state.reshard.layouts import BoxLayout
+from shoestring.state.reshard.plan import make_plan
+from shoestring.state.reshard.reads import Holder, plan_reads
+from shoestring.state.reshard.tasks import MovedTensor
+from shoestring.state.reshard.topology import Topology
 from shoestring.state.storage import HostReader, SafeReader
 
 NEAREST = ("memory", "disk")  # of the own host, in this order
@@ -182,28 +188,23 @@ class FillPiece:
 
 
 def plan_pieces(
-    tensors: Mapping[str, Tensor], offers: Sequence[Offer], host: str
+    targets: Sequence[tuple[str, Box, Tensor]], offers: Sequence[Offer], host: str
 ) -> tuple[dict[Offer, list[FillPiece]], list[tuple[str, Box]]]:
-    """(pieces by offer, boxes that only other hosts have). Memory before disk, own copies before replicas."""
+    """(pieces by offer, boxes that only other hosts have). A target is a tensor that holds a box of the one named.
+    Memory before disk, own copies before replicas."""
     readable = sorted((o for o in offers if o.host == host), key=lambda o: (NEAREST.index(o.source), o.is_peer, o.path))
-    held_by_name: dict[str, list[tuple[Offer, HeldBox]]] = defaultdict(list)
-    for offer in readable:
+    holders: dict[str, list[Holder]] = defaultdict(list)
+    found: dict[tuple[int, str, Box], HeldBox] = {}
+    for number, offer in enumerate(readable):
         for held in offer.copy.boxes:
-            held_by_name[held.name].append((offer, held))
+            holders[held.name].append((number, held.box))
+            found[number, held.name, held.box] = held
+    reads, missing = plan_reads([(name, inside) for name, inside, _ in targets], holders)
+    into = {(name, inside): target for name, inside, target in targets}
     pieces: dict[Offer, list[FillPiece]] = defaultdict(list)
-    missing: list[tuple[str, Box]] = []
-    for name, tensor in tensors.items():
-        inside, target = local_box(tensor), local_tensor(tensor)
-        gaps = [inside] if inside.size else []
-        for offer, held in held_by_name[name]:
-            rest: list[Box] = []
-            for gap in gaps:
-                common = gap.intersect(held.box)
-                if common is not None:
-                    pieces[offer].append(FillPiece(held, common, target, inside))
-                rest.extend(gap.subtract(held.box) if common is not None else [gap])
-            gaps = rest
-        missing.extend((name, gap) for gap in gaps)
+    for r in reads:
+        held = found[r.copy, r.name, r.held]
+        pieces[readable[r.copy]].append(FillPiece(held, r.box, into[r.name, r.wanted], r.wanted))
     return dict(pieces), missing
 
 
@@ -212,6 +213,7 @@ def fill_tensors(
 ) -> tuple[dict[str, int], list[str]]:
     """Fill every tensor from the version. Returns ({source: bytes}, damaged copies)."""
     offers = list(choice.offers)
+    targets = [(name, local_box(t), local_tensor(t)) for name, t in tensors.items()]
     damaged: list[str] = []
     while True:
         if (lacking := missing_of(o.copy for o in offers)) is not None:
@@ -219,7 +221,7 @@ def fill_tensors(
                 f"the version of step {choice.step} cannot be used: {'; '.join(damaged)}, and no other copy has "
                 f"{lacking}; resume_from=previous goes on from the version before it"
             )
-        pieces, missing = plan_pieces(tensors, offers, host)
+        pieces, missing = plan_pieces(targets, offers, host)
         used: dict[str, int] = defaultdict(int)
         broken: list[tuple[Offer, str]] = []
         for offer, some in pieces.items():
@@ -229,7 +231,7 @@ def fill_tensors(
             used[source_name(offer, host)] += sum(p.wanted.size * p.target.element_size() for p in some)
         broken = _everyone(mesh, broken)
         if not broken and (mesh.world_size > 1 or missing):
-            used, broken = _exchange(tensors, missing, offers, mesh, host, used)
+            used, broken = _exchange(targets, missing, offers, mesh, host, used)
         if not broken:
             return dict(used), damaged
         bad = {offer for offer, _ in broken}
@@ -273,21 +275,8 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
 
 def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
     reader = open_folder(path)
-    stored: dict[tuple[str, Box], StoredBox] = {
-        (name, b.box): b for name, t in reader.manifest.tensors.items() for b in t.boxes
-    }
-    by_part: dict[str, list[tuple[StoredBox, FillPiece]]] = defaultdict(list)
-    for piece in pieces:
-        box = stored[piece.held.name, piece.held.box]
-        by_part[box.part].append((box, piece))
-    reader.verify(by_part)
-    for part, found in by_part.items():
-        with reader.open_part(part) as file, torch.no_grad():
-            for box, piece in found:
-                values = (
-                    file.get_slice(box.key)[piece.wanted.slices(box.box)] if box.box.start else file.get_tensor(box.key)
-                )
-                piece.put(values)
+    reader.verify({reader.stored(p.held.name, p.held.box).part for p in pieces})
+    reader.fill((p.held.name, p.held.box, p.wanted, p.target[p.wanted.slices(p.inside)]) for p in pieces)
 
 
 class ChunkReader:
@@ -386,59 +375,74 @@ def _flat(t: Tensor) -> Tensor:
 
 
 def _exchange(
-    tensors: Mapping[str, Tensor],
+    targets: Sequence[tuple[str, Box, Tensor]],
     missing: list[tuple[str, Box]],
     offers: Sequence[Offer],
     mesh: Mesh,
     host: str,
     used: dict[str, int],
 ) -> tuple[dict[str, int], list[tuple[Offer, str]]]:
-    """Boxes that only another host can read: a rank there reads them and sends. Every rank makes the same list."""
+    """Boxes that only another host can read: ranks there read them and send. Every rank makes the same plan."""
     if mesh.world_size == 1:
         if missing:
             raise UserError(f"{missing[0][0]} is only on another host: start a rank there, or give it its folder")
         return used, []
     facts: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(facts, (host, missing))
-    broken: list[tuple[Offer, str]] = []
-    group = dist.new_group(backend="gloo") if any(wants for _, wants in facts) else None
-    for receiver, (receiver_host, wants) in enumerate(facts):
-        for name, box in wants:
-            for offer, held, sender in _senders(name, box, offers, facts, receiver_host):
-                common = box.intersect(held.box)
-                if common is None:
-                    continue
-                source = f"{'peer memory' if offer.source == 'memory' else 'disk of another host'}"
-                num = common.size * torch.empty((), dtype=DTYPES[held.dtype]).element_size()
-                if mesh.rank == sender:
-                    values = torch.empty(common.shape, dtype=DTYPES[held.dtype])
-                    if (problem := read_offer(offer, [FillPiece(held, common, values, common)])) is not None:
-                        broken.append((offer, problem))
-                    dist.send(_flat(values.contiguous()), receiver, group=group)
-                elif mesh.rank == receiver:
-                    got = torch.empty(num, dtype=torch.uint8)
-                    dist.recv(got, sender, group=group)
-                    target = tensors[name]
-                    FillPiece(held, common, local_tensor(target), local_box(target)).put(
-                        got.view(DTYPES[held.dtype]).reshape(common.shape)
-                    )
-                    used[source] = used.get(source, 0) + num
-    if group is not None:
+    if not any(wants for _, wants in facts):
+        return used, []
+    moved, sources = _moved(offers, facts)
+    plan = make_plan(moved, Topology(hosts={rank: where for rank, (where, _) in enumerate(facts)}))
+    dtypes = {held.name: DTYPES[held.dtype] for offer in offers for held in offer.copy.boxes if held.name in moved}
+    boxes = [piece for t in plan.transfers if t.sender == mesh.rank for piece in plan.tensors_of(t.pieces)]
+    sent = [(name, box, torch.empty(box.shape, dtype=dtypes[name])) for name, box in dict.fromkeys(boxes)]
+    pieces, _ = plan_pieces(sent, offers, host)
+    found = ((offer, read_offer(offer, some)) for offer, some in pieces.items())
+    if broken := _everyone(mesh, [(offer, problem) for offer, problem in found if problem is not None]):
+        return used, broken
+    group = dist.new_group(backend="gloo")
+    try:
+        src, dst = _shards(sent), _shards(targets)
+        arrived_damaged = execute(plan, mesh.rank, src, dst, dtypes, GroupTransport(group))
+    finally:
         dist.destroy_process_group(group)
-    return used, _everyone(mesh, broken)
+    if _everyone(mesh, arrived_damaged):
+        raise UserError(
+            "boxes from another host arrived damaged; check the network between the hosts, and resume again"
+        )
+    for t in plan.transfers:
+        if mesh.rank in t.receivers:
+            for name, box in plan.tensors_of(t.pieces):
+                used[sources[name]] = used.get(sources[name], 0) + box.size * dtypes[name].itemsize
+    return used, []
 
 
-def _senders(
-    name: str, box: Box, offers: Sequence[Offer], facts: Sequence[Any], receiver_host: str
-) -> list[tuple[Offer, HeldBox, int]]:
-    """Copies on other hosts that cover the box between them, memory first, with the rank that reads each."""
-    found: list[tuple[Offer, HeldBox, int]] = []
-    gaps = [box]
-    hosts = [host for host, _ in facts]
-    elsewhere = sorted((o for o in offers if o.host != receiver_host), key=lambda o: (NEAREST.index(o.source), o.path))
-    for offer in elsewhere:
-        for held in offer.copy.boxes:
-            if held.name == name and any(gap.intersect(held.box) for gap in gaps):
-                found.append((offer, held, hosts.index(offer.host)))
-                gaps = [rest for gap in gaps for rest in gap.subtract(held.box)]
-    return found
+def _shards(tensors: Iterable[tuple[str, Box, Tensor]]) -> Shards:
+    held: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+    for name, box, t in tensors:
+        held[name].append((box, t))
+    return Shards(held)
+
+
+def _moved(offers: Sequence[Offer], facts: Sequence[tuple[str, Any]]) -> tuple[dict[str, MovedTensor], dict[str, str]]:
+    """What has to travel between hosts, and what a report calls its source. Any rank of a host may read its copies;
+    disks are read where the memory of all hosts together lacks something."""
+    wanted: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, (_, wants) in enumerate(facts):
+        for name, box in wants:
+            wanted[name].append((rank, box))
+    held: dict[str, dict[str, list[tuple[str, HeldBox]]]] = defaultdict(lambda: {source: [] for source in NEAREST})
+    for offer in offers:
+        for box in offer.copy.boxes:
+            if box.name in wanted:
+                held[box.name][offer.source].append((offer.host, box))
+    moved, sources = {}, {}
+    for name, receivers in wanted.items():
+        memory, disk = (held[name][source] for source in NEAREST)
+        lacking = plan_reads([(name, box) for _, box in receivers], {name: [(0, h.box) for _, h in memory]})[1]
+        some = memory + disk if lacking else memory
+        sources[name] = "disk of another host" if lacking else "peer memory"
+        shape, itemsize = some[0][1].shape, ITEM_BYTES[some[0][1].dtype]
+        senders = tuple((rank, h.box) for where, h in some for rank, (own, _) in enumerate(facts) if own == where)
+        moved[name] = MovedTensor(shape, itemsize, BoxLayout(senders), BoxLayout(tuple(receivers)))
+    return moved, sources
