@@ -365,8 +365,8 @@ class Fp8Mlp(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        hidden = F.silu(_Fp8Linear.apply(flat, self.gate)) * _Fp8Linear.apply(flat, self.up)
-        return _Fp8Linear.apply(hidden, self.down).view_as(x)
+        hidden = F.silu(Fp8Product.apply(flat, self.gate)) * Fp8Product.apply(flat, self.up)
+        return Fp8Product.apply(hidden, self.down).view_as(x)
 
 
 def to_fp8(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -374,7 +374,7 @@ def to_fp8(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (t.float() / scale).to(dtype), scale
 
 
-class _Fp8Linear(torch.autograd.Function):
+class Fp8Product(torch.autograd.Function):
     """x W^T with all three products in FP8: E4M3 forward, E5M2 for gradients."""
 
     @staticmethod

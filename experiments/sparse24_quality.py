@@ -12,6 +12,9 @@ dense. Each row is evaluated as it is delivered: FST dense after its last sixth,
 FST and S-STE have the MVUE weight gradient, and in rows that say so the exact one, which is without MVUE's noise.
 SR-STE's published form is "SR-STE exact"; with MVUE it differs from the others in the weights alone. Its decay is the
 published 2e-4, FST's is found by its controller, after a probe; --decay sets both, without a probe, and rows name it.
+"FST 1x4" holds masks of two of four along a row, which need not be transposable. "FP8" is dense with the products of
+the feed-forward layers in FP8 (a scale per tensor, E4M3 forward, E5M2 gradients), evaluated in bf16; "S-STE FP8" is
+S-STE's form of it.
 
 A call stops before --seconds are over: an unfinished row is saved in --folder and continues in the next call, bit for
 bit. With --patience a row also stops when its pace shows that it will not finish in time, so that it does not take the
@@ -19,6 +22,7 @@ GPU from rows that will. With --turn rows of two concurrent calls train one at a
 meanwhile. Finished rows are recorded one by one; --missing leaves them out. One seed for every row, three for dense and
 FST.
 
+gpt2-124m-short is the same with a quarter of the tokens, for comparing settings; no table of the method page shows it.
 gpt2-124m is GPT-2's small shape (12 blocks of width 768) with a vocabulary of 8,192, which is enough for Python: 92M
 parameters. At that width sparse products gain nothing; all of them are dense here. FST chooses new masks every 40
 steps, as published. With --schedule wsd the learning rate is constant and falls to zero over the last sixth, in which
@@ -40,15 +44,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.processes import take_turn
 from benchmarks.results import device_name, newest, record
+from benchmarks.train_sparse24 import Fp8Product
 from experiments.python_corpus import open_prepared
-from experiments.sparse24_tables import BENCH, CASES, COSINE, WSD
+from experiments.sparse24_tables import BENCH, CASES, COSINE, SHORT, WSD
 from experiments.trained_model import save_trained
 from shoestring.errors import Interrupted, UserError, as_command
-from shoestring.formats import Sparse24, convert, init_state
+from shoestring.formats import Dense, Format, Parts, Sparse24, convert, init_state
 from shoestring.mesh import MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import CompileMode, ParallelConfig, init_weights, materialize, parallelize
@@ -94,13 +100,14 @@ class Size:
     compile: CompileMode = "off"
     measurements: int = 10  # of the flip rate during the probe
     schedule: str = COSINE
+    finish: float = FINISH  # part of the steps in which FST is dense and the rate of wsd falls
     decay: float | None = None  # of masked weights; None: FST's is found, SR-STE's as published
 
     def rate(self) -> Schedule:
         """The learning rate by step."""
         if self.schedule == COSINE:
             return warmup_cosine(self.lr, warmup=self.warmup, steps=self.steps)
-        return warmup_stable_decay(self.lr, warmup=self.warmup, steps=self.steps, decay=FINISH)
+        return warmup_stable_decay(self.lr, warmup=self.warmup, steps=self.steps, decay=self.finish)
 
     @property
     def flip_every(self) -> int:
@@ -126,8 +133,25 @@ SIZES = {
     # Small and long enough that half the width shows.
     "cpu-gpt2-64": Size(GPT2_64, 1024, 128, 16, 16, 3000, 200, 2e-3, refresh=40, max_bytes=48_000_000),
     "gpt2-124m": Size(GPT2, 8192, 1024, 32, 32, 3052, 200, 6e-4, refresh=40, max_bytes=64_000_000, compile="blocks"),
+    SHORT: Size(GPT2, 8192, 1024, 32, 32, 700, 80, 6e-4, refresh=40, max_bytes=64_000_000, compile="blocks"),
 }
-FORMATS = {
+
+
+@dataclass(frozen=True)
+class DenseFp8(Dense):
+    """Dense; the three products of a training step in FP8."""
+
+    def train_linear(self, x: Tensor, w: Tensor, state: Parts, bias: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled() or not x.is_cuda:
+            return F.linear(x, w, bias)
+        z = Fp8Product.apply(x.flatten(0, -2), w).view(*x.shape[:-1], -1)
+        return z if bias is None else z + bias
+
+
+FORMATS: dict[str, Format] = {
+    "FP8": DenseFp8(),
+    "FST 1x4 exact": Sparse24(hold_mask=True),
+    "S-STE FP8": Sparse24("soft", weight_grad="mvue", precision="fp8"),
     "FST": Sparse24("tile", hold_mask=True, weight_grad="mvue"),
     "FST exact": Sparse24("tile", hold_mask=True),
     "S-STE": Sparse24("soft", weight_grad="mvue"),
@@ -246,7 +270,7 @@ def measure(
     return {
         "loss": statistics.fmean(by_part),
         "loss_by_part": [round(loss, 4) for loss in by_part],
-        "flip_rate_peak": round(max(rate for _, rate in rates), 6),
+        "flip_rate_peak": round(max(rate for _, rate in rates), 6) if rates else None,
         "flip_rate_at_5/6": last("flip_rate", size.steps - round(size.steps / 6)),
         "flip_curve": thinned(rates),
         "train_loss_curve": thinned([(row["step"], row["loss"]) for row in rows if "loss" in row]),
@@ -291,7 +315,7 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     meter = FlipMeter(size.flip_every)
     clock = NoiseClock(model, seed=seed, tokens_per_step=size.batch * size.context)
     if case.startswith("FST"):
-        decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(FINISH * size.steps)
+        decay, finish = MaskedDecay(size.decay or 0.0), size.steps - round(size.finish * size.steps)
         servo = [FlipController(model, meter, decay, probe=size.warmup)] if size.decay is None else []
         return [clock, meter, MaskRefresh(size.refresh), decay, *servo, DenseFinish(model, at=finish)]
     if case.startswith("S-STE"):
@@ -301,7 +325,7 @@ def make_hooks(case: str, size: Size, model: nn.Module, seed: int) -> list[Hook]
     # In a dense phase the meter shows the masks that the layers would have.
     for layer in sparse_layers(model):
         layer.linear.start_dense_phase()
-    return [meter]
+    return [] if case == "FP8" else [meter]
 
 
 @torch.no_grad()
@@ -331,7 +355,7 @@ def dense_loss(config: dict[str, Any]) -> float | None:
     """The loss of the newest dense line with the same settings; rows may be measured in several calls."""
 
     def shared(config: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in config.items() if k not in ("d_ff", "decay")}
+        return {k: v for k, v in config.items() if k not in ("d_ff", "decay", "finish")}
 
     def same(line: dict[str, Any]) -> bool:
         return shared(line["config"]) == shared(config)
@@ -374,6 +398,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="other than the size's own")
     parser.add_argument("--schedule", choices=SCHEDULES, default=COSINE, help="of the learning rate")
     parser.add_argument("--refresh", type=int, help="steps between new masks of FST, other than the size's own")
+    parser.add_argument("--lr", type=float, help="other than the size's own")
+    parser.add_argument("--finish", type=float, default=FINISH, help="dense part of FST, and of wsd's falling rate")
     parser.add_argument("--decay", type=float, help="of the masked weights of SR-STE and FST, fixed")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
@@ -381,7 +407,9 @@ def main() -> None:
     if args.pace is not None and args.pace <= 2 * WARM + 1:
         raise UserError(f"--pace {args.pace} leaves no step to time: use {2 * WARM + 2} or more")
     rows = rows_of(args.rows, args.cases, args.seeds)
-    size = replace(SIZES[args.size], schedule=args.schedule)
+    size = replace(SIZES[args.size], schedule=args.schedule, finish=args.finish)
+    if args.lr is not None:
+        size = replace(size, lr=args.lr)
     if args.steps:
         size = replace(size, steps=args.steps, warmup=min(size.warmup, max(4, args.steps // 6)))
     if args.refresh is not None:
@@ -425,6 +453,8 @@ def label_of(case: str, size: Size, refresh: int | None) -> str:
     """The row's name: its case, and settings that differ from those of its size or paper."""
     if refresh and case.startswith("FST"):
         case = f"{case}, masks every {refresh}"
+    if size.finish != FINISH:
+        case = f"{case}, finish {size.finish:.2g}"
     return f"{case}, decay {size.decay:g}" if has_other_decay(case, size) else case
 
 
@@ -447,6 +477,7 @@ def config_of(case: str, name: str, size: Size, corpus: Corpus, seed: int) -> di
         "vocab_size": corpus.tokenizer.vocab_size, "corpus": corpus.train.fingerprint[:8],
         "different_tokens": len(corpus.train),
         **({} if size.schedule == COSINE else {"schedule": size.schedule}),  # which the oldest lines do not name
+        **({} if size.finish == FINISH else {"finish": size.finish}),
         **({"decay": size.decay} if has_other_decay(case, size) else {}),  # nor what was published
     }  # fmt: skip
 
