@@ -7,11 +7,11 @@
 Real training steps of a Llama-shaped decoder (bf16 compute, fp32 masters, fused AdamW); the state is masters and both
 moments, 12 bytes a parameter. For every method: `stall_ms`, how long the call that saves keeps the training thread (the
 GPU is idle when it begins), and `lost_step_time`, how much longer the steps from the call until the save is done took
-than as many steps without a save, as a share of one minute, since one save a minute is the promise. Peers write to
-local disk; ours commits to memory that outlives the process, and once more with the agent writing to the same disk
-behind it. `restore_gbps`: a new process fills the same state on the GPU from memory, every chunk verified, and its bits
-are compared. The sweep repeats ours with shorter and shorter steps, down to a quarter of the time that PCIe needs for
-the state.
+than as many steps without a save, as a share of one minute, since one save a minute is the promise. Ours commits to
+memory that outlives the process, and once more with the agent writing to disk behind it. Peers write to the same tmpfs
+(`--peers disk`: to local disk), so that methods are compared and not disks. `restore_gbps`: a new process fills the
+same state on the GPU from memory, every chunk verified, and its bits are compared. The sweep repeats ours with shorter
+and shorter steps, down to a quarter of the time that PCIe needs for the state.
 
 Every size runs in a process of its own; a method that fails or does not fit is reported, not hidden. Where /dev/shm is
 too small for two copies of the state, a tmpfs is mounted (as root), or else the model gets fewer layers.
@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -280,7 +281,7 @@ def peer(name: str, job: Job, folder: Path) -> tuple[Save, Callable[[], None]]:
 # -- one size ------------------------------------------------------------------------------------------------
 
 
-def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadline: float) -> None:
+def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadline: float, peers_on: str) -> None:
     size = fitting(SIZES[name], scratch)
     job = Job(size, device)
     job.timed(2)
@@ -316,6 +317,7 @@ def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadl
     assert all(r["fingerprint"] == expected for r in restores), (expected, restores)
     remove_host_folder(host_folder(folder))
     failures: dict[str, str] = {}
+    peers = Path(tempfile.mkdtemp(prefix="shoestring-peers-", dir=memory_base() if peers_on == "memory" else scratch))
     try:
         with process_group():
             for case in size.peers:
@@ -324,19 +326,21 @@ def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadl
                     continue
                 gc.collect()
                 try:
-                    method, close = peer(case, job, scratch / "peers")
+                    method, close = peer(case, job, peers)
                     times = 2 if "async" in case else 1
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
-                        rows[case] = measure(job, method, step_s, times, 60.0)
+                        rows[case] = measure(job, method, step_s, times, 40.0)
                     close()
                     show(case, rows[case])
                 except Exception as error:
                     failures[case] = f"{type(error).__name__}: {error}"[:200]
                     print(f"{case} failed: {failures[case]}", flush=True)
-                shutil.rmtree(scratch / "peers", ignore_errors=True)
+                for path in peers.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
     finally:  # what was measured before an interrupt counts
-        record_rows(name, rows, config, restores, sweep, place, failures)
+        shutil.rmtree(peers, ignore_errors=True)
+        record_rows(name, rows, config, restores, sweep, place, failures, peers_on)
 
 
 def show(case: str, row: dict[str, list[float]]) -> None:
@@ -352,13 +356,9 @@ def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: i
     found = []
     whole = job.num_micros
     micros, rows = job.micros, job.size.micro
-    for count in (whole, 1, 0):
-        if count:
-            job.micros, job.num_micros = micros, count
-        else:  # a quarter of a micro-batch
-            few = max(1, rows // 4)
-            job.micros = [Micro(m.tokens_BT[:few], m.targets_BT[:few], m.index_BT[:few]) for m in micros[:1]]
-            job.num_micros = 1
+    for micro_batches, few in ((whole, rows), (1, rows), (1, max(1, rows // 4)), (1, max(1, rows // 8))):
+        job.micros = [Micro(m.tokens_BT[:few], m.targets_BT[:few], m.index_BT[:few]) for m in micros]
+        job.num_micros = micro_batches
         job.timed(1)
         step_s = job.timed(4)
         row = measure(job, ours(job, saver, ("memory",), folder), step_s, 3, 30.0)
@@ -404,10 +404,15 @@ def record_rows(
     sweep: list[tuple[float, float, float]],
     place: str,
     failures: dict[str, str],
+    peers_on: str,
 ) -> None:
     base = rows.get("DCP sync")
     for case, row in rows.items():
-        note = f"copies in {place}" if case.startswith("ours") else "to local disk"
+        note = (
+            f"copies in {place}"
+            if case.startswith("ours")
+            else f"to {'tmpfs' if peers_on == 'memory' else 'local disk'}"
+        )
         quality: dict[str, Any] = {"steps": int(row["steps"][0])}
         if row["first_stall_s"]:
             quality["first_stall_ms"] = round(1e3 * row["first_stall_s"][0], 1)
@@ -496,6 +501,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=3, help="saves of ours that are counted")
     parser.add_argument("--most-seconds", type=float, default=450.0, help="peers that would begin later are left out")
+    parser.add_argument("--peers", choices=("memory", "disk"), default="memory", help="where peers write")
     parser.add_argument("--restore", type=Path, help="(started by this script)")
     parser.add_argument("--layers", type=int, help="(started by this script)")
     parser.add_argument("--here", action="store_true", help="(started by this script: one size, in this process)")
@@ -508,9 +514,11 @@ def main() -> None:
         restore_here(options.sizes[0], options.layers, device, options.restore)
         return
     if options.here:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # what was measured is recorded
         scratch = Path(tempfile.mkdtemp(prefix="shoestring-checkpoint-"))
         try:
-            run_size(options.sizes[0], device, scratch, options.repeats, time.monotonic() + options.most_seconds)
+            deadline = time.monotonic() + options.most_seconds
+            run_size(options.sizes[0], device, scratch, options.repeats, deadline, options.peers)
         finally:
             remove_host_folder(host_folder(scratch / "run"))
             subprocess.run(["umount", str(scratch / "memory")], capture_output=True)
@@ -521,6 +529,7 @@ def main() -> None:
         left = options.most_seconds - (time.monotonic() - began)
         command = [sys.executable, "-m", "benchmarks.checkpoint", "--here", "--sizes", name]
         command += ["--device", str(device), "--repeats", str(options.repeats), "--most-seconds", str(max(left, 1.0))]
+        command += ["--peers", options.peers]
         if subprocess.run(command).returncode:
             print(f"{name} failed", flush=True)
     print(f"{time.monotonic() - began:.0f} s")

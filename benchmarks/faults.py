@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -110,12 +111,15 @@ def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history:
     history = (place / f"history-{world}-{rank}").read_text().splitlines()
     good = run.step == 0 or fingerprint(run) == history[run.step - 1]
     report.write_text(json.dumps({"step": run.step, "good": good}))
+    progress = os.open(place / f"progress-{rank}", os.O_RDWR | os.O_CREAT)
+    intervals = [int(os.pread(progress, 8, 8) or 0)]  # of the life before: what is in memory was saved under it
     while run.step < STEPS:
         take_step(run)
-        (place / f"progress-{rank}").write_text(str(run.step))
+        os.pwrite(progress, f"{run.step:8d}{max(intervals):8d}".encode(), 0)
         saver.after_step(run, {})
-        if saver.plan is not None:
-            (place / "interval").write_text(str(saver.plan.steps))
+        if saver.stalls and saver.plan is not None:
+            intervals = [*intervals[-1:], saver.plan.steps]  # at the newest save, and at the one before
+            saver.stalls.clear()
     saver.let_go()
 
 
@@ -165,6 +169,7 @@ class Campaign:
         self.place, self.world, self.draw = place, world, random.Random(f"{seed}/{world}")
         self.found: Counter[str] = Counter()
         self.lost: list[int] = []
+        self.intervals: list[int] = []  # in force at each kill
         self.meetings = 0
 
     def start(self, *, record_history: bool = False, previous: bool = False) -> list[int]:
@@ -197,7 +202,7 @@ class Campaign:
         for pid in self.start(record_history=True):
             os.waitpid(pid, 0)
         self.wipe()
-        done, damaged, previous = 0, False, False
+        done, interval, victim, damaged, previous = 0, 0, "", False, False
         while self.found["kills"] < kills:
             pids = self.start(previous=previous)
             reports = self.reports(pids)
@@ -213,11 +218,15 @@ class Campaign:
             if not all(r["good"] for r in reports) or len({r["step"] for r in reports}) != 1:
                 self.found["corrupt"] += 1
                 print(f"CORRUPT: {reports}", flush=True)
-            if not damaged:
+            if not damaged and interval:
                 self.lost.append(max(0, done - reports[0]["step"]))
+                self.intervals.append(interval)
+                if self.lost[-1] > interval:
+                    self.found["lost more than one interval"] += 1
+                    print(f"{self.world} ranks: {self.lost[-1]} steps lost, interval {interval}; {victim}", flush=True)
             self.found["resumptions"] += 1
             damaged = previous = False
-            done, finished = self.kill_somebody(pids)
+            done, interval, victim, finished = self.kill_somebody(pids)
             if finished:
                 self.wipe()
                 done = 0
@@ -233,8 +242,11 @@ class Campaign:
             if self.found["kills"] % 50 == 0:
                 print(f"{self.world} ranks: {dict(self.found)}, most lost {max(self.lost, default=0)}", flush=True)
 
-    def kill_somebody(self, pids: list[int]) -> tuple[int, bool]:
-        """Let the run train for a while, then kill; (steps done by then, whether it ended by itself before)."""
+    def kill_somebody(self, pids: list[int]) -> tuple[int, int, str, bool]:
+        """Let the run train for a while, then kill.
+
+        Returns (steps done by then, interval in force, who was killed, whether the run ended by itself before).
+        """
         time.sleep(self.draw.uniform(0.0, 0.6) ** 2 * 2)
         victim = self.draw.choice(["rank", "all", "agent", "all and agent"])
         agent = agent_pid(host_folder(self.place / "run"))
@@ -255,8 +267,9 @@ class Campaign:
             end(pids)
             self.found["kills"] += 1 if victim == "rank" else len(pids)
         files = [self.place / f"progress-{r}" for r in range(self.world)]
-        progress = [int(file.read_text() or 0) for file in files if file.exists()]
-        return min(progress, default=0), finished
+        texts = [file.read_text() for file in files if file.exists() and file.stat().st_size]
+        done = min((int(text[:8]) for text in texts), default=0)
+        return done, max((int(text[8:]) for text in texts), default=0), victim, finished
 
 
 def table() -> str:
@@ -296,11 +309,11 @@ def main() -> None:
         campaign = Campaign(place, world, options.seed)
         try:
             campaign.run(options.kills // len(options.ranks))
-            interval = int((place / "interval").read_text())
         finally:
             campaign.wipe()
             shutil.rmtree(place, ignore_errors=True)
-        print(f"{world} ranks: {dict(campaign.found)}, lost {max(campaign.lost)}, interval {interval}", flush=True)
+        worst = max(zip(campaign.lost, campaign.intervals, strict=True), key=lambda pair: pair[0] / pair[1])
+        print(f"{world} ranks: {dict(campaign.found)}, at worst {worst[0]} steps of {worst[1]} lost", flush=True)
         failed = failed or campaign.found["corrupt"] > 0
         if options.no_record:
             continue
@@ -312,7 +325,7 @@ def main() -> None:
         counts = {k: int(v) for k, v in campaign.found.items()}
         record(**about, metric="kills", unit="kills", samples=[float(counts["kills"])], quality=counts)
         record(**about, metric="corrupt", unit="resumptions", samples=[float(counts.get("corrupt", 0))])
-        lost = {"most": max(campaign.lost), "interval": interval}
+        lost = {"most": max(campaign.lost), "interval": statistics.median(campaign.intervals), "worst": list(worst)}
         record(**about, metric="lost_steps", unit="steps", samples=[float(v) for v in campaign.lost], quality=lost)
     if failed:
         sys.exit("a resumption had wrong bits")

@@ -83,13 +83,13 @@ train(run, parts, saver, 5, ("memory", "peer"))
 history = {run.step: everything(run.model, run.optimizer)}
 assert saver._peers is not None and saver._peers.succeeded, saver._peers.error
 train(run, parts, saver, 6, ("memory",))
-assert saver.memory is not None and saver.memory.num_slots == 3
+assert saver.memory is not None and saver.memory.num_slots == 4  # of which one is spare
 history[6] = everything(run.model, run.optimizer)
 saver.let_go()
 mesh.barrier()
 mine = sorted(p.name for p in arena_files(host_folder(run_folder)))
 assert mine == [f"rank-0000{rank}-of-00002.arena", f"replica-0000{1 - rank}-of-00002.arena"], mine
-assert sorted({c.copy.step for c in list_copies(host_folder(run_folder))[0]}) == [4, 5, 6]
+assert sorted({c.copy.step for c in list_copies(host_folder(run_folder))[0]}) == [3, 4, 5, 6]
 assert holders(["a", "b"]) == [1, 0] and holders(["a", "a", "b"]) == [2, 2, 0]
 limit = RateLimit(None)
 limit.measured(PIECE_BYTES, 0.01)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, train
+from toy_run import SETTINGS, checkpointer, fingerprint, history, make_run, step, train
 
 from shoestring.errors import UserError
 from shoestring.host.arena import Arena
@@ -18,6 +21,7 @@ from shoestring.state.checkpoint import Checkpointer, latest_step
 from shoestring.state.levels.agent import agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.host_folder import arena_files, host_folder
+from shoestring.state.levels.snapshot import MemoryLevel
 
 EXPECTED = history(12)
 
@@ -143,8 +147,6 @@ def test_the_agent_writes_due_versions_and_ends_with_the_run(tmp_path: Path) -> 
     folder = host_folder(tmp_path / "run")
     assert latest_step(tmp_path / "run" / "checkpoints") == 8
     deadline = 100
-    import time
-
     while folder.exists() and deadline:
         time.sleep(0.1)
         deadline -= 1
@@ -159,3 +161,40 @@ def test_killed_at_every_write(run_ranks: Callable[..., str], tmp_path: Path, st
     out = run_ranks(1, Path(__file__).with_name("level_kill_points.py"), str(tmp_path), str(stride))
     kills = re.search(r"kills (\d+)", out)
     assert kills is not None and int(kills[1]) * stride > 150, out
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_no_step_is_more_than_one_interval_ahead_of_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits of several steps' time now and then, and a disk that is so slow that a slot is read all the time."""
+    commit, count = MemoryLevel._commit, itertools.count()
+
+    def slow(self: MemoryLevel, *args: Any) -> float:
+        time.sleep(0.03 if next(count) % 3 == 0 else 0.0)
+        return commit(self, *args)
+
+    monkeypatch.setattr(MemoryLevel, "_commit", slow)
+    run, parts = make_run()
+    saver = checkpointer(tmp_path / "run")
+    saver.resume(run, parts)
+    lost: list[tuple[int, int]] = []
+    intervals = [0]  # at every save
+    skipped = -1
+    reader = contextlib.ExitStack()
+    while run.step < 150:
+        step(run, parts)
+        arena = None if saver.memory is None else saver.memory.arena
+        if arena is not None and len(intervals) > 3:
+            newest = max(v.step for v in arena.versions())
+            lost.append((run.step - newest, max(intervals[-2:])))
+        saver.after_step(run, parts)
+        if saver.plan is not None and len(saver.stalls) >= len(intervals):
+            intervals.append(saver.plan.steps)
+            if len(intervals) == 4 and arena is not None:
+                assert reader.enter_context(arena.reading(arena.versions()[0].slot))
+                skipped = saver.skipped
+    reader.close()
+    saver.let_go()
+    assert len(lost) > 50 and max(n for n, _ in lost) > 1 and saver.skipped == skipped
+    assert all(n <= interval for n, interval in lost), lost

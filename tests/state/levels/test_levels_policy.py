@@ -38,7 +38,10 @@ def test_a_plan_keeps_its_bounds_and_nests(levels: dict, step_s: float, budget: 
         assert i.multiple >= 1 and i.seconds == pytest.approx(i.multiple * below)
         assert i.seconds >= max(i.cost.drain_s, i.cost.stall_s / budget, step_s) * (1 - 1e-6)
         assert i.steps >= 1
-        below = i.seconds
+        below = i.seconds if i is not plan.intervals[0] else plan.period * step_s
+    # A save that begins after every period is durable before the interval is over, and one is under way at a time.
+    durable = plan.intervals[0].cost.drain_s
+    assert plan.period >= plan.margin >= 1 and plan.margin * step_s >= durable * (1 - 1e-6)
     # A save of a level is one of every nearer level too, so that it copies what is there.
     for save in (1, 2, 3, math.prod(i.multiple for i in plan.intervals[1:])):
         levels_then = plan.levels_at(save)

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from shoestring.errors import UserError
-from shoestring.host.arena import lock_file
+from shoestring.host.arena import MOST_SLOTS, PAGE, lock_file
 from shoestring.json_files import read_object
 from shoestring.state.checkpoint_files import HOST_MANIFEST, MANIFEST
 from shoestring.state.levels.drain import DRAINING, HOSTS, drain, target_of
@@ -223,8 +223,8 @@ class Agent:
 
 def _records(path: Path) -> bytes:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(4096)
-        return file.read(8192)
+        file.seek(PAGE)
+        return file.read(MOST_SLOTS * PAGE)
     return b""
 
 

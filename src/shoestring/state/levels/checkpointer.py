@@ -5,9 +5,10 @@ committed everywhere, is a slot free, how long did things take), and either star
 From these numbers every rank computes the same next interval (policy.py). The save itself goes on in the background
 (snapshot.py); disk and remote storage are the agent's work (agent.py).
 
-A slot is overwritten only when the other slot's version is committed on every rank and nobody reads this one, so at
-every instant one complete version is in memory. Resuming takes the newest complete version from the nearest source
-(restore.py).
+A slot is overwritten only when another slot's version is committed on every rank and nobody reads this one, so at
+every instant one complete version is in memory. A save begins early enough to be committed before the interval is over,
+and a step that would be one too many waits for it: a crash loses at most one interval of steps. Resuming takes the
+newest complete version from the nearest source (restore.py).
 """
 
 from __future__ import annotations
@@ -127,6 +128,9 @@ class LevelCheckpointer:
         self.skipped = 0
         self.saved_step: int | None = None  # the newest step that is on disk for certain
         self.next_step: int | None = None
+        self._spare_slot = False
+        self._promised = 0  # the step before which the next version is to be in memory on every rank
+        self._commit_by: int | None = None  # the step that waits for the save under way
         self.stalls: list[float] = []
         self.restored: Restored | None = None
         self._asked: tuple[str, ...] | None = None
@@ -180,6 +184,9 @@ class LevelCheckpointer:
         now = time.perf_counter()
         if self._last_step_at is not None:
             self._step_s = self._step_s.after(now - self._last_step_at)
+        if self._commit_by is not None and run.step >= self._commit_by and self.memory is not None:
+            self.memory.wait()  # rarely: the save began early enough
+            self._commit_by = None
         if run.step == self.last:
             self.save(run, parts)
             self.finish(run)
@@ -364,7 +371,8 @@ class LevelCheckpointer:
 
     def _rejoin(self, step: int) -> None:
         """Where the run goes back without a new process: the version that it resumed from is the safe one."""
-        self.next_step = None
+        self.next_step = self._commit_by = None
+        self._promised = 0
         if self.memory is not None and self.memory.arena is not None:
             found = [v for v in self.memory.arena.versions() if v.step <= step]
             self.memory.safe_slot = found[0].slot if found else None
@@ -391,6 +399,7 @@ class LevelCheckpointer:
             self._prepare(run, parts)
         assert self.memory is not None
         memory = self.memory
+        memory.wait()  # the last save is later than its margin: skipping this one would make the interval longer
         error = memory.failure()
         peers = self._peers
         flags = [memory.writable(), memory.committed(), peers is None or not peers.busy()]
@@ -432,10 +441,13 @@ class LevelCheckpointer:
             self._replicating, committed_copy = memory.watch_commit()
             peers.begin(committed_copy)
         assert self.plan is not None
-        steps = self.plan.steps
+        steps = self.plan.period
         if self._costs["memory"][0].count == 0:  # the interval rests on a guess until a save was measured
             steps = min(steps, max(1, round(MEASURE_S / self.plan.step_s)))
         self.next_step = run.step + steps
+        # No more steps than the interval at the last save are lost: this one is committed by then.
+        self._commit_by = max(self._promised, run.step + self.plan.margin)
+        self._promised = run.step + self.plan.steps
         self.stalls.append(time.perf_counter() - began)
 
     def _prepare(self, run: RunLike, parts: dict[str, Any]) -> None:
@@ -450,10 +462,13 @@ class LevelCheckpointer:
             needs = [None] * run.mesh.world_size
             dist.all_gather_object(needs, (self.host, num_bytes))
         with_peers = "peer" in self._levels(run.mesh)
-        num_slots = 3 if with_peers else 2
+        least_slots = 3 if with_peers else 2
+        on_this_host = sum(size for host, size in needs if host == self.host)
         # And two slots for what a peer sends, of about the same size.
-        on_this_host = (num_slots + 2 * with_peers) * sum(size for host, size in needs if host == self.host)
-        self._arenas = self._place(run, on_this_host)
+        self._arenas = self._place(run, (least_slots + 2 * with_peers) * on_this_host)
+        # One more, where most of the memory stays free: saves go on while the agent reads a slot for a slow disk.
+        spare = room_for(self._arenas, 2 * (least_slots + 1 + 2 * with_peers) * on_this_host) is None
+        num_slots = least_slots + (1 if spare else 0)
         (self._arenas / FINISHED).unlink(missing_ok=True)
         (self._arenas / STOP).unlink(missing_ok=True)
         self._hold(self._arenas, run.mesh)
@@ -463,6 +478,7 @@ class LevelCheckpointer:
             run.mesh.device,
             threads=threads,
             num_slots=num_slots,
+            least_slots=least_slots,
         )
         if self.memory.open_existing():
             assert self.memory.arena is not None
@@ -470,6 +486,7 @@ class LevelCheckpointer:
             if found and found[0].step <= run.step:
                 self.memory.safe_slot = found[0].slot
         self.memory.fit(num_bytes, index_bytes)
+        self._spare_slot = bool(self._agree_numbers([self.memory.num_slots > least_slots], [])[0])
         if with_peers:
             self._peers = PeerReplicas(self._arenas, run.mesh.rank, self._hosts, self.settings.levels.peer_gbps)
         run.mesh.barrier()
@@ -611,7 +628,9 @@ class LevelCheckpointer:
                 costs[level] = Cost(max(share * drain, stall), drain)
         rates = {level: self._rates[level].per_s for level in costs}
         before = self.plan
-        self.plan = make_plan(costs, rates, max(self._step_s.value, 1e-6), self.settings.levels.budget)
+        # Without a spare slot every second save needs the one that is going to disk.
+        reading = 0.0 if self._spare_slot else 0.5 * costs["disk"].drain_s
+        self.plan = make_plan(costs, rates, max(self._step_s.value, 1e-6), self.settings.levels.budget, reading)
         if run.mesh.is_main and (before is None or before.steps != self.plan.steps):
             self._write_plan()
 

@@ -98,8 +98,18 @@ class IntervalPlan:
 
     @property
     def steps(self) -> int:
-        """Steps between saves of the nearest level."""
+        """The interval of the nearest level in steps: a crash loses no more. A save begins `margin` steps earlier."""
         return self.intervals[0].steps
+
+    @property
+    def margin(self) -> int:
+        """Steps that a save of the nearest level has to become durable."""
+        return margin_steps(self.intervals[0].cost, self.step_s)
+
+    @property
+    def period(self) -> int:
+        """Steps from one save to the next."""
+        return self.steps - self.margin
 
 
 def prior_rates(levels: Sequence[str], num_gpus: int, mttf_hours: float | None = None) -> dict[str, Rate]:
@@ -110,6 +120,11 @@ def prior_rates(levels: Sequence[str], num_gpus: int, mttf_hours: float | None =
         taker = next((one for one in LEVELS[LEVELS.index(level) :] if one in shares), levels[-1])
         shares[taker] += share
     return {level: Rate(3600.0 / (per_hour * max(share, 1e-6))) for level, share in shares.items()}
+
+
+def margin_steps(cost: Cost, step_s: float) -> int:
+    """Half as many steps again as a save takes to be durable, because it does not always take the same time."""
+    return max(1, math.ceil(1.5 * cost.drain_s / step_s - 1e-9))
 
 
 def best_interval(cost: Cost, rate: float, step_s: float, budget: float) -> tuple[float, str]:
@@ -125,9 +140,16 @@ def best_interval(cost: Cost, rate: float, step_s: float, budget: float) -> tupl
 
 
 def make_plan(
-    costs: Mapping[str, Cost], rates: Mapping[str, float], step_s: float, budget: float = 0.01
+    costs: Mapping[str, Cost],
+    rates: Mapping[str, float],
+    step_s: float,
+    budget: float = 0.01,
+    least_period_s: float = 0.0,
 ) -> IntervalPlan:
-    """Intervals of the levels in `costs` (nearest first): each best on its own, then rounded to whole multiples."""
+    """Intervals of the levels in `costs` (nearest first): each best on its own, then rounded to whole multiples.
+
+    `least_period_s`: between two saves of the nearest level, because its slots are read for so long.
+    """
     assert step_s > 0 and 0 < budget <= 1
     intervals: list[Interval] = []
     below = step_s
@@ -136,8 +158,14 @@ def make_plan(
         seconds, because = best_interval(cost, rate, step_s, budget)
         least = max(cost.drain_s, cost.stall_s / budget)  # rounding may not break these
         multiple = max(1, round(seconds / below), math.ceil(least / below - 1e-9))
-        below *= multiple
-        intervals.append(Interval(level, below, multiple, round(below / step_s), because, cost, rate * 3600))
+        # A save of the nearest level begins `margin` steps before its interval ends, so that it is durable by then;
+        # one save at a time, and no more of them than the budget allows.
+        margin = 0 if intervals else margin_steps(cost, step_s)
+        if not intervals:
+            multiple = max(multiple, 2 * margin, margin + math.ceil(max(least, least_period_s) / below - 1e-9))
+        tau = multiple * below
+        intervals.append(Interval(level, tau, multiple, round(tau / step_s), because, cost, rate * 3600))
+        below = tau - margin * step_s
     waste = predicted_waste({i.level: (i.cost, i.seconds) for i in intervals}, rates)
     return IntervalPlan(tuple(intervals), step_s, waste)
 

@@ -1,4 +1,4 @@
-"""The memory level of one rank: copies of the training state in the two slots of its arena.
+"""The memory level of one rank: copies of the training state in the slots of its arena.
 
 `save` starts a copy and returns; on a GPU the copies run on a stream of their own, straight into pinned slots, while
 the next forward and backward pass computes. Parameters and optimizer state must not change until they are copied:
@@ -59,12 +59,16 @@ class _Pending:
 class MemoryLevel:
     """The arena of one rank, and the saves into it. Close it before the process ends."""
 
-    def __init__(self, path: Path, device: torch.device, *, threads: int = 4, num_slots: int = 2) -> None:
-        self.path, self.device, self.num_slots = path, device, num_slots
+    def __init__(
+        self, path: Path, device: torch.device, *, threads: int = 4, num_slots: int = 2, least_slots: int = 2
+    ) -> None:
+        """`num_slots` for a new arena; an existing one is used where it has at least `least_slots`."""
+        self.path, self.device, self.num_slots, self.least_slots = path, device, num_slots, least_slots
         self.kept_slot: int | None = None  # holds the newest version that the peers have, too
         self.arena: Arena | None = None
         self.safe_slot: int | None = None  # holds the newest version that every rank has committed
         self.sequence = 0
+        self._sequences: dict[int, int] = {}  # of what was last written to each slot
         self.skipped = 0
         self.stall_s = 0.0  # of the last save: host time, and what the compute stream waited for copies
         self._pending: _Pending | None = None
@@ -89,7 +93,8 @@ class MemoryLevel:
             self.arena = Arena.open(self.path)
         except UserError:
             return False
-        self.sequence = max((v.sequence for v in self.arena.versions()), default=0)
+        self._sequences = {v.slot: v.sequence for v in self.arena.versions()}
+        self.sequence = max(self._sequences.values(), default=0)
         return True
 
     def fit(self, num_bytes: int, index_bytes: int) -> bool:
@@ -97,10 +102,11 @@ class MemoryLevel:
         there = self.arena
         if (
             there is not None
-            and there.num_slots == self.num_slots
+            and there.num_slots >= self.least_slots
             and there.slot_bytes >= num_bytes
             and there.index_bytes >= index_bytes
         ):
+            self.num_slots = there.num_slots  # a new file would be without the versions of this one
             if not self._touched:
                 self._start_touching()
             return False
@@ -108,6 +114,7 @@ class MemoryLevel:
         if self.arena is not None:
             self._release()
         self.safe_slot = self.kept_slot = None
+        self._sequences.clear()
         self.arena = Arena.create(self.path, 4 * index_bytes + (1 << 20), num_bytes, self.num_slots)
         self._start_touching()
         return True
@@ -125,7 +132,8 @@ class MemoryLevel:
                 self._pin(self._slots[slot])
 
         # One after the other, the slot that is written first being the first.
-        for slot in sorted(range(self.num_slots), key=lambda s: s != self.target_slot):
+        first = self._free_slots()[0]
+        for slot in sorted(range(self.num_slots), key=lambda s: s != first):
             self._touched.append(self._commits.submit(touch, slot))
 
     def _pin(self, slot: Tensor) -> None:
@@ -177,13 +185,18 @@ class MemoryLevel:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    @property
-    def target_slot(self) -> int:
-        """The slot that is written next: neither the safe one nor the one that the peers have, oldest first."""
+    def _free_slots(self) -> list[int]:
+        """The slots that may be written next: neither the safe one nor the one that the peers have, oldest first."""
+        free = (s for s in range(self.num_slots) if s not in (self.safe_slot, self.kept_slot))
+        return sorted(free, key=lambda s: self._sequences.get(s, -1))
+
+    def _lock_free_slot(self) -> tuple[int, int] | None:
+        """(slot, descriptor that holds it) of the oldest free slot that nobody reads."""
         assert self.arena is not None
-        free = [s for s in range(self.num_slots) if s not in (self.safe_slot, self.kept_slot)]
-        ages = {v.slot: v.sequence for v in self.arena.versions()} if len(free) > 1 else {}
-        return min(free, key=lambda s: ages.get(s, -1))
+        for slot in self._free_slots():
+            if (lock := _try_lock(self.arena.lock_path(slot))) is not None:
+                return slot, lock
+        return None
 
     def committed(self) -> bool:
         """Whether the last save is committed here: True where none is under way and none failed."""
@@ -206,34 +219,33 @@ class MemoryLevel:
         return self._pending is not None and not self._pending.done.done()
 
     def writable(self) -> bool:
-        """Whether a save could begin now: nothing under way, pages there, nobody reading the slot."""
+        """Whether a save could begin now: nothing under way, pages there, a slot that nobody reads."""
         if self.busy() or not self.touched():
             return False
-        assert self.arena is not None
-        lock = _try_lock(self.arena.lock_path(self.target_slot))
-        if lock is None:
-            return False
-        os.close(lock)
-        return True
+        locked = self._lock_free_slot()
+        if locked is not None:
+            os.close(locked[1])
+        return locked is not None
 
     def save(self, copy: HeldCopy, tensors: Mapping[str, Tensor], early: Callable[[str], bool]) -> None:
         """Copy the boxes of `copy` from the tensors of their names. `early(name)`: may change before the optimizer's
         next step. Call only when `writable` on every rank and the last save is settled."""
         began = time.perf_counter()
         assert self.arena is not None and self._pending is None
-        slot = self.target_slot
-        lock = _try_lock(self.arena.lock_path(slot))
-        if lock is None:  # a reader came since: this rank has no copy of the version
+        locked = self._lock_free_slot()
+        if locked is None:  # a reader came since: this rank has no copy of the version
             self.skipped += 1
             failed: Future[float] = Future()
             failed.set_exception(RuntimeError("the slot is being read"))
-            self._pending = _Pending(slot, copy.step, failed)
+            self._pending = _Pending(self._free_slots()[0], copy.step, failed)
             return
+        slot, lock = locked
         self.arena.erase(slot)
         ordered = sorted(copy.boxes, key=lambda b: not early(b.name))
         num_early = sum(early(b.name) for b in ordered)
         self._copy(slot, ordered, num_early, tensors)
         self.sequence += 1
+        self._sequences[slot] = self.sequence
         commit = self._commits.submit(self._commit, slot, self.sequence, copy, lock, began, self._copied)
         self._pending = _Pending(slot, copy.step, commit)
         self.stall_s = time.perf_counter() - began + self._waited()
@@ -290,10 +302,11 @@ class MemoryLevel:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until the save under way is committed (or has failed)."""
+        """Until the save under way is committed (or has failed). The time is part of its stall."""
         if self._pending is not None:
-            with contextlib.suppress(Exception):
-                self._pending.done.result()
+            began = time.perf_counter()
+            wait([self._pending.done])
+            self.stall_s += time.perf_counter() - began
 
     def forget(self, newer_than: int) -> None:
         """Erase versions of a future that the run did not resume from."""
