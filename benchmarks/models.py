@@ -5,6 +5,8 @@ A tiny random model of each architecture is saved by `transformers`, loaded by u
     prefill       the model's own forward over a whole text
     decode        the engine, a text in pieces and then token by token, with its KV cache
     fused         the engine's fused steps, where the architecture has them; CUDA graphs on a GPU
+    fused int4    the same in bf16 with packed weights and their kernels, on a GPU, against our forward in fp32 of
+                  these weights; `baseline_value` is that of our forward in bf16
     packed int8   weights rounded to 8 bits (one group per row), against `transformers` with the rounded weights
     cpu step      a token in one step on a CPU with inputs rounded to 8 bits, against our forward of the same layers
 
@@ -31,13 +33,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import markdown, newest, provenance, record
-from shoestring.formats import convert, pack, parse_format
+from shoestring.formats import convert, pack, parse_format, use_kernels
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.kernels.lowbit.w4a8 import unusable
 from shoestring.model import Decoder, load_model
 from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.cpu_decode import executor_of
-from shoestring.serve.engine.fused_decoder import FusedDecoder
+from shoestring.serve.engine.fused_decoder import FusedDecoder, unusable_experts
 from shoestring.serve.engine.runner import Batch, Runner
 
 SMALL = {
@@ -141,6 +143,20 @@ def rounded_peer(peer: Any, model: Decoder, folder: Path) -> Any:
 
 
 @torch.no_grad()
+def fused_int4(folder: Path, where: Tensor, tokens: list[int]) -> tuple[float, float, float]:
+    """(difference, bound, that of the model's own forward) of bf16 with packed weights."""
+    model = load_model(folder, device=where.device).model
+    convert(model, [("blocks.*", parse_format("int4:g32")), ("embed", parse_format("int8:g0"))])
+    pack(model)
+    exact = model(where)[0]
+    model.to(torch.bfloat16).compute_dtype = torch.bfloat16
+    use_kernels(model)
+    own = difference(model(where)[0].float(), exact)
+    assert unusable_experts(model) is None
+    return difference(engine_logits(model, tokens, graphs=True), exact), 2 * own + 5e-3, own
+
+
+@torch.no_grad()
 def measure(name: str, device: torch.device) -> Iterator[tuple[str, float, float, float | None]]:
     """(path, difference, bound, that of transformers' own two attentions) of every path that the architecture has."""
     tokens_1T = torch.randint(1, 60, (1, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -158,7 +174,10 @@ def measure(name: str, device: torch.device) -> Iterator[tuple[str, float, float
         yield "prefill", difference(model(where)[0].float(), want), bound, own
         yield "decode", difference(engine_logits(model, tokens, graphs=False), want), bound, own
         if FusedDecoder.unsupported(model.plan) is None:
-            yield "fused", difference(engine_logits(model, tokens, graphs=True), want), bound, own
+            if unusable_experts(model) is None:  # on a GPU they compute in bf16 only
+                yield "fused", difference(engine_logits(model, tokens, graphs=True), want), bound, own
+            if device.type == "cuda":
+                yield "fused int4", *fused_int4(Path(folder) / "model", where, tokens)
         packed = load_model(Path(folder) / "model").model
         convert(packed, [("blocks.*", parse_format("int8:g0"))])
         pack(packed)

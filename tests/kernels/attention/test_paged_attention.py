@@ -62,16 +62,17 @@ def test_reference_is_plain_attention(window: int | None) -> None:
         torch.testing.assert_close(got[first : first + num], want.transpose(0, 1))
 
 
-def test_reference_of_rope_store_is_the_models_rotation() -> None:
+@pytest.mark.parametrize(("pairs", "scale"), [(3, 1.0), (2, 1.2)])
+def test_reference_of_rope_store_is_the_models_rotation(pairs: int, scale: float) -> None:
     from shoestring.model.attention import rope_tables, rotate
 
     g = torch.Generator().manual_seed(0)
     qkv = torch.randn(3, (4 + 2 * 2) * 6, generator=g, dtype=torch.float64)
-    freq, positions = torch.rand(3, generator=g), torch.tensor([0, 5, 1000])
+    freq, positions = torch.rand(pairs, generator=g), torch.tensor([0, 5, 1000])
     keys, values = torch.zeros(2, 8, 2, 6, dtype=torch.float64)
-    q = rope_store_(qkv, keys, values, torch.tensor([7, -1, 2]), positions, freq)
+    q = rope_store_(qkv, keys, values, torch.tensor([7, -1, 2]), positions, freq, table_scale=scale)
     x = qkv.view(1, 3, 8, 6)
-    cos, sin = rope_tables(freq, positions[None], torch.float64)
+    cos, sin = rope_tables(freq, positions[None], torch.float64, scale)
     want = rotate(x, cos, sin)[0]
     torch.testing.assert_close(q, want[:, :4])
     torch.testing.assert_close(keys[[7, 2]], want[[0, 2], 4:6])
@@ -87,23 +88,34 @@ def test_few_requests_are_cut_into_ranges() -> None:
 def check_attention(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
     for dtype in dtypes:
         cases = [
-            (DECODE, 4, 2, 16, 16, 1, 32, None),
-            (DECODE, 9, 3, 8, 4, 1, 4, 40),
-            (VERIFY, 4, 1, 16, 16, 5, 2, None),
-            (VERIFY, 2, 2, 12, 16, 5, 8, 300),
-            (PREFILL, 6, 2, 16, 16, 8, 1, None),
-            (PREFILL, 6, 2, 16, 1, 8, 1, 9),
+            (DECODE, 4, 2, 16, 16, 1, 32, None, {}),
+            (DECODE, 9, 3, 8, 4, 1, 4, 40, {"softcap": 0.7}),
+            (VERIFY, 4, 1, 16, 16, 5, 2, None, {"scale": 0.4, "softcap": 1.5}),
+            (VERIFY, 2, 2, 12, 16, 5, 8, 300, {"scale": 0.1}),
+            (PREFILL, 6, 2, 16, 16, 8, 1, None, {}),
+            (PREFILL, 6, 2, 16, 1, 8, 1, 9, {}),
         ]
+        if device != "cpu":  # few keys a load
+            cases += [(DECODE, 4, 2, 256, 16, 1, 4, 40, {"softcap": 3.0}), (PREFILL, 4, 2, 256, 16, 8, 1, None, {})]
         if device == "cpu" and dtype == torch.float16:
             cases = cases[1::2]  # the interpreter is slow
-        for spans, heads, groups, dim, page, rows, splits, window in cases:
+        for spans, heads, groups, dim, page, rows, splits, window, bent in cases:
             q, keys, values, tables, tiles = (t.to(device) for t in paged_case(spans, heads, groups, dim, page, dtype))
-            want = paged_attention_ref(q.double(), keys.double(), values.double(), tables, tiles, window=window)
-            plain = paged_attention_ref(q, keys, values, tables, tiles, window=window)
-            wide = torch.randn(q.shape[0], heads + 3, dim).to(q)  # a view into a wider row
-            wide[:, :heads] = q
+            wide = q.double(), keys.double(), values.double()
+            want = paged_attention_ref(*wide, tables, tiles, window=window, **bent)
+            plain = paged_attention_ref(q, keys, values, tables, tiles, window=window, **bent)
+            row = torch.randn(q.shape[0], heads + 3, dim).to(q)  # a view into a wider row
+            row[:, :heads] = q
             got = paged_attention(
-                wide[:, :heads], keys, values, tables, tiles, rows_per_tile=rows, num_splits=splits, window=window
+                row[:, :heads],
+                keys,
+                values,
+                tables,
+                tiles,
+                rows_per_tile=rows,
+                num_splits=splits,
+                window=window,
+                **bent,
             )
             error, plain_error = rms(got, want), rms(plain, want)
             assert error <= 2 * plain_error + 1e-6, (spans, dtype, error, plain_error)
@@ -117,22 +129,23 @@ def check_attention(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torc
 
 def check_rope_store(device: str = "cpu") -> None:
     g = torch.Generator().manual_seed(1)
-    for dtype, rows, heads, groups, dim, norm, turn in [
-        (torch.float32, 3, 4, 2, 16, False, True),
-        (torch.float16, 5, 9, 3, 12, True, True),
-        (torch.float32, 257, 1, 1, 8, True, False),
+    for dtype, rows, heads, groups, dim, norm, turned, scale in [
+        (torch.float32, 3, 4, 2, 16, False, 8, 1.0),
+        (torch.float16, 5, 9, 3, 12, True, 6, 1.0),
+        (torch.float32, 257, 1, 1, 8, True, 0, 1.0),
+        (torch.float32, 3, 4, 2, 16, True, 3, 1.3),
     ]:
         qkv = torch.randn(rows, (heads + 2 * groups) * dim, generator=g).to(device, dtype)
         slots = torch.randperm(rows + 4, generator=g)[:rows].to(device)
         slots[1] = -1
         positions = torch.randint(0, 4000, (rows,), generator=g).to(device)
-        freq = torch.rand(dim // 2, generator=g).to(device) if turn else None
+        freq = torch.rand(turned, generator=g).to(device) if turned else None
         weights = [torch.rand(dim, generator=g).to(device) for _ in range(2)] if norm else [None, None]
         store = [torch.zeros(rows + 4, groups, dim, dtype=dtype, device=device) for _ in range(4)]
         exact = [torch.zeros(rows + 4, groups, dim, dtype=torch.float64, device=device) for _ in range(2)]
-        want = rope_store_ref_(qkv.double(), *exact, slots, positions, freq, *weights, 1e-6)
-        plain = rope_store_ref_(qkv, *store[:2], slots, positions, freq, *weights, 1e-6)
-        got = rope_store_(qkv.clone(), *store[2:], slots, positions, freq, *weights, 1e-6)
+        want = rope_store_ref_(qkv.double(), *exact, slots, positions, freq, *weights, 1e-6, scale)
+        plain = rope_store_ref_(qkv, *store[:2], slots, positions, freq, *weights, 1e-6, scale)
+        got = rope_store_(qkv.clone(), *store[2:], slots, positions, freq, *weights, 1e-6, scale)
         for a, b, c in [(got, plain, want), (store[2], store[0], exact[0]), (store[3], store[1], exact[1])]:
             # Angles of thousands of radians: one rounding of the angle is 1e-4 of the result.
             assert rms(a, c) <= 2 * rms(b, c) + 2e-6, (dtype, rms(a, c), rms(b, c))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from naive_decoding import LookupDrafter, naive
 
-from shoestring.formats import convert, pack, parse_format
+from benchmarks.models import engine_logits
+from shoestring.formats import convert, pack, parse_format, use_kernels
 from shoestring.serve import Engine, Sampling
 from tiny import tiny_decoder
 
@@ -37,3 +38,26 @@ def test_packed_layers_write_the_models_text(format: str, graphs: bool) -> None:
     for drafter in (None, LookupDrafter()):
         engine = Engine(model, graphs=graphs, chunk=12, max_requests=2, drafter=drafter, num_drafts=2)
         assert [c.token_ids for c in engine.generate(prompts, samplings)] == want
+
+
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("embed", ["int8:g0", "int4:g32", "nf4:s2:g32"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_embeddings_and_heads(embed: str, tied: bool, device: str) -> None:
+    """Logits of fused steps; on a GPU the rows and the head are read by kernels."""
+    model = tiny_decoder(d_model=64, d_ff=128, tied=tied).float().to(device)
+    convert(model, [("embed", parse_format(embed)), *([] if tied else [("head", parse_format(embed))])], skip=())
+    pack(model)
+    tokens = [1 + i % 27 for i in range(24)]
+    want = model(torch.tensor([tokens], device=device))[0]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model.to(dtype).compute_dtype = dtype
+    use_kernels(model)
+    got = engine_logits(model, tokens, graphs=True).to(want)
+    assert (got - want).norm() <= (0.02 if device == "cuda" else 1e-5) * want.norm()

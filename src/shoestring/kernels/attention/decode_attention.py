@@ -47,6 +47,7 @@ def decode_attention_ref_(
     eps: float = 0.0,
     *,
     window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """[T, H, D]; keys and values are written in place. A tile is (table row, row, position, 0 or 1 rows)."""
     page = keys_NPGD.shape[1]
@@ -60,7 +61,7 @@ def decode_attention_ref_(
     q_THD = rope_store_ref_(
         qkv_TE, keys_NPGD.flatten(0, 1), values_NPGD.flatten(0, 1), slots, positions, cos_sin, q_norm_D, k_norm_D, eps
     )  # fmt: skip
-    return paged_attention_ref(q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, window=window)
+    return paged_attention_ref(q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, window=window, scale=scale)
 
 
 def decode_attention_usable(qkv_TE: Tensor, num_heads: int, num_groups: int, head_dim: int) -> bool:
@@ -132,6 +133,7 @@ def decode_attention_(
     eps: float = 0.0,
     *,
     window: int | None = None,
+    scale: float | None = None,
     ranks: int | None = None,
 ) -> Tensor:
     """As decode_attention_ref_ on a GPU where it is usable; rows without a tile are undefined."""
@@ -156,7 +158,7 @@ def decode_attention_(
         (
             *map(pointer, pointers),
             ctypes.c_float(eps),
-            ctypes.c_float(head_dim**-0.5 * math.log2(math.e)),
+            ctypes.c_float((scale or head_dim**-0.5) * math.log2(math.e)),
             *map(ctypes.c_int, (tables_LW.stride(0), num_groups, 0 if window is None else window)),
         ),
         cluster=ranks,

@@ -6,13 +6,13 @@ The rows of a step are cut into tiles of up to `rows_per_tile` neighbouring rows
 
 int32, on the device; a tile of 0 rows does nothing, so a captured graph can be padded. A row at position p sees the
 keys at positions 0..p of its request (only the last `window`, where given); position p lies in block
-table[p // block_size]. out = softmax(q k^T / sqrt(D)) v per head.
+table[p // block_size]. out = softmax(softcap(scale q k^T)) v per head; softcap(z) = cap tanh(z / cap), where given.
 
 A program takes one tile, one key/value head and one range of keys. The query heads that share the key head are rows of
 the same matrix product, so keys and values are read once for all of them and for all drafts of the request. A few
-requests would leave most of the GPU idle, so their keys are cut into up to MAX_SPLITS ranges, each a multiple of BLOCK
-keys, and a second kernel joins the parts by their maxima and sums. The ranges depend only on the request's length and
-their number, and sums have a fixed order: equal launches give equal bits.
+requests would leave most of the GPU idle, so their keys are cut into up to MAX_SPLITS ranges, each a multiple of the
+keys of a load, and a second kernel joins the parts by their maxima and sums. The ranges depend only on the request's
+length and their number, and sums have a fixed order: equal launches give equal bits.
 
 Shapes: T rows, H query heads, G key/value heads, D head dim, L tiles, W blocks per table row, P positions per block.
 """
@@ -26,7 +26,6 @@ from shoestring.hardware.device import device_limits
 from shoestring.kernels.runtime.pdl import pdl_options
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
-BLOCK = 64  # keys per load
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
 PREFILL_ROWS = 128  # rows x heads of a prefill tile
@@ -40,9 +39,12 @@ def paged_attention_ref(
     tiles_L4: Tensor,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """Rows without a tile keep their value in `out_THD` (default: 0). Computed in fp32, fp64 for fp64."""
+    """Rows without a tile keep their value in `out_THD` (default: 0). `scale`: default 1 / sqrt(D). Computed in fp32,
+    fp64 for fp64."""
     num_heads, head_dim = q_THD.shape[1:]
     page, num_groups = keys_NPGD.shape[1:3]
     wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -55,7 +57,9 @@ def paged_attention_ref(
         blocks = tables_LW[table, : -(-stop // page)].long()
         k_SGD, v_SGD = (t.index_select(0, blocks).flatten(0, 1)[:stop].to(wide) for t in (keys_NPGD, values_NPGD))
         q_RGhD = q_THD[first : first + num].to(wide).unflatten(1, (num_groups, num_heads // num_groups))
-        score_RGhS = torch.einsum("rghd,sgd->rghs", q_RGhD, k_SGD) * head_dim**-0.5
+        score_RGhS = torch.einsum("rghd,sgd->rghs", q_RGhD, k_SGD) * (scale or head_dim**-0.5)
+        if softcap is not None:
+            score_RGhS = (score_RGhS / softcap).tanh() * softcap
         age_RS = (
             torch.arange(position, stop, device=q_THD.device)[:, None] - torch.arange(stop, device=q_THD.device)[None]
         )
@@ -76,6 +80,8 @@ def paged_attention(
     rows_per_tile: int,
     num_splits: int = 1,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
     """As paged_attention_ref; chooses the kernel. Rows without a tile are undefined where `out_THD` is None.
@@ -83,7 +89,10 @@ def paged_attention(
     `num_splits`: the most ranges of a request's keys, a power of 2. q may be a view with any row stride.
     """
     if not triton_usable(q_THD):
-        return paged_attention_ref(q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, window=window, out_THD=out_THD)
+        return paged_attention_ref(
+            q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4,
+            window=window, scale=scale, softcap=softcap, out_THD=out_THD,
+        )  # fmt: skip
     from shoestring.kernels.attention.paged_attention_triton import _combine_kernel, _paged_attention_kernel
 
     num_rows, num_heads, head_dim = q_THD.shape
@@ -96,7 +105,7 @@ def paged_attention(
     rows = next_power_of_2(rows_per_tile)
     rows = max(rows, -(-16 // heads))  # tl.dot needs at least 16 rows
     m, d = rows * heads, max(16, next_power_of_2(head_dim))
-    num_tiles = tiles_L4.shape[0]
+    num_tiles, keys = tiles_L4.shape[0], 64 if d <= 128 else 32  # keys per load: several stages fit shared memory
     if out_THD is None:
         out_THD = torch.empty(num_rows, num_heads, head_dim, device=q_THD.device, dtype=q_THD.dtype)
     assert out_THD.is_contiguous()
@@ -107,16 +116,16 @@ def paged_attention(
         part = peak = out_THD  # not touched
     pdl = pdl_options(q_THD)
     _paged_attention_kernel[(num_tiles, num_groups, num_splits)](
-        q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, out_THD, part, peak, head_dim**-0.5, q_THD.stride(0),
-        tables_LW.stride(0), num_groups, 0 if window is None else window,
-        HEADS=shared, HEADS_P=heads, ROWS=rows, D=head_dim, D_P=d, PAGE=page, BLOCK=BLOCK, NUM_SPLITS=num_splits,
-        WINDOWED=window is not None, **pdl, num_warps=8 if m >= 128 else 4,
-        num_stages=2 if q_THD.dtype == torch.float32 else 3,
+        q_THD, keys_NPGD, values_NPGD, tables_LW, tiles_L4, out_THD, part, peak, scale or head_dim**-0.5,
+        softcap or 0.0, q_THD.stride(0), tables_LW.stride(0), num_groups, 0 if window is None else window,
+        HEADS=shared, HEADS_P=heads, ROWS=rows, D=head_dim, D_P=d, PAGE=page, BLOCK=keys, NUM_SPLITS=num_splits,
+        WINDOWED=window is not None, CAPPED=softcap is not None, **pdl, num_warps=8 if m >= 128 else 4,
+        num_stages=3 if q_THD.dtype != torch.float32 else 2 if d <= 128 else 1,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tiles, num_groups, m)](
             tiles_L4, out_THD, part, peak, num_groups, 0 if window is None else window,
-            HEADS=shared, HEADS_P=heads, M=m, D=head_dim, D_P=d, BLOCK=BLOCK, NUM_SPLITS=num_splits,
+            HEADS=shared, HEADS_P=heads, M=m, D=head_dim, D_P=d, BLOCK=keys, NUM_SPLITS=num_splits,
             WINDOWED=window is not None, **pdl, num_warps=2 if num_splits > 16 else 1,
         )  # fmt: skip
     return out_THD

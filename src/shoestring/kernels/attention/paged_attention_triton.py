@@ -20,6 +20,7 @@ def _paged_attention_kernel(
     part,
     peaks,
     scale,
+    cap,
     q_stride,
     table_stride,
     num_groups,
@@ -33,6 +34,7 @@ def _paged_attention_kernel(
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     M: tl.constexpr = ROWS * HEADS_P
@@ -75,7 +77,11 @@ def _paged_attention_kernel(
         inside = held[:, None] & (d[None, :] < D)
         k_SD = tl.load(keys + at[:, None] + d[None, :], mask=inside, other=0.0)
         v_SD = tl.load(values + at[:, None] + d[None, :], mask=inside, other=0.0)
-        score = tl.dot(q_MD, tl.trans(k_SD), input_precision="ieee") * (scale * 1.4426950408889634)
+        score = tl.dot(q_MD, tl.trans(k_SD), input_precision="ieee")
+        if CAPPED:
+            score = cap * (2.0 * tl.sigmoid(2.0 * scale / cap * score) - 1.0) * 1.4426950408889634  # cap tanh(. / cap)
+        else:
+            score *= scale * 1.4426950408889634
         age = (position + row)[:, None] - key[None, :]
         seen = (age >= 0) & held[None, :]
         if WINDOWED:

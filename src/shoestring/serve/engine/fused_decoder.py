@@ -35,8 +35,8 @@ from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
 from shoestring.kernels.gemv.add_norm import add_norm_
 from shoestring.kernels.gemv.embed_argmax import chosen_tokens, embed_rows
-from shoestring.model.attention import rope_frequencies
-from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, Support
+from shoestring.model.attention import rope_frequencies, soft_cap
+from shoestring.model.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
 from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Mlp, Norm
 from shoestring.serve.engine.fused_experts import FusedExperts, experts_unusable
@@ -143,17 +143,17 @@ def _table(embedding: FormatEmbedding, dtype: torch.dtype) -> _Table:
 
 SUPPORT = Support(
     any_value="""
-        learned_positions d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads
-        attn.qkv_bias attn.out_bias attn.window attn.qk_norm attn.qk_norm.eps attn.rope attn.rope.theta mlp.d_ff
-        mlp.act mlp.bias experts experts.num experts.top_k experts.renormalize experts.shared_d_ff
+        learned_positions embed_scale logit_softcap d_model parallel final_norm.kind final_norm.eps
+        attn_norm attn_norm.kind attn_norm.eps attn_post_norm attn_post_norm.kind attn_post_norm.eps
+        mlp_norm mlp_norm.kind mlp_norm.eps mlp_post_norm mlp_post_norm.kind mlp_post_norm.eps
+        attn.num_heads attn.num_kv_heads attn.qkv_bias attn.out_bias attn.window attn.scale attn.softcap
+        attn.qk_norm attn.qk_norm.eps attn.qk_norm_over attn.rope attn.rope.theta attn.rope.scaling attn.rope.dim
+        mlp.d_ff mlp.act mlp.bias experts experts.num experts.top_k experts.renormalize experts.shared_d_ff
     """,
     only={
-        **PLAIN,
-        **dict.fromkeys(("attn_norm.kind", "mlp_norm.kind", "final_norm.kind"), ("rms", "layer")),
-        "attn.rope.scaling": PLAIN_ROPE,
         "order": (("attn", "mlp"),),  # as SkipSet.after counts them
         "attn.head_dim": range(0, 1 << 30, 2),  # rope_store_ takes pairs
-        "attn.qk_norm.kind": ("rms",),
+        "attn.qk_norm.kind": ("rms", "rms_offset"),
     },
 )
 
@@ -161,26 +161,60 @@ SUPPORT = Support(
 def _unsupported(plan: DecoderPlan) -> str | None:
     if reason := SUPPORT.missing(plan):
         return reason
-    mlps = (layer.mlp for layer in plan.layers if layer.experts is not None)
-    other = next((mlp for mlp in mlps if mlp.act != "swiglu" or mlp.bias), None)
-    return None if other is None else f"experts with mlp.act={other.act!r} and mlp.bias={other.bias}"
+    layers = [layer for layer in plan.layers if layer.experts is not None]
+    other = next((layer.mlp for layer in layers if layer.mlp.act != "swiglu" or layer.mlp.bias), None)
+    if other is not None:
+        return f"experts with mlp.act={other.act!r} and mlp.bias={other.bias}"
+    # Experts add their sum to the stream themselves.
+    return "experts with a norm after them" if any(layer.mlp_post_norm for layer in layers) else None
+
+
+@dataclass(frozen=True)
+class _Norm:
+    module: Norm
+    weight: Tensor  # that multiplies: the module's, with its offset
+
+    @property
+    def eps(self) -> float:
+        return self.module.eps
+
+    @property
+    def rms(self) -> bool:
+        return self.module.kind != "layer"
+
+
+@dataclass(frozen=True)
+class _Rope:
+    freq: Tensor
+    table_scale: float
+    cos_sin: Tensor  # at every position
 
 
 @dataclass(frozen=True)
 class _Layer:
     plan: LayerPlan
-    attn_norm: Norm
+    norms: dict[str, _Norm]  # by the name in Block; of q and k as well
     qkv: MergedLinear
-    head_norm: tuple[Tensor | None, Tensor | None, float]  # of q and of k, and their eps
-    freq: Tensor | None  # of RoPE, and the cosines and sines at every position
-    cos_sin: Tensor | None
+    rope: _Rope | None
     o: MergedLinear
-    mlp_norm: Norm
     mlp: tuple[MergedLinear, MergedLinear] | FusedExperts  # up, with the gate before it where there is one; down
+
+    @property
+    def head_norm(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weights for q and k, where each head is normed by itself, and their eps."""
+        q, k = self.norms.get("q_norm"), self.norms.get("k_norm")
+        if q is None or k is None or self.plan.attn.qk_norm_over == "width":
+            return None, None, 0.0
+        return q.weight, k.weight, q.eps
 
 
 def unusable(model: nn.Module) -> str | None:
-    """Why this forward cannot replace the model's own, whose plan it computes: it is for one process without hooks."""
+    """Why this forward cannot replace the model's own, whose plan it computes."""
+    return not_alone(model) or unusable_experts(model)
+
+
+def not_alone(model: nn.Module) -> str | None:
+    """Why not, as something else is done with the model: this forward is for one process without hooks."""
     if type(model) is not Decoder:
         return f"it is for a Decoder, not {type(model).__name__}"
     modules = modules_of(model)
@@ -188,7 +222,13 @@ def unusable(model: nn.Module) -> str | None:
         return "the model's modules have hooks"
     if model.embed.group is not None or any(is_sharded(p) for m in modules for p in m._parameters.values()):
         return "the model is sharded"
-    experts = [m for m in modules if isinstance(m, MixtureOfExperts)]
+    return None
+
+
+def unusable_experts(model: nn.Module) -> str | None:
+    """Why not, as the weights of experts have no kernel."""
+    assert isinstance(model, Decoder)
+    experts = [m for m in modules_of(model) if isinstance(m, MixtureOfExperts)]
     return next(filter(None, (experts_unusable(m, model.compute_dtype) for m in experts)), None)
 
 
@@ -201,16 +241,15 @@ class FusedDecoder:
         self.spec, self.dtype = model.spec, model.compute_dtype
         self.embed = _table(model.embed, self.dtype)
         self.positions = None if model.positions is None else _table(model.positions, self.dtype)
-        device = model.device
-        every = torch.arange(model.spec.max_positions, device=device)
-        head_dim = model.plan.layers[0].attn.head_dim
-        freqs = [rope_frequencies(r, head_dim, device) for r in model.ropes]
-        ropes = dict(zip(model.ropes, ((f, cos_sin_at(every, f)) for f in freqs), strict=True))
+        scale, self.logit_softcap = model.plan.embed_scale, model.plan.logit_softcap
+        self.embed_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))  # as in the model
+        every = torch.arange(model.spec.max_positions, device=model.device)
+        ropes = {r: _rope(r, model.plan.layers[0].attn, every, model.context) for r in model.ropes}
         self.layers = [
-            self._layer(block, plan, *(ropes[plan.attn.rope] if plan.attn.rope else (None, None)))
+            self._layer(block, plan, ropes[plan.attn.rope] if plan.attn.rope else None)
             for block, plan in zip(model.blocks, model.plan.layers, strict=True)
         ]
-        self.norm = model.norm
+        self.norm = _norm(model.norm)
         self.head = self._head(model)
 
     @torch.no_grad()
@@ -220,7 +259,9 @@ class FusedDecoder:
         if self.positions is not None and model.positions is not None:
             copy_over(self.positions.weight, _table(model.positions, self.dtype).weight)
         for block, layer in zip(model.blocks, self.layers, strict=True):
-            fresh = self._layer(block, layer.plan, layer.freq, layer.cos_sin)
+            fresh = self._layer(block, layer.plan, layer.rope)
+            for name, norm in layer.norms.items():
+                copy_over(norm.weight, fresh.norms[name].weight)
             layer.qkv.overwrite(fresh.qkv)
             layer.o.overwrite(fresh.o)
             if isinstance(layer.mlp, FusedExperts):
@@ -230,6 +271,7 @@ class FusedDecoder:
                 assert not isinstance(fresh.mlp, FusedExperts)
                 for old, new in zip(layer.mlp, fresh.mlp, strict=True):
                     old.overwrite(new)
+        copy_over(self.norm.weight, _norm(model.norm).weight)
         self.head.overwrite(self._head(model))
 
     def _head(self, model: Decoder) -> MergedLinear:
@@ -237,20 +279,16 @@ class FusedDecoder:
             return merge_linears([model.head], self.dtype)
         return self.embed.as_head(self.dtype)
 
-    def _layer(self, block: nn.Module, plan: LayerPlan, freq: Tensor | None, cos_sin: Tensor | None) -> _Layer:
+    def _layer(self, block: nn.Module, plan: LayerPlan, rope: _Rope | None) -> _Layer:
         assert isinstance(block, Block)
         attn = block.attn
-        assert plan.attn_norm and block.attn_norm and block.mlp_norm  # by SUPPORT
-        eps = (plan.attn.qk_norm or plan.attn_norm).eps  # unused without head norms
+        norms = {n: m for host in (block, attn) for n, m in host.named_children() if isinstance(m, Norm)}
         return _Layer(
             plan,
-            block.attn_norm,
+            {name: _norm(module) for name, module in norms.items()},
             merge_linears([attn.q, attn.k, attn.v], self.dtype),
-            (_weight(attn.q_norm), _weight(attn.k_norm), eps),
-            freq,
-            cos_sin,
+            rope,
             merge_linears([attn.o], self.dtype),
-            block.mlp_norm,
             self._feed_forward(block.mlp),
         )
 
@@ -276,6 +314,8 @@ class FusedDecoder:
         """The residual stream after the last block, [T, D], before the last norm. Writes keys and values. A token of -1
         is replaced by that of `last_T`."""
         x_TD = self.embed.rows(tokens_T, last_T, self.dtype)
+        if self.embed_scale is not None:
+            x_TD = x_TD * self.embed_scale
         if self.positions is not None:
             x_TD = x_TD + self.positions.rows(rows.positions_T, None, self.dtype)
         skips, after = (BlockSkip(),) * len(self.layers), {}
@@ -285,76 +325,105 @@ class FusedDecoder:
         delta: Tensor | None = None  # still to be added to x
         done = False  # the last product applied the stand-ins of the skipped sublayers after it
         for index, layer in enumerate(self.layers):
+            entry: Tensor | None = None  # what both sublayers read
+            if layer.plan.parallel:
+                entry = x_TD = _sum(x_TD, delta)
+                delta = None
             for kind in layer.plan.order:
                 stand_in = skips[index].attn if kind == "attn" else skips[index].mlp
                 if stand_in is not None:
                     if not done:
                         x_TD, delta = stand_in.apply(_sum(x_TD, delta)), None
                     continue
+                if entry is None:
+                    read_TD, owed = x_TD, delta  # reading writes the sum to x
+                else:
+                    x_TD, delta = _sum(x_TD, delta), None
+                    read_TD, owed = entry, None
                 if kind == "attn":
-                    qkv_TE = self._normed_linear(x_TD, delta, layer.attn_norm, layer.qkv)
+                    qkv_TE = self._normed_linear(read_TD, owed, layer.norms.get("attn_norm"), layer.qkv)
                     inner, last = self._attend(index, layer, qkv_TE, rows, cache), layer.o
                 elif isinstance(layer.mlp, FusedExperts):
-                    normed_TD = self._normed(x_TD, delta, layer.mlp_norm)  # x becomes the sum
+                    normed_TD = self._normed(read_TD, owed, layer.norms.get("mlp_norm"))
                     x_TD, delta, done = layer.mlp(x_TD, normed_TD), None, False
                     continue
                 else:
                     up, last = layer.mlp
-                    inner = self._activate(x_TD, delta, layer, up)
-                x_TD, delta, done = self._linear_add(x_TD, inner, last, after.get(Sublayer(index, kind)))
+                    inner = self._activate(read_TD, owed, layer, up)
+                post = layer.norms.get(f"{kind}_post_norm")
+                if post is None:
+                    x_TD, delta, done = self._linear_add(x_TD, inner, last, after.get(Sublayer(index, kind)))
+                else:
+                    delta, done = self._normed(last(inner), None, post), False
         return _sum(x_TD, delta)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Logits [T, V] of rows of the residual stream, in compute dtype or fp32."""
         if self._row_fused(x_TD, self.norm, self.head):
             wide = torch.promote_types(self.dtype, torch.float32)
-            return self.head.row(x_TD, norm_K=self.norm.weight, eps=self.norm.eps, out_dtype=wide)
-        return self.head(self._normed(x_TD, None, self.norm))
+            logits = self.head.row(x_TD, norm_K=self.norm.weight, eps=self.norm.eps, out_dtype=wide)
+        else:
+            logits = self.head(self._normed(x_TD, None, self.norm))
+        return logits if self.logit_softcap is None else soft_cap(logits, self.logit_softcap)
 
     # -- parts of a layer -----------------------------------------------------------------------------------
     def _attend(self, index: int, layer: _Layer, qkv_TE: Tensor, rows: RowPlacement, cache: KVCache) -> Tensor:
         keys, values = cache.stored(index)
-        plan = layer.plan.attn
+        plan, rope = layer.plan.attn, layer.rope
+        if plan.qk_norm is not None and plan.qk_norm_over == "width":
+            self._norm_width(qkv_TE, layer)
+        bent = {"scale": plan.scale, "softcap": plan.softcap}
         window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
+        whole = plan.softcap is None and (plan.rope is None or plan.rope.dim is None)  # all that one kernel computes
         # After dense products, which run long enough to hide launches, three kernels measured no slower than one.
-        if rows.single and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
-            tiles_L4 = rows.tiles[0].tiles_L4
-            return decode_attention_(
-                qkv_TE, keys, values, rows.tables_LW, tiles_L4, layer.cos_sin, *layer.head_norm, window=window
-            ).flatten(1)
+        if whole and rows.single and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
+            tiles_L4, cos_sin = rows.tiles[0].tiles_L4, None if rope is None else rope.cos_sin
+            norms, own = layer.head_norm, {"window": window, "scale": plan.scale}
+            return decode_attention_(qkv_TE, keys, values, rows.tables_LW, tiles_L4, cos_sin, *norms, **own).flatten(1)
         flat = keys.flatten(0, 1), values.flatten(0, 1)
-        q_norm, k_norm, eps = layer.head_norm
-        q_THD = rope_store_(qkv_TE, *flat, rows.slots_T, rows.positions_T, layer.freq, q_norm, k_norm, eps)
+        freq, table_scale = (None, 1.0) if rope is None else (rope.freq, rope.table_scale)
+        q_THD = rope_store_(qkv_TE, *flat, rows.slots_T, rows.positions_T, freq, *layer.head_norm, table_scale)
         if rows.prompts is None:
             make = torch.zeros_like if rows.padded else torch.empty_like
             out_THD = make(q_THD, memory_format=torch.contiguous_format)
             for part in rows.tiles:
                 split = {"rows_per_tile": part.rows_per_tile, "num_splits": part.num_splits}
                 paged_attention(
-                    q_THD, keys, values, rows.tables_LW, part.tiles_L4, **split, window=window, out_THD=out_THD
+                    q_THD, keys, values, rows.tables_LW, part.tiles_L4, **split, window=window, **bent, out_THD=out_THD
                 )
             return out_THD.flatten(1)
+        if plan.scale is not None:  # prompts attend with 1 / sqrt(head_dim)
+            q_THD = q_THD * (plan.scale * plan.head_dim**0.5)
         outs = []
         k_TGD, v_TGD = (t.index_select(0, rows.slots_T) for t in flat)
         for first, count, each in rows.prompts:
             q, k, v = (t[first : first + count * each].unflatten(0, (count, each)) for t in (q_THD, k_TGD, v_TGD))
-            outs.append(prompt_attention(q, k, v, window=window).flatten(0, 1).flatten(1))
+            outs.append(prompt_attention(q, k, v, window=window, softcap=plan.softcap).flatten(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _norm_width(self, qkv_TE: Tensor, layer: _Layer) -> None:
+        """Norms q and k over all of their heads, in place."""
+        first = 0
+        for name in ("q_norm", "k_norm"):
+            norm = layer.norms[name]
+            part = qkv_TE[:, first : first + len(norm.weight)]
+            part.copy_(self._normed(part.contiguous(), None, norm))
+            first += len(norm.weight)
 
     def _activate(self, x_TD: Tensor, delta: Tensor | None, layer: _Layer, linear: MergedLinear) -> Tensor:
         """What the down projection multiplies."""
-        act = layer.plan.mlp.act
+        act, norm = layer.plan.mlp.act, layer.norms.get("mlp_norm")
         if not layer.plan.mlp.gated:
-            up = self._normed_linear(x_TD, delta, layer.mlp_norm, linear)
+            up = self._normed_linear(x_TD, delta, norm, linear)
             return F.gelu(up, approximate="tanh" if act == "gelu_tanh" else "none")
         fused = act == "swiglu" and linear.fuses_swiglu
-        if delta is None and fused and self._row_fused(x_TD, layer.mlp_norm, linear):
-            return linear.row(x_TD, norm_K=layer.mlp_norm.weight, eps=layer.mlp_norm.eps, swiglu=True)
-        return glu(self._normed_linear(x_TD, delta, layer.mlp_norm, linear), act)
+        if norm is not None and delta is None and fused and self._row_fused(x_TD, norm, linear):
+            return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps, swiglu=True)
+        return glu(self._normed_linear(x_TD, delta, norm, linear), act)
 
-    def _normed_linear(self, x_TD: Tensor, delta: Tensor | None, norm: Norm, linear: MergedLinear) -> Tensor:
+    def _normed_linear(self, x_TD: Tensor, delta: Tensor | None, norm: _Norm | None, linear: MergedLinear) -> Tensor:
         """linear(norm(x + delta)); x becomes the sum."""
-        if delta is None and self._row_fused(x_TD, norm, linear):
+        if norm is not None and delta is None and self._row_fused(x_TD, norm, linear):
             return linear.row(x_TD, norm_K=norm.weight, eps=norm.eps)
         return linear(self._normed(x_TD, delta, norm))
 
@@ -368,19 +437,26 @@ class FusedDecoder:
             return linear.row(y_TE, residual_1N=x_TD, after_2N=after_2D), None, True
         return linear.row(y_TE, residual_1N=x_TD), None, False
 
-    def _normed(self, x_TD: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        if norm.kind == "rms":
+    def _normed(self, x_TD: Tensor, delta: Tensor | None, norm: _Norm | None) -> Tensor:
+        """norm(x + delta); x becomes the sum."""
+        if norm is not None and norm.rms:
             return add_norm_(x_TD, delta, norm.weight, norm.eps)
         if delta is not None:
             x_TD += delta
-        return norm(x_TD)
+        return x_TD if norm is None else norm.module(x_TD)
 
-    def _row_fused(self, x_TD: Tensor, norm: Norm, linear: MergedLinear) -> bool:
-        return norm.kind == "rms" and linear.has_row_kernel(x_TD.shape[0])
+    def _row_fused(self, x_TD: Tensor, norm: _Norm, linear: MergedLinear) -> bool:
+        return norm.rms and linear.has_row_kernel(x_TD.shape[0])
 
 
-def _weight(norm: Norm | None) -> Tensor | None:
-    return None if norm is None else norm.weight.detach()
+def _norm(norm: Norm) -> _Norm:
+    weight = norm.weight.detach()
+    return _Norm(norm, weight.float() + norm.offset if norm.offset else weight)
+
+
+def _rope(rope: RopePlan, plan: AttentionPlan, every: Tensor, context: int | None) -> _Rope:
+    freq = rope_frequencies(rope, plan.head_dim, every.device, context)
+    return _Rope(freq, rope.table_scale, cos_sin_at(every, freq, rope.table_scale))
 
 
 def _sum(x_TD: Tensor, delta: Tensor | None) -> Tensor:

@@ -43,7 +43,14 @@ from shoestring.serve.engine.block_pool import BlockPool, RowSpan
 from shoestring.serve.engine.cpu_decode import CompiledDecodeStep, TorchDecodeStep, executor_of
 from shoestring.serve.engine.draft_chain_graph import holds_chain, launch_chain, warm_up_chains
 from shoestring.serve.engine.embedding import Pooling, embedding_parts
-from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement, unusable
+from shoestring.serve.engine.fused_decoder import (
+    AttentionTiles,
+    FusedDecoder,
+    RowPlacement,
+    not_alone,
+    unusable,
+    unusable_experts,
+)
 from shoestring.serve.engine.graphs import (
     MAX_ROWS,
     REQUESTS,
@@ -120,9 +127,10 @@ class Runner:
                 torch.float16,
             )
             wanted = wanted and triton_usable(self.model.norm.weight)
-        if not wanted or unusable(self.model):
+        if not wanted or not_alone(self.model):
             return False
         reason = None if self._fused is not None else FusedDecoder.unsupported(self.model.plan)
+        reason = reason or unusable_experts(self.model)  # weights may change between requests
         return reason is None or fall_back(f"steps are not fused for {reason}")
 
     def refresh(self) -> None:
