@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoestring.errors import UserError
@@ -114,6 +114,8 @@ def test_gptq(format: str, bits: int, group: int, tmp_path: Path) -> None:
     assert about["checkpoint_format"] == ("gptq_v2" if has_zero else "gptq")
     down = gptq_weight(tensors, "model.layers.1.mlp.down_proj", bits, version2=has_zero)
     assert torch.equal(down, model.blocks[1].mlp.down.effective_weight(torch.float32))
+    again = load_model(tmp_path / "out").model
+    assert torch.equal(logits(again), logits(model)) and again.blocks[0].attn.q.packed
     if format == "int4:g32":
         theirs = unpacked(tensors, lambda m: gptq_weight(tensors, m, bits, version2=has_zero))
         assert torch.equal(logits(theirs), logits(model))
@@ -132,6 +134,7 @@ def test_gptq_says_where_a_zero_point_is_zero(tmp_path: Path) -> None:
     assert about["checkpoint_format"] == "gptq_v2"
     up = gptq_weight(tensors, "model.layers.0.mlp.up_proj", 4, version2=True)
     assert torch.equal(up, model.blocks[0].mlp.up.effective_weight(torch.float32))
+    assert torch.equal(logits(load_model(tmp_path / "out").model), logits(model))
 
 
 @pytest.mark.parametrize("format", ["int4:g32", "int4:sym:g32"])
@@ -143,6 +146,7 @@ def test_awq(format: str, tmp_path: Path) -> None:
     assert (about["quant_method"], about["bits"], about["group_size"], about["version"]) == ("awq", 4, 32, "gemm")
     assert "model.layers.1.self_attn.q_proj" in about["modules_to_not_convert"]
     assert torch.equal(logits(unpacked(tensors, lambda m: awq_weight(tensors, m, 32))), logits(model))
+    assert torch.equal(logits(load_model(tmp_path / "out").model), logits(model))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,37 @@ def test_models_without_such_layers(tmp_path: Path) -> None:
     save_model(tmp_path / "gpt2", model)
     with pytest.raises(UserError, match="separate Linear layers, and a gpt2 model has none"):
         export_model(tmp_path / "gpt2", tmp_path / "out", "awq")
-    with pytest.raises(UserError, match="packed by 'gptq', which is not read"):
-        save_model(tmp_path / "p", packed("int4:g32"))
-        export_model(tmp_path / "p", tmp_path / "out", "gptq")
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "tensors", "message"),
+    [
+        ("gptq", {"bits": 5}, {}, "bits=5"),
+        ("gptq", {"group_size": 16}, {}, "do not fit 4 bits in groups of 16"),
+        ("gptq", {"dynamic": {"x": {"bits": 8}}}, {}, "rules of its own"),
+        ("awq", {"version": "gemv"}, {}, "other orders"),
+        ("gptq", {}, {"g_idx": torch.arange(64).flip(0) // 32}, "reordered"),
+        ("gptq", {}, {"qzeros": torch.full((2, 8), -1)}, "understand differently"),
+        ("gptq", {}, {"scales": None}, "scales' is missing"),
+        ("awq", {}, {"qweight": torch.zeros(64, 7)}, "download it again"),
+    ],
+)
+def test_folders_that_are_not_read(
+    layout: str, config: dict[str, object], tensors: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    model = packed("int4:sym:g32")
+    save_model(tmp_path / "p", model)
+    export_model(tmp_path / "p", tmp_path / "out", layout)
+    stored, about = read(tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, "quantization_config": {**about, **config}}))
+    for leaf, t in tensors.items():
+        name = f"model.layers.0.self_attn.q_proj.{leaf}"
+        if t is None:
+            del stored[name]
+        else:
+            stored[name] = t.to(torch.int32)
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(UserError, match=message):
         load_model(tmp_path / "out")

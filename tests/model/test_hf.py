@@ -336,7 +336,7 @@ def test_packed_names_map_like_weight(name: str) -> None:
         ("llama", {"layer_types": ["sliding_attention"] * 3}, ["sliding"]),
         ("llama", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
         ("llama", {"num_local_experts": 8}, ["num_local_experts=8"]),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
+        ("llama", {"quantization_config": {"quant_method": "aqlm"}}, ["aqlm", "unquantized"]),
         ("llama", {"eos_token_id": "</s>"}, ["eos_token_id"]),
         ("mistral", {"num_key_value_heads": None, "sliding_window": "4"}, ["sliding_window"]),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, ["layer_types"]),

@@ -99,7 +99,10 @@ def test_zeros_in_dense_weights_and_packed_without_a_branch(
 
 
 def test_16_bits_stay_16_bits(cli: Callable[..., str], here: Path) -> None:
-    cli(*ONE_SHOT, "train=none", "method=magnitude", "dtype=bf16", "layers=*.mlp.*", "run=half")
+    cli(*ONE_SHOT, "train=none", "method=magnitude", "dtype=bf16", "layers=*.mlp.*", "embed=int8:g0", "run=half")
+    assert (
+        load_model(here / "half/packed").model.embed.packed and not load_model(here / "half/model").model.embed.packed
+    )
     kept = {n: load_file(here / "half" / n / "model.safetensors") for n in ("oneshot", "model")}
     assert all(w.dtype == torch.bfloat16 for w in kept["model"].values())
     assert all(torch.equal(w, kept["oneshot"][n]) for n, w in kept["model"].items())

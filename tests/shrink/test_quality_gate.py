@@ -13,7 +13,14 @@ from shoestring.formats import convert, pack, parse_format
 from shoestring.model import load_model, save_model
 from shoestring.runlog import read_jsonl
 from shoestring.shrink.chosen_grid import LayerError
-from shoestring.shrink.quality_gate import broken_layers, broken_perplexity, outliers
+from shoestring.shrink.quality_gate import (
+    broken_layers,
+    broken_perplexity,
+    broken_predictions,
+    mean_kl,
+    outliers,
+    predictions,
+)
 from tiny import QWEN2, random_model
 
 
@@ -41,6 +48,21 @@ def test_collapsed_and_infinite_layers_are_broken() -> None:
     assert len(broken_layers(model)) == 2 and "blocks.0.attn.q (int4:g32) holds weights that are not finite" in str(
         broken_layers(model)
     )
+
+
+def test_predictions_against_the_model_before() -> None:
+    model, tokens = random_model(QWEN2).eval(), torch.arange(20)
+    before = predictions(model, tokens)
+    assert mean_kl(before, before) == 0 and mean_kl(None, before) is None and predictions(model, None) is None
+    convert(model, [("*", parse_format("int8:g32"))])
+    pack(model)
+    near = mean_kl(before, predictions(model, tokens))
+    with torch.no_grad():
+        model.embed.weight.mul_(50)  # type: ignore[operator]
+    far = mean_kl(before, predictions(model, tokens))
+    assert near is not None and far is not None and near < 0.1 < 3 < far
+    assert broken_predictions(near, 10) == [] and "nats a token (KL)" in broken_predictions(far, 10)[0]
+    assert broken_predictions(float("nan"), 10), "what is no number is broken"
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,7 @@ from shoestring.formats.convert import format_hosts
 from shoestring.formats.registry import from_json
 from shoestring.json_files import Fields, read_object
 from shoestring.model import load_model
-from shoestring.model.compressed_tensors import METHOD
-from shoestring.model.folder import foreign_files, weight_files
-from shoestring.model.fp8_folder import is_fp8
+from shoestring.model.folder import foreign_files, is_foreign, weight_files
 from shoestring.model.gguf_write import WrittenTensor
 from shoestring.model.hf import MODEL_TYPES, spec_from_hf
 from shoestring.model.hf_names import hf_module, our_module
@@ -204,7 +202,7 @@ def _packed_modules(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str,
                     raise UserError(f"{path}: {shown(name)} needs a 'format' and a 'shape' of two sizes; save it again")
         return shapes, labels
     quantization = read_object(folder / "config.json").get("quantization_config")
-    if isinstance(quantization, dict) and (quantization.get("quant_method") == METHOD or is_fp8(quantization)):
+    if isinstance(quantization, dict) and is_foreign(quantization):
         files = foreign_files(folder, quantization)
         return dict(files.shapes), {name: f.label for name, f in files.formats.items()}
     return {}, {}

@@ -8,13 +8,15 @@
 
 Calibration, quantization, pruning, block-wise training and mixed bits work on any such model: a decoder, an encoder, a
 vision transformer. `Decoder` is one; another model subclasses `BlocksModel`. Linear layers inside the blocks must be
-FormatLinear (`formats.convert.to_format_linear` makes one of an nn.Linear).
+FormatLinear (`formats.convert.to_format_linear` makes one of an nn.Linear). A model without predictions (an encoder)
+leaves out the last line; methods that read predictions (perplexity, mixed bits) refuse it.
 
 Not supported: arguments of blocks that differ between inputs of one batch (padding masks). Give inputs of equal length.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +50,7 @@ class InputSource:
         return channel.view(-1, 1, self.span).expand(-1, self.repeat, -1).flatten()
 
 
-class BlocksModel(nn.Module):
+class BlocksModel(nn.Module, ABC):
     """The protocol. `blocks` are modules that map [N, T, D] to [N, T, D]; `compute_dtype` is that of activations."""
 
     blocks: nn.ModuleList
@@ -62,9 +64,9 @@ class BlocksModel(nn.Module):
     def check_inputs(self, inputs: Tensor) -> None:
         """Raise UserError for inputs that the model cannot read."""
 
+    @abstractmethod
     def embed_inputs(self, inputs: Tensor) -> Tensor:
         """What the first block reads, [N, T, D] in compute_dtype on the model's device."""
-        raise NotImplementedError
 
     def block_args(self, length: int, device: torch.device) -> list[tuple[Any, ...]]:
         """The arguments of each block after x, for inputs of `length` rows: rotary tables, say."""
@@ -72,15 +74,21 @@ class BlocksModel(nn.Module):
 
     def tail_modules(self) -> Sequence[nn.Module]:
         """The modules behind `final_hidden` and `read_logits`."""
-        raise NotImplementedError
+        raise self._no_predictions()
 
     def final_hidden(self, x: Tensor) -> Tensor:
         """What the output head reads, [N, T, D], from the last block's output."""
-        raise NotImplementedError
+        raise self._no_predictions()
 
     def read_logits(self, hidden_RD: Tensor) -> Tensor:
         """Predictions [R, V] before the softmax."""
-        raise NotImplementedError
+        raise self._no_predictions()
+
+    def _no_predictions(self) -> UserError:
+        return UserError(
+            f"{type(self).__name__} has no output head, and this method reads predictions: use gptq, awq, clip or rtn, "
+            "or define tail_modules, final_hidden and read_logits"
+        )
 
     def input_sources(self, block: nn.Module) -> list[InputSource]:
         """For methods that scale channels (AWQ), which do nothing where the list is empty."""

@@ -28,6 +28,7 @@ from shoestring.json_files import Fields, read_object
 from shoestring.model import hf_names
 from shoestring.model.compressed_tensors import METHOD, CompressedFiles
 from shoestring.model.fp8_folder import Fp8Files, is_fp8
+from shoestring.model.gptq_awq import AWQ, GPTQ, GptqAwqFiles
 from shoestring.model.hf import spec_from_hf, token_ids
 from shoestring.model.save import PACKED_VERSION, save_model
 from shoestring.model.spec import ModelSpec
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedModel", "load_into", "load_model", "read_spec", "save_model", "weight_files"]
 
+ForeignFiles = CompressedFiles | Fp8Files | GptqAwqFiles
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -148,7 +150,7 @@ class _FolderSource:
         self.folder = folder
         config = read_object(folder / "config.json")
         self.spec = _with_generation_eos(spec_from_hf(config), folder)
-        self._files: TensorFiles | CompressedFiles | Fp8Files
+        self._files: TensorFiles | ForeignFiles
         if quantization := _foreign_packing(folder, config):
             self._files = foreign_files(folder, quantization)
             self.formats, self.packed_dtype = _our_formats(self._files, self.spec), torch.float32
@@ -250,19 +252,27 @@ def _foreign_packing(folder: Path, config: dict[str, Any]) -> dict[str, Any] | N
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or (folder / "shoestring.json").is_file():
         return None
-    if quantization.get("quant_method") == METHOD or is_fp8(quantization):
+    if is_foreign(quantization):
         return quantization
     raise UserError(
         f"{folder / 'shoestring.json'} is missing, but config.json says the weights are packed; copy the whole folder"
     )
 
 
-def foreign_files(folder: Path, quantization: dict[str, Any]) -> CompressedFiles | Fp8Files:
+def is_foreign(quantization: dict[str, Any]) -> bool:
+    """Whether `foreign_files` reads what config.json describes so."""
+    return quantization.get("quant_method") in (METHOD, GPTQ, AWQ) or is_fp8(quantization)
+
+
+def foreign_files(folder: Path, quantization: dict[str, Any]) -> ForeignFiles:
     """The tensors of a folder that another library has packed, under the names of our parts."""
-    return Fp8Files(folder, quantization) if is_fp8(quantization) else CompressedFiles(folder, quantization)
+    if is_fp8(quantization):
+        return Fp8Files(folder, quantization)
+    own = quantization.get("quant_method") in (GPTQ, AWQ)
+    return GptqAwqFiles(folder, quantization) if own else CompressedFiles(folder, quantization)
 
 
-def _our_formats(files: CompressedFiles | Fp8Files, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+def _our_formats(files: ForeignFiles, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     formats = {}
     names = hf_names.with_prefix(spec, (f"{module}.weight_packed" for module in files.formats))
     for full_name, name in names.items():

@@ -134,7 +134,7 @@ def _refuse_unknown_arithmetic(config: Fields, model_type: str) -> None:
             )
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-    if quantized is not None and method not in ("shoestring", "compressed-tensors", "fp8"):
+    if quantized is not None and method not in ("shoestring", "compressed-tensors", "fp8", "gptq", "awq"):
         raise UserError(
             f"config.json: quantization_config says the weights are packed by {shown(method)}, which is not read; "
             "give the folder of the unquantized model (float32, float16 or bfloat16 safetensors)"

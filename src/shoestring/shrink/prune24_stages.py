@@ -24,7 +24,7 @@ from torch import Tensor
 from shoestring.config import option, to_json
 from shoestring.errors import UserError
 from shoestring.evals.model_row import check_apart, evaluate_row, need_tokenizer, read_tokens, text_tokens
-from shoestring.formats import Slorb, Sparse24, convert, pack
+from shoestring.formats import Slorb, Sparse24, convert, pack, parse_format
 from shoestring.formats.convert import Rule, store_states
 from shoestring.host.block_offload import BlockOffload, check_spill
 from shoestring.json_files import Fields, read_object
@@ -48,6 +48,7 @@ from shoestring.shrink.prune24_retrain import Coverage, Retrain, build_student, 
 from shoestring.shrink.quality_gate import FORCE_HELP, MAX_HELP, MAX_PERPLEXITY, VERIFY_HELP
 from shoestring.shrink.self_text import PAPER, generate_text, read_prompts
 from shoestring.shrink.shrink_run import ShrinkRun, calibration_windows, check_model_given, load_where_it_fits
+from shoestring.shrink.whole_model import EMBED_HELP, give_embedding
 from shoestring.state.checkpoint import Checkpointer, ResumeFrom, check_steps
 from shoestring.state.run_lock import check_not_held
 from shoestring.train.data import TokenData, rows_per_pass
@@ -76,6 +77,7 @@ TRAINING = (
 class Prune24Settings:
     model: str = option("", "a Hugging Face folder, a run folder or a .gguf file")
     layers: str = option("*", "glob of the layers to prune; the output head only where its name is spelled out")
+    embed: str = option("dense", f"packed/: {EMBED_HELP}")
     method: Literal["sparsegpt", "wanda", "magnitude"] = option("sparsegpt", "the one-shot method")
     calib: str | None = option(None, "calibration text or corpus; a run is calibrated on its own training text")
     calib_windows: int = option(32, "windows of calibration text", least=1)
@@ -160,6 +162,7 @@ def check(cfg: Prune24Settings) -> None:
     if cfg.text is not None and not Path(cfg.text).is_file():
         raise UserError(f"text={cfg.text} is no file; give a text file")
     check_spill(cfg.spill)
+    parse_format(cfg.embed)
     pruner(cfg)
     if cfg.train != "none":
         check_training(cfg)
@@ -357,13 +360,15 @@ def load_pruned(folder: Path, rules: list[Rule], dtype: torch.dtype) -> Decoder:
 
 
 def deliver_pruned(
-    run: ShrinkRun, model: Decoder, rules: list[Rule], tokenizer: Tokenizer | None, **notes: Any
+    run: ShrinkRun, model: Decoder, rules: list[Rule], tokenizer: Tokenizer | None, embed: str, **notes: Any
 ) -> Coverage:
-    """Write model/ and packed/ with pruning.json, after checking every group of four of every pruned layer."""
+    """Write model/ and packed/ with pruning.json, after checking every group of four of every pruned layer. `embed`:
+    the Format of embedding and head in packed/."""
     model.compute_dtype = run.compute
     coverage = check_coverage(model, rules, run.compute)
     content = {"format": rules[0][1].label, **coverage.to_json(), **notes}
     save_model(run.folder / "model", model, tokenizer)
+    give_embedding(model, rules, embed)
     pack(model, dtype=run.compute)
     save_model(run.folder / "packed", model, tokenizer)
     for name in ("model", "packed"):

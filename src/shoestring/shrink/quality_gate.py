@@ -5,6 +5,8 @@ often wants more bits. A model is broken, and the run ends with an error, where
 
     a packed layer has become one value everywhere, or holds scales that are not finite
     the perplexity is not finite, or more than `max_perplexity` times that of the model before
+    the predictions are not finite, or their mean KL to those of the model before is more than log(max_perplexity):
+    as far from them as that perplexity would be, whatever the text. shrink/ptq and shrink/rtn measure it
 
 `force=true` keeps it all the same.
 """
@@ -20,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats.convert import format_hosts
@@ -32,6 +34,7 @@ from shoestring.shrink.chosen_grid import LayerError
 
 MAX_PERPLEXITY = 10.0
 VERIFIED_PARAMS = 2_000_000_000  # up to here one short input costs less than loading the model
+KL_TOKENS = 128  # of the evaluated text, or of the calibration text
 OUT_OF_LINE = 5.0  # times the median error of the layers of a kind
 VERIFY_HELP = "run one short input through the packed model and compare with its decoded weights; auto: up to 2B"
 MAX_HELP = "the model is broken, and not delivered, where its perplexity is more than this many times that before"
@@ -99,6 +102,28 @@ def broken_perplexity(rows: Sequence[dict[str, Any]], most: float) -> list[str]:
     return []
 
 
+@torch.no_grad()
+def predictions(model: Decoder, tokens: Tensor | None) -> Tensor | None:
+    """Log-probabilities [T, V] of the tokens after the first of a text, fp32 on the CPU; None without a text."""
+    if tokens is None:
+        return None
+    text_1T = tokens.flatten()[: min(KL_TOKENS, model.spec.max_positions)].long()[None].to(model.device)
+    return model(text_1T)[0].float().log_softmax(-1).cpu()
+
+
+def mean_kl(before_TV: Tensor | None, after_TV: Tensor | None) -> float | None:
+    """Nats a token."""
+    if before_TV is None or after_TV is None:
+        return None
+    return float((before_TV.exp() * (before_TV - after_TV)).sum(-1).mean())
+
+
+def broken_predictions(kl: float | None, most: float) -> list[str]:
+    if kl is None or kl <= math.log(most):  # False for NaN
+        return []
+    return [f"its predictions are {kl:.3g} nats a token (KL) from those before (allowed: {math.log(most):.3g})"]
+
+
 def verify_model(model: Decoder, verify: str) -> None:
     """The self-check with a few tokens, where `verify` (auto, true or false) asks for it."""
     if verify == "false" or (verify == "auto" and model.spec.num_params() > VERIFIED_PARAMS):
@@ -109,16 +134,26 @@ def verify_model(model: Decoder, verify: str) -> None:
 
 
 def judge(
-    model: nn.Module, log: RunLog, *, max_perplexity: float, force: bool, layers: Sequence[LayerError] = ()
+    model: nn.Module,
+    log: RunLog,
+    *,
+    max_perplexity: float,
+    force: bool,
+    layers: Sequence[LayerError] = (),
+    kl: float | None = None,
 ) -> str | None:
-    """List what is out of line; why the model is broken, or None. With `force` the reason is only said."""
+    """List what is out of line; why the model is broken, or None. With `force` the reason is only said. `kl`: of
+    `mean_kl`."""
     for outlier in (found := outliers(layers))[:10]:
         log.say(f"out of line: {outlier}")
     if found[10:]:
         log.say(f"out of line: {len(found) - 10} more layers, see report.html")
     if not any(row.get("perplexity") for row in log.evaluations()):
         log.say("perplexity was not measured: give text=FILE to have it checked")
-    problems = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_layers(model)]
+    if kl is not None:
+        log.say(f"KL to the predictions before: {kl:.3g} nats a token, on {KL_TOKENS} tokens")
+    problems = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_predictions(kl, max_perplexity)]
+    problems += broken_layers(model)
     for problem in problems:
         log.say(f"broken: {problem}")
     if not problems or force:

@@ -83,7 +83,7 @@ def main(cfg: Config) -> Path:
             whole = stages.load_pruned(folder, rules, torch.float32 if cfg.slorb else run.compute)
         reason = None
         if whole is not None:
-            coverage = stages.deliver_pruned(run, whole, rules, tokenizer, **notes)
+            coverage = stages.deliver_pruned(run, whole, rules, tokenizer, cfg.embed, **notes)
             if settings is not None:
                 loaded = load_model(folder / "packed", device=mesh.device, dtype=run.compute)
                 verify_model(loaded.model, cfg.verify)

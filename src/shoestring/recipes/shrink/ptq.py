@@ -39,7 +39,7 @@ from shoestring.shrink import ptq_stages as stages
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import quantize_blocks
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
-from shoestring.shrink.quality_gate import judge, outlier_table, outliers, refuse, verify_model
+from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
 from shoestring.shrink.quantize import ENDS, plan
 from shoestring.shrink.shrink_run import (
     calibration_windows,
@@ -99,6 +99,9 @@ def main(cfg: Config) -> Path:
                 log.evaluated(**evaluate_row(loaded, label, tokens, text, **sizes, offload=offload, changed=changed))
 
         evaluate("before")
+        compared = tokens if tokens is not None or calib_NT is None else calib_NT[0]
+        compared = compared if onload_device is None else None  # a streamed model has no whole forward
+        predicted = predictions(loaded.model, compared)
         notes: dict[str, Any] = {
             "calibration": cfg.calib,
             "calibration_tokens": 0 if calib_NT is None else calib_NT.numel(),
@@ -118,6 +121,7 @@ def main(cfg: Config) -> Path:
             verify_model(loaded.model, cfg.verify)
         evaluate("after", changed=True)
         limits: dict[str, Any] = {"max_perplexity": cfg.max_perplexity, "force": cfg.force}
+        limits["kl"] = mean_kl(predicted, predictions(loaded.model, compared))
         refuse(judge(loaded.model, log, layers=report.layers, **limits), f"resume={folder}")
         out = Path(cfg.out) if cfg.out else folder / "model"
         save_quantized(loaded, report, out, cfg.dense_out, **notes)

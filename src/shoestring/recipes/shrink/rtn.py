@@ -32,6 +32,8 @@ from shoestring.shrink.quality_gate import (
     MAX_PERPLEXITY,
     VERIFY_HELP,
     judge,
+    mean_kl,
+    predictions,
     refuse,
     verify_model,
 )
@@ -79,6 +81,7 @@ def main(cfg: Config) -> Path:
     log.save_config(config_record("shrink/rtn", cfg))
     options: dict[str, Any] = {"context": cfg.context, "max_tokens": cfg.max_tokens, "speed": cfg.speed}
     log.evaluated(**evaluate_row(loaded, "before", tokens, text, **options))
+    predicted = predictions(loaded.model, tokens)
     log.say(str(convert(loaded.model, rules)))
     verify_model(loaded.model, cfg.verify)
     pack(loaded.model, dtype=loaded.model.compute_dtype)
@@ -86,7 +89,8 @@ def main(cfg: Config) -> Path:
     verify_model(loaded.model, cfg.verify)
     log.evaluated(**evaluate_row(loaded, "after", tokens, text, **options, changed=True))
 
-    refuse(judge(loaded.model, log, max_perplexity=cfg.max_perplexity, force=cfg.force), "the same with")
+    kl = mean_kl(predicted, predictions(loaded.model, tokens))
+    refuse(judge(loaded.model, log, max_perplexity=cfg.max_perplexity, force=cfg.force, kl=kl), "the same with")
     out = Path(cfg.out) if cfg.out else folder / "model"
     save_model(out, loaded.model, loaded.tokenizer)
     if cfg.dense_out is not None:
