@@ -305,6 +305,9 @@ def serve(
         typer.Option(help="drain: running texts end with the old weights; recompute: they go on with the new ones."),
     ] = "drain",
     update_wait: Annotated[float, typer.Option(help="Seconds that drain waits for running texts.")] = 30.0,
+    follow_drafter: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The same for the draft model of --drafter.")
+    ] = None,
     follow_older: Annotated[bool, typer.Option("--follow-older", help="Also take over an older step.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="First check checksums, and that all weights are numbers.")
@@ -345,6 +348,7 @@ def serve(
         follow=follow,
         on_update=cast(Literal["drain", "recompute"], on_update),
         update_wait_s=update_wait,
+        follow_drafter=follow_drafter,
         follow_older=follow_older,
     )
     place = pick_device(device)

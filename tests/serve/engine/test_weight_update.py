@@ -18,8 +18,11 @@ from shoestring.model.skip import SkipSet, Sublayer
 from shoestring.model.spec import Experts
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.engine.block_pool import RowSpan
+from shoestring.serve.engine.request import Request
 from shoestring.serve.engine.runner import Batch
 from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.serve.speculative.draft_model import DraftModel
+from shoestring.serve.speculative.drafter_stack import DrafterStack
 from shoestring.state.reshard.version import WeightsVersion
 from tiny import QWEN2, random_model, tiny_decoder
 
@@ -249,6 +252,33 @@ def test_drafts_do_not_outlive_the_weights(kind: str) -> None:
     start = request.versions[-1][1]
     text = request.tokens[: request.num_prompt + start]
     assert request.new_tokens[start:] == naive(second, text, Sampling(max_tokens=20 - start))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_draft_model_takes_weights_of_its_own(graphs: bool) -> None:
+    """The text stays the target's; with the target's weights every draft is accepted."""
+    counts: list[tuple[int, int]] = []
+
+    class Counting(DraftModel):
+        def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+            counts.append((num_drafted, num_accepted))
+
+    target, draft = tiny_decoder(0), tiny_decoder(1)
+    stack = DrafterStack([Counting(draft, graphs=graphs or None)])
+    engine = Engine(target, drafter=stack, num_drafts=3, graphs=graphs or None)
+    request = engine.add(PROMPT, Sampling(max_tokens=30))
+    while len(request.new_tokens) < 12:
+        engine.step()
+    assert any(accepted < drafted for drafted, accepted in counts)
+    engine.update_weights(WeightTarget(draft), values_of(tiny_decoder(0)), V1)
+    before = len(counts)
+    while engine.busy:
+        engine.step()
+    assert request.new_tokens == naive(target, PROMPT, Sampling(max_tokens=30))
+    assert len(counts) > before and all(accepted == drafted for drafted, accepted in counts[before:])
+    assert engine.version is None and request.versions == [(None, 0)]
+    again = engine.generate([PROMPT], Sampling(max_tokens=30))[0].token_ids  # its prefixes are the new weights'
+    assert again == request.new_tokens and all(accepted == drafted for drafted, accepted in counts[before:])
 
 
 def test_values_that_do_not_fit_change_nothing() -> None:

@@ -18,12 +18,16 @@ from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
 from shoestring.runlog import RunLog
 from shoestring.serve import Engine, Sampling
-from shoestring.serve.http.server import ServeOptions
+from shoestring.serve.http.server import ServeOptions, _draft_target
+from shoestring.serve.speculative import drafter_stack
+from shoestring.serve.speculative.draft_model import DraftModel
+from shoestring.serve.speculative.ngram_drafter import NgramDrafter
 from shoestring.train.publish import Publish
 from shoestring.train.step import Run
 from tiny import chat_tokenizer, served_model
 
 VOCAB = chat_tokenizer().vocab_size
+PROMPT = "the quick brown fox jumps over the lazy dog " * 3
 
 
 def weights_of(step: int) -> Decoder:
@@ -68,7 +72,7 @@ def get(service: Any, path: str) -> Any:
     return body if path == "/metrics" else json.loads(body)
 
 
-def complete(service: Any, num: int, prompt: str = "the quick brown fox jumps over the lazy dog " * 3) -> Any:
+def complete(service: Any, num: int, prompt: str = PROMPT) -> Any:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": num, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         service.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -77,7 +81,7 @@ def complete(service: Any, num: int, prompt: str = "the quick brown fox jumps ov
         return json.loads(answer.read())["choices"][0]
 
 
-def expected(step: int, num: int, prompt: str = "the quick brown fox jumps over the lazy dog " * 3) -> str:
+def expected(step: int, num: int, prompt: str = PROMPT) -> str:
     engine = Engine(weights_of(step), chat_tokenizer(), eos_ids=())
     return engine.generate([prompt], Sampling(max_tokens=num))[0].text
 
@@ -99,7 +103,7 @@ def test_versions_are_taken_over_and_shown(trainer: Trainer, caplog: pytest.LogC
         assert "shoestring:weights_step{" in (text := get(service, "/metrics")) and "weights_updates_total" in text
         # An older step is refused, and the server goes on.
         trainer.publish(1)
-        wait_for(lambda: service.follower._refused is not None)
+        wait_for(lambda: service.followers[0]._refused is not None)
         assert step_of(service) == 2 and complete(service, 12)["text"] == expected(2, 12)
         # A publisher that goes away, and another one in its place.
         trainer.hook.server.close()
@@ -134,7 +138,27 @@ def test_texts_that_run_while_weights_change(trainer: Trainer, mode: str) -> Non
         assert step_of(service) == 2
 
 
+def test_a_draft_model_follows_a_run_of_its_own(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = weights_of(9)
+    monkeypatch.setattr(drafter_stack, "open_drafter", lambda *_: DraftModel(draft))
+    caplog.set_level("INFO", logger="shoestring.serve")
+    trainer.publish(1)
+    with running(drafter="a folder", follow_drafter=trainer.address, on_update="drain") as service:
+        wait_for(lambda: "weights of the drafter are now run-a@1-" in caplog.text)
+        assert step_of(service) == -1  # the served weights are as before
+        text = Engine(served_model(VOCAB), chat_tokenizer(), eos_ids=()).generate([PROMPT], Sampling(max_tokens=12))
+        assert complete(service, 12)["text"] == text[0].text
+    want = weights_of(1).state_dict()
+    assert all(torch.equal(t, want[n]) for n, t in draft.state_dict().items())
+    with pytest.raises(UserError, match="there are 0"):
+        _draft_target(NgramDrafter())
+
+
 def test_options() -> None:
+    with pytest.raises(UserError, match="needs a draft model"):
+        ServeOptions(follow_drafter="127.0.0.1:9")
     with pytest.raises(UserError, match="is not an address"):
         ServeOptions(follow="nowhere")
     with pytest.raises(UserError, match="drain or recompute"):

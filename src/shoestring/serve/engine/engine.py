@@ -254,11 +254,14 @@ class Engine:
     ) -> list[Output]:
         """Replace the weights between two steps, in place. The step in flight is completed first, and its outputs are
         returned. Requests that run keep their tokens; their keys and values are computed again with the new weights.
+        `target` may also be a draft model's: drafts change then, texts do not.
 
         UserError, and nothing changed, for values that do not fit."""
-        assert target.model is self.model
         prepared = values if isinstance(values, PreparedWeights) else target.prepare(values)
         outputs = self._land()
+        if target.model is not self.model:
+            self._update_drafter(target, prepared, version)
+            return outputs
         if not self.runner.agree_on_weights(version.step):
             raise UpdateRefused(f"another process could not get the weights of {version}; nothing was changed", outputs)
         for request in reversed(self.running):
@@ -271,6 +274,14 @@ class Engine:
             if request.versions:  # it has been computed with others
                 note_version(request, version)
         return outputs
+
+    def _update_drafter(self, target: WeightTarget, prepared: PreparedWeights, version: WeightsVersion) -> None:
+        assert self.drafter is not None
+        (runner,) = [r for r in self.drafter.runners() if r.model is target.model]
+        for request in (*self.running, *self.waiting):
+            self.drafter.release(request)  # what it has computed of their texts is the old weights'
+        prepared.write_()
+        runner.weights_written(version)
 
     def _land(self) -> list[Output]:
         """Complete the step that was launched ahead: nothing is in flight afterwards."""

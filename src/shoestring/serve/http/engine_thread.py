@@ -311,7 +311,8 @@ class EngineThread:
 
     def update_weights(self, target: WeightTarget, values: PreparedWeights, version: WeightsVersion) -> float:
         """Have the engine take over new weights; waits for it. The seconds for which the engine stood still."""
-        wait_s = self._update_wait_s if self.on_update == "drain" else 0.0
+        drains = self.on_update == "drain" and target.model is self.engine.model  # a draft model changes no text
+        wait_s = self._update_wait_s if drains else 0.0
         update = WeightUpdate(target, values, version, self.engine.clock() + wait_s)
         self._updates.put(update)
         self._inbox.put(("update", (), None))
@@ -403,7 +404,8 @@ class EngineThread:
         except UserError as error:
             update.error = error
         update.stall_s = engine.clock() - began
-        self.metrics.note_weights(update.version, update.stall_s, taken=update.error is None)
+        if update.target.model is engine.model:
+            self.metrics.note_weights(update.version, update.stall_s, taken=update.error is None)
         update.done.set()
 
     def _read_inbox(self, wait: bool = True) -> bool:

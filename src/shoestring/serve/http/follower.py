@@ -28,7 +28,8 @@ class WeightFollower:
     def __init__(
         self, address: tuple[str, int], target: WeightTarget, engine_thread: EngineThread, *, older: bool = False
     ) -> None:
-        """`older`: also take a step that is before the one served now."""
+        """`target`: the model's, or that of its draft model. `older`: also take a step that is before the one served
+        now."""
         self.address, self.target, self.engine_thread, self.older = address, target, engine_thread, older
         self.version: WeightsVersion | None = None
         self._refused: WeightsVersion | None = None
@@ -94,13 +95,15 @@ class WeightFollower:
 
     def _take(self, pull: WeightPull, step: int) -> None:
         began = time.monotonic()
-        self.engine_thread.announce_weights(step)
+        if self.target.model is self.engine_thread.engine.model:
+            self.engine_thread.announce_weights(step)  # draft models have one process
         values, version, num_bytes = pull.pull(step)
         prepared = self.target.prepare(values)
         pulled = time.monotonic()
         stall = self.engine_thread.update_weights(self.target, prepared, version)
         self.version = version
         log.info(
-            "weights are now %s: %.1f MB pulled in %.2f s, taken over after %.2f s, engine stopped for %.0f ms",
+            "%s are now %s: %.1f MB pulled in %.2f s, taken over after %.2f s, engine stopped for %.0f ms",
+            "weights" if self.target.model is self.engine_thread.engine.model else "weights of the drafter",
             *(version, num_bytes / 1e6, pulled - began, time.monotonic() - pulled, 1e3 * stall),
         )

@@ -104,6 +104,7 @@ class ServeOptions:
     follow: str | None = None  # HOST:PORT of a training run whose weights are taken over
     on_update: OnUpdate = "drain"  # what happens to running texts then
     update_wait_s: float = 30.0  # that `drain` waits for them
+    follow_drafter: str | None = None  # HOST:PORT of a training run of the draft model
     follow_older: bool = False  # also take a step before the one that is served
 
     def __post_init__(self) -> None:
@@ -137,8 +138,11 @@ class ServeOptions:
         ):
             if not good:
                 raise UserError(f"{name}={getattr(self, name)!r} is not allowed; give {allowed}")
-        if self.follow is not None:
-            parse_address(self.follow)
+        for address in (self.follow, self.follow_drafter):
+            if address is not None:
+                parse_address(address)
+        if self.follow_drafter is not None and self.drafter is None:
+            raise UserError("--follow-drafter needs a draft model to update; give --drafter its folder")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
             raise UserError("an API key is empty or not ASCII; a header could not carry it")
 
@@ -157,6 +161,13 @@ def objects_frozen() -> Iterator[None]:
 
 class EngineStuck(UserError):
     """The engine's step did not end, so the engine could not be stopped."""
+
+
+def _draft_target(drafter: Drafter | None) -> WeightTarget:
+    models = [] if drafter is None else [runner.model for runner in drafter.runners()]
+    if len(models) != 1:
+        raise UserError(f"--follow-drafter needs a --drafter with one draft model; there are {len(models)}")
+    return WeightTarget(models[0])
 
 
 class Service:
@@ -205,13 +216,16 @@ class Service:
             on_update=options.on_update,
             update_wait_s=options.update_wait_s,
         )
-        self.follower: WeightFollower | None = None
+        self.followers: list[WeightFollower] = []
         if options.follow is not None:
             if isinstance(model, TextEncoder):
                 raise UserError("an encoder cannot follow a training run; leave --follow out")
             target = WeightTarget(model) if ranks is None else ranks.weight_target(model)
             address = parse_address(options.follow)
-            self.follower = WeightFollower(address, target, self.engine_thread, older=options.follow_older)
+            self.followers.append(WeightFollower(address, target, self.engine_thread, older=options.follow_older))
+        if options.follow_drafter is not None:
+            address, target = parse_address(options.follow_drafter), _draft_target(drafter)
+            self.followers.append(WeightFollower(address, target, self.engine_thread, older=options.follow_older))
         if ranks is not None:
             ranks.failure_watch.on_failure = self._rank_failed
         settings = ApiSettings(
@@ -249,14 +263,14 @@ class Service:
 
     def run(self) -> None:
         self.engine_thread.start()
-        if self.follower is not None:
-            self.follower.start()
+        for follower in self.followers:
+            follower.start()
         try:
             with objects_frozen():
                 asyncio.run(self.server.serve([self._listener]))
         finally:
-            if self.follower is not None:
-                self.follower.stop()
+            for follower in self.followers:
+                follower.stop()
             self.engine_thread.stop(STOP_S)
             self._api.workers.stop()
         if self.engine_thread.alive:

@@ -90,6 +90,9 @@ class DraftModel(Drafter):
         self.runner.warm_up_chains(max_requests, kinds, lengths)
         self.runner.warm_up_kernels(self.chunk)
 
+    def runners(self) -> list[Runner]:
+        return [self.runner]
+
     @property
     def num_graphs(self) -> int:
         return self.runner.num_graphs

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import Draft, Request
+from shoestring.serve.engine.runner import Runner
 
 
 class Drafter(ABC):
@@ -46,6 +47,10 @@ class Drafter(ABC):
     def is_behind(self, requests: Sequence[Request]) -> bool:
         """Whether `propose` would have to read long texts of these requests first."""
         return False
+
+    def runners(self) -> list[Runner]:
+        """Of models that have weights of their own."""
+        return []
 
     @property
     def num_graphs(self) -> int:

@@ -21,6 +21,7 @@ from shoestring.model.transformer import Decoder
 from shoestring.paths import expand
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.request import NO_DRAFT, Draft, Request
+from shoestring.serve.engine.runner import Runner
 from shoestring.serve.speculative.draft_model import DraftModel, read_vocab_ids, trim_head
 from shoestring.serve.speculative.drafter import Drafter
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
@@ -106,6 +107,9 @@ class DrafterStack(Drafter):
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
         return any(drafter.is_behind(requests) for drafter in self.drafters)
+
+    def runners(self) -> list[Runner]:
+        return [runner for drafter in self.drafters for runner in drafter.runners()]
 
     @property
     def num_graphs(self) -> int:
