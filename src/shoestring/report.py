@@ -443,8 +443,12 @@ def column_format(values: Sequence[Any]) -> Callable[[Any], str]:
     if not all(_is_number(v) or v is None for v in values) or not numbers or max(numbers) >= 1e9:
         return _show
     exact = next((d for d in range(4) if all(abs(round(n, d) - n) < 1e-9 for n in numbers)), None)
-    decimals = max(0, 3 - math.floor(math.log10(max(numbers)))) if exact is None else exact
-    if decimals > 6 or round(min(numbers), decimals) * 100 < min(numbers) * 95:  # the smallest would lose its digits
+    least = max(0, 3 - math.floor(math.log10(max(numbers)))) if exact is None else exact
+    keeps = (
+        d for d in range(least, min(7, least + 3)) if abs(round(min(numbers), d) - min(numbers)) < 1e-3 * min(numbers)
+    )
+    decimals = next(keeps, None)
+    if decimals is None:  # the smallest would lose its digits
         return _show
     return lambda value: f"{value:,.{decimals}f}" if _is_number(value) and math.isfinite(value) else _show(value)
 

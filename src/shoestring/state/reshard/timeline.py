@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shoestring.report import LEFT, NUM_COLORS, RIGHT, WIDTH, Section, Table, nice_ticks
+from shoestring.report import NUM_COLORS, RIGHT, WIDTH, Section, Table, nice_ticks
 from shoestring.state.reshard.plan import ReshardPlan, Transfer
 
-ROW, GAP = 18, 6  # pixels
+ROW, GAP, LEFT = 18, 6, 64  # pixels
 MOST_ROWS = 64  # links in a picture
 MOST_TRANSFERS = 40  # in a printed table
 NAMES = 110  # pixels for the names of the links
