@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,11 +105,11 @@ def clocked(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - began
 
 
-def measure_codes(size: str, device: str) -> None:
+def measure_codes(size: str, device: str, methods: Sequence[str]) -> None:
     grads = gradients(size, device)
     copied = copy_gbps(device, max(g.numel() for g in grads))
     print(f"a copy reaches {copied:.0f} GB/s", flush=True)
-    for name in CODES:
+    for name in (m for m in CODES if m in methods):
         method = parse_compressor(name)
         passes, traffic = zip(*(code_pass(method, g) for g in grads), strict=True)
         by_shape: dict[tuple[int, ...], Callable[[], Tensor]] = {}
@@ -136,11 +136,11 @@ def one_exchange(method: Compressor, x: Tensor, at: At) -> None:
     echo(method.exchange(x, at), at.size)
 
 
-def measure_exchanges(size: str, device: str) -> None:
+def measure_exchanges(size: str, device: str, methods: Sequence[str]) -> None:
     shapes = [torch.Size(s) for s in gradient_shapes(size)]
     plain = sum(PLAIN.sent_bytes(s, REPLICAS) for s in shapes)
     kinds = {s: torch.randn(s, device=device) for s in dict.fromkeys(shapes)}
-    for name in ("plain", *METHODS):
+    for name in methods:
         method = parse_compressor(name)
         sent = sum(method.sent_bytes(s, REPLICAS) for s in shapes)
         memories = {s: At(0, REPLICAS, str(s)) for s in kinds}
@@ -185,11 +185,12 @@ def codes() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a model of 1M parameters, to try the script")
+    parser.add_argument("--methods", nargs="+", default=("plain", *METHODS), choices=("plain", *METHODS))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = "small" if args.small else "llama-3.2-1b"
-    measure_codes(size, device)
-    measure_exchanges(size, device)
+    measure_codes(size, device, args.methods)
+    measure_exchanges(size, device, args.methods)
 
 
 if __name__ == "__main__":

@@ -83,19 +83,23 @@ def test_loops_in_cpp_equal_the_references(threads: int, monkeypatch: pytest.Mon
     for num, k in SEARCHES:
         x = rows_to_search(num)
         assert torch.equal(top_magnitudes(x, k), top_magnitudes_ref(x, k)), (num, k)
-    for num in (1, 1000, 1 << 16, 3 * (1 << 16) + 77):
-        senders = rows_to_search(num)
-        senders[0, : len(EDGES)] = EDGES[:num]
+    check_sparse_codes("cpu")
+
+
+def check_sparse_codes(device: str) -> None:
+    for num, ratio in ((1, 0.01), (1000, 0.01), (1 << 16, 0.01), (3 * (1 << 16) + 77, 0.01), ((1 << 16) + 20_001, 0.2)):
+        senders = rows_to_search(num).to(device)
+        senders[0, : len(EDGES)] = EDGES[:num].to(device)
         wires = []
         for x in senders:
-            wire, error = sparse_codes.encode_sparse(x, 0.01)
-            want = sparse_codes.encode_sparse_ref(x, 0.01)
-            assert torch.equal(wire, want[0]) and torch.equal(error, want[1]), num
-            assert wire.numel() == 4 * sparse_codes.total_kept(0.01, num)
+            error, want_error = torch.empty_like(x), torch.empty_like(x)
+            wire = sparse_codes.encode_sparse(x, ratio, error)
+            assert torch.equal(wire, sparse_codes.encode_sparse_ref(x, ratio, want_error)), num
+            assert torch.equal(error, want_error) and wire.numel() == 4 * sparse_codes.total_kept(ratio, num)
             wires.append(torch.cat([wire[:1], wire]))
         joined = torch.stack(wires)[:, 1:]  # does not lie on a multiple of two
-        want = sparse_codes.sum_sparse_ref(joined, num, 0.01)
-        assert torch.equal(sparse_codes.sum_sparse(joined, num, 0.01), want), num
+        want = sparse_codes.sum_sparse_ref(joined, num, ratio)
+        assert torch.equal(sparse_codes.sum_sparse(joined, num, ratio), want), num
 
 
 def check_kernels() -> None:
@@ -122,3 +126,4 @@ def test_kernels_equal_their_references_interpreted() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_equal_their_references_on_a_gpu() -> None:
     check_kernels()
+    check_sparse_codes("cuda")

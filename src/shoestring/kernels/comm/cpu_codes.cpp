@@ -220,13 +220,14 @@ void top_magnitudes(const float *x, int64_t *index, int64_t rows, int64_t num, i
 }
 
 // The largest k of each row of rows [rows, num] in bf16 into `values` and their places, less 2^15, into `places`;
-// error, where given, holds x already and loses what is sent.
+// error, where given, is x less what is sent.
 void encode_top(const float *x, uint16_t *values, int16_t *places, float *error, int64_t rows, int64_t num, int64_t k,
                 int64_t threads) {
   parallel(rows, threads, [=](int64_t first, int64_t last) {
     Kept kept(num);
     for (int64_t r = first; r < last; ++r) {
       const float *row = x + r * num;
+      if (error) std::memcpy(error + r * num, row, 4 * num);
       top_of_row(row, num, k, kept, [&](int64_t j, int32_t at) {
         uint16_t value = to_bf16(row[at]);
         values[r * k + j] = value;
@@ -237,12 +238,13 @@ void encode_top(const float *x, uint16_t *values, int16_t *places, float *error,
   });
 }
 
-// out [rows, num] += what `senders` messages hold for these rows, one after the other. In a message, which begins
-// `stride` bytes after the one before, values and places begin at these bytes.
-void add_top(const uint8_t *wire, int64_t stride, int64_t senders, int64_t values_at, int64_t places_at, float *out,
+// out [rows, num] = the sum of what `senders` messages hold for these rows, one after the other. In a message, which
+// begins `stride` bytes after the one before, values and places begin at these bytes.
+void sum_top(const uint8_t *wire, int64_t stride, int64_t senders, int64_t values_at, int64_t places_at, float *out,
              int64_t rows, int64_t num, int64_t k, int64_t threads) {
   parallel(rows, threads, [=](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r)
+    for (int64_t r = first; r < last; ++r) {
+      std::fill_n(out + r * num, num, 0.0f);
       for (int64_t s = 0; s < senders; ++s) {
         const uint8_t *values = wire + s * stride + values_at + 2 * r * k;
         const uint8_t *places = wire + s * stride + places_at + 2 * r * k;
@@ -255,6 +257,7 @@ void add_top(const uint8_t *wire, int64_t stride, int64_t senders, int64_t value
           if (at < num) out[r * num + at] += from_bf16(value);
         }
       }
+    }
   });
 }
 }

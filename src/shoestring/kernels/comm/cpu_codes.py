@@ -29,7 +29,7 @@ _SIGNATURES = {
     "sum_blocks": [_P, _N, _P, _N, _P, *[_N] * 5],
     "top_magnitudes": [_P, _P, *[_N] * 4],
     "encode_top": [_P, _P, _P, _P, *[_N] * 4],
-    "add_top": [_P, *[_N] * 4, _P, *[_N] * 4],
+    "sum_top": [_P, *[_N] * 4, _P, *[_N] * 4],
 }
 
 

@@ -37,12 +37,13 @@ class TopKSparsifier(Compressor):
         return f"topk:{self.ratio:g}"
 
     def exchange(self, x: Tensor, at: At) -> Exchange[Sum]:
-        wire, error = encode_sparse(x.reshape(-1), self.ratio)
+        error = torch.empty_like(x, memory_format=torch.contiguous_format)
+        wire = encode_sparse(x.reshape(-1), self.ratio, error.view(-1))
         total = sum_sparse((yield ToAll(wire)), x.numel(), self.ratio)
-        return Sum(total.view(x.shape), error.view(x.shape))
+        return Sum(total.view(x.shape), error)
 
     def decoded(self, x: Tensor, at: At) -> Tensor:
-        wire, _ = encode_sparse(x.reshape(-1), self.ratio)
+        wire = encode_sparse(x.reshape(-1), self.ratio)
         return sum_sparse(wire[None], x.numel(), self.ratio).view(x.shape)
 
     def sent_bytes(self, shape: torch.Size, size: int) -> int:
