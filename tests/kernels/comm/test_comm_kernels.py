@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+from pathlib import Path
+
+import emulated
 import pytest
 import torch
 from interpreted import run_interpreted
@@ -120,6 +125,30 @@ def check_kernels() -> None:
 
 def test_kernels_equal_their_references_interpreted() -> None:
     run_interpreted("from test_comm_kernels import check_kernels; check_kernels()")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_sparse_codes_in_cuda_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_codes, "THREADS", 128)
+    monkeypatch.setattr(sparse_codes, "SAMPLE", 2048)
+    macros = {"HALF": 0, "THREADS": 128, "BLOCKS": 1, "ROOM": 2048, "SAMPLE": 2048}
+    library = emulated.library(tmp_path, "sparse_on_cpu.h", "comm/sparse_codes", macros=macros)
+    for num, k in ((1 << 16, 400), (20_001, 201), (1000, 10), (1, 1)):
+        x = rows_to_search(num)
+        x[0, : len(EDGES)] = EDGES[:num]
+        message, error = torch.zeros(2, 3, k, dtype=torch.int16), torch.zeros_like(x)
+        rank, shared = sparse_codes.sample_rank(k, num), sparse_codes.shared_bytes(2048)
+        to = [ctypes.c_void_p(t.data_ptr()) for t in (x, message[0], message[1], error)]
+        library.encode(*to, 3, num, k, rank, shared)
+        places = top_magnitudes_ref(x, k)
+        sent = x.gather(1, places).clamp(-sparse_codes.LARGEST_BF16, sparse_codes.LARGEST_BF16).bfloat16()
+        assert torch.equal(message[1].long() + sparse_codes.OFFSET, places), num
+        assert torch.equal(message[0].view(torch.bfloat16), sent)
+        assert torch.equal(error, x.scatter(1, places, x.gather(1, places) - sent.float()))
+        both, total = torch.stack([message, message]), torch.full((3, num), 9.0)
+        at = [ctypes.c_long(n) for n in (both[0].nbytes, 0, message[0].nbytes)]
+        library.sum(ctypes.c_void_p(both.data_ptr()), at[0], 2, *at[1:], ctypes.c_void_p(total.data_ptr()), 3, num, k)
+        assert torch.equal(total, torch.zeros_like(x).scatter(1, places, 2 * sent.float()))
 
 
 @pytest.mark.gpu

@@ -70,6 +70,9 @@ def encode_sparse(flat_N: Tensor, ratio: float, error_N: Tensor | None = None) -
     if loops is None and not on_gpu:
         return encode_sparse_ref(flat_N, ratio, error_N)
     flat_N = flat_N.contiguous()
+    if on_gpu and flat_N.data_ptr() % 16:  # it is read in pieces of 16 bytes
+        flat_N = flat_N.clone()
+    assert error_N is None or (error_N.is_contiguous() and not (on_gpu and error_N.data_ptr() % 16))
     num = flat_N.numel()
     sent, done = total_kept(ratio, num), 0
     wire = torch.empty(4 * sent, dtype=torch.uint8, device=flat_N.device)

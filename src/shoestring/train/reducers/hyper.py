@@ -1,20 +1,22 @@
 """The learned selector: one small network for all layers, under a budget of bytes.
 
-    features of a layer -> shared MLP, with the mean over layers as context -> the share of its energy that each option
+    features of a layer -> shared MLP, with the mean over layers as context -> the share of |p|_1 that each option
                            leaves behind, and a weight of the layer
-    gain = weight * |p|^2 * (1 - share),   option = argmax(gain - price * bytes),   the price is raised until the plan
+    gain = weight * |p|_1 * (1 - share),   option = argmax(gain - price * bytes),   the price is raised until the plan
                            fits the budget (dual ascent)
 
-p is gradient + residual of this very step, as rank 0 has it. Its energy grows while a layer is not sent, so a layer
-with large or agreeing gradients is sent more often. L-GreCo minimises the same errors, but keeps a plan until it
-measures them again; here a plan follows the norms of each step, and the network stands in for the measurement.
+p is gradient + residual of this very step, as rank 0 has it. It grows while a layer is not sent, so a layer with large
+or agreeing gradients is sent more often. L-GreCo bounds squared errors and keeps a plan until it measures them again; here
+a plan follows the norms of each step, and the network stands in for the measurement. Magnitudes are counted, not
+squares, because Adam makes steps of about equal size from large and from small values.
 
 Features: log norms of gradient and p, their cosine, agreement between replicas, staleness, size, depth, kind of layer.
 The cosine is to p, which points to where the last gradients did, so that no copy of a gradient is kept.
 
-The network learns the shares from L-GreCo's measurements, often in the first LESSONS steps. The weights are learned
-from the loss by a contextual bandit: in some of the steps they get noise, and move towards noise that was followed by a
-faster fall of the smoothed loss (REINFORCE). When they no longer move, they are frozen.
+The network learns the shares from measurements of one layer at a time, after every step of the first LESSONS and then
+now and then. The weights are learned from the loss by a contextual bandit: in some of the steps they get noise, and
+move towards noise that was followed by a faster fall of the smoothed loss (REINFORCE). When they no longer move, they
+are frozen.
 
 When the smoothed loss leaves its band, the next step sends everything in int8 and later steps pay for it.
 """
@@ -31,10 +33,11 @@ from torch import Tensor, nn
 
 from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.quantizers import INT8
-from shoestring.train.reducers.selectors import MEASURE_EVERY, Facts, LGreco
+from shoestring.train.reducers.selectors import Facts, LGreco
 
-LESSONS, LESSON_EVERY = 100, 5  # steps with frequent measurements
-KEPT_LESSONS, PASSES = 8, 20  # measurements that are learned from, and how often at each new one
+LESSONS, LESSON_EVERY = 100, 5  # steps with a measurement each, and steps between two of them later
+KEPT_LESSONS, PASSES = 128, 4  # measurements that are learned from, and how often at each new one
+FIRST_LESSONS = 8  # before them, L-GreCo's first guess decides
 HIDDEN, RATE = 32, 0.3
 EXPLORE, NOISE, BANDIT_RATE = 0.1, 0.3, 0.05
 SETTLED = 0.002  # change of the mean weight per try, smoothed, below which weights are frozen
@@ -54,7 +57,7 @@ class Hyper(LGreco):
         largest = bytes_LC.max(axis=1)
         self.size_L = np.log(largest / largest.mean())
         self.agreement_L = np.ones(num)
-        self.energy_L = np.ones(num)  # of gradient + residual, on rank 0
+        self.magnitude_L = np.ones(num)  # sums of |gradient + residual| on rank 0, from their squares
         self.features = torch.zeros(num, 8 + self.kind_LK.shape[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -65,8 +68,9 @@ class Hyper(LGreco):
             self.net[2].weight[-1].zero_()  # weights of layers begin equal
             self.net[2].bias[-1].zero_()
         self.num_lessons = 0
-        self.lesson_features = torch.zeros(KEPT_LESSONS, *self.features.shape)  # the newest replaces the oldest
-        self.lesson_shares = torch.zeros(KEPT_LESSONS, *bytes_LC.shape)
+        # One layer each; the newest replaces the oldest.
+        self.lesson_features = torch.zeros(KEPT_LESSONS, 2 * self.features.shape[1])
+        self.lesson_shares = torch.zeros(KEPT_LESSONS, len(options))
         self.price = 1.0
         self.moved = 1.0
         self.frozen = False
@@ -81,7 +85,7 @@ class Hyper(LGreco):
 
     def see(self, own_LF: np.ndarray) -> None:
         gradient, given, product = own_LF.T
-        self.energy_L = given
+        self.magnitude_L = np.sqrt(given * self.bytes_LC.max(axis=1))  # bytes stand for the number of values
         norm, energy = np.log(gradient + TINY), np.log(given + TINY)
         cosine = product / np.sqrt(gradient * given + TINY)
         columns = [
@@ -96,7 +100,7 @@ class Hyper(LGreco):
         if self.falls_back:
             self.falls_back = False
             return np.full(len(self.bytes_LC), self.options.index(INT8))
-        if not self.num_lessons:
+        if self.num_lessons < FIRST_LESSONS:
             return super().choose(step, allowed, overdue_L)
         with torch.no_grad():
             share_LC, weight_L = self.answers()
@@ -104,8 +108,8 @@ class Hyper(LGreco):
         if not self.frozen and step > LESSONS and rng.random() < EXPLORE:
             self.noise = torch.from_numpy(rng.normal(size=len(weight_L)) * NOISE).float()
             weight_L = weight_L + self.noise
-        energy = self.energy_L * weight_L.exp().double().numpy()
-        gain_LC = energy[:, None] * (1 - share_LC.double().numpy()) / (energy.sum() + TINY)
+        weighted = self.magnitude_L * weight_L.exp().double().numpy()
+        gain_LC = weighted[:, None] * (1 - share_LC.double().numpy()) / (weighted.sum() + TINY)
         gain_LC[overdue_L, 0] = -np.inf
         return self._priced(gain_LC, allowed, overdue_L)
 
@@ -130,32 +134,33 @@ class Hyper(LGreco):
         return chosen
 
     def answers(self) -> tuple[Tensor, Tensor]:
-        """(share of the energy that each option leaves behind, log weight of each layer)."""
-        return self._shares(self.features), self._outputs(self.features)[:, -1]
+        """(share that each option leaves behind, log weight of each layer)."""
+        outputs = self.net(self._inputs())
+        return _shares(outputs), outputs[:, -1]
 
-    def _outputs(self, features: Tensor) -> Tensor:
-        """Of [..., L, F]."""
-        context = features.mean(dim=-2, keepdim=True).expand_as(features)
-        return self.net(torch.cat([features, context], dim=-1))
-
-    def _shares(self, features: Tensor) -> Tensor:
-        shares = self._outputs(features)[..., :-1].sigmoid()
-        return torch.cat([torch.ones_like(shares[..., :1]), shares[..., 1:]], dim=-1)  # the first option sends nothing
+    def _inputs(self) -> Tensor:
+        """Features of each layer, and their mean over all."""
+        return torch.cat([self.features, self.features.mean(dim=0).expand_as(self.features)], dim=1)
 
     # -- learning ----------------------------------------------------------------------------------
 
-    def wants_errors(self, step: int) -> bool:
-        return step % (LESSON_EVERY if step < LESSONS else MEASURE_EVERY) == 0
+    error_power = 1
 
-    def errors(self, step: int, error_LC: np.ndarray) -> None:
-        super().errors(step, error_LC)
-        shares = error_LC / np.maximum(error_LC[:, :1], TINY)
-        at = self.num_lessons % KEPT_LESSONS
-        self.lesson_features[at], self.lesson_shares[at] = self.features, torch.from_numpy(np.clip(shares, 0, 1))
-        self.num_lessons += 1
+    def layers_to_measure(self, step: int) -> Sequence[int]:
+        turn, wait = divmod(max(0, step - LESSONS), LESSON_EVERY)
+        return () if wait else [(min(step, LESSONS) + turn) % len(self.bytes_LC)]
+
+    def errors(self, layers: Sequence[int], error_MC: np.ndarray) -> None:
+        """A layer's features are those of the step before its plan: what it was measured on."""
+        inputs = self._inputs()
+        for layer, error_C in zip(layers, error_MC, strict=True):
+            at = self.num_lessons % KEPT_LESSONS
+            shares = np.clip(error_C / max(error_C[0], TINY), 0, 1)
+            self.lesson_features[at], self.lesson_shares[at] = inputs[layer], torch.from_numpy(shares)
+            self.num_lessons += 1
         known = slice(0, min(self.num_lessons, KEPT_LESSONS))
         for _ in range(PASSES):
-            wrong = self._shares(self.lesson_features[known]) - self.lesson_shares[known]
+            wrong = _shares(self.net(self.lesson_features[known])) - self.lesson_shares[known]
             self._descend(wrong.square().sum(-1).mean(), self.net, RATE)
 
     def observe(self, facts: Facts) -> None:
@@ -224,3 +229,8 @@ class Hyper(LGreco):
         self.falls_back, self.frozen = bool(values["falls_back"]), bool(values["frozen"])
         self.lesson_features, self.lesson_shares = state["lesson_features"], state["lesson_shares"]
         self.agreement_L = state["agreement"].numpy().copy()
+
+
+def _shares(outputs: Tensor) -> Tensor:
+    shares = outputs[..., :-1].sigmoid()
+    return torch.cat([torch.ones_like(shares[..., :1]), shares[..., 1:]], dim=-1)  # the first option sends nothing

@@ -88,8 +88,9 @@ class SelectedCompression(Compression):
             gradient_L, given_L, product_L = features.T
             loss_now = float(numbers[:, -1].sum())
             self.selector.observe(Facts(step, gradient_L, given_L, product_L, total_L, loss_now))
-            if self.selector.wants_errors(step):
-                self.selector.errors(step, self._errors(given, step))
+            if measured := self.selector.layers_to_measure(step):
+                names = [self.layers[i] for i in measured]
+                self.selector.errors(measured, self._errors(names, given, step, self.selector.error_power))
             self.selector_seconds += time.perf_counter() - began
         return sums
 
@@ -103,13 +104,12 @@ class SelectedCompression(Compression):
         self.selector_seconds += time.perf_counter() - began
         return plan
 
-    def _errors(self, given: Mapping[str, Tensor], step: int) -> np.ndarray:
-        return np.array(
-            [
-                [float((given[n] - c.decoded(given[n], self.at(n, step))).square().sum()) for c in self.options]
-                for n in self.layers
-            ]
-        )
+    def _errors(self, names: Sequence[str], given: Mapping[str, Tensor], step: int, power: int) -> np.ndarray:
+        def error(name: str, option: Compressor) -> float:
+            lost = given[name] - option.decoded(given[name], self.at(name, step))
+            return float(lost.abs().pow(power).sum())
+
+        return np.array([[error(name, option) for option in self.options] for name in names])
 
 
 def make_selector(

@@ -112,12 +112,14 @@ class Selector(ABC):
         """Features of rank 0's own gradients in the step that `plan` is made for."""
         return
 
-    def wants_errors(self, step: int) -> bool:
-        """Whether `errors` is to be called with measurements of this step."""
-        return False
+    error_power = 2  # of what is summed up over an error: squares or magnitudes
 
-    def errors(self, step: int, error_LC: np.ndarray) -> None:
-        """Squared error of each layer and option, measured on rank 0."""
+    def layers_to_measure(self, step: int) -> Sequence[int]:
+        """Those for which `errors` is to be called after this step."""
+        return ()
+
+    def errors(self, layers: Sequence[int], error_MC: np.ndarray) -> None:
+        """The error of each of these layers by each option, measured on rank 0."""
         return
 
     def observe(self, facts: Facts) -> None:
@@ -183,11 +185,11 @@ class LGreco(Selector):
         self.error_LC[:, 1:] = 1 - 0.5 * self.bytes_LC[:, 1:] / self.bytes_LC.max(axis=1, keepdims=True)
         self.usual: np.ndarray | None = None  # the plan of steps in which nothing is overdue
 
-    def wants_errors(self, step: int) -> bool:
-        return step % MEASURE_EVERY == 0
+    def layers_to_measure(self, step: int) -> Sequence[int]:
+        return range(len(self.bytes_LC)) if step % MEASURE_EVERY == 0 else ()
 
-    def errors(self, step: int, error_LC: np.ndarray) -> None:
-        self.error_LC, self.usual = error_LC, None
+    def errors(self, layers: Sequence[int], error_MC: np.ndarray) -> None:
+        self.error_LC[list(layers)], self.usual = error_MC, None
 
     def choose(self, step: int, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
         # The plan stays until errors are measured again, so the budget is that of a step, not what was carried.
