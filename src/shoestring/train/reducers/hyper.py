@@ -6,8 +6,8 @@
                            fits the budget (dual ascent)
 
 p is gradient + residual of this very step, as rank 0 has it. It grows while a layer is not sent, so a layer with large
-or agreeing gradients is sent more often. L-GreCo bounds squared errors and keeps a plan until it measures them again; here
-a plan follows the norms of each step, and the network stands in for the measurement. Magnitudes are counted, not
+or agreeing gradients is sent more often. L-GreCo bounds squared errors and keeps a plan until it measures them again;
+here a plan follows the norms of each step, and the network stands in for the measurement. Magnitudes are counted, not
 squares, because Adam makes steps of about equal size from large and from small values.
 
 Features: log norms of gradient and p, their cosine, agreement between replicas, staleness, size, depth, kind of layer.
