@@ -20,7 +20,7 @@ from torch import Tensor
 from shoestring.formats import GridFormat, Parts, Stacked
 from shoestring.formats.groups import group_width
 from shoestring.shrink.chosen_grid import ChosenGrid
-from shoestring.shrink.graphed_sweep import sweep
+from shoestring.shrink.graphed_sweep import one_thread, sweep
 
 BLOCK = 128
 
@@ -54,14 +54,15 @@ def descend_columns(
             stop = min(start + BLOCK, w.shape[1])
             own = gradient[:, start:stop].clone()
             changes = torch.empty_like(own)
-            for at in range(start, stop):
-                j, old = at - start, q[:, at : at + 1]
-                best = old - own[:, j : j + 1] / hessian[at, at]
-                new = format.snap(best, {n: t[:, at // width] for n, t in grid.items()}, state)
-                if pruned is not None:
-                    new = new.masked_fill(pruned[:, at : at + 1], 0.0)
-                changes[:, j : j + 1] = change = new - old
-                q[:, at : at + 1] = new
-                own.addmm_(change, hessian[at : at + 1, start:stop])
+            with one_thread():
+                for at in range(start, stop):
+                    j, old = at - start, q[:, at : at + 1]
+                    best = old - own[:, j : j + 1] / hessian[at, at]
+                    new = format.snap(best, {n: t[:, at // width] for n, t in grid.items()}, state)
+                    if pruned is not None:
+                        new = new.masked_fill(pruned[:, at : at + 1], 0.0)
+                    changes[:, j : j + 1] = change = new - old
+                    q[:, at : at + 1] = new
+                    own.addmm_(change, hessian[at : at + 1, start:stop])
             gradient[:, stop:].addmm_(changes, hessian[start:stop, stop:])
     return q

@@ -25,6 +25,7 @@ nearest: another text may use them.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +38,10 @@ from shoestring.shrink.calibrate import Statistics
 from shoestring.shrink.chosen_grid import ChosenGrid
 from shoestring.shrink.clip import Clip, clip_ranges, search_ranges
 from shoestring.shrink.coordinate_descent import descend
-from shoestring.shrink.graphed_sweep import sweep
+from shoestring.shrink.graphed_sweep import one_thread, sweep
 
 BLOCK = 128
+SMALL = 2048  # columns up to which one CPU thread factorises: two took four times the processor time, waiting
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ class Gptq:
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of (H + damping * mean diagonal)^-1, fp32; computed in fp64."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian, damping)))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    h = damped(hessian, damping)
+    with one_thread() if len(h) <= SMALL else nullcontext():
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+        return torch.linalg.cholesky(inverse, upper=True).float()
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
@@ -131,21 +135,24 @@ def columns(
         stop = min(start + step, w.shape[1])
         part = rest[:, start:stop]
         errors = torch.empty_like(part)
-        for j in range(stop - start):
-            at = start + j
-            if given is None and at % width == 0:
-                ahead = rest[:, at : at + width]
+        for first in range(start, stop, min(step, width)):
+            if given is None and first % width == 0:
+                group = slice(first, first + width)
+                ahead = rest[:, group]
                 if pruned is not None:
-                    ahead = ahead.masked_fill(pruned[:, at : at + width], 0.0)
-                found.append(_find_grid(ahead, hessian[at : at + width, at : at + width], format, state, settings))
-            column = part[:, j : j + 1]
-            own = found[-1] if given is None else {n: t[:, at] for n, t in given.items()}
-            q = format.snap(column, own, state)
-            if pruned is not None:
-                q = q.masked_fill(pruned[:, at : at + 1], 0.0)
-            done[:, at : at + 1] = q
-            errors[:, j : j + 1] = error = (column - q) / factor[at, at]
-            part[:, j + 1 :].addmm_(error, factor[at : at + 1, at + 1 : stop], alpha=-1)
+                    ahead = ahead.masked_fill(pruned[:, group], 0.0)
+                found.append(_find_grid(ahead, hessian[group, group], format, state, settings))
+            with one_thread():
+                for at in range(first, min(first + width, stop)):
+                    j = at - start
+                    column = part[:, j : j + 1]
+                    own = found[-1] if given is None else {n: t[:, at] for n, t in given.items()}
+                    q = format.snap(column, own, state)
+                    if pruned is not None:
+                        q = q.masked_fill(pruned[:, at : at + 1], 0.0)
+                    done[:, at : at + 1] = q
+                    errors[:, j : j + 1] = error = (column - q) / factor[at, at]
+                    part[:, j + 1 :].addmm_(error, factor[at : at + 1, at + 1 : stop], alpha=-1)
         rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
     return done, given or {n: torch.stack([g[n] for g in found], dim=1) for n in found[0]}
 

@@ -2,13 +2,17 @@
 
 A sweep over a 1536-wide layer launches some 20,000 tiny kernels, and most of the time passes between them. The layers
 of a model have few shapes: the first layer of a shape runs eagerly and is captured, the others replay the graph with
-their own numbers. A graph is used only if it reproduces the eager result bit for bit. On a CPU nothing is captured.
+their own numbers. A graph is used only if it reproduces the eager result bit for bit.
+
+On a CPU nothing is captured, and columns are processed by one thread (`one_thread`): the work between two barriers is
+microseconds, and where another process has one of the cores each barrier waits for the scheduler.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +23,17 @@ from shoestring.kernels.runtime.capture_stream import on_capture_stream
 # Graph, inputs and outputs by shape and settings; None: the capture failed.
 _GRAPHS: dict[Hashable, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None] = {}
 _LIMIT = 12
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For many small operations on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def sweep(key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ from shoestring.shrink.block_files import BlockFiles, BlockProgress, FinishedBlo
 from shoestring.shrink.calibrate import BlockStep, Statistics, block_linears
 from shoestring.shrink.chosen_grid import LayerError, LayerErrors
 from shoestring.shrink.gptq import BLOCK, inverse_factor
-from shoestring.shrink.graphed_sweep import sweep
+from shoestring.shrink.graphed_sweep import one_thread, sweep
 from shoestring.shrink.quantize import HEADS, QuantizeReport, by_owner, plan_layers
 from shoestring.train.sparse24 import count_24, pruning_of
 
@@ -152,17 +152,18 @@ def _sparsegpt_columns(w: Tensor, factor: Tensor, reach: Tensor) -> tuple[Tensor
         stop = min(start + BLOCK, width)
         part = rest[:, start:stop]
         errors = torch.zeros_like(part)
-        for j in range(0, stop - start, GROUP):
-            at = start + j
-            keep = mask24(part[:, j : j + GROUP] * reach[at : at + GROUP])
-            for i in range(GROUP):
-                column = part[:, j + i]
-                # where, not a product, which would turn pruned negative weights into -0.0.
-                error = torch.where(keep[:, i], torch.zeros_like(column), column) / scale[at + i]
-                column.masked_fill_(~keep[:, i], 0.0)
-                errors[:, j + i] = error
-                ahead = factor[at + i, at + i + 1 : stop]
-                part[:, j + i + 1 :].addmm_(error[:, None], ahead[None], alpha=-1)
+        with one_thread():
+            for j in range(0, stop - start, GROUP):
+                at = start + j
+                keep = mask24(part[:, j : j + GROUP] * reach[at : at + GROUP])
+                for i in range(GROUP):
+                    column = part[:, j + i]
+                    # where, not a product, which would turn pruned negative weights into -0.0.
+                    error = torch.where(keep[:, i], torch.zeros_like(column), column) / scale[at + i]
+                    column.masked_fill_(~keep[:, i], 0.0)
+                    errors[:, j + i] = error
+                    ahead = factor[at + i, at + i + 1 : stop]
+                    part[:, j + i + 1 :].addmm_(error[:, None], ahead[None], alpha=-1)
         rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
     return (rest,)
 
