@@ -1,4 +1,4 @@
-"""The whole path on this machine: train, shrink, evaluate, generate, serve, export, chat with a real model, report.
+"""The whole path on this machine: train, shrink, evaluate, generate, serve, publish, export, chat, report.
 
 Run:     shoestring demo          (or: make demo)
          shoestring demo quick=true                smaller settings (or: make demo QUICK=1)
@@ -24,7 +24,8 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,23 @@ from shoestring.evals.model_row import evaluate_row, measure_speed_of, need_toke
 from shoestring.formats import convert, pack, parse_format
 from shoestring.formats.int8_activations import quantize_activations
 from shoestring.kernels.lowbit.w4a8 import has_arm_kernels
+from shoestring.mesh import open_mesh
 from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.export import export_model
 from shoestring.model.gguf import find_smollm2
+from shoestring.model.mesh_layouts import layout_on
+from shoestring.model.parallel import init_weights
 from shoestring.recipes.shrink import prune24, ptq
 from shoestring.recipes.train import dense
 from shoestring.report import Scatter, Section, Text, eval_table, loss_curves, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_free, new_run_folder, read_metrics
 from shoestring.serve import Engine, Sampling
 from shoestring.serve.speculative.ngram_drafter import NgramDrafter
+from shoestring.state.reshard.plan import make_plan
+from shoestring.state.reshard.tasks import MovedTensor
+from shoestring.state.reshard.topology import Topology
+from shoestring.train.publish import Publish
+from shoestring.train.step import Run
 
 PROMPT = "def main("
 CONTEXT = 128  # of the small model
@@ -188,30 +197,40 @@ def generate_small(demo: Demo) -> None:
 
 def serve_small(demo: Demo) -> None:
     """Serve it behind the OpenAI API and ask it something."""
-    try:
-        from shoestring.serve.http.server import ServeOptions, Service, listen
-    except UserError as missing:
-        demo.log.say(f"  skipped: {missing}")
-        return
-    loaded = demo.models["int4"]
-    listener = listen("127.0.0.1", 0)
-    service = Service(loaded.model, need_tokenizer(loaded), ServeOptions(), listener, "small", NgramDrafter())
-    thread = threading.Thread(target=service.run, daemon=True)
-    thread.start()
-    body = {"model": "small", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 1}
-    request = urllib.request.Request(
-        f"{service.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:  # the socket already listens, so this waits
-            answer = json.load(response)
-    finally:
-        service.stop()
-        thread.join(30)
-        listener.close()
+    with serving(demo, demo.models["int4"]) as service:
+        if service is None:
+            return
+        answer = complete(service.url)
     text = PROMPT + answer["choices"][0]["text"]
     demo.samples.append(("small, int4, over HTTP", text))
     demo.log.say(f"  {service.engine.stats.num_accepted} tokens guessed ahead; usage {answer['usage']}\n{text}")
+
+
+def publish_small(demo: Demo) -> None:
+    """Publish its weights to a server that runs with random ones; and plan the same between two meshes."""
+    loaded, served = demo.load(demo.folder / "train"), demo.load(demo.folder / "train")
+    shapes = {name: tuple(p.shape) for name, p in loaded.model.named_parameters()}
+    moved = {n: MovedTensor(s, 2, layout_on(n, s, {"dp": 4}), layout_on(n, s, {"tp": 2}, 4)) for n, s in shapes.items()}
+    plan = make_plan(moved, Topology(ranks_per_host=2))
+    demo.log.say(
+        f"  dp=4 to tp=2: {len(moved)} tensors, {plan.slow_bytes / 1e6:.1f} MB between hosts in {len(plan.transfers)} "
+        f"transfers; {1e3 * plan.makespan:.2f} ms, where the links allow {1e3 * plan.bound:.2f} ms"
+    )
+    init_weights(served.model, seed=0)
+    mesh = open_mesh(device=str(demo.device))
+    publisher = Publish(loaded.model, mesh, "127.0.0.1:0", every=1)
+    address = "{}:{}".format(*publisher.server.address)
+    with publisher.named("demo"), serving(demo, served, follow=address) as service:
+        if service is None:
+            return
+        before = complete(service.url)["choices"][0]["text"]
+        run = Run(loaded.model, torch.optim.SGD(loaded.model.parameters()), mesh, demo.log, step=demo.cfg.steps)
+        publisher.publish(run)
+        end = time.monotonic() + 60
+        while service.engine.version is None and time.monotonic() < end:
+            time.sleep(0.05)
+        after = complete(service.url)["choices"][0]["text"]
+    demo.log.say(f"--- before\n{PROMPT}{before}\n--- with {service.engine.version}\n{PROMPT}{after}")
 
 
 def export_small(demo: Demo) -> None:
@@ -295,6 +314,7 @@ STAGES: tuple[Callable[[Demo], None], ...] = (
     prune_small,
     generate_small,
     serve_small,
+    publish_small,
     export_small,
     chat_pretrained,
     write_page,
@@ -324,6 +344,38 @@ def quantize(demo: Demo, model: str, run: str, format: str, method: Any) -> None
     settings: dict[str, Any] = {"format": format, "method": method, "device": demo.cfg.device, "context": CONTEXT}
     settings |= {"calib_windows": 32, "calib_context": CONTEXT, "max_tokens": demo.cfg.eval_tokens}
     ptq.main(ptq.Config(model=str(demo.folder / model), run=str(demo.folder / run), **settings))
+
+
+@contextmanager
+def serving(demo: Demo, loaded: LoadedModel, **options: Any) -> Iterator[Any]:
+    """A server of it on a free port while the block runs; None where the packages for it are missing."""
+    try:
+        from shoestring.serve.http.server import ServeOptions, Service, listen
+    except UserError as missing:
+        demo.log.say(f"  skipped: {missing}")
+        yield None
+        return
+    listener = listen("127.0.0.1", 0)
+    service = Service(loaded.model, need_tokenizer(loaded), ServeOptions(**options), listener, "small", NgramDrafter())
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        thread.join(30)
+        listener.close()
+
+
+def complete(url: str) -> dict[str, Any]:
+    """PROMPT, continued over HTTP. The socket listens before the server runs, so this waits for it."""
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def python_reference() -> str:
