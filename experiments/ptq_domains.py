@@ -4,10 +4,11 @@
     ... --seconds 240 --missing                  stop before the time is over; leave out what the results have
     ... --share 0/2                              every second cell: two processes share one GPU
 
-A model is quantized by every method after calibration on one kind of text (`wiki`, `code`) or on a mix of four (`mix`:
-wiki, books, code, chat), and measured on six kinds, of which two (speeches, stories) are in no calibration text.
-Calibration and measurement never see the same passage. Measured per kind: perplexity, and the mean Kullback-Leibler
-divergence of the full model's prediction from the quantized one's, which is far less noisy than a difference of
+A model is quantized by every method after calibration on one kind of text (`wiki`, `code`), on a mix of four (`mix`:
+wiki, books, code, chat) or on what the model writes itself (`own`). It is measured on six kinds, of which two
+(speeches, stories) are in no calibration text. Calibration and measurement never see the same passage. Measured per
+kind: perplexity, and the mean Kullback-Leibler divergence of the full model's prediction from the quantized one's,
+which is far less noisy than a difference of
 perplexities. The score of a cell is the mean divergence over the six kinds.
 
     wiki      WikiText-2 (tokenised edition): validation text | test text
@@ -46,6 +47,7 @@ from shoestring.model import Decoder, Tokenizer, load_model
 from shoestring.shrink.calibrate import BlockStep, Calibration, walk, windows
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import METHODS, Method, quantize, usual_inputs
+from shoestring.shrink.self_text import own_windows
 
 BENCH = "ptq_domains"
 SMOLLM2 = "SmolLM2-135M-Instruct"
@@ -59,6 +61,7 @@ OPTIONS = ("act_order", "damping=", "token", "full")
 CELLS = (
     *("rtn@wiki", "awq@wiki", "gptq@wiki", "gptq+clip@wiki", "gptq+cd@wiki", "gptq+clip+cd@wiki"),
     *("awq@mix", "gptq@mix", "gptq+clip@mix", "gptq+cd@mix", "gptq+clip+cd@mix"),
+    *("gptq+clip@own", "awq@own"),
     *("gptq+clip,token@wiki", "gptq+clip,token@mix", "gptq+clip+cd,token@mix"),
     *("gptq+clip,damping=0.1@wiki", "gptq+clip,damping=1@wiki", "gptq+clip,damping=0.1@mix", "gptq+clip,damping=1@mix"),
     *("gptq+clip,act_order@wiki", "gptq,act_order@wiki", "gptq+clip,act_order@mix", "gptq+clip,full@mix"),
@@ -195,6 +198,7 @@ def main() -> None:
     cells = [Cell(text, label) for label in args.formats for text in args.cells]
     cells = [c for c in cells if not (args.missing and (c.text, c.format) in known)]
     walks: dict[Any, list[BlockStep]] = {}
+    written: dict[int, Tensor] = {}
     for cell in cells[args.share[0] :: args.share[1]]:
         if time.perf_counter() > ends:
             print(f"not measured: {cell.text} {cell.format}", flush=True)
@@ -202,7 +206,9 @@ def main() -> None:
         began = time.perf_counter()
         method, calibration = cell.build()
         name, num = cell.calibration
-        tokens = calibration_tokens(calibrating, name, num)
+        if name == "own" and num not in written:
+            written[num] = own_windows(full, tokenizer, num, CONTEXT)
+        tokens = written[num] if name == "own" else calibration_tokens(calibrating, name, num)
         key = (name, num, calibration)
         if calibration.inputs == "full" and key not in walks:  # methods on the full model's inputs share them
             walks = {key: list(walk(model, tokens, calibration))}

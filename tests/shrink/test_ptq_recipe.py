@@ -13,6 +13,8 @@ import torch
 from interrupted import dying
 
 from shoestring.cli.app import run_cli
+from shoestring.errors import UserError
+from shoestring.evals.model_row import check_apart
 from shoestring.model import load_model, save_model
 from shoestring.recipes.shrink import ptq
 from shoestring.runlog import read_jsonl
@@ -20,6 +22,7 @@ from shoestring.shrink import ptq_stages
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.gptq import Gptq
 from shoestring.shrink.quantize import quantize
+from shoestring.shrink.shrink_run import calibration_windows
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_windows_longer_than_the_model_reads_are_cut_and_that_is_said(cli: Calla
 
 @pytest.mark.parametrize("method", ["clip", "awq", "gptq+clip"])
 def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: str) -> None:
-    source = {"clip": "calib.txt", "awq": "corpus.jsonl", "gptq+clip": "corpus.jsonl"}[method]
+    source = {"clip": "calib.txt", "awq": "corpus.jsonl,own", "gptq+clip": "corpus.jsonl"}[method]
     cli(*SMALL, "rules=*.mlp.*=nf3:g32;*.attn.*=int4:g32", f"method={method}", f"calib={source}", f"out=out-{method}",
         "memory_gb=0", f"run=run-{method}", "inputs=quantized")  # fmt: skip
     told = json.loads((here / f"out-{method}/quantization.json").read_text())
@@ -80,6 +83,18 @@ def test_other_methods_and_sources(cli: Callable[..., str], here: Path, method: 
     assert {layer["format"] for layer in told["layers"]} == {"nf3:s2:g32", "int4:g32", "int8:g0"}
     assert all(0 < layer["output_error"] < 0.2 for layer in told["layers"] if layer["name"] != "embed")
     assert load_model(here / f"out-{method}").model.blocks[0].mlp.up.packed  # type: ignore[union-attr]
+
+
+def test_calibration_on_several_texts_and_on_what_the_model_writes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    loaded = load_model(here / "model")
+    read = [calibration_windows(loaded, "model", text, num, 16, "gptq") for text, num in (("calib.txt", 2), ("own", 3))]
+    both = calibration_windows(loaded, "model", "calib.txt,own", 4, 16, "gptq")
+    assert both.shape == (4, 16) and torch.equal(both[:2], read[0]) and torch.equal(both[2:], read[1][:2])
+    with pytest.raises(UserError, match="2 texts and calib_windows=1"):
+        calibration_windows(loaded, "model", "calib.txt,own", 1, 16, "gptq")
+    with pytest.raises(UserError, match="the same file"):
+        check_apart({"text": "calib.txt", "calib": "test.txt,calib.txt"}, "calib")
 
 
 @pytest.mark.parametrize("place", ["before", "after"])

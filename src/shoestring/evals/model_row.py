@@ -192,8 +192,9 @@ def check_apart(settings: dict[str, Any], *keys: str) -> None:
         text, other = settings["text"], settings[key]
         if text is None or other is None:
             continue
-        mine, theirs = Path(text), expand(other)
-        if mine.exists() and theirs.exists() and mine.samefile(theirs):
+        mine = Path(text)
+        theirs = [expand(one) for one in (other, *other.split(","))]  # several texts have commas between
+        if mine.exists() and any(one.exists() and mine.samefile(one) for one in theirs):
             raise UserError(
                 f"text={text} and {key}={other} are the same file: a perplexity measured there flatters the result; "
                 "give two texts"

@@ -48,7 +48,9 @@ class PtqSettings:
         "gptq", "how weights are chosen; blockwise trains them with their scales and zero points"
     )
     calib: str | None = option(
-        None, "calibration text or corpus; a run is calibrated on its own training text by default, not for rtn"
+        None,
+        "calibration text or corpus, several with commas between, or own: what the model writes itself; a run is "
+        "calibrated on its own training text by default, not for rtn",
     )
     calib_windows: int = option(32, "windows of calibration text", least=1)
     calib_context: int = option(512, "tokens in a window", least=1)

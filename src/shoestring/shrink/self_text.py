@@ -10,6 +10,8 @@ The file has one {"prompt", "completion"} per line, in the order of the prompts;
 prompts as targets. Sample i is a function of the model, prompt i and (seed, i) alone: a killed run continues at the
 first missing line and ends with the same file as one that never stopped.
 
+`own_windows` is the same for calibration, where a few thousand tokens of several kinds are enough: no file, no prompts.
+
 Not supported: chat templates (render the prompts first: Tokenizer.render_chat), filtering, several processes.
 """
 
@@ -39,6 +41,14 @@ PAPER = Sampling(temperature=0.7, top_p=1.0, max_tokens=1024, seed=0)  # BitDist
 # BitDistiller's prompts from running text: the first 128 characters of paragraphs longer than 512.
 PREFIX, LONG = 128, 512
 GROUPS = 8  # new prompts are added when 1/8 of the requests are free
+# Beginnings of several kinds of text, from which a model writes a mix to calibrate on.
+BEGINNINGS = (
+    *("The history of the town begins in", "She was born in", "The species is found in", "The battle took place"),
+    *("It was late when he", '"I do not know," she said,', "Once upon a time", "The old house stood"),
+    *("import os\nimport sys\n\n\ndef ", "class ", "#include <stdio.h>\n\nint main", '{"name": "'),
+    *("Officials said on Monday that", "Abstract. We study", "Dear ", "1. First,"),
+)
+QUESTIONS = ("How do I", "Write a short story about", "Explain why", "Write a Python function that")
 PROMPT_KEYS = ("prompt", "instruction", "question", "text", "turns")
 
 
@@ -84,6 +94,26 @@ def generate_text(
             "there is kept"
         ) from error
     return out
+
+
+@torch.no_grad()
+def own_windows(model: Decoder, tokenizer: Tokenizer, num_windows: int, context: int, seed: int = 0) -> torch.Tensor:
+    """[num_windows, context] tokens that the model writes from beginnings of several kinds, drawn at temperature 1.
+
+    A fifth of them are turns of a chat where the model has a template."""
+    prompts = [tokenizer.encode(text) for text in BEGINNINGS]
+    if tokenizer.chat_template is not None:
+        prompts += [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    starts = [prompts[i % len(prompts)][: context - 1] for i in range(num_windows)]
+    at_once = min(num_windows, 8 if model.device.type == "cpu" else 64)
+    engine = Engine(model, None, max_requests=at_once, max_context=context, prefix_cache=False)
+    drawn = [
+        Sampling(temperature=1.0, seed=seed + i, max_tokens=context - len(start), ignore_eos=True)
+        for i, start in enumerate(starts)
+    ]
+    done = engine.generate(starts, drawn)
+    rows = [[*start, *out.token_ids] for start, out in zip(starts, done, strict=True)]
+    return torch.tensor(rows)
 
 
 def _complete(

@@ -22,15 +22,18 @@ from shoestring.host.block_offload import fits_on_device
 from shoestring.mesh import Mesh
 from shoestring.model import LoadedModel, load_model, save_model
 from shoestring.model.folder import read_spec
-from shoestring.paths import find_model
+from shoestring.model.tokenizer import Tokenizer
+from shoestring.paths import expand, find_model
 from shoestring.report import Curves, Section, Series, Table, Text, eval_table, run_sections, size_scatter, write_report
 from shoestring.runlog import RunLog, check_resume_from, check_run_folder, check_unfinished, write_atomically
 from shoestring.shrink.calibrate import windows
 from shoestring.shrink.quantize import QuantizeReport
+from shoestring.shrink.self_text import own_windows
 from shoestring.state.files import DTYPES, TensorFiles
 from shoestring.state.run_lock import LOCK, check_not_held, is_held
 from shoestring.train.shards import tokenize_corpus
 
+OWN = "own"  # as `calib`: what the model writes itself
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 
 
@@ -147,23 +150,40 @@ def offload_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
 def calibration_windows(
     loaded: LoadedModel, model: str, calib: str | None, num_windows: int, context: int, method: str
 ) -> Tensor:
-    """[windows, context] token ids of `calib`, a text or a corpus, or of the corpus that the run `model` was trained
-    on. `method` is for the error message."""
+    """[windows, context] token ids of `calib`: a text or a corpus, several of them with commas between (as many windows
+    of each), `own` for text that the model writes, or None for the corpus that the run `model` was trained on. `method`
+    is for the error message."""
     source, max_mb = (calib, None) if calib is not None else corpus_of_run(Path(model))
     if source is None:
         raise UserError(
-            f"method={method} needs a calibration text: give calib=FILE or a corpus; not the text that is evaluated"
+            f"method={method} needs a calibration text: give calib=FILE or a corpus, several with commas between, or "
+            "calib=own for what the model writes itself; not the text that is evaluated"
         )
-    tokenizer = need_tokenizer(loaded)
+    tokenizer, context = need_tokenizer(loaded), fitting_context("calib_context", context, loaded)
+    sources = [source] if calib is None or expand(source).exists() else source.split(",")
+    if len(sources) > num_windows:
+        raise UserError(
+            f"calib names {len(sources)} texts and calib_windows={num_windows}: use one window of each or more"
+        )
+    found = []
+    for i, one in enumerate(sources):
+        num = num_windows // len(sources) + (i < num_windows % len(sources))
+        if calib is not None and one == OWN:
+            if loaded.model.device.type == "meta":
+                raise UserError("calib=own is for shrink/ptq: give a text or a corpus here")
+            found.append(own_windows(loaded.model, tokenizer, num, context))
+        else:
+            found.append(windows(_calibration_tokens(one, tokenizer, max_mb, calib is None), num, context))
+    return torch.cat(found)
+
+
+def _calibration_tokens(source: str, tokenizer: Tokenizer, max_mb: float | None, of_run: bool) -> Tensor:
     path = Path(source)
     if path.is_file() and path.suffix in (".txt", ".md", ""):
-        tokens = read_tokens(path, tokenizer)
-    else:
-        options: dict[str, Any] = {"max_bytes": None if max_mb is None else int(max_mb * 1e6)}
-        options |= {"key": "data" if calib is None else "calib", "progress": RunLog(None).progress}
-        tokens = tokenize_corpus(source, tokenizer=tokenizer, **options).train.head(MAX_TOKENS)
-    context = fitting_context("calib_context", context, loaded)
-    return windows(tokens.to(torch.int64), num_windows, context)
+        return read_tokens(path, tokenizer)
+    options: dict[str, Any] = {"max_bytes": None if max_mb is None else int(max_mb * 1e6)}
+    options |= {"key": "data" if of_run else "calib", "progress": RunLog(None).progress}
+    return tokenize_corpus(source, tokenizer=tokenizer, **options).train.head(MAX_TOKENS).to(torch.int64)
 
 
 # -- outputs -------------------------------------------------------------------------------------------------
