@@ -49,10 +49,9 @@ BEGIN, END = "<!-- support -->", "<!-- /support -->"
 FORMATS: dict[str, tuple[str, ...]] = {
     **{kind: (kind,) for kind in ("dense", "int2", "int3", "int4", "int8")},
     "nf3": tuple(TABLES),
-    **{kind: (kind,) for kind in ("sparse24", "sparse24+int4")},
+    **{kind: (kind,) for kind in ("fp8", "sparse24", "sparse24+int4")},
 }
-NOT_YET = ("fp8",)  # their cells have not been tried; the page says so
-assert sorted((*chain(*FORMATS.values()), *NOT_YET)) == sorted((*SPELLINGS, "sparse24+int4")), "a Format has no column"
+assert sorted(chain(*FORMATS.values())) == sorted((*SPELLINGS, "sparse24+int4")), "a Format has no column"
 TOKENS = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(1))
 OWN = "model's forward"
 
@@ -61,7 +60,7 @@ Cells = dict[str, dict[str, dict[str, str]]]  # path -> architecture -> format -
 
 def label(kind: str) -> str:
     """The Format that is tried: groups of 32, as kernels on a CPU want them."""
-    return kind if kind in ("dense", "sparse24") else f"{kind}:g32"
+    return kind if kind in ("dense", "fp8", "sparse24") else f"{kind}:g32"
 
 
 @cache
@@ -156,7 +155,7 @@ def exported(name: str, kind: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "model"
         save_model(source, packed_model(name, kind), tokenizer)
-        for layout in (layout for layout in READERS if layout not in NOT_YET):
+        for layout in READERS:
             out = Path(folder) / (f"{layout}.gguf" if layout == "gguf" else layout)
             try:
                 export_model(source, out, layout)
@@ -170,7 +169,8 @@ def _short(message: str, folder: str) -> str:
     """The beginning of an error, without the names of this one model."""
     text = message.replace(f"{folder}/model", "the model").replace(folder, "")
     text = re.sub(r"\ba \w+ model\b", "such a model", text)
-    text = re.sub(r"\b(model|transformer|gpt_neox)\.[\w.]+", "a layer", text).replace("|", "/")
+    text = re.sub(r"\b(model|transformer|gpt_neox|blocks)\.[\w.]+", "a layer", text).replace("|", "/")
+    text = re.sub(r"a layer (is|as) [\w:+]+", r"a layer \1 in this cell", text)
     return re.split(r"; |: quantize|, or use", text)[0].strip(" .,")
 
 
@@ -210,7 +210,7 @@ def tried(path: str, name: str, kind: str) -> str:
 def tables(cells: Cells) -> str:
     lines = [
         "Architectures and Formats with the same row or column share one. Every cell was tried on a tiny random model",
-        "(`docs/generate_support.py`). Not in these tables yet: " + ", ".join(f"`{kind}`" for kind in NOT_YET) + ".",
+        "(`docs/generate_support.py`).",
         "",
     ]
     for key, path in PATHS.items():

@@ -302,6 +302,7 @@ EVAL_COLUMNS = {
     "stride": "stride",
     "task": "task",
     "accuracy": "accuracy",
+    "similarity": "similarity of outputs",
     "num": "items",
     "megabytes": "MB",
     "bits_per_weight": "bits per weight",

@@ -26,6 +26,7 @@ from shoestring.formats.convert import format_hosts
 from shoestring.formats.registry import from_json
 from shoestring.json_files import Fields, read_object
 from shoestring.model import load_model
+from shoestring.model.encoder import IMAGE_TYPES, encoder_type
 from shoestring.model.folder import foreign_files, is_foreign, weight_files
 from shoestring.model.gguf_write import WrittenTensor
 from shoestring.model.hf import MODEL_TYPES, spec_from_hf
@@ -116,8 +117,9 @@ def _model_folder(folder: Path, each_layer: bool) -> list[Table]:
 def _any_folder(folder: Path, config: dict[str, Any], each_layer: bool) -> list[Table]:
     """The tensors of a model that Shoestring does not run: an encoder, a vision model, parts of a pipeline."""
     files = sorted(folder.glob("*.safetensors"))
-    stored: list[Stored] = []
-    for opened in map(open_tensors, files):
+    packed = (folder / "shoestring.json").is_file()
+    stored: list[Stored] = folder_weights(folder) if packed else []
+    for opened in () if packed else map(open_tensors, files):
         for name in opened.keys():  # noqa: SIM118 (no dict)
             kind, shape = str(opened.get_slice(name).get_dtype()), tuple(opened.get_slice(name).get_shape())
             bits = 8.0 * DTYPES.get(kind, torch.float16).itemsize * math.prod(shape)
@@ -125,6 +127,8 @@ def _any_folder(folder: Path, config: dict[str, Any], each_layer: bool) -> list[
     facts: dict[str, Any] = {k: config[k] for k in ("model_type", "architectures") if k in config}
     facts |= {k: v for k, v in config.items() if type(v) is int}
     note = "Shoestring does not run this model; convert, pack and shrink work on its modules from Python."
+    if (kind := encoder_type(folder)) is not None:
+        note = f"An encoder: `shoestring run shrink/ptq` shrinks it{'' if kind in IMAGE_TYPES else ', `serve` embeds'}."
     weights = replace(weights_table(stored, each_layer), note=note)
     return [_facts(f"Model {folder}", facts, stored, _on_disk(folder, files)), weights]
 

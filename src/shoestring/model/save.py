@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoestring.errors import UserError
 from shoestring.formats import Dense, Format
@@ -101,7 +101,7 @@ def saved_bytes(model: Decoder, *, shard_bytes: int = SHARD_BYTES) -> int:
 
 
 @torch.no_grad()
-def round_rest(model: Decoder) -> None:
+def round_rest(model: nn.Module) -> None:
     """Round what is not packed (norms, biases, dense layers) to 16 bits, in place: then `save_model` stores 16 bits,
     and what is evaluated now is what will be loaded."""
     hosts = [host for _, host in format_hosts(model) if not isinstance(host.format, Dense)]

@@ -141,25 +141,26 @@ def judge(
     force: bool,
     layers: Sequence[LayerError] = (),
     kl: float | None = None,
+    problems: Sequence[str] | None = None,
 ) -> str | None:
     """List what is out of line; why the model is broken, or None. With `force` the reason is only said. `kl`: of
-    `mean_kl`."""
+    `mean_kl`. `problems`: of a model without perplexity."""
     for outlier in (found := outliers(layers))[:10]:
         log.say(f"out of line: {outlier}")
     if found[10:]:
         log.say(f"out of line: {len(found) - 10} more layers, see report.html")
-    if not any(row.get("perplexity") for row in log.evaluations()):
+    if problems is None and not any(row.get("perplexity") for row in log.evaluations()):
         log.say("perplexity was not measured: give text=FILE to have it checked")
     if kl is not None:
         log.say(f"KL to the predictions before: {kl:.3g} nats a token, on {KL_TOKENS} tokens")
-    problems = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_predictions(kl, max_perplexity)]
-    problems += broken_layers(model)
-    for problem in problems:
+    broken = [*broken_perplexity(log.evaluations(), max_perplexity), *broken_predictions(kl, max_perplexity)]
+    broken += [*(problems or ()), *broken_layers(model)]
+    for problem in broken:
         log.say(f"broken: {problem}")
-    if not problems or force:
+    if not broken or force:
         return None
-    more = f" ({len(problems)} problems in all, listed above)" if problems[1:] else ""
-    return f"the shrunk model is broken: {problems[0]}{more}"
+    more = f" ({len(broken)} problems in all, listed above)" if broken[1:] else ""
+    return f"the shrunk model is broken: {broken[0]}{more}"
 
 
 def refuse(reason: str | None, again: str, kept: str = "") -> None:

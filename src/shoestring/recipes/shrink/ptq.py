@@ -8,6 +8,7 @@ Run:     shoestring run shrink/ptq model=DIR format=nf3 method=gptq calib=some.t
          shoestring run shrink/ptq model=PRUNED format=sparse24+int4:g32 calib=some.txt   what shrink/prune24 has kept
          shoestring run shrink/ptq resume=RUN        continues at the next block after Ctrl-C or a crash
          shoestring run shrink/ptq model=DIR format=int4 calib=some.txt stream=true      model larger than the GPU
+         shoestring run shrink/ptq model=BERT format=int4:g64 calib=some.txt     an encoder (shrink/encoder_stages.py)
 Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activations (or disk: memory_gb);
          streamed, the device needs room for one block and for the embedding or the output head, and the host for
          the model as it is stored
@@ -32,12 +33,15 @@ from shoestring.device import pick_device, pick_dtype
 from shoestring.errors import in_run
 from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import pack
+from shoestring.model.encoder import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
+from shoestring.paths import find_model
 from shoestring.runlog import RunLog, open_run_folder, resumable
 from shoestring.shrink import ptq_stages as stages
 from shoestring.shrink.block_files import BlockFiles
 from shoestring.shrink.blockwise import quantize_blocks
+from shoestring.shrink.encoder_stages import shrink_encoder
 from shoestring.shrink.mixed_bits import check_candidates, read_candidates
 from shoestring.shrink.quality_gate import judge, mean_kl, outlier_table, outliers, predictions, refuse, verify_model
 from shoestring.shrink.quantize import ENDS, plan
@@ -60,6 +64,8 @@ class Config(stages.PtqSettings):
 
 def main(cfg: Config) -> Path:
     stages.check_settings(cfg)
+    if encoder_type(source := find_model(cfg.model)) is not None:
+        return shrink_encoder(cfg, source)
     rules = read_rules(cfg.rules, cfg.format)
     method = stages.pick_method(cfg)
     candidates = read_candidates(cfg.bits_budget, cfg.candidates, cfg.damage_windows, cfg.rules)

@@ -1,9 +1,7 @@
-"""Encoders of the BERT family, for embeddings: loaded and computed by `transformers`, which is optional
-(pip install 'shoestring[encoders]').
+"""Encoders of the BERT family, for embeddings: loaded by model/encoder.py, dense or packed, computed by `transformers`.
 
 `TextEncoder` is such a model, `EncoderEngine` what the engine thread asks of an engine: it embeds and never has a
-text to write. Weights are read from safetensors only, and no code from the model's folder runs.
-Left out: models with code of their own (trust_remote_code), and their dense layers behind the pooling.
+text to write. Left out: dense layers behind the pooling.
 """
 
 from __future__ import annotations
@@ -20,23 +18,18 @@ from torch import Tensor
 
 from shoestring.errors import UserError
 from shoestring.json_files import Fields, read_object
+from shoestring.model.encoder import TEXT_TYPES, encoder_type, load_encoder_module
 from shoestring.model.tokenizer import Tokenizer
 from shoestring.serve.engine.embedding import Pooling, padded, pooled
 from shoestring.serve.engine.request import Output, Request, Stats
 
-# What transformers computes without code of the model's own, and what has no causal mask.
-ENCODER_TYPES = (
-    *("albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "ernie", "modernbert", "mpnet", "roberta"),
-    *("roformer", "xlm-roberta"),
-)
 # Position ids of these begin behind the padding token's.
 _SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 
 def is_encoder(folder: Path) -> bool:
     """Whether a Hugging Face folder holds one of the encoders that are served."""
-    file = folder / "config.json"
-    return file.is_file() and read_object(file).get("model_type") in ENCODER_TYPES
+    return encoder_type(folder) in TEXT_TYPES
 
 
 @dataclass(frozen=True)
@@ -51,34 +44,18 @@ class TextEncoder:
 def load_encoder(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> TextEncoder:
-    try:
-        from transformers import AutoModel
-    except ModuleNotFoundError:
-        kind = read_object(folder / "config.json").get("model_type")
-        raise UserError(
-            f"{folder} is an encoder ({kind}), which is served with the package transformers; "
-            "pip install 'shoestring[encoders]'"
-        ) from None
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} has no safetensors files; pickled weights are never read, so save it as safetensors")
+    model = load_encoder_module(folder, device, dtype)
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json; save its fast tokenizer there")
     tokenizer = Tokenizer.from_file(folder)
     tokenizer.backend.no_truncation()  # a text that is too long is refused, not cut
     tokenizer.backend.no_padding()
-    try:
-        model = AutoModel.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"transformers cannot load {folder}: {str(error).strip().splitlines()[0][:300]}") from None
     fields = Fields(read_object(folder / "config.json"), "config.json")
     positions = fields.whole("max_position_embeddings")
     if fields.text("model_type") in _SHIFTED:
         positions -= (fields.whole("pad_token_id", 1, least=0)) + 1
     vocab = fields.whole("vocab_size")
-    width = int(model.config.hidden_size)
-    return TextEncoder(cast(torch.nn.Module, model).eval().to(device), tokenizer, vocab, positions, width)
+    return TextEncoder(model, tokenizer, vocab, positions, fields.whole("dim" if "dim" in fields else "hidden_size"))
 
 
 class EncoderRunner:

@@ -1,0 +1,95 @@
+"""`shoestring run shrink/ptq` on encoders, through the real command line, and the packed folders it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoestring.errors import UserError
+from shoestring.formats import formats_of
+from shoestring.model.encoder import load_encoder_module
+from shoestring.runlog import read_jsonl
+from shoestring.serve.engine.encoder import is_encoder, load_encoder
+from shoestring.shrink import encoder_stages
+from tiny import tiny_tokenizer
+
+transformers = pytest.importorskip("transformers")
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+}  # fmt: skip
+PTQ = ("run", "shrink/ptq", "device=cpu", "format=int4:g32", "calib_windows=8", "calib_context=24")
+
+
+@pytest.fixture
+def bert(here: Path) -> Path:
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    config = transformers.BertConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=40, **SIZES)
+    transformers.BertModel(config).save_pretrained(here / "bert")
+    tokenizer.save(here / "bert")
+    return here / "bert"
+
+
+@torch.no_grad()
+def outputs(folder: Path, inputs: torch.Tensor) -> torch.Tensor:
+    return load_encoder_module(folder, "cpu", torch.float32)(inputs).last_hidden_state
+
+
+def test_a_bert_from_the_command_line(
+    bert: Path, here: Path, cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = partial(cli, *PTQ, "model=bert", "calib=calib.txt")
+    said = run("run=small")
+    assert "similarity of outputs" in said and "shoestring serve small/model" in said
+    rows = read_jsonl(here / "small/evals.jsonl")
+    assert [r["model"] for r in rows] == ["before", "after"] and rows[1]["similarity"] > 0.95
+    assert rows[1]["megabytes"] < 0.4 * rows[0]["megabytes"]
+    model = load_encoder_module(here / "small/model", "cpu", torch.float32)
+    labels = {name: format.label for name, format in formats_of(model).items()}
+    assert labels.pop("embeddings.word_embeddings") == "int8:g0"
+    assert len(labels) == 12 and set(labels.values()) == {"int4:g32"}
+    stored = load_file(here / "small/model/packed.safetensors")
+    assert not any(t.dtype == torch.float32 for t in stored.values())
+    tokens = torch.arange(2, 26)[None]
+    assert 0 < (outputs(here / "small/model", tokens) - outputs(bert, tokens)).norm() < 0.3 * 64
+    assert is_encoder(here / "small/model") and load_encoder(here / "small/model").d_model == 64
+    assert "int4:g32" in cli("inspect", "small/model")
+    told = json.loads((here / "small/model/quantization.json").read_text())
+    assert len(told["layers"]) == 12 and all(layer["output_error"] is not None for layer in told["layers"])
+
+    assert "is an encoder: leave it out" in run("text=test.txt", fails=True)
+    monkeypatch.setattr(encoder_stages, "MIN_SIMILARITY", 1.1)  # nothing reaches it
+    said = run("method=rtn", "run=bad", fails=True)
+    assert "the shrunk model is broken: its outputs have a similarity of" in said
+    assert not (here / "bad/model").exists()
+
+
+def test_a_vit_reads_its_inputs_from_a_file(here: Path, cli: Callable[..., str]) -> None:
+    torch.manual_seed(0)
+    transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **SIZES)).save_pretrained(here / "vit")
+    images = torch.randn(9, 3, 32, 32)
+    save_file({"inputs": images}, here / "images.safetensors")
+    run = partial(cli, *PTQ, "model=vit", "method=awq")
+    said = run("calib=images.safetensors", "run=seen")
+    assert "similarity of outputs" in said and "serve" not in said
+    assert not torch.equal(outputs(here / "seen/model", images), outputs(here / "vit", images))
+    assert "give images: one tensor" in run("calib=calib.txt", fails=True)
+
+
+def test_damaged_folders_are_one_line(bert: Path, here: Path, cli: Callable[..., str]) -> None:
+    cli(*PTQ, "model=bert", "calib=calib.txt", "method=rtn", "run=cut")
+    file = here / "cut/model/packed.safetensors"
+    whole = load_file(file)
+    save_file({n: t for n, t in whole.items() if n != "embeddings.LayerNorm.bias"}, file)
+    with pytest.raises(UserError, match=r"only config.json has 'embeddings\.LayerNorm\.bias'"):
+        load_encoder_module(here / "cut/model", "cpu", torch.float32)
+    save_file({**whole, "embeddings.LayerNorm.bias": torch.zeros(3)}, file)
+    with pytest.raises(UserError, match="has shape"):
+        load_encoder_module(here / "cut/model", "cpu", torch.float32)
