@@ -170,7 +170,8 @@ def _short(message: str, folder: str) -> str:
     text = message.replace(f"{folder}/model", "the model").replace(folder, "")
     text = re.sub(r"\ba \w+ model\b", "such a model", text)
     text = re.sub(r"\b(model|transformer|gpt_neox|blocks)\.[\w.]+", "a layer", text).replace("|", "/")
-    text = re.sub(r"a layer (is|as) [\w:+]+", r"a layer \1 in this cell", text)
+    text = re.sub(r"a layer is [\w:+]*\w", "a layer has another Format", text)
+    text = re.sub(r"a layer as [\w:+]*\w", "a layer of this Format", text)
     return re.split(r"; |: quantize|, or use", text)[0].strip(" .,")
 
 
