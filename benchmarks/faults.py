@@ -1,14 +1,18 @@
-"""Kill anything at any moment: a campaign against the checkpoint levels.
+"""Kill anything at any moment: campaigns against the checkpoint levels.
 
     python -m benchmarks.faults                         1,000 kills, about 20 minutes on 2 CPU cores
     python -m benchmarks.faults --kills 50 --no-record
 
-A run on one or two gloo ranks (FSDP2) with its agent is killed with SIGKILL at random instants: a rank, all ranks, the
-agent, or both. After some kills a byte of an arena or of a checkpoint is flipped, or the copies in memory are deleted.
-The run is then resumed, and every bit of its state is compared with an uninterrupted run at that step. `corrupt` counts
-resumptions with a wrong bit (there must be none), `lost_steps` how many finished steps were repeated, `refused` the
-versions with a flipped byte that were refused by name. Processes are forked from one that has imported torch, so that a
-kill costs half a second.
+`runs`: a run on one, two or four gloo ranks (FSDP2) with its agent is killed with SIGKILL at random instants: a rank,
+all ranks, the agent, or both. After some kills a byte of an arena or of a checkpoint is flipped, or the copies in
+memory are deleted. The run is then resumed, and every bit of its state is compared with an uninterrupted run.
+`writer`: a process that does nothing but save to memory and write to disk is killed every few milliseconds; what it had
+committed must be there, bit for bit, and nothing that is half written may count.
+`points`: a run is killed inside every write, rename and change of a record in turn (tests/state/levels).
+
+`corrupt` counts resumptions with a wrong bit (there must be none), `lost_steps` how many finished steps were repeated,
+`refused` the versions with a flipped byte that were refused by name. Processes are forked from one that has imported
+torch. The loss of hosts and failures of storage are in fault_hosts.py and fault_storage.py.
 """
 
 from __future__ import annotations
@@ -17,16 +21,22 @@ import argparse
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
+import struct
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +46,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.processes import REPO, child_environment
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.runlog import RunLog
+from shoestring.state.boxes import Box
 from shoestring.state.levels.agent import agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
-from shoestring.state.levels.host_folder import arena_files, host_folder, remove_host_folder
+from shoestring.state.levels.drain import drain
+from shoestring.state.levels.host_folder import arena_files, arena_path, host_folder, list_copies, remove_host_folder
+from shoestring.state.levels.restore import choose, fill_tensors, offers_here
+from shoestring.state.levels.retention import Keep, prune_steps
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+from shoestring.state.levels.snapshot import MemoryLevel, lay_out
+from shoestring.state.levels.version import HeldBox, HeldCopy, sum_of_names
 
 STEPS = 400
 WIDTH = 256
@@ -80,6 +97,13 @@ def fingerprint(run: Any) -> str:
         local = t.to_local() if hasattr(t, "to_local") else t
         digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def warm_up() -> None:
+    """Before forking: the first optimizer and its first step import hundreds of modules."""
+    run = make_run(Mesh(0, 1, torch.device("cpu")))
+    take_step(run)
+    fingerprint(run)
 
 
 def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history: bool, previous: bool) -> None:
@@ -272,6 +296,104 @@ class Campaign:
         return done, max((int(text[8:]) for text in texts), default=0), victim, finished
 
 
+# -- a writer that is killed every few milliseconds --------------------------------------------------------------
+
+
+def writer_copy(step: int) -> HeldCopy:
+    boxes = (HeldBox("a", "F32", (90, 100), Box((0, 0), (90, 100))), HeldBox("b", "U8", (999,), Box((0,), (999,))))
+    names = sum_of_names({b.name: (b.dtype, b.shape) for b in boxes})
+    return HeldCopy(step, "0a", 0, 1, "here", names, lay_out(boxes), {"step": step})
+
+
+def writer_tensors(step: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "a": torch.randn(90, 100, generator=draw),
+        "b": torch.randint(0, 256, (999,), generator=draw, dtype=torch.uint8),
+    }
+
+
+def writer_main(place: Path, done: mmap.mmap) -> None:
+    """Save to memory for ever, and every third version to disk; `done` holds the newest (committed, on disk)."""
+    torch.set_num_threads(1)
+    memory = MemoryLevel(arena_path(place, 0, 1), torch.device("cpu"), threads=1, num_slots=2)
+    if memory.open_existing() and memory.arena is not None:
+        found = memory.arena.versions()
+        memory.safe_slot = found[0].slot if found else None
+    memory.fit(writer_copy(0).num_bytes, 4096)
+    memory.touch_now()
+    pool = ThreadPoolExecutor(1)
+    step = struct.unpack("qq", done[:16])[0]
+    while True:
+        step += 1
+        memory.save(writer_copy(step), writer_tensors(step), early=lambda name: name == "b")
+        memory.wait()
+        memory.settle(everywhere=memory.committed())
+        done[:8] = struct.pack("q", step)
+        if step % 3 == 0:
+            entries = [e for e in list_copies(place)[0] if e.copy.step == step]
+            drain(entries, place / "checkpoints" / f"step-{step:08d}", pool)
+            prune_steps(place / "checkpoints", Keep(2), place / "none")
+            done[8:16] = struct.pack("q", step)
+
+
+def kill_writers(place: Path, kills: int, seed: int) -> Counter[str]:
+    found: Counter[str] = Counter()
+    draw = random.Random(seed)
+    (place / "checkpoints").mkdir(parents=True)
+    done = mmap.mmap(-1, 16)
+    while found["kills"] < kills:
+        before = done[:8]
+        pid = fork(lambda: writer_main(place, done))
+        began = time.monotonic()
+        while done[:8] == before and time.monotonic() - began < 20:
+            time.sleep(0.0005)
+        time.sleep(draw.uniform(0.0, 0.02))
+        end([pid])
+        found["kills"] += 1
+        committed, on_disk = struct.unpack("qq", done[:16])
+        problem = writer_problem(place, committed, on_disk)
+        if problem is not None:
+            found["corrupt"] += 1
+            print(f"CORRUPT after {found['kills']} kills: {problem}", flush=True)
+        found["committed"] = committed
+    return found
+
+
+def writer_problem(place: Path, committed: int, on_disk: int) -> str | None:
+    """What is wrong with what a killed writer left; None where nothing is."""
+    offers, problems = offers_here(place, [place / "checkpoints"], "here")
+    if problems:
+        return problems[0]
+    for source, least in (("memory", committed), ("disk", on_disk)):
+        choice = choose([o for o in offers if o.source == source])
+        if least and (choice is None or choice.step < least):
+            return f"{source} has {None if choice is None else choice.step}, and {least} was there"
+        if choice is not None:
+            got = {name: torch.zeros_like(t) for name, t in writer_tensors(0).items()}
+            _, damaged = fill_tensors(got, choice, Mesh(0, 1, torch.device("cpu")), "here")
+            wrong = [n for n, t in writer_tensors(choice.step).items() if not torch.equal(got[n], t)]
+            if damaged or wrong:
+                return f"{source}, step {choice.step}: {damaged or wrong}"
+    return None
+
+
+def kill_at_points(place: Path, stride: int) -> Counter[str]:
+    """Inside every write: a script of the tests, which asserts bits and steps after every kill."""
+    script = REPO / "tests" / "state" / "levels" / "level_kill_points.py"
+    place.mkdir()
+    command = [sys.executable, str(script), str(place), str(stride)]
+    out = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    kills = re.search(r"kills (\d+)", out.stdout)
+    if out.returncode or kills is None:
+        print(out.stdout[-2000:], out.stderr[-2000:], flush=True)
+        return Counter({"kills": 0, "corrupt": 1})
+    return Counter({"kills": int(kills[1])})
+
+
+# -- results -----------------------------------------------------------------------------------------------------
+
+
 def table() -> str:
     lines = newest("faults")
     if not lines:
@@ -281,54 +403,78 @@ def table() -> str:
     rows = []
     for case in cases:
         one = cells[case, "kills"]
-        lost = cells[case, "lost_steps"]
+        lost = cells.get((case, "lost_steps"))
         rows.append(
             [
                 case,
                 f"{one['value']:,.0f}",
                 f"{cells[case, 'corrupt']['value']:.0f}",
                 f"{one['quality'].get('refused', 0)} of {one['quality'].get('flipped', 0)}",
-                f"{lost['value']:g}, at most {lost['quality']['most']}",
-                f"{lost['quality']['interval']}",
+                "" if lost is None else f"{lost['value']:g}, at worst {lost['quality']['worst'][0]}",
+                "" if lost is None else f"{lost['quality']['worst'][1]}",
             ]
         )
-    head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "steps repeated", "interval in steps"]
+    head = ["run", "kills", "wrong bits loaded", "refused, of flipped bytes", "steps repeated", "of an interval of"]
     return markdown(head, rows) + provenance(lines)
+
+
+def record_case(case: str, config: dict[str, Any], found: Counter[str], lost: list[tuple[int, int]]) -> None:
+    """`lost`: (steps, interval in force) at every resumption whose copies nobody had damaged."""
+    about: dict[str, Any] = {"bench": "faults", "case": case, "config": config}
+    counts = {k: int(v) for k, v in found.items()}
+    record(**about, metric="kills", unit="kills", samples=[float(counts["kills"])], quality=counts)
+    record(**about, metric="corrupt", unit="resumptions", samples=[float(counts.get("corrupt", 0))])
+    if lost:
+        worst = max(lost, key=lambda pair: pair[0] / pair[1])
+        quality = {"most": max(n for n, _ in lost), "interval": statistics.median(i for _, i in lost), "worst": worst}
+        record(**about, metric="lost_steps", unit="steps", samples=[float(n) for n, _ in lost], quality=quality)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--only", choices=("runs", "writer", "points"))
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
-    failed = False
-    for world in options.ranks:
+    warm_up()
+    wrong = 0
+    campaigns: list[tuple[str, Callable[[Path], tuple[Counter[str], list[tuple[int, int]]]]]] = []
+    if options.only in (None, "points"):
+        campaigns.append(("inside every write", lambda place: (kill_at_points(place / "points", 1), [])))
+    if options.only in (None, "writer"):
+        some = options.kills // (1 if options.only else 2)
+        campaigns.append(("a writer, every few ms", lambda place: (kill_writers(place / "w", some, options.seed), [])))
+    if options.only in (None, "runs"):
+        each = options.kills // (1 if options.only else 2) // max(1, len(options.ranks))
+        for world in options.ranks:
+            name = f"{world} rank{'s' if world > 1 else ''} and the agent"
+            campaigns.append((name, partial(kill_runs, world, each, options.seed)))
+    for case, action in campaigns:
         place = Path(tempfile.mkdtemp(prefix="shoestring-faults-"))
-        campaign = Campaign(place, world, options.seed)
+        began = time.monotonic()
         try:
-            campaign.run(options.kills // len(options.ranks))
+            found, lost = action(place)
         finally:
-            campaign.wipe()
             shutil.rmtree(place, ignore_errors=True)
-        worst = max(zip(campaign.lost, campaign.intervals, strict=True), key=lambda pair: pair[0] / pair[1])
-        print(f"{world} ranks: {dict(campaign.found)}, at worst {worst[0]} steps of {worst[1]} lost", flush=True)
-        failed = failed or campaign.found["corrupt"] > 0
-        if options.no_record:
-            continue
-        about: dict[str, Any] = {
-            "bench": "faults",
-            "case": f"{world} rank{'s' if world > 1 else ''} and the agent",
-            "config": {"model": "two layers of 256", "steps": STEPS, "seed": options.seed},
-        }
-        counts = {k: int(v) for k, v in campaign.found.items()}
-        record(**about, metric="kills", unit="kills", samples=[float(counts["kills"])], quality=counts)
-        record(**about, metric="corrupt", unit="resumptions", samples=[float(counts.get("corrupt", 0))])
-        lost = {"most": max(campaign.lost), "interval": statistics.median(campaign.intervals), "worst": list(worst)}
-        record(**about, metric="lost_steps", unit="steps", samples=[float(v) for v in campaign.lost], quality=lost)
-    if failed:
-        sys.exit("a resumption had wrong bits")
+        worst = max(lost, key=lambda pair: pair[0] / pair[1], default=(0, 0))
+        took = time.monotonic() - began
+        print(f"{case}: {dict(found)}, at worst {worst[0]} steps of {worst[1]} lost; {took:.0f} s", flush=True)
+        wrong += found["corrupt"] + found["lost more than one interval"]
+        if not options.no_record:
+            record_case(case, {"seed": options.seed}, found, lost)
+    if wrong:
+        sys.exit("a resumption had wrong bits, or lost more than one interval")
+
+
+def kill_runs(world: int, kills: int, seed: int, place: Path) -> tuple[Counter[str], list[tuple[int, int]]]:
+    campaign = Campaign(place, world, seed)
+    try:
+        campaign.run(kills)
+    finally:
+        campaign.wipe()
+    return campaign.found, list(zip(campaign.lost, campaign.intervals, strict=True))
 
 
 if __name__ == "__main__":
