@@ -497,6 +497,7 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="the plans only, on a CPU")
     parser.add_argument("--gpu", action="store_true", help="without the plans")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="GPU parts with one of these words in their name")
     parser.add_argument("--most-seconds", type=float, default=600, help="begin no part after so long")
     args = parser.parse_args()
     began = time.monotonic()
@@ -516,6 +517,8 @@ def main() -> None:
         "int4 published": lambda: measure_int4(spec, 3),
     }
     for name, part in parts.items():
+        if args.only and not any(word in name for word in args.only):
+            continue
         if time.monotonic() - began > args.most_seconds:
             print(f"{name}: not measured, {args.most_seconds:.0f} s are over", flush=True)
             continue

@@ -50,6 +50,7 @@ class WeightTarget:
         """UserError, with its name, for a weight that cannot be replaced. `tp_rank`: this process's share."""
         self.model = model
         self._hosts: dict[str, FormatHost] = {}
+        self._like: dict[str, dict[str, Tensor]] = {}  # shapes and dtypes of what is sent, without memory
         self.wanted: dict[str, WantedWeight] = {}
         for name, layer in format_hosts(model):
             if layer.state_names:
@@ -60,6 +61,7 @@ class WeightTarget:
             if layer.packed:
                 weight, shape = f"{name}.weight", layer.shape
                 self._hosts[weight] = layer
+                self._like[weight] = {n: torch.empty_like(t, device="meta") for n, t in layer.parts().items()}
                 # The parts of a tensor-parallel rank are plain buffers, which do not know their place.
                 tiles = layout_on(weight, shape, {"tp": tp_size}).tiles(shape)
                 box = next(box for box, ranks in tiles if tp_rank in ranks)
@@ -67,31 +69,20 @@ class WeightTarget:
         self._parameters = dict(model.named_parameters())
         for name, p in self._parameters.items():
             self.wanted[name] = WantedWeight(tuple(p.shape), local_box(p), p.dtype)
+            self._like[name] = {"": torch.empty(self.wanted[name].box.shape, dtype=p.dtype, device="meta")}
 
     def empty(self) -> dict[str, dict[str, Tensor]]:
         """Host memory for everything that is wanted, page-locked for a GPU."""
-        like = {(name, part): t for name, want in self.wanted.items() for part, t in self._like(name, want).items()}
-        values: dict[str, dict[str, Tensor]] = {name: {} for name in self.wanted}
-        for (name, part), t in HostBuffers(like, self.model.device).tensors.items():
-            values[name][part] = t
-        return values
-
-    def _like(self, name: str, want: WantedWeight) -> dict[str, Tensor]:
-        if want.format is None:
-            return {"": torch.empty(want.box.shape, dtype=want.dtype, device="meta")}
-        return {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in self._hosts[name].parts().items()}
+        return host_memory(self._like, self.model.device)
 
     def check(self, values: Values) -> None:
         """UserError unless these are exactly the weights that are wanted."""
-        for name, want in self.wanted.items():
+        for name, like in self._like.items():
             if name not in values:
                 raise UserError(f"the update has no {name!r}, which this model needs; nothing was changed")
-            shapes = {"": want.box.shape}
-            if want.format is not None:
-                shapes = {n: tuple(t.shape) for n, t in self._hosts[name].parts().items()}
-            have = {n: tuple(t.shape) for n, t in values[name].items()}
-            if have != shapes:
-                raise UserError(f"the update has {have} for {name!r}, this model needs {shapes}; nothing was changed")
+            have, need = ({n: tuple(t.shape) for n, t in parts.items()} for parts in (values[name], like))
+            if have != need:
+                raise UserError(f"the update has {have} for {name!r}, this model needs {need}; nothing was changed")
         if extra := sorted(values.keys() - self.wanted.keys()):
             raise UserError(f"the update has {extra[0]!r}, which this model does not have; nothing was changed")
 
@@ -107,22 +98,46 @@ class WeightTarget:
         num_bytes = sum(t.nbytes for parts in values.values() for t in parts.values())
         if staged is None:
             staged = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > SPARE * num_bytes
-        if not staged:
-            return PreparedWeights(device, lambda: self._write_(values))
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(stream):
-            sent = {n: {p: t.to(device, non_blocking=True) for p, t in parts.items()} for n, parts in values.items()}
-            new = {n: as_held(self._hosts[n], parts) if n in self._hosts else parts for n, parts in sent.items()}
-            copies = CopyTable(pair for n, parts in new.items() for pair in self._pairs(n, parts))
+            write = self._on_device(values) if staged else self._on_host(values)
         if stream is not None:
             stream.synchronize()
+        return PreparedWeights(device, write)
+
+    def _on_device(self, values: Values) -> Callable[[], None]:
+        sent = {
+            n: {p: t.to(self.model.device, non_blocking=True) for p, t in parts.items()} for n, parts in values.items()
+        }
+        new = {n: as_held(self._hosts[n], parts) if n in self._hosts else parts for n, parts in sent.items()}
+        copies = CopyTable(pair for n, parts in new.items() for pair in self._pairs(n, parts))
 
         def write() -> None:
             copies.run()
             for name, host in self._hosts.items():
                 renew_(host, sent[name])
 
-        return PreparedWeights(device, write)
+        return write
+
+    def _on_host(self, values: Values) -> Callable[[], None]:
+        """Packed parts go to the GPU weight by weight and come back in the kernels' order, so that only bytes are left
+        to be copied when the weights are written."""
+        moved = {name: host for name, host in self._hosts.items() if host.kernel_part_names}
+        room = host_memory({name: host.operands() for name, host in moved.items()}, self.model.device)
+        for name, host in moved.items():
+            new = as_held(host, {n: t.to(self.model.device) for n, t in values[name].items()})
+            for part, t in new.items():
+                room[name][part].copy_(t)
+        ordered = {**values, **room}
+
+        def write() -> None:
+            for name, parts in ordered.items():
+                for t, value in self._pairs(name, parts):
+                    t.copy_(value, non_blocking=True)
+            for name, host in self._hosts.items():
+                renew_(host, values[name])
+
+        return write
 
     def _pairs(self, name: str, new: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(what is served, its new value), of values in the order in which the module holds them."""
@@ -131,18 +146,6 @@ class WeightTarget:
         held = self._hosts[name].operands()
         assert new.keys() == held.keys()
         return [(t, new[part]) for part, t in held.items()]
-
-    def _write_(self, values: Values) -> None:
-        """From the host, weight by weight: packed parts are put into the kernels' order on the device."""
-        for name, parts in values.items():
-            host = self._hosts.get(name)
-            sent = dict(parts)
-            if host is not None:
-                sent = {p: t.to(self.model.device, non_blocking=True) for p, t in parts.items()}
-            for t, value in self._pairs(name, sent if host is None else as_held(host, sent)):
-                t.copy_(value, non_blocking=True)
-            if host is not None:
-                renew_(host, sent)
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,12 @@ class PreparedWeights:
             torch.cuda.current_stream(self.device).synchronize()  # the new values' memory may be used for others now
 
 
+def host_memory(like: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Room on the host for parts of weights, page-locked where they go to a GPU."""
+    room = HostBuffers({(name, part): t for name, parts in like.items() for part, t in parts.items()}, device).tensors
+    return {name: {part: room[name, part] for part in parts} for name, parts in like.items()}
+
+
 def as_held(host: FormatHost, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stored parts in the order in which the module holds them."""
     return dict(host.format.kernel_parts(dict(parts)) if host.kernel_part_names else parts)
@@ -166,6 +175,7 @@ def as_held(host: FormatHost, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def renew_(host: FormatHost, parts: Mapping[str, Tensor]) -> None:
     """What a packed module keeps beside its parts, in place."""
     if host.decoded is not None:
-        host.decoded.copy_(host.format.decode(dict(parts), host.decoded.dtype))
+        sent = {n: t.to(host.decoded.device) for n, t in parts.items()}
+        host.decoded.copy_(host.format.decode(sent, host.decoded.dtype))
     if isinstance(host, Int8Linear):
         host.int8 = None

@@ -348,6 +348,8 @@ class Resharder:
     ) -> None:
         self.group, self.topology = group, topology
         self.transport = transport or GroupTransport(group)
+        # Agreements go over the group, whatever carries the tensors.
+        self._told_on = self.transport.device if "nccl" in dist.get_backend(group) else torch.device("cpu")
         self.bucket = bucket
         self._plans = PlanCache()
 
@@ -443,7 +445,7 @@ class Resharder:
         their ranks (replicas that are kept apart) become one with an axis more."""
         text = json.dumps({n: [s, d, layout and layout_to_json(layout)] for n, (s, d, layout) in mine.items()})
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") if mine else -1
-        numbers = [torch.zeros(1, dtype=torch.int64, device=self.transport.device) for _ in self.ranks]
+        numbers = [torch.zeros(1, dtype=torch.int64, device=self._told_on) for _ in self.ranks]
         dist.all_gather(numbers, torch.full_like(numbers[0], number), group=self.group)
         sayings: dict[int, list[int]] = {}
         for place, said in enumerate(numbers):
@@ -465,7 +467,7 @@ class Resharder:
         return _merged(parts, what)
 
     def _same(self, text: str) -> bool:
-        number = torch.tensor([int(text[:15], 16)], device=self.transport.device)
+        number = torch.tensor([int(text[:15], 16)], device=self._told_on)
         low, high = number.clone(), number.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=self.group)
@@ -473,7 +475,7 @@ class Resharder:
 
     def _agree(self, complaints: list[str]) -> None:
         """Raise on every rank where one rank has a complaint."""
-        flag = torch.tensor([float(bool(complaints))], device=self.transport.device)
+        flag = torch.tensor([float(bool(complaints))], device=self._told_on)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         if complaints:
             raise UserError("; ".join(complaints) + "; nothing was changed")
