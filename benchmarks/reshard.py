@@ -510,9 +510,9 @@ def main() -> None:
     packed = "int4:g64" if args.small else "int4:g128"
     parts: dict[str, Callable[[], None]] = {
         "repartition": lambda: measure_repartition(spec, 11),
-        "swap of packed weights": lambda: measure_swap(spec, packed, 16, 64),
-        "swap": lambda: measure_swap(spec, "bf16", 16, 64),
         "two processes": lambda: measure_processes(spec, 2 if args.small else 8, 3),
+        "bf16 swap": lambda: measure_swap(spec, "bf16", 16, 64),
+        "int4 swap": lambda: measure_swap(spec, packed, 16, 64),
         "host staged": lambda: measure_host_staged(spec, 5, bucket),
         "int4 published": lambda: measure_int4(spec, 3),
     }
