@@ -26,7 +26,7 @@ from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant
-from shoestring.train.reducers import demo
+from shoestring.train.reducers import demo, overlap
 from shoestring.train.reducers.build import ReducerConfig, build_reducer
 from shoestring.train.reducers.compressed import CompressedReducer, choose
 from shoestring.train.reducers.feedback import Compression
@@ -51,9 +51,9 @@ def new_run(mesh: Mesh, folder: Path | None = None, method: str = "") -> Run:
 
 
 def fit(run: Run, method: str, steps: int, checkpoints: Path | None = None) -> CompressedReducer:
-    """`method` may name a selector: topk:0.05+hyper."""
-    name, _, selector = method.partition("+")
-    chosen_by: Any = {"selector": selector or "uniform"}
+    """`method` may name a selector, or overlap: topk:0.05+hyper."""
+    name, _, extra = method.partition("+")
+    chosen_by: Any = {"overlap": True} if extra == "overlap" else {"selector": extra or "uniform"}
     reducer = CompressedReducer(run.model, run.mesh, parse_compressor(name), clip=0.5, compare_every=2, **chosen_by)
     kept = None if checkpoints is None else Checkpointer(checkpoints, every=3)
     rows, rate = MaskedRows(run.mesh), constant(1e-2)
@@ -162,6 +162,34 @@ def check_errors(mesh: Mesh) -> None:
     assert "rank 2 has another model, reducer" in said, said
 
 
+def check_overlap(mesh: Mesh) -> None:
+    """Buckets that are sent during the backward pass of the last micro-batch give the same sums and residuals."""
+    assert overlap.BUCKET_BYTES == 4 << 20
+    overlap.BUCKET_BYTES = 10_000  # several of them
+    one, other = new_run(mesh), new_run(mesh)
+    plain = CompressedReducer(one.model, mesh, parse_compressor("int8"))
+    early = CompressedReducer(other.model, mesh, parse_compressor("int8"), overlap=True)
+    assert early.buckets is not None and len(early.buckets.buckets) > 3
+    for step in range(2):
+        micros = [m for i in range(2) for m in MaskedRows(mesh).step(2 * step + i)]
+        for run, reducer in ((one, plain), (other, early)):
+            run.model.zero_grad()
+            reducer.expect(len(micros))
+            for micro in micros:
+                (CrossEntropy()(run.model, micro) / 100).backward()
+            if run is other:
+                assert len(early.buckets.sent) == len(early.buckets.buckets)  # before the reducer is called
+            reducer(run.model)
+        for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad), name
+        assert all(torch.equal(local(plain.residuals[n]), local(early.residuals[n])) for n in plain.residuals)
+    # A gradient that is far larger than usual is bounded before it is encoded, on every rank by its own history.
+    before = float(early.running.norms[early.running.place["embed.weight"]])
+    clipped = early.running("embed.weight", torch.full((4,), 1e6))
+    assert abs(float(clipped.norm()) - 3 * before) < 1e-3 * before
+    overlap.BUCKET_BYTES = 4 << 20
+
+
 def gradients_of(model: Any, mesh: Mesh) -> None:
     for micro in MaskedRows(mesh).step(0):
         (CrossEntropy()(model, micro) / 100).backward()
@@ -231,10 +259,11 @@ def main() -> None:
     four, two = open_mesh(FOUR, "cpu"), open_mesh(TWO_BY_TWO, "cpu")
     for method in ("plain", "int8", "terngrad", "topk:0.05", "arc-topk:0.05", "powersgd:2", "demo"):
         check_against_emulation(four, method)
-    for method in ("powersgd:2", "topk:0.05+hyper"):
+    for method in ("powersgd:2", "topk:0.05+hyper", "int8+overlap"):
         check_resume(four, folder, method)
     check_other_mesh(four, two, folder)
     check_errors(four)
+    check_overlap(four)
     check_ddp_hook(four)
     check_fsdp_hook(two)
     check_measuring(four)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,11 +51,13 @@ def test_work_is_timed_on_the_real_shapes() -> None:
         ({"reducer": "auto"}, "mesh.replica is 1: start several processes"),
         ({"reducer": "in8"}, "Did you mean 'int8'"),
         ({"reducer": "int8", "allow": "lossy"}, "allow=lossy is for reducer=auto"),
+        ({"overlap": True}, "overlap=true is for compressed sums"),
+        ({"reducer": "topk:0.1", "selector": "hyper", "overlap": True}, "plans all layers of a step at once"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict[str, str], said: str) -> None:
+def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_reducer(ReducerConfig(**settings), MeshConfig())  # type: ignore[arg-type]
+        check_reducer(ReducerConfig(**settings), MeshConfig())
 
 
 def test_plain_is_for_one_process_too() -> None:

@@ -161,6 +161,10 @@ class Reducer(Stateful, Protocol):
         """Called once before the first step of each `train`, after a checkpoint was loaded."""
         return
 
+    def expect(self, num_micros: int) -> None:
+        """Called before the passes of a step: so many backward passes follow, the last of which completes gradients."""
+        return
+
     def __call__(self, model: nn.Module) -> None: ...
 
     def observe(self, loss: Tensor) -> None:

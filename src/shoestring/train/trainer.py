@@ -140,6 +140,7 @@ def _train(
         while run.step < steps:
             micros = [m.to(run.mesh.device) for m in data.step(skipped.data_step(run.step))]
             count = _global_count(run.mesh, objective, micros)
+            reducer.expect(len(micros))
             loss = forward_backward(run.model, objective, micros, count)
             reducer.observe(loss / count)
             reducer(run.model)

@@ -42,6 +42,9 @@ class ReducerConfig:
     allow: Literal["close", "lossy"] = option(
         "close", "what reducer=auto may take: close to the plain loss (plain, bf16, int8, int4), or also topk, powersgd"
     )
+    overlap: bool = option(
+        False, "send gradients while the backward pass goes on, each tensor clipped to 3x its running norm; on CPUs"
+    )
 
 
 def check_reducer(cfg: ReducerConfig, mesh: MeshConfig) -> None:
@@ -54,6 +57,8 @@ def check_reducer(cfg: ReducerConfig, mesh: MeshConfig) -> None:
         )
     if cfg.budget_mb is not None and cfg.selector == "uniform":
         raise UserError(f"budget_mb={cfg.budget_mb:g} is for a selector: give selector=l-greco, or leave it out")
+    if cfg.overlap:
+        _check_overlap(cfg, mesh)
     if cfg.reducer == "plain":
         return
     if cfg.reducer != "auto":
@@ -62,6 +67,21 @@ def check_reducer(cfg: ReducerConfig, mesh: MeshConfig) -> None:
         raise UserError(
             f"reducer={cfg.reducer} sums gradients over replicas, and mesh.replica is 1: start several processes with "
             "`torchrun --nproc-per-node N -m shoestring run ... mesh.replica=N`, or leave reducer out"
+        )
+
+
+def _check_overlap(cfg: ReducerConfig, mesh: MeshConfig) -> None:
+    if cfg.reducer == "plain":
+        raise UserError("overlap=true is for compressed sums: give reducer=int8 or another one, or leave it out")
+    if cfg.selector != "uniform":
+        raise UserError(
+            f"selector={cfg.selector} plans all layers of a step at once, so nothing can be sent during the backward "
+            "pass; leave overlap out"
+        )
+    if mesh.dp * mesh.tp > 1:
+        raise UserError(
+            f"overlap=true needs whole copies of the model, and mesh.dp={mesh.dp} mesh.tp={mesh.tp} cut it: FSDP2 "
+            "completes gradients after the backward pass; leave overlap out"
         )
 
 
@@ -78,8 +98,13 @@ def build_reducer(
     """`folder`: of the run, for the plans of a selector."""
     if cfg.reducer == "plain":
         return SumReducer(mesh)
+    if cfg.overlap and mesh.device.type != "cpu":
+        raise UserError(
+            f"overlap=true is for CPUs, and this run is on {mesh.device.type}; leave it out (in a loop of your own, "
+            "compress_ddp sends during the backward pass on GPUs too)"
+        )
     compressor = _measured(cfg, model, mesh, say) if cfg.reducer == "auto" else parse_compressor(cfg.reducer)
-    chosen_by: dict[str, Any] = {"selector": cfg.selector, "folder": folder}
+    chosen_by: dict[str, Any] = {"selector": cfg.selector, "folder": folder, "overlap": cfg.overlap}
     if cfg.budget_mb is not None:
         chosen_by["budget"] = cfg.budget_mb * 1e6
     return CompressedReducer(model, mesh, compressor, clip=clip, seed=seed, say=say, **chosen_by)

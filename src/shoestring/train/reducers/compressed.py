@@ -34,6 +34,7 @@ from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad, first_difference, tensor_hash
 from shoestring.train.reducers.methods import for_tensor
+from shoestring.train.reducers.overlap import CLIP_RATIO, Buckets, RunningClip
 from shoestring.train.reducers.plan_log import PlanLog
 from shoestring.train.reducers.quantizers import PLAIN
 from shoestring.train.reducers.rounds import Link
@@ -60,17 +61,19 @@ class CompressedReducer(Reducer, Relaid):
         selector: SelectorName = "uniform",
         budget: float | None = None,
         folder: Path | None = None,
+        overlap: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`budget` and `folder` are for a selector: bytes per step, and where its plans are logged."""
         if mesh.replica == 1:
             raise UserError(f"reducer={compressor.name} sums gradients over replicas, and this mesh has one")
         self.mesh, self.compressor, self.compare_every = mesh, compressor, compare_every
-        self.clips = compressor.feedback  # others may be clipped by the norm of the sum, as usual
+        # Others may be clipped by the norm of the sum, as usual; and so may what overlaps, which is bounded before.
+        self.clips = compressor.feedback and not overlap
         self.clip = clip / math.sqrt(mesh.replica) if self.clips else 0.0
         self.link = Link(mesh.group("replica"))
         self.everyone = Link(dist.group.WORLD)
-        self.steps = 0
+        self.steps = self._sent_before = 0
         self.params = trained_parameters(model)
         chosen = choose(compressor, model, self.params)
         where: dict[str, Any] = {"rank": self.link.rank, "size": self.link.size, "seed": seed}
@@ -89,6 +92,8 @@ class CompressedReducer(Reducer, Relaid):
         self.compression.residuals = {name: local(r) for name, r in self.residuals.items()}
         for name, c in chosen.items():
             c.begin(local(self.params[name]), self.compression.at(name, 0))
+        self.running = RunningClip(list(self.params), CLIP_RATIO if compressor.feedback else 0.0)
+        self.buckets = Buckets(self.params, self._send) if overlap else None
         self._meter = _Meter()
         say(self.summary())
 
@@ -108,25 +113,46 @@ class CompressedReducer(Reducer, Relaid):
 
     def __call__(self, model: nn.Module) -> None:
         began = time.perf_counter()
-        before = self.link.sent_bytes
-        params = {n: p for n, p in self.params.items() if p.grad is not None}
-        self._check(params)
-        if self.clip > 0:
-            clip_gradients(params.values(), self.clip)
-        gradients = {name: local(p.grad) for name, p in params.items() if p.grad is not None}
-        sums = self.link.run(self.compression.exchange(gradients, self.steps))
-        for name, total in sums.items():
-            gradients[name].copy_(total)
+        before = self.link.sent_bytes if self.buckets is None else self._sent_before
+        if self.buckets is not None:
+            self.buckets.finish()
+        else:
+            params = {n: p for n, p in self.params.items() if p.grad is not None}
+            self._check(params, self._compares())
+            if self.clip > 0:
+                clip_gradients(params.values(), self.clip)
+            self._exchange({name: local(p.grad) for name, p in params.items() if p.grad is not None})
         self.steps += 1
         self._meter.add(self.link.sent_bytes - before, time.perf_counter() - began)
+
+    def expect(self, num_micros: int) -> None:
+        if self.buckets is not None:
+            self._sent_before = self.link.sent_bytes
+            self.buckets.expect(num_micros)
+
+    def _send(self, bucket: int, names: list[str]) -> None:
+        """One bucket, while the backward pass goes on."""
+        params = {n: self.params[n] for n in names}
+        self._check(params, bucket == 0 and self._compares())
+        with torch.no_grad():
+            for name, p in params.items():
+                if p.grad is not None:
+                    p.grad.copy_(self.running(name, p.grad))
+            self._exchange({name: p.grad for name, p in params.items() if p.grad is not None})
+
+    def _exchange(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, total in self.link.run(self.compression.exchange(gradients, self.steps)).items():
+            gradients[name].copy_(total)
 
     def observe(self, loss: Tensor) -> None:
         if self.selected is not None:
             self.selected.loss = float(loss)
 
-    def _check(self, params: Mapping[str, nn.Parameter]) -> None:
+    def _compares(self) -> bool:
+        return self.compare_every > 0 and self.steps % self.compare_every == 0
+
+    def _check(self, params: Mapping[str, nn.Parameter], compares: bool) -> None:
         names = list(params)
-        compares = self.compare_every > 0 and self.steps % self.compare_every == 0
         hashes = None
         if compares:
             hashes = torch.stack([tensor_hash(local(p)) for p in self.params.values()])
@@ -193,18 +219,21 @@ class CompressedReducer(Reducer, Relaid):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state({self.link.rank: self.residuals})
+        return self._state({self.link.rank: self.residuals}, {self.link.rank: self.running.norms})
 
     def state_to_load(self, saved: Collection[str]) -> dict[str, Any]:
         replicas = {int(found[1]) for name in saved if (found := _REPLICA.match(name))}
         if replicas in (set(), set(range(self.link.size))):
             return self.state_dict()
         empty = {i: {n: torch.zeros_like(r) for n, r in self.residuals.items()} for i in sorted(replicas)}
-        return self._state(empty)
+        return self._state(empty, {i: torch.zeros_like(self.running.norms) for i in sorted(replicas)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Tensors of state_dict() were filled in place; those of another number of replicas are added up."""
         self.steps = state["steps"]
+        norms = list(state.get("norms", {}).values())
+        if norms and norms[0] is not self.running.norms:  # of another number of replicas
+            self.running.norms.copy_(torch.stack(norms).mean(0))
         if self.selected is not None and self.selected.selector is not None:
             (decided,) = state["selector"].values()
             self.selected.selector.load_state_dict(decided)
@@ -226,7 +255,7 @@ class CompressedReducer(Reducer, Relaid):
     def _is_live(self, kept: dict[str, dict[str, Tensor]]) -> bool:
         return all(t is self.residuals[n] for part in kept.values() for n, t in part.items())
 
-    def _state(self, by_replica: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+    def _state(self, by_replica: Mapping[int, Mapping[str, Tensor]], norms: Mapping[int, Tensor]) -> dict[str, Any]:
         """Empty parts are left out: a run that is resumed with another method need not have them."""
         place = f"private@dp{self.mesh.dp_rank % self.mesh.dp}-tp{self.mesh.tp_rank}"  # the same on all replicas
         memory = {n: dict(m) for n, m in self.compression.memories.items() if m}
@@ -234,6 +263,8 @@ class CompressedReducer(Reducer, Relaid):
         selector = self._selector_state()
         state: dict[str, Any] = {"steps": self.steps}
         state |= {"residual": residual} if residual else {}
+        if self.buckets is not None and residual:
+            state["norms"] = {_replica_key(i): t for i, t in norms.items()}
         state |= {"memory": {place: memory}} if memory else {}
         state |= {"selector": {f"{place}-selector": selector}} if selector else {}
         return state

@@ -34,9 +34,8 @@ from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad
 from shoestring.train.reducers.methods import parse_compressor
+from shoestring.train.reducers.overlap import CLIP_RATIO, RunningClip
 from shoestring.train.reducers.rounds import Link
-
-NORM_MEMORY = 0.9  # of the running norm
 
 
 class HookedCompression:
@@ -50,11 +49,11 @@ class HookedCompression:
             raise UserError("demo is an optimizer too and needs plain SGD; use it with the trainer, not with a hook")
         params = trained_parameters(model)
         self.names: dict[Tensor, str] = {p: n for n, p in params.items()}
-        self.method, self.average, self.clip_ratio = compressor, average, clip_ratio
+        self.method, self.average = compressor, average
         self.link = Link(group)
         chosen = choose(compressor, model, params)
         self.compression = Compression(chosen, rank=self.link.rank, size=self.link.size, seed=seed)
-        self.running: dict[str, float] = {}
+        self.clip = RunningClip(list(params), clip_ratio)
         self.steps: dict[str, int] = {}
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> None:
@@ -73,39 +72,30 @@ class HookedCompression:
                 device=device,
             )
         )
-        clipped = {name: self._clipped(name, g) for name, g in gradients.items()}
+        clipped = {name: self.clip(name, g) for name, g in gradients.items()}
         sums = self.link.run(self.compression.exchange(clipped, step))
         for name, total in sums.items():
             gradients[name].copy_(total / self.link.size if self.average else total)
             self.steps[name] = step + 1
-
-    def _clipped(self, name: str, gradient: Tensor) -> Tensor:
-        if not self.clip_ratio:
-            return gradient
-        norm = float(gradient.norm())
-        usual = self.running.get(name, norm)
-        most = self.clip_ratio * usual
-        scale = most / norm if norm > most > 0 else 1.0
-        self.running[name] = NORM_MEMORY * usual + (1 - NORM_MEMORY) * norm * scale
-        return gradient * scale
 
     def state_dict(self) -> dict[str, Any]:
         """Of this process; a replica that is resumed needs its own."""
         return {
             "residuals": dict(self.compression.residuals),
             "memories": {n: dict(m) for n, m in self.compression.memories.items() if m},
-            "running": dict(self.running),
+            "norms": self.clip.norms.clone(),
             "steps": dict(self.steps),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.compression.residuals = {n: t.clone() for n, t in state["residuals"].items()}
         self.compression.memories |= {n: {k: t.clone() for k, t in m.items()} for n, m in state["memories"].items()}
-        self.running, self.steps = dict(state["running"]), dict(state["steps"])
+        self.clip.norms.copy_(state["norms"])
+        self.steps = dict(state["steps"])
 
 
 def compress_ddp(
-    ddp: DistributedDataParallel, method: str, *, average: bool = True, clip_ratio: float = 3.0, seed: int = 0
+    ddp: DistributedDataParallel, method: str, *, average: bool = True, clip_ratio: float = CLIP_RATIO, seed: int = 0
 ) -> HookedCompression:
     """Register a communication hook on a DDP model. On a CPU, buckets are exchanged while the backward pass goes on."""
     group = ddp.process_group
@@ -139,7 +129,7 @@ def compress_fsdp(
     replicas: dist.ProcessGroup,
     *,
     average: bool = True,
-    clip_ratio: float = 3.0,
+    clip_ratio: float = CLIP_RATIO,
     seed: int = 0,
 ) -> HookedCompression:
     """Put the axis `replicas` around an FSDP2 model whose own mesh does not have it."""
