@@ -26,7 +26,7 @@ from shoestring.runlog import RunLog
 from shoestring.state.checkpoint import Checkpointer
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw, constant
-from shoestring.train.reducers import demo, overlap
+from shoestring.train.reducers import buckets, demo
 from shoestring.train.reducers.build import ReducerConfig, build_reducer
 from shoestring.train.reducers.compressed import CompressedReducer, choose
 from shoestring.train.reducers.feedback import Compression
@@ -164,8 +164,8 @@ def check_errors(mesh: Mesh) -> None:
 
 def check_overlap(mesh: Mesh) -> None:
     """Buckets that are sent during the backward pass of the last micro-batch give the same sums and residuals."""
-    assert overlap.BUCKET_BYTES == 4 << 20
-    overlap.BUCKET_BYTES = 10_000  # several of them
+    assert buckets.BUCKET_BYTES == 4 << 20
+    buckets.BUCKET_BYTES = 10_000  # several of them
     one, other = new_run(mesh), new_run(mesh)
     plain = CompressedReducer(one.model, mesh, parse_compressor("int8"))
     early = CompressedReducer(other.model, mesh, parse_compressor("int8"), overlap=True)
@@ -187,7 +187,7 @@ def check_overlap(mesh: Mesh) -> None:
     before = float(early.running.norms[early.running.place["embed.weight"]])
     clipped = early.running("embed.weight", torch.full((4,), 1e6))
     assert abs(float(clipped.norm()) - 3 * before) < 1e-3 * before
-    overlap.BUCKET_BYTES = 4 << 20
+    buckets.BUCKET_BYTES = 4 << 20
 
 
 def gradients_of(model: Any, mesh: Mesh) -> None:

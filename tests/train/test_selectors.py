@@ -100,7 +100,7 @@ def test_the_network_learns_the_errors_of_the_options() -> None:
         energy = np.exp(rng.normal(size=6))
         selector.see(np.stack([energy, 4 * energy, energy], axis=1))
         layers = selector.layers_to_measure(step)
-        assert len(layers) == (step <= LESSONS or step % 5 == 0)
+        assert len(layers) == (step <= LESSONS or step % 10 == 0)
         selector.errors(layers, energy[layers, None] * left)
     # One layer has all the energy: it is sent by the option that removes most of it per byte, the others are not.
     energy = np.where(np.arange(6) == 3, 1.0, 1e-6)

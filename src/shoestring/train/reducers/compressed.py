@@ -29,12 +29,12 @@ from shoestring.mesh import Mesh
 from shoestring.state.checkpoint import Relaid
 from shoestring.state.optimizer import parameter_names
 from shoestring.train.gradients import clip_gradients
+from shoestring.train.reducers.buckets import CLIP_RATIO, Buckets, RunningClip
 from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad, first_difference, tensor_hash
 from shoestring.train.reducers.methods import for_tensor
-from shoestring.train.reducers.overlap import CLIP_RATIO, Buckets, RunningClip
 from shoestring.train.reducers.plan_log import PlanLog
 from shoestring.train.reducers.quantizers import PLAIN
 from shoestring.train.reducers.rounds import Link

@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.errors import UserError
 from shoestring.formats.linear import local
+from shoestring.train.reducers.buckets import CLIP_RATIO, RunningClip
 from shoestring.train.reducers.compressed import choose, trained_parameters
 from shoestring.train.reducers.demo import DeMo
 from shoestring.train.reducers.feedback import Compression
 from shoestring.train.reducers.header import exchange_headers, fingerprint, first_bad
 from shoestring.train.reducers.methods import parse_compressor
-from shoestring.train.reducers.overlap import CLIP_RATIO, RunningClip
 from shoestring.train.reducers.rounds import Link
 
 

@@ -35,8 +35,8 @@ from shoestring.train.reducers.compressor import Compressor
 from shoestring.train.reducers.quantizers import INT8
 from shoestring.train.reducers.selectors import Facts, LGreco
 
-LESSONS, LESSON_EVERY = 100, 5  # steps with a measurement each, and steps between two of them later
-KEPT_LESSONS, PASSES = 128, 4  # measurements that are learned from, and how often at each new one
+LESSONS, LESSON_EVERY = 100, 10  # steps with a measurement each, and steps between two of them later
+KEPT_LESSONS, PASSES = 128, 3  # measurements that are learned from, and how often at each new one
 FIRST_LESSONS = 8  # before them, L-GreCo's first guess decides
 HIDDEN, RATE = 32, 0.3
 EXPLORE, NOISE, BANDIT_RATE = 0.1, 0.3, 0.05
@@ -114,23 +114,25 @@ class Hyper(LGreco):
         return self._priced(gain_LC, allowed, overdue_L)
 
     def _priced(self, gain_LC: np.ndarray, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
-        """Raise or lower the price until the plan just fits."""
+        """Raise or lower the price until the plan just fits: a grid of prices around the last one, then a finer one."""
         share_LC = self.bytes_LC / self.budget
-
-        def at(price: float) -> tuple[np.ndarray, float]:
-            chosen = (gain_LC - price * share_LC).argmax(axis=1)
-            return chosen, float(self.bytes_LC[np.arange(len(chosen)), chosen].sum())
-
-        low, high = 0.0, max(self.price, 1e-6)
-        while at(high)[1] > allowed and high < 1e9:
-            high *= 4
-        for _ in range(24):
-            middle = (low + high) / 2
-            low, high = (middle, high) if at(middle)[1] > allowed else (low, middle)
-        self.price = high
-        chosen, spent = at(high)
-        if spent > allowed:  # even the cheapest options are too much: only what is overdue
-            chosen = np.where(overdue_L, 1 + self.bytes_LC[:, 1:].argmin(axis=1), 0)
+        lowest, highest = self.price / 64, max(self.price * 64, 1e-9)
+        for _ in range(3):
+            prices_P = np.geomspace(lowest, highest, 17)
+            chosen_PL = (gain_LC - prices_P[:, None, None] * share_LC).argmax(axis=2)
+            spent_P = np.take_along_axis(self.bytes_LC[None], chosen_PL[:, :, None], axis=2).sum(axis=(1, 2))
+            fits = np.flatnonzero(spent_P <= allowed)
+            if not len(fits):
+                lowest, highest = highest, highest * 64**2
+                continue
+            first = fits[0]
+            self.price, chosen, spent = float(prices_P[first]), chosen_PL[first], spent_P[first]
+            lowest, highest = float(prices_P[max(first - 1, 0)]), self.price
+            if first == 0:  # even the lowest price fits
+                lowest = self.price / 64
+        if not len(fits) or spent > allowed:  # even the cheapest options are too much: only what is overdue
+            self.price = min(self.price * 64, 1e9)
+            return np.where(overdue_L, 1 + self.bytes_LC[:, 1:].argmin(axis=1), 0)
         return chosen
 
     def answers(self) -> tuple[Tensor, Tensor]:

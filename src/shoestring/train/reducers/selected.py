@@ -70,7 +70,7 @@ class SelectedCompression(Compression):
 
     def exchange(self, gradients: Mapping[str, Tensor], step: int) -> Exchange[dict[str, Tensor]]:
         given = {n: self.with_residual(n, gradients[n]) for n in self.layers}
-        mine = torch.stack([_features(gradients[n], given[n]) for n in self.layers])
+        mine = _features([gradients[n].float() for n in self.layers], [given[n] for n in self.layers])
         loss = torch.tensor([self.loss], device=mine.device)
         plan = self._plan(step, mine).to(mine.device)
         answers = yield ToAll(torch.cat([as_bytes(mine.flatten()), as_bytes(loss), plan]))
@@ -83,7 +83,7 @@ class SelectedCompression(Compression):
             began = time.perf_counter()
             numbers = from_bytes(answers[:, : -len(self.layers)], torch.float32).double()
             features = numbers[:, :-1].sum(0).view(-1, NUM_FEATURES).cpu().numpy()
-            total_L = torch.stack([sums[n].square().sum() for n in self.layers]).double().cpu().numpy()
+            total_L = torch.stack(torch._foreach_norm([sums[n] for n in self.layers])).double().square().cpu().numpy()
             # Replicas' losses are parts of the step's loss: they are divided by the count of the whole step.
             gradient_L, given_L, product_L = features.T
             loss_now = float(numbers[:, -1].sum())
@@ -128,6 +128,8 @@ def make_selector(
     return kind(options, bytes_LC, budget, seed)
 
 
-def _features(gradient: Tensor, given: Tensor) -> Tensor:
-    g = gradient.float()
-    return torch.stack([g.square().sum(), given.square().sum(), (g * given).sum()])
+def _features(gradients: list[Tensor], given: list[Tensor]) -> Tensor:
+    """[layers, NUM_FEATURES]"""
+    squares = [torch.stack(torch._foreach_norm(tensors)).square() for tensors in (gradients, given)]
+    products = torch.stack([torch.dot(g.flatten(), p.flatten()) for g, p in zip(gradients, given, strict=True)])
+    return torch.stack([*squares, products], dim=1)
