@@ -138,6 +138,11 @@ def model_in_place(rank: int) -> None:
     refused(lambda: mover.reshard_into({n: source[n] for n in some}, dict(server.named_parameters())), "does not have")
     other = {"norm.weight": torch.zeros(7)}
     refused(lambda: mover.reshard_into({"norm.weight": source["norm.weight"]}, other), "has shape")
+    short = {"even": torch.zeros(1 if rank == 2 else 2, 6)}  # one rank is wrong: all are told
+    rows = {"even": ((8, 6), MeshLayout((4,), (shard(0),)))}
+    refused(lambda: mover.reshard(short, src=rows, dst=REPLICATED), "should hold a shard of [2, 6], not [1, 6]")
+    odd = {"even": torch.zeros(2, 6, dtype=torch.int64 if rank == 1 else torch.float32)}
+    refused(lambda: mover.reshard(odd, src=rows, dst=REPLICATED, dtype=torch.float32), "cannot become")
     mine = {f"only.{rank}": torch.zeros(2)}
     refused(lambda: mover.reshard(mine, dst=REPLICATED), "only some have it")
 

@@ -18,10 +18,12 @@ from shoestring.formats import convert, keep_decoded, pack, parse_format
 from shoestring.mesh import open_mesh
 from shoestring.model import Decoder
 from shoestring.runlog import RunLog
-from shoestring.serve.engine.weight_pull import WeightPull
+from shoestring.serve.engine.weight_pull import WeightPull, check_catalogue, pieces_by_rank
 from shoestring.serve.engine.weight_update import WeightTarget
+from shoestring.serve.http.follower import WeightFollower
 from shoestring.state.reshard import exchange
-from shoestring.state.reshard.exchange import Gone, changed_bytes, parse_address, with_changes
+from shoestring.state.reshard.exchange import Catalogue, Gone, changed_bytes, parse_address, with_changes
+from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, shard
 from shoestring.train.publish import Publish
 from shoestring.train.step import Run
 from tiny import QWEN2, random_model
@@ -249,3 +251,36 @@ def test_only_changes_are_sent_where_that_pays(tmp_path: Path) -> None:
     assert version == same and num_bytes < 0.8 * whole == 0.8 * first[2]
     assert all(torch.equal(values[n][p], t) for n, parts in want.items() for p, t in parts.items())
     publishing.hook.server.close()
+
+
+def test_what_cannot_follow_is_one_line(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shards that end inside a block of a Format, another dtype or protocol, and an address that nobody serves."""
+    target = WeightTarget(packed(random_model(QWEN2)))
+    wanted = target.wanted
+    name = "blocks.0.mlp.down.weight"
+    tensors = {n: (w.shape, torch.float32, MeshLayout((1,), (REPLICATE,))) for n, w in wanted.items()}
+    cut = Catalogue("run", {**tensors, name: (wanted[name].shape, torch.float32, MeshLayout((3,), (shard(1),)))})
+    with pytest.raises(
+        UserError, match=r"'blocks\.0\.mlp\.down\.weight' is served as .* cut along dim 1 at multiples of"
+    ):
+        pieces_by_rank(cut, wanted)
+    codes = Catalogue("run", {**tensors, "norm.weight": (wanted["norm.weight"].shape, torch.int32, tensors[name][2])})
+    with pytest.raises(UserError, match=r"'norm\.weight' is torch\.int32 at the publisher"):
+        check_catalogue(codes, wanted)
+    monkeypatch.setattr(exchange, "PROTOCOL", 2)  # both sides are here, so the greeting of the publisher is changed
+    monkeypatch.setattr(exchange.SnapshotServer, "_serve", lambda self, channel: channel.send({"protocol": 1}))
+    with pytest.raises(UserError, match="another version of the protocol"):
+        WeightPull(publishing.address, WeightTarget(random_model(QWEN2)))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = unused.getsockname()
+    caplog.set_level("INFO", logger="shoestring.serve")
+    follower = WeightFollower(address, target, None)  # type: ignore[arg-type]
+    follower.start()
+    end = time.monotonic() + 30
+    while "no publisher at 127.0.0.1" not in caplog.text and time.monotonic() < end:
+        time.sleep(0.01)
+    follower.stop()
+    assert caplog.text.count("no publisher at 127.0.0.1") == 1 and follower.version is None

@@ -17,9 +17,9 @@ import queue
 import socket
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -332,6 +332,7 @@ def _in_two_lanes(
 # -- the whole of it --------------------------------------------------------------------------------------------
 
 Source = tuple[tuple[int, ...], Layout]  # the whole shape of a tensor, and where its shards lie
+Made = TypeVar("Made")
 _Own = dict[str, tuple[tuple[int, ...], str, Layout | None]]  # of one rank; no layout: a plain tensor, whole here
 _Description = dict[str, tuple[tuple[int, ...], str, Layout]]  # name -> shape, dtype, layout
 
@@ -372,7 +373,7 @@ class Resharder:
         `tensors` are DTensors (plain ones count as whole on every rank) or, with `src`, this rank's shards. A rank
         outside the source mesh gives an empty dict. All ranks of the group call this with the same layouts. `dtype`:
         cast on the way."""
-        mine = self._describe(tensors, src, dtype)
+        mine = self._together(lambda: self._describe(tensors, src, dtype))
         described = self._share(mine, "source")
         wanted = {name: _pick(dst, name) for name in described}
         target = {name: (shape, dtype_name, wanted[name]) for name, (shape, dtype_name, _) in described.items()}
@@ -389,13 +390,13 @@ class Resharder:
     def reshard_into(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
         """Fill live tensors (a module's `state_dict()` or `named_parameters()`) in place. A rank without sources, or
         without destinations, gives an empty dict. On an error every destination keeps its values."""
-        described = self._share(self._describe(tensors, None, None), "source")
-        target = self._share(self._describe(into, None, None), "destination")
+        mine = self._together(lambda: (self._describe(tensors, None, None), self._describe(into, None, None)))
+        described, target = self._share(mine[0], "source"), self._share(mine[1], "destination")
         _check_same(described, target)
         device = next((_local(t).device for t in into.values()), self.transport.device)
         boxes = _own_boxes(target, dist.get_rank())
         staged = _empty_shards(boxes, target, device)
-        views = {name: _split(_local(into[name]), boxes[name], name) for name in boxes}
+        views = self._together(lambda: {name: _split(_local(into[name]), boxes[name], name) for name in boxes})
         self._move(tensors, described, target, staged)
         for name, held in staged.held.items():
             for (_, view), (_, values) in zip(views[name], held, strict=True):
@@ -414,9 +415,8 @@ class Resharder:
         rank = dist.get_rank()
         plan = self.plan(described, target)
         self._agree([] if self._same(plan.digest) else ["the ranks have made different plans"])
-        held = Shards(
-            {name: _split(_local(tensors[name]), boxes, name) for name, boxes in _own_boxes(described, rank).items()}
-        )
+        own = _own_boxes(described, rank).items()
+        held = self._together(lambda: Shards({n: _split(_local(tensors[n]), boxes, n) for n, boxes in own}))
         dtypes = {name: DTYPES[dtype] for name, (_, dtype, _) in target.items()}
         damaged = execute(plan, rank, held, staged, dtypes, self.transport, self.bucket)
         self._agree([f"transfer {n} arrived damaged at rank {rank}" for n in damaged])
@@ -472,6 +472,16 @@ class Resharder:
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=self.group)
         return bool(low == high)
+
+    def _together(self, work: Callable[[], Made]) -> Made:
+        """What each rank makes or checks by itself. A UserError of one is raised on all, so that none waits."""
+        try:
+            made = work()
+        except UserError as error:
+            self._agree([str(error)])
+            raise
+        self._agree([])
+        return made
 
     def _agree(self, complaints: list[str]) -> None:
         """Raise on every rank where one rank has a complaint."""
