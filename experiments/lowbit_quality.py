@@ -126,6 +126,8 @@ GUESS = {
     "ours again": 15.0,
     "gptq": 15.0,
     "gptq+clip": 20.0,
+    "gptq+cd": 25.0,
+    "gptq+clip+cd": 30.0,
     "awq": 6.0,
     "clip": 6.0,
     "rtn": 3.0,

@@ -27,7 +27,7 @@ from experiments.lowbit_subjects import KEPT, SMOLLM2, STORIES
 BENCH = "lowbit_quality"
 MIXED = "ours, mixed"  # formats by layer, at the bits per weight of the one in the row
 PLAIN = ("rtn", "clip", "awq", "gptq")
-UNTRAINED = (*PLAIN, "gptq+clip")
+UNTRAINED = (*PLAIN, "gptq+clip", "gptq+cd", "gptq+clip+cd")
 WIDE = 0.5  # of the other's loss over full precision, at most
 TEXTS = {
     SMOLLM2: "the WikiText-2 test text (tokenised edition)",
@@ -35,6 +35,7 @@ TEXTS = {
     STORIES: "held-out TinyStories",
 }
 COLUMNS = {"rtn": "rounding", "clip": "clip search", "awq": "AWQ", "gptq": "GPTQ", "gptq+clip": "GPTQ + clip",
+           "gptq+cd": "GPTQ + descent", "gptq+clip+cd": "GPTQ + clip + descent",
            "bitdistiller": "BitDistiller", "ours": "ours", MIXED: MIXED}  # fmt: skip
 # The windows of lowbit_subjects, which clip search, AWQ and GPTQ see.
 CALIBRATED = {
@@ -42,7 +43,7 @@ CALIBRATED = {
     KEPT: (16_384, "its training text"),
     STORIES: (8_192, "its training text"),
 }
-CALIBRATING = ("clip", "awq", "gptq", "gptq+clip")
+CALIBRATING = ("clip", "awq", "gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd")
 SOURCES = {SMOLLM2: " (the file's Q4_1 weights, de-quantized)"}
 MODELS = (SMOLLM2, KEPT, STORIES)
 GROUPS = (64, 192)
