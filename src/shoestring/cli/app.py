@@ -269,8 +269,13 @@ def serve(
     ] = None,
     drafter: DrafterOption = None,
     skip: SkipOption = "none",
-    max_requests: Annotated[int, typer.Option(help="Texts computed at the same time.")] = 8,
-    max_queue: Annotated[int, typer.Option(help="Texts that may wait; one more is refused.")] = 64,
+    max_requests: Annotated[
+        int | None, typer.Option(help="Texts computed at the same time; default: by memory and measured steps.")
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(help="Texts that may wait; one more is refused. Default: twice max-requests, at least 64."),
+    ] = None,
     max_context: Annotated[int | None, typer.Option(help="Prompt and new tokens of one text.")] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
     drain: Annotated[float, typer.Option(help="Seconds to finish in after SIGTERM.")] = 30.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +29,7 @@ from serving import running, wait_for  # noqa: E402
 from shoestring.errors import UserError  # noqa: E402
 from shoestring.model import save_model  # noqa: E402
 from shoestring.serve import Engine, Sampling  # noqa: E402
-from shoestring.serve.http.engine_thread import ChoiceDelta, OutputCollector, kv_usage  # noqa: E402
+from shoestring.serve.http.engine_thread import ChoiceDelta, Delivery, OutputCollector, kv_usage  # noqa: E402
 from shoestring.serve.http.server import EngineStuck, ServeOptions, Service, listen, main  # noqa: E402
 from tiny import chat_tokenizer, served_model  # noqa: E402
 
@@ -260,6 +262,63 @@ def test_unread_text_is_merged_not_piled_up() -> None:
     first, second, third = asyncio.run(read())
     assert first == {0: ChoiceDelta("024", (0, 2, 4)), 1: ChoiceDelta("135", (1, 3, 5))}
     assert second == {1: ChoiceDelta("x", (9,), finish_reason="stop")} and third is None
+
+
+def test_readers_are_woken_in_rounds_and_the_loop_rests_between_them() -> None:
+    """A round that takes 10 ms is followed by 30 ms of rest; what comes meanwhile is one delta of the next round."""
+
+    async def read() -> tuple[list[str], list[float]]:
+        loop = asyncio.get_running_loop()
+        delivery, box = Delivery(loop), OutputCollector()
+        texts: list[str] = []
+        times: list[float] = []
+
+        def write() -> None:
+            for i in range(40):
+                box.store(0, ChoiceDelta(str(i % 10), (i,), finish_reason="stop" if i == 39 else None))
+                delivery.wake([box])
+                time.sleep(0.004)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        while not times or texts[-1][-1] != "9" or sum(map(len, texts)) < 40:
+            async with asyncio.timeout(5):
+                unread = await box.take()
+            assert unread
+            times.append(time.monotonic())
+            texts.append(unread[0].text)
+            time.sleep(0.01)  # writing an event
+        writer.join()
+        return texts, times
+
+    texts, times = asyncio.run(read())
+    assert "".join(texts) == "0123456789" * 4 and len(texts) <= 10
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert min(gaps) >= 0.035 and sorted(gaps)[len(gaps) // 2] < 0.2
+
+
+def test_a_few_streams_get_every_token_by_itself() -> None:
+    async def read() -> int:
+        delivery, box = Delivery(asyncio.get_running_loop()), OutputCollector()
+        rounds = 0
+        for i in range(20):
+            box.store(0, ChoiceDelta(str(i), (i,)))
+            delivery.wake([box])
+            await asyncio.sleep(0.005)
+            unread = await asyncio.wait_for(box.take(), 5)
+            rounds += unread is not None and unread[0].token_ids == (i,)
+        return rounds
+
+    assert asyncio.run(read()) >= 18
+
+
+def test_the_number_of_texts_follows_the_machine_where_none_is_given() -> None:
+    with running() as service:
+        measured = service.engine_thread.max_running
+        assert 1 <= measured <= 32 and service.engine.scheduler.max_requests == measured  # type: ignore[union-attr]
+        assert service.engine_thread.max_queue == 64
+    with running(max_requests=3, max_queue=1) as service:
+        assert service.engine_thread.max_running == 3 and service.engine_thread.max_queue == 1
 
 
 def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:

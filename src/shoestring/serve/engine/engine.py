@@ -36,6 +36,7 @@ from shoestring.model.skip import SkipSet
 from shoestring.model.spec import ModelSpec
 from shoestring.model.transformer import Decoder
 from shoestring.serve.engine.block_pool import BlockPool, BlockTable, RowSpan
+from shoestring.serve.engine.capacity import choose_requests
 from shoestring.serve.engine.graphs import DeviceDraft, PendingTokens
 from shoestring.serve.engine.request import (
     NO_DRAFT,
@@ -104,6 +105,7 @@ class Engine:
         max_waiting: int | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
+        most_blocks: int | None = None,
         prefix_cache: bool = True,
         drafter: Drafter | None = None,
         num_drafts: int | None = None,
@@ -117,10 +119,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`chunk` is the budget of rows per step. `num_blocks` is the memory for keys and values, taken at
-        once; without it there is room for max_requests of full length, taken as needed. `num_drafts` is the
-        number of guesses per request and step; None chooses it by measured speed. `rule` is how guesses are
-        verified; `verify` carries it out and can be wrapped to change logits. `skip` decides which sublayers
-        requests leave out; `draft_skip` makes the model without those sublayers a drafter, after `drafter`.
+        once; without it there is room for max_requests of full length, taken as needed, up to `most_blocks`.
+        `num_drafts` is the number of guesses per request and step; None chooses it by measured speed. `rule` is how
+        guesses are verified; `verify` carries it out and can be wrapped to change logits. `skip` decides which
+        sublayers requests leave out; `draft_skip` makes the model without those sublayers a drafter, after `drafter`.
         `graphs`: fused steps with fixed addresses, CUDA graphs on a GPU; None: where there are kernels.
         `ranks`: the processes that hold the other shares of the model and follow this one."""
         spec = model.spec
@@ -132,6 +134,8 @@ class Engine:
         grows = num_blocks is None
         if num_blocks is None:
             num_blocks = max_requests * -(-context // block_size)
+            if most_blocks is not None:  # one request of full length always fits
+                num_blocks = min(num_blocks, max(most_blocks, -(-context // block_size)))
         self.model, self.tokenizer, self.max_context, self.chunk = model, tokenizer, context, chunk
         self.rule, self.verify, self.clock = rule, as_verifier(verify), clock
         self.eos_ids = eos_ids_of(model, tokenizer) if eos_ids is None else set(eos_ids)
@@ -221,6 +225,16 @@ class Engine:
         self.num_drafts = FIXED_DRAFTS if num_drafts is None else num_drafts
         if num_drafts is None and drafter is not None and self._timed:
             self.draft_controller = controller or DraftLengthController(self._profile)
+
+    @torch.no_grad()
+    def limit_requests(self) -> int:
+        """Compute fewer requests at the same time, where more would not give more tokens per second; returns how many.
+        Measures steps: before the first request, and where this process alone computes them."""
+        assert not self.busy
+        self.runner.refresh()
+        most = self.scheduler.max_requests
+        self.scheduler.max_requests = choose_requests(most, self._profile, self.runner.device.type)
+        return self.scheduler.max_requests
 
     @torch.no_grad()
     def warm_up(self) -> None:

@@ -9,8 +9,8 @@ kernels in a few variants, which are compiled here (`Runner.warm_up_kernels`): a
 steps. Matrix products load a kernel for many numbers of rows, the time of ten steps each: rows are padded to few
 numbers (`place_rows`), which are all met here.
 
-Left out, and made when first needed: graphs of cut sampling (top_k, top_p, min_p), graphs of an engine whose KV cache
-is too large to be reserved, cuDNN's plans for long prompts (prompt_attention.py), and prompts that the target reads in
+Left out, and made when first needed: graphs of cut sampling (top_k, top_p, min_p), graphs again when the KV cache
+outgrows what was reserved, cuDNN's plans for long prompts (prompt_attention.py), and prompts that the target reads in
 steps too large for a graph. Such steps are not taken for slow ones (`Engine.num_graphs`).
 """
 
@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from shoestring.model.skip import SkipSet
+from shoestring.serve.engine.capacity import bytes_per_position, free_bytes
 from shoestring.serve.engine.graphs import SamplingKind
 from shoestring.serve.engine.runner import Runner
 from shoestring.serve.speculative.draft_length import DraftLengthController
@@ -68,12 +67,10 @@ def warm_up_drafting(
 
 
 def reserve(runner: Runner, max_requests: int, max_context: int) -> None:
-    """Reserve memory for so many requests of full length, if it is a small part of what is free."""
+    """Reserve memory for so many requests of full length, or as much as is a small part of what is free."""
     pool, spec = runner.cache.pool, runner.model.spec
     num = min(pool.num_blocks, max_requests * pool.blocks_for(max_context))
-    each = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * pool.block_size
+    each = bytes_per_position(spec, runner.model.compute_dtype) * pool.block_size
     if runner.device.type == "cuda":
-        free = torch.cuda.mem_get_info(runner.device)[0]
-        if num * each * runner.model.compute_dtype.itemsize > MEMORY_SHARE * free:
-            return
+        num = min(num, int(MEMORY_SHARE * free_bytes(runner.device) // each))
     pool.num_touched = max(pool.num_touched, num)

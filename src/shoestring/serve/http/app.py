@@ -297,7 +297,8 @@ class Api:
                 yield chunk
             while not response.done:
                 try:
-                    unread = await asyncio.wait_for(collector.take(), KEEP_ALIVE_S)
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        unread = await collector.take()
                 except TimeoutError:
                     yield ": waiting\n\n"
                     continue

@@ -9,6 +9,11 @@ A collector keeps what its reader has not taken yet and hands it over merged, on
 that does not read therefore never stalls the others and never holds more than its own text. One turn hands over a
 bounded number of tokens, because writing them out happens on the event loop.
 
+The event loop and this thread share one interpreter: while one writes events, the other does not step. `Delivery`
+therefore wakes all readers of a step together, and lets the loop rest after a round for a multiple of the time that it
+took. With few streams a round is shorter than a step and every token is an event of its own; with hundreds of streams
+an event carries the tokens of a few steps, and the engine keeps most of its speed (benchmarks/serve_saturation.py).
+
 The engine ends requests at their deadline; texts that wait to be scored or to enter the engine are checked here. A step
 that raises leaves the engine in an unknown state: every request gets an error, the thread ends, `alive` turns False and
 nothing is accepted any more. A step that never returns holds this thread, so `abort_all` reaches the clients without
@@ -21,14 +26,16 @@ import asyncio
 import logging
 import math
 import queue
+import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -91,6 +98,9 @@ def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 
 TAKE_SIZE = 4096  # entries that a reader gets at once, beside the first delta
+REST = 3.0  # the event loop writes for a quarter of the time at most
+MOST_REST_S = 0.05  # a reader may notice more
+SWITCH_S = 0.0005  # Python's own 5 ms are longer than a step: so long would each thread wait for the other
 
 
 class OutputCollector:
@@ -104,11 +114,22 @@ class OutputCollector:
         self._closed = False
 
     def put(self, index: int, delta: ChoiceDelta) -> None:
+        """Hand over at once."""
+        self.store(index, delta)
+        self._wake()
+
+    def store(self, index: int, delta: ChoiceDelta) -> None:
+        """Without waking the reader: `fill` does."""
         with self._lock:
-            first = not self._unread
             self._unread.append((index, delta))
-        if first:
-            self._wake()
+
+    def fill(self) -> None:
+        """Wake the reader; on its event loop."""
+        self._filled.set()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
 
     def close(self) -> None:
         """The reader is gone or must stop: `take` returns None from now on."""
@@ -118,6 +139,9 @@ class OutputCollector:
     async def take(self) -> dict[int, ChoiceDelta] | None:
         """What is unread, by choice, up to TAKE_SIZE; waits for something."""
         await self._filled.wait()
+        while not self._unread and not self._closed:  # woken twice for the same
+            self._filled.clear()
+            await self._filled.wait()
         taken: dict[int, list[ChoiceDelta]] = {}
         size = 0
         with self._lock:
@@ -136,6 +160,51 @@ class OutputCollector:
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and with it the reader
             self._loop.call_soon_threadsafe(self._filled.set)
+
+
+class Delivery:
+    """Wakes the readers of one event loop, in rounds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
+        self._loop, self._clock = loop, clock
+        self._lock = threading.Lock()
+        self._filled: dict[OutputCollector, None] = {}  # of the next round
+        self._scheduled = False
+        self._next = 0.0  # no round before
+
+    def wake(self, collectors: Iterable[OutputCollector]) -> None:
+        """From the engine's thread, after a step."""
+        with self._lock:
+            self._filled.update(dict.fromkeys(collectors))
+            if self._scheduled or not self._filled:
+                return
+            self._scheduled = True
+        with suppress(RuntimeError):  # the event loop has ended, and with it the readers
+            self._loop.call_soon_threadsafe(self._schedule)
+
+    def _schedule(self) -> None:
+        wait = self._next - self._clock()
+        if wait > 0:
+            self._loop.call_later(wait, self._round)
+        else:
+            self._round()
+
+    def _round(self) -> None:
+        with self._lock:
+            filled, self._filled = self._filled, {}
+        began = self._clock()
+        for collector in filled:
+            collector.fill()
+        self._loop.call_soon(self._written, began)  # behind the readers, who have just been scheduled
+
+    def _written(self, began: float) -> None:
+        now = self._clock()
+        self._next = now + min(REST * (now - began), MOST_REST_S)
+        with self._lock:
+            self._scheduled = bool(self._filled)
+            more = self._scheduled
+        if more:
+            self._schedule()
 
 
 @dataclass(eq=False)
@@ -238,6 +307,7 @@ class EngineThread:
         self._stopping = False
         self._line: WaitingLine[PendingChoice] = WaitingLine()
         self._outputs: list[tuple[PendingChoice, ChoiceDelta]] = []
+        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Delivery] = WeakKeyDictionary()
         self._lock = threading.Lock()  # guards _open and _closed
         self._open: set[PendingChoice] = set()  # submitted and not done
         self._step_began: float | None = None  # None: waits for something to do
@@ -348,6 +418,8 @@ class EngineThread:
 
     # -- the thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, SWITCH_S))
         try:
             if self.engine.runner.device.index is not None:
                 torch.cuda.set_device(self.engine.runner.device)  # the current GPU is a property of each thread
@@ -374,6 +446,7 @@ class EngineThread:
             else:
                 log.exception("the engine loop ended because a step failed")
         finally:
+            sys.setswitchinterval(usual)
             self._step_began = None
             gone = ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
             self.close(gone)
@@ -682,8 +755,14 @@ class EngineThread:
         self.metrics.num_waiting.set(self.snapshot.num_waiting)
         self.metrics.kv_usage.set(self.snapshot.kv_usage)
         outputs, self._outputs = self._outputs, []
+        by_loop: dict[asyncio.AbstractEventLoop, dict[OutputCollector, None]] = {}
         for choice, delta in outputs:
-            choice.collector.put(choice.index, delta)
+            choice.collector.store(choice.index, delta)
+            by_loop.setdefault(choice.collector.loop, {})[choice.collector] = None
+        for loop, collectors in by_loop.items():
+            if loop not in self._deliveries:
+                self._deliveries[loop] = Delivery(loop)
+            self._deliveries[loop].wake(collectors)
 
 
 def _named(request: Request) -> tuple[tuple[str, int], ...]:

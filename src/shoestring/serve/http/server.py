@@ -55,6 +55,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shoestring.paths import find_model
+from shoestring.serve.engine.capacity import blocks_by_memory, requests_by_memory
 from shoestring.serve.engine.embedding import POOLINGS, Pooling
 from shoestring.serve.engine.encoder import EncoderEngine, TextEncoder, folder_pooling, is_encoder, load_encoder
 from shoestring.serve.engine.engine import Engine
@@ -71,6 +72,7 @@ from shoestring.state.reshard.exchange import parse_address
 
 log = logging.getLogger("shoestring.serve")
 
+FEW_REQUESTS = 8  # where the number is neither given nor measured
 STOP_S = 10.0  # for the engine to end its step, and again for the process to end
 
 
@@ -80,8 +82,8 @@ class ServeOptions:
     port: int = 8000  # 0 takes a free one
     model_name: str | None = None  # what clients call the model; default: the name of its folder
     api_keys: tuple[str, ...] = ()  # none: no key is needed
-    max_requests: int = 8  # texts computed at the same time
-    max_queue: int = 64  # texts that may wait; one more is a 429
+    max_requests: int | None = None  # texts computed at the same time; default: by memory and measured steps
+    max_queue: int | None = None  # texts that may wait; one more is a 429; default: twice max_requests, 64 at least
     max_context: int | None = None  # default: the model's positions
     chunk: int = 512  # rows per step
     num_blocks: int | None = None  # key/value memory in blocks of 16 positions; default: grows with need
@@ -115,8 +117,8 @@ class ServeOptions:
                 "an address or name of this machine, such as 127.0.0.1, ::1 or localhost, or 0.0.0.0 for all",
             ),
             ("port", 0 <= self.port < 65536, "0 to 65535"),
-            ("max_requests", self.max_requests >= 1, "1 or more"),
-            ("max_queue", self.max_queue >= 0, "0 or more"),
+            ("max_requests", self.max_requests is None or self.max_requests >= 1, "1 or more"),
+            ("max_queue", self.max_queue is None or self.max_queue >= 0, "0 or more"),
             ("deadline_s", self.deadline_s > 0, "more than 0"),
             ("drain_s", self.drain_s >= 0, "0 or more"),
             ("rank_timeout_s", self.rank_timeout_s >= 1, "1 or more"),
@@ -187,15 +189,23 @@ class Service:
     ) -> None:
         self.options, self._listener = options, listener
         self.engine: Engine | EncoderEngine
+        max_running = options.max_requests or FEW_REQUESTS
         if isinstance(model, TextEncoder):
             self.engine = EncoderEngine(model, max_context=options.max_context, chunk=options.chunk)
         else:
             if options.pooling == "cls":
                 raise UserError("pooling=cls is for encoders: a decoder's first token sees no other; give mean or last")
+            # Measured below, where this process alone computes the steps.
+            measures = options.max_requests is None and ranks is None
+            context = options.max_context or model.spec.default_context
+            place = (model.spec, context, model.compute_dtype, model.device)
+            if measures:
+                max_running = requests_by_memory(*place)
             self.engine = Engine(
                 model,
                 tokenizer,
-                max_requests=options.max_requests,
+                max_requests=max_running,
+                most_blocks=blocks_by_memory(*place) if ranks is None else None,
                 max_context=options.max_context,
                 chunk=options.chunk,
                 num_blocks=options.num_blocks,
@@ -207,12 +217,14 @@ class Service:
                 rule="coupled",
                 verify=VerifyWithRules(verify),
             )
+            if measures:
+                max_running = self.engine.limit_requests()
         self.engine.warm_up()  # no request waits for graphs
         self.engine_thread = EngineThread(
             self.engine,
             Metrics(name, options.metrics_prefix),
-            max_running=options.max_requests,
-            max_queue=options.max_queue,
+            max_running=max_running,
+            max_queue=max(64, 2 * max_running) if options.max_queue is None else options.max_queue,
             on_update=options.on_update,
             update_wait_s=options.update_wait_s,
         )
@@ -444,6 +456,9 @@ def _serve(
             "--chat-template gives another",
             *(model_path, broken),
         )
+    running = service.engine_thread.max_running
+    how = "--max-requests" if options.max_requests else "by memory and measured steps, --max-requests changes it"
+    log.info("up to %d texts at the same time (%s)", running, how)
     log.info("serving %s%s at %s/v1, playground at %s/", name, chat, service.url, service.url)
     service.run()
     log.info("stopped")

@@ -1,0 +1,312 @@
+"""A server at saturation beside the engine alone and beside `transformers serve`, in one run on one machine.
+
+    python -m benchmarks.serve_saturation                  a 1B shape on a GPU, about 100 s
+    python -m benchmarks.serve_saturation --shape tiny --requests 8 --seconds 4 --device cpu
+
+As many clients as the server computes texts ask one request after the other, each with a prompt of its own, and read
+the stream. Tokens per second are those of all texts, over the time from the first request to the last answer. `engine`
+is `Engine.generate` of the same prompts in this process: what HTTP, JSON, detokenizing and events leave of it is the
+ratio of the server's line. Clients run in processes of their own and speak HTTP/1.1 over plain sockets, so that they
+are not what is measured. Weights are random, texts run to their full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.device import pick_device, pick_dtype
+from shoestring.errors import UserError, as_command
+from shoestring.evals.server_load import percentiles
+from shoestring.model import Decoder, ModelSpec, Tokenizer, load_model, save_model
+from shoestring.model.parallel import init_weights
+from shoestring.serve import Engine, Sampling
+
+BENCH = "serve_saturation"
+SHAPES = {"1b": ModelSpec(8192, 2048, 16, 32, 8, 64, 8192, 4096), "tiny": ModelSpec(1024, 64, 2, 4, 2, 16, 128, 1024)}
+CLIENTS = 8  # processes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="1b")
+    parser.add_argument("--requests", type=int, help="clients; default: as many texts as the server chose")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=10.0, help="for which requests are begun")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        asyncio.run(client(json.loads(args.client)))
+        return
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
+
+    device = pick_device(args.device)
+    dtype = pick_dtype("auto", device)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"llama-{args.shape}"
+        make_model(folder, args.shape, device, dtype)
+        say("model written")
+        context = args.prompt_tokens + args.new_tokens + 8
+        ours = [sys.executable, "-m", "shoestring", "serve", str(folder), "--max-context", str(context)]
+        url, log = stack.enter_context(server([*ours, "--device", str(device)], Path(f"{folder}.log")))
+        stats = json.loads(fetch(url, "/stats"))
+        num = args.requests or int(stats["max_running"])
+        say(f"ours is ready, {stats['max_running']} texts at the same time; {num} clients")
+        sizes: dict[str, Any] = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+        load = {"num": num, "seconds": args.seconds, "vocab": SHAPES[args.shape].vocab_size, **sizes}
+        rate = offline(folder, num, device, dtype, **sizes)
+        say(f"engine alone: {rate:,.0f} tokens/s")
+        config = {"model": args.shape, "requests": num, "batch": num, "context": context, **sizes}
+        kind: dict[str, Any] = {"bench": BENCH, "metric": "tokens", "unit": "tokens/s", "config": config}
+        record(case="engine, offline", samples=[rate], **kind)
+        kind |= {"baseline": "engine, offline", "baseline_value": rate}
+        found = saturate(url, {**load, "model": folder.name, "prompt_ids": True})
+        say(f"ours over HTTP: {told(found)}; {found['rate'] / rate:.0%} of the engine")
+        record(case="shoestring serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind)
+        if args.no_peer:
+            return
+        peer = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--continuous-batching"]
+        peer += ["--device", str(device), "--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
+        peer += ["--cb-max-memory-percent", "0.4"] if device.type == "cuda" else []
+        try:
+            url, log = stack.enter_context(server(peer, Path(f"{folder}.peer.log"), "--port"))
+            say("transformers serve is ready")
+            found = saturate(url, {**load, "model": str(folder), "prompt_ids": False})
+            say(f"transformers serve: {told(found)}")
+            record(
+                case="transformers serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind
+            )
+        except UserError as error:
+            say(f"transformers serve was not measured: {error}; its log: {tail(log)}")
+
+
+def told(found: dict[str, Any]) -> str:
+    return (
+        f"{found['rate']:,.0f} tokens/s, {found['requests_per_s']:.1f} requests/s, first token p50 "
+        f"{1000 * found['ttft'][0]:.0f} ms, p99 {1000 * found['ttft'][2]:.0f} ms, "
+        f"{found['failed']} failed {found['error']}"
+    )
+
+
+# -- what is served --------------------------------------------------------------------------------------------
+
+
+def make_model(folder: Path, shape: str, device: torch.device, dtype: torch.dtype) -> None:
+    text = "\n".join(p.read_text(errors="ignore") for p in sorted(Path(json.__file__).parents[1].glob("*.py"))[:60])
+    tokenizer = Tokenizer.train([text], SHAPES[shape].vocab_size)
+    spec = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    if device.type == "cuda":
+        for parameter in model.parameters():  # drawn on the device: init_weights draws by name, on the host
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
+    else:
+        init_weights(model, 0)
+    save_model(folder, model.to(dtype), tokenizer)
+
+
+@torch.no_grad()
+def offline(
+    folder: Path, num: int, device: torch.device, dtype: torch.dtype, *, prompt_tokens: int, new_tokens: int
+) -> float:
+    """Tokens per second of the engine by itself, over three times as many texts as run at once."""
+    loaded = load_model(folder, device=device, dtype=dtype)
+    loaded.model.eval()
+    engine = Engine(loaded.model, loaded.tokenizer, max_requests=num, max_context=prompt_tokens + new_tokens + 8)
+    engine.warm_up()
+    draw, vocab = random.Random(1), loaded.spec.vocab_size
+    sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
+
+    def texts(count: int) -> list[list[int]]:
+        return [[draw.randrange(10, vocab) for _ in range(prompt_tokens)] for _ in range(count)]
+
+    engine.generate(texts(num), sampling)
+    prompts = texts(3 * num)
+    began = time.perf_counter()
+    done = engine.generate(prompts, sampling)
+    rate = sum(len(c.token_ids) for c in done) / (time.perf_counter() - began)
+    del engine, loaded
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rate
+
+
+@contextlib.contextmanager
+def server(command: list[str], log: Path, port_option: str = "--port") -> Iterator[tuple[str, Path]]:
+    """The command with a free port, once it answers /health; its URL and its log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, port_option, str(port)], stdout=file, stderr=file)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if process.poll() is not None:
+                raise UserError(f"the server did not start: {tail(log)}")
+            with contextlib.suppress(OSError):
+                fetch(url, "/health")
+                break
+            time.sleep(0.2)
+        else:
+            raise UserError(f"the server was not ready in time: {tail(log)}")
+        yield url, log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def tail(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").splitlines()[-4:])[-600:]
+
+
+def fetch(url: str, path: str) -> str:
+    import urllib.request
+
+    with urllib.request.urlopen(url + path, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+# -- load ------------------------------------------------------------------------------------------------------
+
+
+def saturate(url: str, load: dict[str, Any]) -> dict[str, Any]:
+    """Closed loop: every client asks again as soon as it has its answer."""
+    processes = []
+    num_processes = min(CLIENTS, load["num"], max(1, (os.cpu_count() or 2) - 2))
+    for i in range(num_processes):
+        part = {**load, "url": url, "num": len(range(i, load["num"], num_processes)), "seed": i}
+        command = [sys.executable, "-m", "benchmarks.serve_saturation", "--client", json.dumps(part)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    parts = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+    answers = [a for part in parts for a in part["answers"]]
+    if not answers:
+        raise UserError(f"no answer came: {parts[0]['error']}")
+    first, last = min(a[0] for a in answers), max(a[2] for a in answers)
+    return {
+        "rate": sum(a[3] for a in answers) / (last - first),
+        "requests_per_s": len(answers) / (last - first),
+        "ttft": list(percentiles([a[1] - a[0] for a in answers])),
+        "tpot": statistics.median((a[2] - a[1]) / max(1, a[3] - 1) for a in answers),
+        "failed": sum(part["failed"] for part in parts),
+        "error": next((part["error"] for part in parts if part["error"]), ""),
+    }
+
+
+async def client(load: dict[str, Any]) -> None:
+    """One process with some of the clients; prints (began, first piece, ended, tokens) of every answer."""
+    answers: list[tuple[float, float, float, int]] = []
+    errors: list[str] = []
+    host, _, port = load["url"].removeprefix("http://").partition(":")
+    draw = random.Random(load["seed"])
+    end = time.time() + load["seconds"]
+
+    async def talk() -> None:
+        while time.time() < end and len(errors) < 20:
+            try:
+                answers.append(await ask(host, int(port), body_for(draw, load)))
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                errors.append(f"{type(error).__name__}: {error}"[:300])
+                await asyncio.sleep(0.2)
+
+    await asyncio.gather(*(talk() for _ in range(load["num"])))
+    print(json.dumps({"answers": answers, "failed": len(errors), "error": errors[0] if errors else ""}))
+
+
+def body_for(draw: random.Random, load: dict[str, Any]) -> bytes:
+    prompt: Any = [draw.randrange(10, load["vocab"]) for _ in range(load["prompt_tokens"])]
+    if not load["prompt_ids"]:  # that server takes texts only; about as many tokens
+        prompt = " ".join(f"x{t % 97}" for t in prompt[: len(prompt) // 2])
+    body = {
+        "model": load["model"],
+        "prompt": prompt,
+        "max_tokens": load["new_tokens"],
+        "temperature": 0,
+        "stream": True,
+    }
+    if load["prompt_ids"]:
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    return json.dumps(body).encode()
+
+
+async def ask(host: str, port: int, body: bytes) -> tuple[float, float, float, int]:
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
+    try:
+        began = time.time()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        status = (await reader.readline()).decode()
+        if " 200 " not in status:
+            rest = await reader.read(400)
+            raise ValueError(f"{status.strip()} {rest[-200:]!r}")
+        first, pieces, tokens = 0.0, 0, 0
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                if line.startswith(b"data: [DONE]"):
+                    break
+                continue
+            if b'"usage":{' in line:
+                tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+            elif b'"choices"' in line:
+                pieces += 1
+                first = first or time.time()
+        if not first:
+            raise ValueError("the stream had no text")
+        return began, first, time.time(), tokens or pieces
+    finally:
+        writer.close()
+
+
+def table() -> str:
+    lines = newest(BENCH)
+    if not lines:
+        return "Not measured yet."
+    rows = [
+        [
+            n["case"],
+            f"{n['config']['requests']}",
+            f"{n['value']:,.0f}",
+            "1" if n["ratio"] is None else f"{n['ratio']:.2f}",
+            "" if not n["quality"] else f"{n['quality']['requests_per_s']:.1f}",
+            ""
+            if not n["quality"]
+            else f"{1000 * n['quality']['ttft'][0]:,.0f} / {1000 * n['quality']['ttft'][2]:,.0f}",
+        ]
+        for n in lines
+    ]
+    header = ["", "texts at once", "tokens/s", "of the engine", "requests/s", "first token p50 / p99, ms"]
+    return markdown(header, rows) + provenance(lines)
+
+
+if __name__ == "__main__":
+    as_command(main)
