@@ -24,7 +24,7 @@ from shoestring.formats import (
     Parts,
     Sparse24,
     allocate_packed,
-    bits_per_weight,
+    bits_per_parameter,
     bypassed,
     convert,
     formats_of,
@@ -247,13 +247,13 @@ def test_autocast_and_pack_agree() -> None:
         assert torch.equal(layer(x), expected)
 
 
-def test_bits_per_weight_of_a_model() -> None:
+def test_bits_per_parameter_of_a_model() -> None:
     model = tiny()
     convert(model, [("*", IntAsym(bits=4, group=64))])
-    assert bits_per_weight(model) == 4.375
+    assert bits_per_parameter(model) == 4.375
     pack(model)
-    assert bits_per_weight(model) == 4.375
-    assert bits_per_weight(nn.Sequential(FormatLinear(8, 8))) == 32.0  # fp32 weights are 32 bits
+    assert bits_per_parameter(model) == 4.375
+    assert bits_per_parameter(nn.Sequential(FormatLinear(8, 8))) == 32.0  # fp32 weights are 32 bits
     assert Dense().bits_per_weight((8, 8)) == 16.0
 
 
@@ -307,7 +307,7 @@ def test_a_format_is_whole_or_none() -> None:
 def test_every_kind_of_state_is_hosted() -> None:
     model = tiny()
     convert(model, [("*", Masked())])
-    assert bits_per_weight(model) == 32.0
+    assert bits_per_parameter(model) == 32.0
     layer = model.blocks[0].up
     parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
     assert not parameters["weight_mask"].requires_grad and parameters["weight_gain"].requires_grad

@@ -148,7 +148,7 @@ def test_packed_round_trip(name: str, format: str, tmp_path: Path) -> None:
     entry = info["modules"][module]
     assert entry["format"] == parse_format(format).to_json() and 3 < entry["bits_per_weight"] < 7
     size = (tmp_path / "m" / "packed.safetensors").stat().st_size
-    assert info["bits_per_weight"] == pytest.approx(8 * size / model.spec.num_params(), rel=0.5)
+    assert info["bits_per_parameter"] == pytest.approx(8 * size / model.spec.num_params(), rel=0.5)
     # transformers must stop, not go on with random weights.
     with pytest.raises((OSError, ValueError)):
         from_transformers(tmp_path / "m")

@@ -2,7 +2,7 @@ from shoestring.formats.base import Aux, Format, Parts
 from shoestring.formats.convert import (
     ConvertReport,
     allocate_packed,
-    bits_per_weight,
+    bits_per_parameter,
     bypassed,
     convert,
     formats_of,
@@ -44,7 +44,7 @@ __all__ = [
     "Sparse24",
     "Stacked",
     "allocate_packed",
-    "bits_per_weight",
+    "bits_per_parameter",
     "bypassed",
     "convert",
     "formats_of",

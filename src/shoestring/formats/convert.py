@@ -418,8 +418,9 @@ def allocate_packed(model: nn.Module, formats: dict[str, dict[str, Any]], dtype:
             to_format_host(modules[name]).allocate_packed(format, dtype)
 
 
-def bits_per_weight(model: nn.Module) -> float:
-    """Stored bits per weight over all layers that can have a Format; a dense weight counts in the dtype it has."""
+def bits_per_parameter(model: nn.Module) -> float:
+    """Stored bits over everything that can have a Format, embeddings and heads too; a dense weight counts in the dtype
+    it has. `bits_per_weight` elsewhere is that of one Format, or of the linear layers that have one."""
     weights, bits = 0, 0.0
     for _, m in format_hosts(model):
         numel = m.shape[0] * m.shape[1]

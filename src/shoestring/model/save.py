@@ -254,7 +254,7 @@ def _write_packing(folder: Path, model: Decoder, entries: list[Entry], packed: d
         "version": PACKED_VERSION,
         "written_by": f"shoestring {__version__}",
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
-        "bits_per_weight": bits,
+        "bits_per_parameter": bits,
         "modules": {
             hf_names.hf_module(model.spec, name): {
                 "format": format.to_json(),
@@ -267,7 +267,7 @@ def _write_packing(folder: Path, model: Decoder, entries: list[Entry], packed: d
     write_json(folder / "shoestring.json", packing)
     return {
         "quant_method": "shoestring",
-        "bits_per_weight": bits,
+        "bits_per_parameter": bits,
         "note": "packed weights: read with shoestring.load_model; `shoestring export` writes other layouts",
     }
 
