@@ -7,6 +7,7 @@ from layer_plans import SPEC, decoder, single_changes
 
 from shoestring.errors import UserError
 from shoestring.mesh import MeshConfig, open_mesh
+from shoestring.model.mesh_layouts import layout_on
 from shoestring.model.parallel import tensor_parallel_
 
 mesh = open_mesh(MeshConfig(tp=2), "cpu")
@@ -24,6 +25,16 @@ for name, plan in single_changes().items():
         continue
     with torch.no_grad():
         torch.testing.assert_close(cut(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
+    if "experts" in name or "width" in name:
+        got, want = cut.hidden(tokens), whole.hidden(tokens)
+        (got * want.detach().square()).sum().backward()
+        (want * want.detach().square()).sum().backward()
+        for (n, p), q in zip(cut.named_parameters(), whole.parameters(), strict=True):
+            gradient = torch.zeros_like(q) if p.grad is None else p.grad.full_tensor()
+            want_gradient = torch.zeros_like(q) if q.grad is None else q.grad
+            torch.testing.assert_close(gradient, want_gradient, rtol=1e-4, atol=1e-5, msg=f"{name}: {n}")
+            placed = layout_on(n, tuple(p.shape), {"tp": 2}).placements[-1].dim
+            assert placed == getattr(p.placements[0], "dim", None), n
     if mesh.is_main:
         print(name, "same logits", flush=True)
 mesh.close()

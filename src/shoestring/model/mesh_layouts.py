@@ -13,8 +13,9 @@ from shoestring.errors import UserError, suggest
 from shoestring.mesh import AXES
 from shoestring.state.reshard.layouts import REPLICATE, MeshLayout, Placement, shard
 
-_ROWS = re.compile(r"(?:^|\.)(?:attn\.[qkv]|mlp\.(?:gate|up)|head)\.(?:weight|bias)")
-_COLUMNS = re.compile(r"(?:^|\.)(?:attn\.o|mlp\.down)\.weight")
+_EXPERT = r"(?:experts\.\d+\.|shared\.)?"
+_ROWS = re.compile(rf"(?:^|\.)(?:attn\.[qkv]|mlp\.{_EXPERT}(?:gate|up)|head)\.(?:weight|bias)")
+_COLUMNS = re.compile(rf"(?:^|\.)(?:attn\.o|mlp\.{_EXPERT}down)\.weight")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed|head)\.weight")
 
 MOST_RANKS = 1 << 16

@@ -6,6 +6,8 @@ the module multiplies with its plain local shard, and hooks put the collectives 
 
     column (q k v gate up head)   rows of the weight cut; input copied to all, output stays cut
     row    (o down)               columns cut; partial products summed, bias added once after
+    experts                       gate, up and down of each cut so, and the sum of all experts summed once
+    norm of q or k over all heads the mean square summed over ranks; the weight whole on every rank
     vocabulary (embed, head)      rows cut when the vocabulary divides evenly, else whole on every rank
 
 With one data-parallel process fully_shard is not applied; masters stay fp32 and every layer casts on use.
@@ -33,7 +35,7 @@ from shoestring.mesh import Mesh
 from shoestring.model import collectives
 from shoestring.model.layer_plan import Support
 from shoestring.model.spec import ModelSpec
-from shoestring.model.transformer import Block, Decoder, Mlp, Norm
+from shoestring.model.transformer import Block, Decoder, MixtureOfExperts, Norm
 from shoestring.state.boxes import local_box
 
 CompileMode = Literal["off", "blocks", "whole"]
@@ -79,12 +81,11 @@ SUPPORT = Support(
         mlp_norm mlp_norm.kind mlp_norm.eps attn_post_norm attn_post_norm.kind attn_post_norm.eps mlp_post_norm
         mlp_post_norm.kind mlp_post_norm.eps final_norm.kind final_norm.eps attn.num_heads attn.num_kv_heads
         attn.head_dim attn.qkv_bias attn.out_bias attn.window attn.scale attn.softcap attn.qk_norm attn.qk_norm.eps
-        attn.rope attn.rope.theta attn.rope.scaling attn.rope.dim mlp.d_ff mlp.act mlp.bias
+        attn.qk_norm_over attn.rope attn.rope.theta attn.rope.scaling attn.rope.dim mlp.d_ff mlp.act mlp.bias experts
+        experts.num experts.top_k experts.renormalize experts.shared_d_ff
     """,
     only={
-        "attn.qk_norm.kind": ("rms", "rms_offset"),  # a bias would need the sum over ranks of its gradient
-        "attn.qk_norm_over": ("head",),  # a norm over all heads would need a sum over ranks
-        "experts": (None,),
+        "attn.qk_norm.kind": ("rms", "rms_offset")  # a bias would need the sum over ranks of its gradient
     },
 )
 
@@ -98,20 +99,36 @@ def tensor_parallel_(model: Decoder, tp: DeviceMesh, *, asked: str | None = None
     for block in model.blocks:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
-        assert isinstance(mlp, Mlp)  # by SUPPORT
-        for linear in (attn.q, attn.k, attn.v, mlp.up, *([mlp.gate] if mlp.gated else [])):
+        for linear in (attn.q, attn.k, attn.v):
             column_parallel_(linear, tp)
-        for linear in (attn.o, mlp.down):
-            row_parallel_(linear, tp)
+        row_parallel_(attn.o, tp)
         for norm in (attn.q_norm, attn.k_norm):
             if norm is not None:
-                norm.weight_group = group
+                norm.weight_group, norm.over_ranks = group, not attn.norms_heads
+        if isinstance(mlp, MixtureOfExperts):
+            _experts_parallel_(mlp, tp)
+        else:
+            for linear in (mlp.up, *([mlp.gate] if mlp.gated else [])):
+                column_parallel_(linear, tp)
+            row_parallel_(mlp.down, tp)
     if model.spec.vocab_size % tp.size() == 0:
         _shard_host_(model.embed, tp, dim=0)
         model.embed.group = group
         if model.head is not None:
             column_parallel_(model.head, tp)
     replicate_rest_(model, tp)
+
+
+def _experts_parallel_(experts: MixtureOfExperts, tp: DeviceMesh) -> None:
+    for _, mlp in experts.named_mlps():
+        for linear in (mlp.up, *([mlp.gate] if mlp.gated else [])):
+            _shard_host_(linear, tp, dim=0)
+            if linear.bias is not None:
+                _shard_param_(linear, "bias", tp, 0)
+        if mlp.down.bias is not None:
+            raise UserError("tensor parallel experts cannot have a bias, which every rank would add; use 1 rank")
+        _shard_host_(mlp.down, tp, dim=1)
+    experts.group = tp.get_group()
 
 
 def replicate_rest_(model: nn.Module, tp: DeviceMesh) -> None:

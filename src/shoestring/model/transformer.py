@@ -81,16 +81,25 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if self.kind == "layer" else None
         # Set by tensor parallelism where ranks norm different heads with one weight: gradients are summed.
         self.weight_group: ProcessGroup | None = None
+        self.over_ranks = False  # the row that is normed lies on the ranks of that group, in equal parts
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).float()
         if self.weight_group is not None:
             weight = collectives.copy_to(weight, self.weight_group)
+            if self.over_ranks:
+                weight = weight.chunk(self.weight_group.size())[self.weight_group.rank()]
         if self.kind == "layer":
             assert self.bias is not None
             return F.layer_norm(x.float(), weight.shape, weight, local(self.bias).float(), self.eps).to(x.dtype)
         x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        square = x32.square().mean(-1, keepdim=True)
+        if self.over_ranks:
+            assert self.weight_group is not None
+            # Every rank's sum goes into the norm of every rank, and so do gradients.
+            whole = collectives.copy_to(collectives.sum_over(square, self.weight_group), self.weight_group)
+            square = whole / self.weight_group.size()
+        normed = x32 * torch.rsqrt(square + self.eps)
         return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
 
 
@@ -182,7 +191,11 @@ class MixtureOfExperts(nn.Module):
 
     Experts are ordinary feed-forward layers, so that every Format, calibration and packing works on each of them.
     A loop over those that have rows: on a GPU this waits for the choice. Rows without a choice cost nothing.
+    Under tensor parallelism each rank of `group` holds a part of every expert's inner width; all ranks choose alike,
+    and their sums are added once.
     """
+
+    group: ProcessGroup | None = None
 
     def __init__(self, plan: ExpertsPlan, expert: MlpPlan, d_model: int) -> None:
         super().__init__()
@@ -204,13 +217,19 @@ class MixtureOfExperts(nn.Module):
         weight_RK, chosen_RK = chance.topk(self.top_k, dim=-1)
         if self.renormalize:
             weight_RK = weight_RK / weight_RK.sum(-1, keepdim=True)
+        gate_R1 = None if self.shared_gate is None else self.shared_gate(rows_RD).sigmoid()
+        if self.group is not None:  # from here on ranks compute parts
+            rows_RD, weight_RK = collectives.copy_to(rows_RD, self.group), collectives.copy_to(weight_RK, self.group)
+            gate_R1 = None if gate_R1 is None else collectives.copy_to(gate_R1, self.group)
         out_RD = torch.zeros_like(rows_RD)
         for expert in chosen_RK.unique().tolist():
             row, place = (chosen_RK == expert).nonzero(as_tuple=True)
             part = self.experts[expert](rows_RD[row]) * weight_RK[row, place, None].to(x.dtype)
             out_RD = out_RD.index_add(0, row, part)
-        if self.shared is not None and self.shared_gate is not None:
-            out_RD = out_RD + self.shared_gate(rows_RD).sigmoid() * self.shared(rows_RD)
+        if self.shared is not None and gate_R1 is not None:
+            out_RD = out_RD + gate_R1 * self.shared(rows_RD)
+        if self.group is not None:
+            out_RD = collectives.sum_over(out_RD, self.group)
         return out_RD.view(x.shape)
 
 

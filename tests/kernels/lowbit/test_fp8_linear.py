@@ -26,8 +26,7 @@ def check(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float16,
             errors = [((y.double() - want).norm() / want.norm()).item() for y in (got, ref)]
             assert errors[0] <= 2 * errors[1] + 2e-6, (rows, width, outs, dtype, errors)
     x = torch.randn(4, width, generator=g).to(device, dtypes[0])[::2]  # rows that do not lie densely
-    want = fp8.fp8_linear_ref(x.contiguous(), codes, scale)
-    torch.testing.assert_close(fp8.fp8_linear(x, codes, scale), want, rtol=1e-2, atol=1e-2)
+    assert torch.equal(fp8.fp8_linear(x, codes, scale), fp8.fp8_linear(x.contiguous(), codes, scale))
     every = torch.arange(256, dtype=torch.uint8, device=device)[None].repeat(16, 1)
     every[:, [127, 255]] = 0
     eye = torch.eye(256, device=device, dtype=dtypes[0])[:16]

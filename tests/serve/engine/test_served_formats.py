@@ -59,5 +59,6 @@ def test_packed_embeddings_and_heads(embed: str, tied: bool, device: str) -> Non
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model.to(dtype).compute_dtype = dtype
     use_kernels(model)
+    own = (model(torch.tensor([tokens], device=device))[0].to(want) - want).norm()  # what bf16 costs
     got = engine_logits(model, tokens, graphs=True).to(want)
-    assert (got - want).norm() <= (0.02 if device == "cuda" else 1e-5) * want.norm()
+    assert (got - want).norm() <= 1.5 * own + 1e-5 * want.norm()

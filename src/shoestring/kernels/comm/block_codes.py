@@ -40,7 +40,7 @@ def encode_blocks_ref(
     if norm == "l2":  # of the block over its largest value, so that squares do not overflow
         unit = x / torch.where(most > 0, most, 1.0)
         most = (most * unit.square().sum(-1, keepdim=True).sqrt()).clamp(max=HUGE)
-    scale = most / LEVELS[bits]
+    scale = most / torch.full_like(most, LEVELS[bits])  # on a GPU, torch multiplies with a number's reciprocal
     steps = x / torch.where(scale > 0, scale, torch.inf)  # blocks of tiny values get codes of 0
     steps = steps.round_() if noise is None else steps.add_(noise.unflatten(1, (-1, block))).floor_()
     codes = steps.clamp_(-LEVELS[bits], LEVELS[bits]).to(torch.int8)

@@ -1,8 +1,10 @@
 """A few rows times weights of 8-bit floats (E4M3): y = x (q * scale)^T [+ bias], activations as they are.
 
 The scale is one per output row [N, 1], or one per block of 128 x 128 [ceil(N / 128), ceil(K / 128)]. Codes are read as
-bytes: shifted into fp16 they are 2^-8 of their value exactly, subnormal numbers included, on every GPU. Sums are in
-fp32; a block's sum is multiplied with its scale. Above MOST_ROWS decoding first costs little beside the product.
+bytes: shifted into fp16 they are 2^-8 of their value exactly, into bf16 2^-120 of it, subnormal numbers included, on
+every GPU. Sums are in fp32; a block's sum is multiplied with its scale. Where the outputs are too few to fill the GPU,
+the inputs are cut as well, and the parts are summed in a fixed order. Above MOST_ROWS decoding first costs little
+beside the product.
 
 Not here: products with activations in FP8, which are another function.
 
@@ -15,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoestring.hardware.device import device_limits
 from shoestring.kernels.runtime.triton_backend import next_power_of_2, triton_usable
 
 MOST_ROWS = 64
 BLOCK = 128  # of a scale
-OUTS, WARPS = 64, 4  # outputs of a program
+OUTS, WARPS, STAGES = 64, 4, 4  # outputs of a program
+PROGRAMS_PER_SM, MOST_SPLITS = 3, 8
 
 
 def fp8_values(codes: Tensor) -> Tensor:
@@ -54,10 +58,21 @@ def fp8_linear(x_MK: Tensor, codes_NK: Tensor, scale: Tensor, bias: Tensor | Non
     (num_rows, num_in), num_out = x_MK.shape, codes_NK.shape[0]
     assert codes_NK.shape[1] == num_in and codes_NK.dtype == torch.uint8 and codes_NK.is_contiguous()
     by_row = tuple(scale.shape) == (num_out, 1)
-    out_MN = torch.empty(num_rows, num_out, device=x_MK.device, dtype=x_MK.dtype)
-    _fp8_linear_kernel[(-(-num_out // OUTS),)](
-        x_MK.contiguous(), codes_NK, scale.contiguous(), bias, out_MN, num_rows, num_out, num_in, scale.shape[1],
+    splits = num_splits(num_out, num_in, x_MK.device)
+    dtype = x_MK.dtype if splits == 1 else torch.float32
+    out_SMN = torch.empty(splits, num_rows, num_out, device=x_MK.device, dtype=dtype)
+    _fp8_linear_kernel[(-(-num_out // OUTS), splits)](
+        x_MK.contiguous(), codes_NK, scale.contiguous(), bias, out_SMN, num_rows, num_out, num_in, scale.shape[1],
         ROWS=max(16, next_power_of_2(num_rows)), OUTS=OUTS, BLOCK=BLOCK, BY_ROW=by_row,
-        num_warps=WARPS, num_stages=4,
+        BF16=x_MK.dtype == torch.bfloat16, SPLITS=splits, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return out_MN
+    return out_SMN[0] if splits == 1 else out_SMN.sum(0).to(x_MK.dtype)
+
+
+def num_splits(num_out: int, num_in: int, device: torch.device) -> int:
+    """Parts of the inputs, so that the programs fill the GPU."""
+    if device.type != "cuda":
+        return 2 if num_in > 2 * BLOCK else 1  # in the interpreter
+    programs, blocks = -(-num_out // OUTS), -(-num_in // BLOCK)
+    wanted = PROGRAMS_PER_SM * device_limits().num_sms // programs
+    return max(1, min(wanted, MOST_SPLITS, blocks // 8))

@@ -29,12 +29,11 @@ def _lowbit_parts_kernel(
             down = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
         byte0 = codes + n[:, None].to(tl.int64) * code_pitch + run[None, :] * BITS
         for i in tl.static_range(8):
-            first: tl.constexpr = i * BITS // 8
-            shift: tl.constexpr = i * BITS % 8
-            byte = tl.load(byte0 + first, mask=inside, other=0).to(tl.int32)
-            if shift + BITS > 8:
-                byte = byte | (tl.load(byte0 + first + 1, mask=inside, other=0).to(tl.int32) << 8)
-            code = (byte >> shift) & ((1 << BITS) - 1)
+            # Written out: a name that is a constexpr cannot be assigned again in the next round.
+            byte = tl.load(byte0 + i * BITS // 8, mask=inside, other=0).to(tl.int32)
+            if i * BITS % 8 + BITS > 8:
+                byte = byte | (tl.load(byte0 + i * BITS // 8 + 1, mask=inside, other=0).to(tl.int32) << 8)
+            code = (byte >> (i * BITS % 8)) & ((1 << BITS) - 1)
             if TABLE:
                 level = tl.load(table + code)
                 w = level * tl.where(level > 0, up, down)
