@@ -1,13 +1,15 @@
 """A server at saturation beside the engine alone and beside `transformers serve`, in one run on one machine.
 
-    python -m benchmarks.serve_saturation                  a 1B shape on a GPU, about 100 s
+    python -m benchmarks.serve_saturation                  a 1B shape on a GPU, about a minute
+    python -m benchmarks.serve_saturation --requests 128   so many texts at once, instead of what the server chooses
     python -m benchmarks.serve_saturation --shape tiny --requests 8 --seconds 4 --device cpu
 
 As many clients as the server computes texts ask one request after the other, each with a prompt of its own, and read
 the stream. Tokens per second are those of all texts, over the time from the first request to the last answer. `engine`
 is `Engine.generate` of the same prompts in this process: what HTTP, JSON, detokenizing and events leave of it is the
 ratio of the server's line. Clients run in processes of their own and speak HTTP/1.1 over plain sockets, so that they
-are not what is measured. Weights are random, texts run to their full length.
+are not what is measured. Weights are random, texts run to their full length. All three start at the same time, and are
+measured one after the other.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0, help="for which requests are begun")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=float, default=115.0, help="seconds in all; the peer gets what is left")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -72,36 +76,52 @@ def main() -> None:
         say("model written")
         context = args.prompt_tokens + args.new_tokens + 8
         ours = [sys.executable, "-m", "shoestring", "serve", str(folder), "--max-context", str(context)]
-        url, log = stack.enter_context(server([*ours, "--device", str(device)], Path(f"{folder}.log")))
-        stats = json.loads(fetch(url, "/stats"))
-        num = args.requests or int(stats["max_running"])
-        say(f"ours is ready, {stats['max_running']} texts at the same time; {num} clients")
+        ours += ["--max-requests", str(args.requests)] if args.requests else []
+        url = stack.enter_context(server([*ours, "--device", str(device)], Path(f"{folder}.log")))
+        peer = None
+        if not args.no_peer:
+            other = [
+                sys.executable,
+                "-m",
+                "transformers.cli.transformers",
+                "serve",
+                str(folder),
+                "--continuous-batching",
+            ]
+            other += ["--device", str(device), "--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
+            other += ["--cb-max-memory-percent", "0.4"] if device.type == "cuda" else []
+            peer = stack.enter_context(server(other, Path(f"{folder}.peer.log")))
+        if not args.requests:
+            args.requests = int(json.loads(url.ready("/stats", 100))["max_running"])
+        num = args.requests
         sizes: dict[str, Any] = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
         load = {"num": num, "seconds": args.seconds, "vocab": SHAPES[args.shape].vocab_size, **sizes}
-        rate = offline(folder, num, device, dtype, **sizes)
+        engine = build_engine(folder, num, context, device, dtype)
+        say(f"the engine is ready, {num} texts at the same time")
+        url.ready("/health", 100)
+        say("shoestring serve is ready")
+        rate = offline(engine, num, **sizes)
         say(f"engine alone: {rate:,.0f} tokens/s")
         config = {"model": args.shape, "requests": num, "batch": num, "context": context, **sizes}
         kind: dict[str, Any] = {"bench": BENCH, "metric": "tokens", "unit": "tokens/s", "config": config}
         record(case="engine, offline", samples=[rate], **kind)
         kind |= {"baseline": "engine, offline", "baseline_value": rate}
-        found = saturate(url, {**load, "model": folder.name, "prompt_ids": True})
-        say(f"ours over HTTP: {told(found)}; {found['rate'] / rate:.0%} of the engine")
+        found = saturate(url.url, {**load, "model": folder.name, "prompt_ids": True})
+        say(f"shoestring serve: {told(found)}; {found['rate'] / rate:.0%} of the engine")
         record(case="shoestring serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind)
-        if args.no_peer:
+        if peer is None:
             return
-        peer = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--continuous-batching"]
-        peer += ["--device", str(device), "--dtype", "bfloat16" if dtype == torch.bfloat16 else "float32"]
-        peer += ["--cb-max-memory-percent", "0.4"] if device.type == "cuda" else []
         try:
-            url, log = stack.enter_context(server(peer, Path(f"{folder}.peer.log"), "--port"))
+            peer.ready("/health", args.limit - (time.monotonic() - began) - 8)
             say("transformers serve is ready")
-            found = saturate(url, {**load, "model": str(folder), "prompt_ids": False})
+            load["seconds"] = min(args.seconds, max(2.0, args.limit - (time.monotonic() - began) - 6))
+            found = saturate(peer.url, {**load, "model": str(folder), "prompt_ids": False})
             say(f"transformers serve: {told(found)}")
             record(
                 case="transformers serve", samples=[found["rate"]], ratio=found["rate"] / rate, quality=found, **kind
             )
         except UserError as error:
-            say(f"transformers serve was not measured: {error}; its log: {tail(log)}")
+            say(f"transformers serve was not measured: {error}")
 
 
 def told(found: dict[str, Any]) -> str:
@@ -131,16 +151,16 @@ def make_model(folder: Path, shape: str, device: torch.device, dtype: torch.dtyp
     save_model(folder, model.to(dtype), tokenizer)
 
 
-@torch.no_grad()
-def offline(
-    folder: Path, num: int, device: torch.device, dtype: torch.dtype, *, prompt_tokens: int, new_tokens: int
-) -> float:
-    """Tokens per second of the engine by itself, over three times as many texts as run at once."""
+def build_engine(folder: Path, num: int, context: int, device: torch.device, dtype: torch.dtype) -> Engine:
     loaded = load_model(folder, device=device, dtype=dtype)
-    loaded.model.eval()
-    engine = Engine(loaded.model, loaded.tokenizer, max_requests=num, max_context=prompt_tokens + new_tokens + 8)
+    engine = Engine(loaded.model.eval(), loaded.tokenizer, max_requests=num, max_context=context)
     engine.warm_up()
-    draw, vocab = random.Random(1), loaded.spec.vocab_size
+    return engine
+
+
+def offline(engine: Engine, num: int, *, prompt_tokens: int, new_tokens: int) -> float:
+    """Tokens per second of the engine by itself, over three times as many texts as run at once."""
+    draw, vocab = random.Random(1), engine.vocab_size
     sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
 
     def texts(count: int) -> list[list[int]]:
@@ -150,51 +170,47 @@ def offline(
     prompts = texts(3 * num)
     began = time.perf_counter()
     done = engine.generate(prompts, sampling)
-    rate = sum(len(c.token_ids) for c in done) / (time.perf_counter() - began)
-    del engine, loaded
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rate
+    return sum(len(c.token_ids) for c in done) / (time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ready(self, path: str, seconds: float) -> str:
+        """Its answer at this path, once it has one."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise UserError(f"the server did not start: {tail(self.log)}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                return str(answer.read().decode())
+            time.sleep(0.1)
+        raise UserError(f"the server was not ready in time: {tail(self.log)}")
 
 
 @contextlib.contextmanager
-def server(command: list[str], log: Path, port_option: str = "--port") -> Iterator[tuple[str, Path]]:
-    """The command with a free port, once it answers /health; its URL and its log."""
+def server(command: list[str], log: Path) -> Iterator[Server]:
+    """The command, started with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with log.open("w") as file:
-        process = subprocess.Popen([*command, port_option, str(port)], stdout=file, stderr=file)
-    url = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=file, stderr=file)
     try:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            if process.poll() is not None:
-                raise UserError(f"the server did not start: {tail(log)}")
-            with contextlib.suppress(OSError):
-                fetch(url, "/health")
-                break
-            time.sleep(0.2)
-        else:
-            raise UserError(f"the server was not ready in time: {tail(log)}")
-        yield url, log
+        yield Server(f"http://127.0.0.1:{port}", process, log)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(5)
         except subprocess.TimeoutExpired:
             process.kill()
 
 
 def tail(log: Path) -> str:
     return " | ".join(log.read_text(errors="replace").splitlines()[-4:])[-600:]
-
-
-def fetch(url: str, path: str) -> str:
-    import urllib.request
-
-    with urllib.request.urlopen(url + path, timeout=5) as answer:
-        return str(answer.read().decode())
 
 
 # -- load ------------------------------------------------------------------------------------------------------
