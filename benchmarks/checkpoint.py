@@ -45,6 +45,7 @@ from torch import Tensor
 from benchmarks.results import markdown, newest, provenance, record
 from shoestring.errors import as_command
 from shoestring.host.arena import room_for
+from shoestring.host.checksums import ALGORITHM
 from shoestring.mesh import Mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig, init_weights, materialize, parallelize
@@ -61,6 +62,7 @@ from shoestring.train.step import Micro, Run
 
 PCIE = 55e9  # bytes a second each way, measured on the H200 host (docs/design.md)
 SAVE_EVERY_S = 60.0  # what lost_step_time refers to
+DISK_S = 150.0  # what is left of the time where saves to a slow disk and a second restore are measured, too
 CONTEXT = 2048
 
 
@@ -303,8 +305,12 @@ def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadl
     rows["ours, memory"] = measure(job, ours(job, saver, ("memory",), folder), step_s, repeats + 1, 30.0)
     show("ours, memory", rows["ours, memory"])
     sweep = sweep_steps(job, saver, folder, state_bytes)
-    rows["ours, memory and disk"] = measure(job, ours(job, saver, ("memory", "disk"), folder), step_s, 1, 90.0)
-    show("ours, memory and disk", rows["ours, memory and disk"])
+    failures: dict[str, str] = {}
+    if deadline - time.monotonic() > DISK_S:
+        rows["ours, memory and disk"] = measure(job, ours(job, saver, ("memory", "disk"), folder), step_s, 1, 90.0)
+        show("ours, memory and disk", rows["ours, memory and disk"])
+    else:
+        failures["ours, memory and disk"] = "left out: too little time"
     last = ours(job, saver, ("memory",), folder)
     last.wait()
     last.call()
@@ -313,10 +319,11 @@ def run_size(name: str, device: torch.device, scratch: Path, repeats: int, deadl
     saver.let_go()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    restores = [restore_in_new_process(name, size, device, folder) for _ in range(2)]
+    restores = [restore_in_new_process(name, size, device, folder)]
+    if deadline - time.monotonic() > DISK_S:
+        restores.append(restore_in_new_process(name, size, device, folder))
     assert all(r["fingerprint"] == expected for r in restores), (expected, restores)
     remove_host_folder(host_folder(folder))
-    failures: dict[str, str] = {}
     peers = Path(tempfile.mkdtemp(prefix="shoestring-peers-", dir=memory_base() if peers_on == "memory" else scratch))
     try:
         with process_group():
@@ -356,12 +363,12 @@ def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: i
     found = []
     whole = job.num_micros
     micros, rows = job.micros, job.size.micro
-    for micro_batches, few in ((whole, rows), (1, rows), (1, max(1, rows // 4)), (1, max(1, rows // 8))):
+    for micro_batches, few in ((1, rows), (1, max(1, rows // 4)), (1, max(1, rows // 8))):
         job.micros = [Micro(m.tokens_BT[:few], m.targets_BT[:few], m.index_BT[:few]) for m in micros]
         job.num_micros = micro_batches
         job.timed(1)
         step_s = job.timed(4)
-        row = measure(job, ours(job, saver, ("memory",), folder), step_s, 3, 30.0)
+        row = measure(job, ours(job, saver, ("memory",), folder), step_s, 3, 10.0)
         stall, lost = (1e3 * statistics.median(row[key]) for key in ("stall_s", "lost_s"))
         found.append((step_s / (state_bytes / PCIE), stall, lost))
         print("  step/PCIe {:.2f}: stall {:.1f} ms, {:.0f} ms lost a save".format(*found[-1]), flush=True)
@@ -369,7 +376,7 @@ def sweep_steps(job: Job, saver: LevelCheckpointer, folder: Path, state_bytes: i
     return found
 
 
-def restore_in_new_process(name: str, size: Size, device: torch.device, folder: Path) -> dict[str, float]:
+def restore_in_new_process(name: str, size: Size, device: torch.device, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.checkpoint", "--restore", str(folder), "--sizes", name]
     command += ["--layers", str(size.spec.num_layers)]
     out = subprocess.run([*command, "--device", str(device)], capture_output=True, text=True)
@@ -393,14 +400,20 @@ def restore_here(name: str, layers: int, device: torch.device, folder: Path) -> 
     assert saver.restored is not None
     gbps = saver.restored.num_bytes / saver.restored.seconds / 1e9
     times = {"fill_s": round(saver.restored.seconds, 4), "resume_s": round(total, 4)}
-    print(json.dumps({"gbps": round(gbps, 3), **times, "fingerprint": job.fingerprint()}))
+    saver.let_go()
+    again = LevelCheckpointer(folder / "checkpoints", SETTINGS)  # with what the first one pinned
+    again.resume(job.run, {})
+    assert again.restored is not None
+    again_gbps = again.restored.num_bytes / again.restored.seconds / 1e9
+    facts = {"gbps": round(gbps, 3), **times, "again_gbps": round(again_gbps, 3), "checksum": ALGORITHM}
+    print(json.dumps({**facts, "fingerprint": job.fingerprint()}))
 
 
 def record_rows(
     name: str,
     rows: dict[str, dict[str, list[float]]],
     config: dict[str, Any],
-    restores: list[dict[str, float]],
+    restores: list[dict[str, Any]],
     sweep: list[tuple[float, float, float]],
     place: str,
     failures: dict[str, str],
@@ -432,7 +445,8 @@ def record_rows(
         bench="checkpoint", case=f"{name}, ours, memory", metric="restore_gbps", unit="GB/s",
         samples=[r["gbps"] for r in restores], baseline="PCIe", baseline_value=PCIE / 1e9,
         ratio=max(r["gbps"] for r in restores) * 1e9 / PCIE, config=config,
-        quality={"resume_s": round(min(r["resume_s"] for r in restores), 3)}, note="in a new process, verified",
+        quality={key: restores[0][key] for key in ("fill_s", "resume_s", "again_gbps", "checksum")},
+        note="in a new process, verified",
     )  # fmt: skip
     for ratio, stall, lost in sweep:
         record(

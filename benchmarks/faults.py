@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -150,14 +151,25 @@ def rank_main(rank: int, world: int, place: Path, meeting: Path, record_history:
 # -- the campaign ----------------------------------------------------------------------------------------------
 
 
+CHILD_LOG = Path(tempfile.gettempdir()) / f"shoestring-faults-{os.getpid()}.log"
+
+
 def fork(action: Callable[[], None]) -> int:
+    """A child that writes what it says to CHILD_LOG."""
     pid = os.fork()
     if pid == 0:
-        with contextlib.suppress(BaseException), open(os.devnull, "w") as nowhere:  # noqa: PTH123
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
+        code = 1
+        try:
+            log = os.open(CHILD_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
             action()
-        os._exit(0)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
     return pid
 
 
@@ -214,7 +226,8 @@ class Campaign:
                 return [json.loads((self.place / f"resumed-{r}").read_text()) for r in range(self.world)]
             time.sleep(0.005)
         end(pids)
-        raise RuntimeError(f"a life of the run did not begin within {seconds:.0f} s")
+        said = CHILD_LOG.read_text()[-3000:] if CHILD_LOG.exists() else ""
+        raise RuntimeError(f"a life of the run did not begin within {seconds:.0f} s: {said}")
 
     def wipe(self) -> None:
         remove_host_folder(host_folder(self.place / "run"))

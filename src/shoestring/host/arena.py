@@ -43,7 +43,7 @@ _GEOMETRY = struct.Struct("<8sIIQQQ")  # magic, version, checksum algorithm, slo
 _RECORD = struct.Struct("<8sQQQ16s")  # magic, sequence, step, length of the index, checksum of the index
 _SUM = 16  # bytes of a checksum in hexadecimal, padded
 MOST_BYTES = 1 << 46  # of a slot; a file that declares more is damaged
-POPULATE_READ, POPULATE_WRITE = 22, 23  # madvise: map the pages now, for reading or writing (Linux 5.14)
+POPULATE_WRITE = 23  # madvise: map the pages now (Linux 5.14)
 TOUCH_BYTES = 256 << 20
 
 
@@ -149,11 +149,14 @@ class Arena:
             os.posix_fallocate(self._fd, 0, self.slot_begin(0))
         list(pool.map(touch_piece, range(0, self.slot_bytes, TOUCH_BYTES)))
 
-    def will_read(self, slot: int, begin: int, end: int) -> None:
-        """Map these bytes of a slot at once: a page fault for every few pages would take longer than reading them."""
-        first = (self.slot_begin(slot) + begin) // PAGE * PAGE
-        with contextlib.suppress(OSError):  # an older kernel maps pages as they are read
-            self.map.madvise(POPULATE_READ, first, self.slot_begin(slot) + end - first)
+    def read_into(self, slot: int, at: int, buffer: memoryview) -> None:
+        """Fill the buffer from byte `at` of a slot, through the file and not through the map: no page faults."""
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(self._fd, [buffer[done:]], self.slot_begin(slot) + at + done)
+            if got == 0:
+                raise UserError(f"{self.path} ends before its slot {slot} does; delete it")
+            done += got
 
     def versions(self) -> list[SlotVersion]:
         """What the slots hold, newest first. A record or an index that is not whole counts as nothing."""

@@ -7,6 +7,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shoestring.state.checkpoint import Checkpointer, latest_step
 from shoestring.state.levels.agent import agent_pid
 from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.host_folder import arena_files, host_folder
+from shoestring.state.levels.policy import Mean
 from shoestring.state.levels.snapshot import MemoryLevel
 
 EXPECTED = history(12)
@@ -140,6 +142,26 @@ def test_full_memory_goes_to_disk_with_one_line(tmp_path: Path, monkeypatch: pyt
     assert any("go to" in line and "instead" in line for line in said)
     run, bits, _ = resumed(tmp_path / "run")
     assert run.step == 4 and bits == EXPECTED[4]
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_too_little_time_for_a_save_is_said_once_at_the_start(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = RunLog(None, quiet=True)
+    log.say = said.append  # type: ignore[method-assign]
+    run, parts = make_run(log=log)
+    saver = checkpointer(tmp_path / "run", replace(SETTINGS, preempt_s=0.5))
+    saver.resume(run, parts)
+    torch.manual_seed(5)
+    train(run, parts, saver, 3)
+    saver._costs["disk"][1] = Mean(0.4, 1)  # as if the agent had told it
+    train(run, parts, saver, 6)
+    assert [line for line in said if "preempt_s=0.5 is short: a save to disk takes about 400 ms" in line] == said[-1:]
+    # SIGTERM: the state is in memory, the agent has it to write, and nothing is on disk yet.
+    saver.save(run, parts)
+    assert "step 6 is in memory, and the agent writes it" in said[-1] and latest_step(saver.folder) is None
+    saver.let_go()
+    assert resumed(tmp_path / "run")[1] == EXPECTED[6]
 
 
 def test_the_agent_writes_due_versions_and_ends_with_the_run(tmp_path: Path) -> None:

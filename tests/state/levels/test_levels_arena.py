@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from shoestring.errors import UserError
 from shoestring.host import arena as arena_module
 from shoestring.host.arena import PAGE, Arena, IndexTooLargeError, is_locked, lock_file, own_folder, room_for
-from shoestring.host.checksums import checksum, checksums, damaged_chunks
+from shoestring.host.checksums import RunningSum, checksum, checksums, damaged_chunks
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box
 from shoestring.state.files import DTYPE_NAMES
+from shoestring.state.levels import restore
 from shoestring.state.levels.drain import drain, target_of
 from shoestring.state.levels.host_folder import arena_path, list_copies
 from shoestring.state.levels.restore import choose, fill_tensors, offers_here
@@ -125,6 +127,10 @@ def test_checksums_name_the_damaged_chunk() -> None:
         for algorithm in ("xxh3", "crc32"):
             sums = checksums(memoryview(bytes(data)), pool, 300, algorithm)
             assert len(sums) == 4 and sums[0] == checksum(bytes(data[:300]), algorithm)
+            running = RunningSum(algorithm)
+            for at in range(0, 300, 70):
+                running.add(memoryview(data)[at : min(at + 70, 300)])
+            assert running.digest() == sums[0]
             bad = bytearray(data)
             bad[650] ^= 1
             assert damaged_chunks(memoryview(bytes(bad)), sums, pool, 300, algorithm) == [(600, 900)]
@@ -152,7 +158,7 @@ def test_copies_are_complete_together() -> None:
     assert "different states" in (missing_of([copy_of(0, (A0, B)), copy_of(1, (A1,), names_sum="other")]) or "")
 
 
-def test_shares_of_two_hosts_on_disk_are_one_version(tmp_path: Path) -> None:
+def test_shares_of_two_hosts_on_disk_are_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each host writes what it holds; together they are complete, one alone is not."""
     w, n = torch.arange(8.0).reshape(4, 2), torch.tensor([7, 8, 9], dtype=torch.uint8)
     checkpoints = tmp_path / "checkpoints"
@@ -178,6 +184,13 @@ def test_shares_of_two_hosts_on_disk_are_one_version(tmp_path: Path) -> None:
     filled = {"a": torch.zeros(4, 2), "b": torch.zeros(3, dtype=torch.uint8)}
     used, damaged = fill_tensors(filled, choice, Mesh(0, 1, torch.device("cpu")), "x")
     assert torch.equal(filled["a"], w) and torch.equal(filled["b"], n) and used == {"disk": 35} and not damaged
+    # A folder that the agent deletes while it is looked at is no copy, and no error either.
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "open_folder", lambda path: (path / "gone").read_bytes())
+        assert offers_here(tmp_path / "no", [checkpoints], "x") == ([], [])
+    shutil.rmtree(checkpoints / "hosts" / "y")
+    with pytest.raises(UserError, match=r"step 5 cannot be used: no checkpoint at .*no such folder"):
+        fill_tensors(filled, choice, Mesh(0, 1, torch.device("cpu")), "x")
 
 
 def test_an_index_is_checked_field_by_field() -> None:

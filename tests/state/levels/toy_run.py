@@ -22,13 +22,15 @@ class Counter:
 
     def __init__(self) -> None:
         self.seen = torch.zeros(3, dtype=torch.int64)
+        self.empty = torch.zeros(0, 3)
         self.note = {"text": "", "nan": float("nan")}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "note": self.note}
+        return {"seen": self.seen, "empty": self.empty, "note": self.note}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen, self.note = state["seen"], state["note"]
+        self.seen, self.empty, self.note = state["seen"], state["empty"], state["note"]
+        assert self.empty.shape == (0, 3)
 
 
 def make_run(width: int = 33, log: RunLog | None = None) -> tuple[Any, dict[str, Any]]:

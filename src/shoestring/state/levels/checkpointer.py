@@ -148,7 +148,7 @@ class LevelCheckpointer:
         self._peers: PeerReplicas | None = None
         self._replicating: int | None = None  # the slot whose version is on its way to the peers
         self._agent: Any = None
-        self._hooked = False
+        self._hooked = self._warned = False
 
     # -- what the trainer asks -------------------------------------------------------------------------------
 
@@ -433,6 +433,7 @@ class LevelCheckpointer:
                 self._drop_old_arenas(run)
         self._note_cost("disk", 0.0, disk_s)
         self._note_cost("remote", 0.0, remote_s)
+        self._warn_of_preemption(run)
         self._replan(run)
         self.saves += 1
         levels = self._levels_now()
@@ -539,7 +540,7 @@ class LevelCheckpointer:
 
     def _divide(self, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
         """Every box that several ranks of a host hold is written by one of them."""
-        mine = {n: (DTYPE_NAMES[t.dtype], tuple(t.shape), self._box_of(n, t)) for n, t in tensors.items() if t.numel()}
+        mine = {n: (DTYPE_NAMES[t.dtype], tuple(t.shape), self._box_of(n, t)) for n, t in tensors.items()}
         everyone: list[Any] = [mine]
         if mesh.world_size > 1:
             everyone = [None] * mesh.world_size
@@ -550,7 +551,7 @@ class LevelCheckpointer:
         self.share = Share(lay_out(boxes), sum_of_names(names), self._signature(tensors))
 
     def _signature(self, tensors: Mapping[str, Tensor]) -> int:
-        return hash(tuple((n, t.dtype, tuple(t.shape)) for n, t in tensors.items() if t.numel()))
+        return hash(tuple((n, t.dtype, tuple(t.shape)) for n, t in tensors.items()))
 
     def _box_of(self, name: str, t: Tensor) -> Box:
         """The local box; computing that of a DTensor takes a tenth of a millisecond, so it is remembered."""
@@ -747,6 +748,18 @@ class LevelCheckpointer:
             )
         return True
 
+    def _warn_of_preemption(self, run: RunLike) -> None:
+        """Once, after the first save to disk was timed: a SIGTERM leaves too little time for one."""
+        limit, needed = self.settings.preempt_s, self._costs["disk"][1].value
+        if self._warned or limit is None or not needed:
+            return
+        self._warned = True
+        if needed > 0.5 * limit and run.log is not None:
+            run.log.say(
+                f"preempt_s={limit:g} is short: a save to disk takes about {duration(needed)}; after SIGTERM the last "
+                "step goes to memory only, and the agent writes it to disk if the machine lives that long"
+            )
+
     def _drop_old_arenas(self, run: RunLike) -> None:
         """Arenas of an earlier number of ranks: a new version is in memory everywhere now."""
         if self._arenas is None or not self._is_first_of_host(run.mesh):
@@ -765,8 +778,8 @@ def share_out(
     load = [0] * len(layouts)
     holders: dict[tuple[str, str, Box], list[int]] = {}
     for rank, layout in enumerate(layouts):
-        for name, (_, _, box) in layout.items():
-            if box.size:
+        for name, (_, shape, box) in layout.items():
+            if box.size or 0 in shape:  # a tensor without elements belongs to the state, an empty share of one does not
                 holders.setdefault((hosts[rank], name, box), []).append(rank)
     for (_, name, box), ranks in sorted(holders.items(), key=lambda item: (-item[0][2].size, item[0][:2])):
         taker = min(ranks, key=lambda r: (load[r], r))

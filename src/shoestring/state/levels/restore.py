@@ -6,14 +6,14 @@ another host over the process group. state/reshard plans who reads what (reads.p
 number of ranks and their mesh may have changed. Bytes are verified on the way; a damaged copy is dropped, its boxes
 come from the next source that has them, and where none has, nothing is loaded.
 
-On a GPU chunks are summed, copied to pinned buffers and sent to the device in several threads at a time.
+Copies in memory are read and summed by several threads while what they have read goes to the device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
+import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.host.checksums import checksum
+from shoestring.host.checksums import RunningSum
 from shoestring.mesh import Mesh
 from shoestring.state.boxes import Box, local_box
 from shoestring.state.checkpoint import agree, step_folders
@@ -47,8 +47,10 @@ from shoestring.state.reshard.topology import Topology
 from shoestring.state.storage import HostReader, SafeReader
 
 NEAREST = ("memory", "disk")  # of the own host, in this order
-THREADS = min(16, os.cpu_count() or 1)
-STAGING_BYTES = 8 << 20  # pinning more would take longer than it saves
+# On an H200 host with 16 cores: sixteen threads were slower than twelve, and pieces of 4 MiB slower than of 8. Buffers
+# are pinned at 2 GB/s, so there are few.
+THREADS = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+STAGING_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,8 @@ def offers_here(arenas: Path, checkpoints: Sequence[Path], host: str) -> tuple[l
                 offers.append(Offer("disk", host, str(path), folder_copy(path)))
             except UserError as error:
                 problems.append(str(error))
+            except FileNotFoundError:  # the agent has just deleted it, because there are newer ones
+                continue
     return offers, problems
 
 
@@ -107,7 +111,9 @@ def folder_copy(path: Path) -> HeldCopy:
     """A checkpoint folder as one copy of everything, or of one host's share."""
     manifest = open_folder(path).manifest
     boxes = tuple(
-        HeldBox(name, DTYPE_NAMES[t.dtype], t.shape, b.box) for name, t in manifest.tensors.items() for b in t.boxes
+        HeldBox(name, DTYPE_NAMES[t.dtype], t.shape, box)
+        for name, t in manifest.tensors.items()
+        for box in ([Box.full(t.shape)] if 0 in t.shape else [b.box for b in t.boxes])
     )
     names = {name: (DTYPE_NAMES[t.dtype], t.shape) for name, t in manifest.tensors.items()}
     whole = str(manifest.values.get(NAMES_SUM) or sum_of_names(names))
@@ -265,12 +271,14 @@ def read_offer(offer: Offer, pieces: Sequence[FillPiece]) -> str | None:
                 return f"{offer.path} was overwritten meanwhile"
             view = arena.slot_view(offer.slot)
             try:
-                bad = ChunkReader(view, offer.copy, partial(arena.will_read, offer.slot)).fill(pieces)
+                bad = ChunkReader(offer.copy, partial(arena.read_into, offer.slot), view).fill(pieces)
             finally:
                 view.release()
             return f"{offer.path} is damaged: {bad} of its chunks" if bad else None
     except UserError as error:
         return str(error)
+    except FileNotFoundError as error:
+        return f"{error.filename} was deleted meanwhile"
 
 
 def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
@@ -279,23 +287,42 @@ def _read_folder(path: Path, pieces: Sequence[FillPiece]) -> None:
     reader.fill((p.held.name, p.held.box, p.wanted, p.target[p.wanted.slices(p.inside)]) for p in pieces)
 
 
+class StagingBuffer:
+    """Host memory between a slot and a device, pinned for a GPU; `wait` until what it held has left it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.is_gpu = device.type == "cuda"
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
+        self.view = memoryview((ctypes.c_ubyte * num_bytes).from_address(self.bytes.data_ptr())).cast("B")
+        self._left: Any = torch.cuda.Event() if self.is_gpu else None
+
+    def wait(self) -> None:
+        if self._left is not None:
+            self._left.synchronize()
+
+    def is_leaving(self) -> None:
+        """Copies from it were put on the current stream."""
+        if self._left is not None:
+            self._left.record()
+
+
 class ChunkReader:
-    """Reads the pieces of one slot, chunk by chunk in several threads, each chunk verified before it is used."""
+    """Reads the pieces of one slot in several threads, and verifies every chunk that it reads.
+
+    Threads read the file into staging buffers and sum the bytes there; this thread sends full buffers to the targets.
+    Reading the file is faster than mapping it: many threads that map pages of one file wait for each other. One thread
+    sends, because many that launch copies wait for the interpreter's lock.
+    """
 
     def __init__(
-        self, view: memoryview, copy: HeldCopy, will_read: Callable[[int, int], None], threads: int = THREADS
+        self, copy: HeldCopy, read: Callable[[int, memoryview], None], view: memoryview, threads: int = THREADS
     ) -> None:
-        """`will_read` is told (begin, end) before these bytes are read."""
-        self.copy = copy
-        self.will_read = will_read
-        self.view = view
-        self.bytes = torch.frombuffer(view, dtype=torch.uint8)
-        self.threads = threads
-        self._local = threading.local()
+        """`read(at, buffer)` fills a buffer from byte `at` of the slot; `view` is the slot, mapped."""
+        self.copy, self.read, self.view, self.threads = copy, read, view, threads
 
     def fill(self, pieces: Sequence[FillPiece]) -> int:
         """Returns the number of damaged chunks; with any, the targets are half filled."""
-        size, total = self.copy.chunk_bytes, self.copy.num_bytes
+        size = self.copy.chunk_bytes
         whole: dict[int, list[FillPiece]] = defaultdict(list)
         cut: list[FillPiece] = []
         for piece in pieces:
@@ -306,65 +333,90 @@ class ChunkReader:
                     whole[chunk].append(piece)
             if not piece.is_whole:
                 cut.append(piece)
-        streams: list[Any] = []
-
-        def read(chunk: int) -> bool:
-            begin, end = chunk * size, min((chunk + 1) * size, total)
-            self.will_read(begin, end)
-            if checksum(self.view[begin:end], self.copy.algorithm) != self.copy.chunks[chunk]:
-                return False
-            self._send(begin, end, whole[chunk], streams)
-            return True
-
-        with ThreadPoolExecutor(self.threads) as pool:
-            bad = sum(not ok for ok in pool.map(read, sorted(whole)))
-        for stream in streams:
-            stream.synchronize()
+        bad = self._fill_whole(whole, pieces[0].target.device) if whole else 0
         if not bad:
             for piece in cut:
                 piece.put(self._stored(piece.held)[piece.wanted.slices(piece.held.box)])
         return bad
 
+    def _fill_whole(self, pieces: Mapping[int, Sequence[FillPiece]], device: torch.device) -> int:
+        device = next((p.target.device for some in pieces.values() for p in some if p.target.is_cuda), device)
+        free: queue.SimpleQueue[StagingBuffer | None] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[tuple[StagingBuffer, int, int, int] | None] = queue.SimpleQueue()
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for chunk in sorted(pieces):
+            todo.put(chunk)
+        num_bytes = min(STAGING_BYTES, self.copy.chunk_bytes, self.copy.num_bytes)
+        bad: list[int] = []
+
+        def read_chunks() -> None:
+            try:
+                while True:
+                    chunk = todo.get_nowait()
+                    begin, end = self._span(chunk)
+                    total = RunningSum(self.copy.algorithm)
+                    for at in range(begin, end, num_bytes):
+                        buffer = free.get()
+                        if buffer is None:
+                            return
+                        stop = min(at + num_bytes, end)
+                        buffer.wait()
+                        self.read(at, buffer.view[: stop - at])
+                        total.add(buffer.view[: stop - at])
+                        ready.put((buffer, chunk, at, stop))
+                    if total.digest() != self.copy.chunks[chunk]:
+                        bad.append(chunk)
+            except queue.Empty:
+                return
+            finally:
+                ready.put(None)
+
+        num_threads = min(self.threads, len(pieces))
+        num_pieces = sum(-(-(end - begin) // num_bytes) for begin, end in map(self._span, pieces))
+        most = min(num_threads + 2, num_pieces)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with ThreadPoolExecutor(num_threads) as pool, torch.cuda.stream(stream), torch.no_grad():
+            futures = [pool.submit(read_chunks) for _ in range(num_threads)]
+            made = ended = 0
+            try:
+                while ended < num_threads:
+                    if made < most and ready.empty():  # pinning takes its time: the first are in use meanwhile
+                        free.put(StagingBuffer(num_bytes, device))
+                        made += 1
+                        continue
+                    item = ready.get()
+                    if item is None:
+                        ended += 1
+                        continue
+                    buffer, chunk, at, stop = item
+                    _send(buffer.bytes, at, stop, pieces[chunk])
+                    buffer.is_leaving()
+                    free.put(buffer)
+            finally:
+                for _ in futures:
+                    free.put(None)
+            if stream is not None:
+                stream.synchronize()
+        for future in futures:
+            future.result()
+        return len(bad)
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        size = self.copy.chunk_bytes
+        return chunk * size, min((chunk + 1) * size, self.copy.num_bytes)
+
     def _stored(self, held: HeldBox) -> Tensor:
-        raw = self.bytes[held.offset : held.offset + held.num_bytes]
+        raw = torch.frombuffer(self.view, dtype=torch.uint8)[held.offset : held.offset + held.num_bytes]
         return raw.view(DTYPES[held.dtype]).reshape(held.box.shape)
 
-    @torch.no_grad()
-    def _send(self, begin: int, end: int, pieces: Sequence[FillPiece], streams: list[Any]) -> None:
-        """The bytes of a verified chunk into the targets of its pieces."""
-        source = self.bytes.data_ptr()
-        on_gpu: list[tuple[Tensor, int, int]] = []  # target as bytes, and which bytes of the slot it takes
-        for piece in pieces:
-            a, b = max(begin, piece.held.offset), min(end, piece.held.offset + piece.held.num_bytes)
-            target = _flat(piece.target)[a - piece.held.offset : b - piece.held.offset]
-            if target.device.type == "cuda":
-                on_gpu.append((target, a, b))
-            else:  # memmove in this thread; torch would start threads of its own in every one of ours
-                ctypes.memmove(target.data_ptr(), source + a, b - a)
-        if not on_gpu:
-            return
-        for at in range(begin, end, STAGING_BYTES):
-            stop = min(at + STAGING_BYTES, end)
-            wanted = [(t, max(a, at), min(b, stop), a) for t, a, b in on_gpu if a < stop and b > at]
-            if not wanted:
-                continue
-            buffer, stream = self._staging(on_gpu[0][0].device, streams)
-            stream.synchronize()  # what the buffer held has left it
-            ctypes.memmove(buffer.data_ptr(), source + at, stop - at)
-            with torch.cuda.stream(stream):
-                for target, a, b, first in wanted:
-                    target[a - first : b - first].copy_(buffer[a - at : b - at], non_blocking=True)
 
-    def _staging(self, device: torch.device, streams: list[Any]) -> tuple[Tensor, Any]:
-        """This thread's two pinned buffers in turn, each with a stream of its own."""
-        if not hasattr(self._local, "pairs"):
-            self._local.pairs = [
-                (torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(device))
-                for _ in range(2)
-            ]
-            streams.extend(stream for _, stream in self._local.pairs)
-        self._local.pairs.reverse()
-        return self._local.pairs[0]
+def _send(source: Tensor, begin: int, end: int, pieces: Sequence[FillPiece]) -> None:
+    """Bytes [begin, end) of a slot, which are in `source`, into the targets that take some of them."""
+    for piece in pieces:
+        a, b = max(begin, piece.held.offset), min(end, piece.held.offset + piece.held.num_bytes)
+        if a < b:
+            target = _flat(piece.target)[a - piece.held.offset : b - piece.held.offset]
+            target.copy_(source[a - begin : b - begin], non_blocking=True)
 
 
 def _flat(t: Tensor) -> Tensor:

@@ -172,7 +172,8 @@ def _box(entry: Any, bad: Any) -> HeldBox:
         raise bad("has a bad box")
     if not len(shape) == len(start) == len(stop) or len(shape) > 64:
         raise bad("has a bad box")
-    if any(not a < b <= n for a, b, n in zip(start, stop, shape, strict=True)):
+    # Every dimension has a range inside it; that of a tensor without elements may be empty.
+    if any(not (a < b <= n or a == b == n == 0) for a, b, n in zip(start, stop, shape, strict=True)):
         raise bad(f"has a box of {shown(name)} outside its tensor")
     return HeldBox(name, dtype, tuple(shape), Box(tuple(start), tuple(stop)), offset)
 
