@@ -39,11 +39,12 @@ LESSONS, LESSON_EVERY = 100, 10  # steps with a measurement each, and steps betw
 KEPT_LESSONS, PASSES = 128, 3  # measurements that are learned from, and how often at each new one
 FIRST_LESSONS = 8  # before them, L-GreCo's first guess decides
 HIDDEN, RATE = 32, 0.3
-EXPLORE, NOISE, BANDIT_RATE = 0.1, 0.3, 0.05
+EXPLORE_EVERY, NOISE, BANDIT_RATE = 10, 0.3, 0.05
 SETTLED = 0.002  # change of the mean weight per try, smoothed, below which weights are frozen
 BAND = 4.0  # standard deviations
 REST = 50  # steps between two fallbacks
 TINY = 1e-30
+GRID = np.linspace(0, 1, 17)  # of prices
 
 
 class Hyper(LGreco):
@@ -104,8 +105,8 @@ class Hyper(LGreco):
             return super().choose(step, allowed, overdue_L)
         with torch.no_grad():
             share_LC, weight_L = self.answers()
-        rng = np.random.default_rng((self.seed, step))
-        if not self.frozen and step > LESSONS and rng.random() < EXPLORE:
+        if not self.frozen and step > LESSONS and step % EXPLORE_EVERY == 0:
+            rng = np.random.default_rng((self.seed, step))
             self.noise = torch.from_numpy(rng.normal(size=len(weight_L)) * NOISE).float()
             weight_L = weight_L + self.noise
         weighted = self.magnitude_L * weight_L.exp().double().numpy()
@@ -116,24 +117,22 @@ class Hyper(LGreco):
     def _priced(self, gain_LC: np.ndarray, allowed: float, overdue_L: np.ndarray) -> np.ndarray:
         """Raise or lower the price until the plan just fits: a grid of prices around the last one, then a finer one."""
         share_LC = self.bytes_LC / self.budget
-        lowest, highest = self.price / 64, max(self.price * 64, 1e-9)
-        for _ in range(3):
-            prices_P = np.geomspace(lowest, highest, 17)
+        lowest, highest = self.price / 16, max(self.price * 16, 1e-9)
+        found: np.ndarray | None = None
+        for _ in range(2):
+            prices_P = lowest * (highest / lowest) ** GRID
             chosen_PL = (gain_LC - prices_P[:, None, None] * share_LC).argmax(axis=2)
             spent_P = np.take_along_axis(self.bytes_LC[None], chosen_PL[:, :, None], axis=2).sum(axis=(1, 2))
             fits = np.flatnonzero(spent_P <= allowed)
-            if not len(fits):
-                lowest, highest = highest, highest * 64**2
-                continue
-            first = fits[0]
-            self.price, chosen, spent = float(prices_P[first]), chosen_PL[first], spent_P[first]
-            lowest, highest = float(prices_P[max(first - 1, 0)]), self.price
-            if first == 0:  # even the lowest price fits
-                lowest = self.price / 64
-        if not len(fits) or spent > allowed:  # even the cheapest options are too much: only what is overdue
-            self.price = min(self.price * 64, 1e9)
+            if len(fits):
+                self.price, found = float(prices_P[fits[0]]), chosen_PL[fits[0]]
+                lowest, highest = float(prices_P[fits[0] - 1]) if fits[0] else self.price / 256, self.price
+            elif found is None:
+                lowest, highest = highest, highest * 256
+        if found is None:  # even the cheapest options are too much: only what is overdue
+            self.price = min(self.price * 16, 1e9)
             return np.where(overdue_L, 1 + self.bytes_LC[:, 1:].argmin(axis=1), 0)
-        return chosen
+        return found
 
     def answers(self) -> tuple[Tensor, Tensor]:
         """(share that each option leaves behind, log weight of each layer)."""
