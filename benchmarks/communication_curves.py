@@ -10,6 +10,8 @@ A model of width 128 with 4 layers and 512 tokens; 4 replicas with 64 tokens eac
 The replicas are in one process (`Replicas`): their gradients are computed one after the other and go through the same
 exchange that real links run. tests/train/ranks_reducers.py proves that real ranks get the same bits from it.
 
+The peer, DDP with torch's PowerSGD hook, runs on four processes.
+
 The loss is that of fixed validation rows, every 25 steps. `final_loss` is the last one; `quality.curve` has all.
 """
 
@@ -17,19 +19,28 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.communication import BENCH, REPLICAS
 from benchmarks.results import newest, record
-from shoestring.errors import as_command
+from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.model import Decoder, ModelSpec
 from shoestring.model.parallel import ParallelConfig
@@ -38,7 +49,7 @@ from shoestring.state.optimizer import parameter_names
 from shoestring.train.data import TokenData
 from shoestring.train.gradients import clip_gradients
 from shoestring.train.objectives import CrossEntropy
-from shoestring.train.optim import adamw, warmup_cosine
+from shoestring.train.optim import adamw, set_lr, warmup_cosine
 from shoestring.train.pretraining import build_model
 from shoestring.train.reducers import demo
 from shoestring.train.reducers.compressed import choose
@@ -50,9 +61,11 @@ from shoestring.train.shards import Corpus, CorpusConfig, load_corpus
 from shoestring.train.step import Micro, Objective, Reducer, Run
 from shoestring.train.trainer import train
 
+PEER = "torch PowerSGD hook"
 METHODS = (
     *("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "topk:0.04", "arc-topk:0.04"),
     *("powersgd:4", "demo"),
+    *("topk:0.04+hyper", PEER),
 )
 SELECTED = "topk:0.01"
 SELECTORS = ("uniform", "round-robin", "random", "l-greco", "hyper")
@@ -146,10 +159,8 @@ def curve(
     optimizer: Any = demo.sgd(model, lr=lr, weight_decay=0.1) if is_demo else adamw(model, lr=lr)
     losses: list[tuple[int, float]] = []
 
-    @torch.no_grad()
     def evaluate(run: Run) -> dict[str, float]:
-        loss = sum(float(CrossEntropy()(run.model, m)) for m in held_out) / sum(m.num_counted for m in held_out)
-        losses.append((run.step, round(loss, 5)))
+        losses.append((run.step, round(loss_of(run.model, held_out), 5)))
         return {}
 
     replicas = Replicas(model, method, clip=CLIP, seed=seed, selector=selector)
@@ -203,6 +214,8 @@ class Outcome:
 
 def run_case(case: Case) -> Outcome:
     torch.set_num_threads(1)
+    if case.method == PEER:
+        return run_peer(case)
     losses, seconds, replicas = curve(texts(), case.method, case.seed, case.steps, case.selector)
     decides = replicas.members[0]
     selecting = decides.selector_seconds if isinstance(decides, SelectedCompression) else 0.0
@@ -210,9 +223,64 @@ def run_case(case: Case) -> Outcome:
     return Outcome(case, losses, 1e3 * seconds, sent / 1e6, 1e3 * selecting / case.steps)
 
 
+def run_peer(case: Case) -> Outcome:
+    """torch's PowerSGD hook keeps its state per process, so its replicas are processes that meet in a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.communication_curves", "--peer", folder, "--seeds", str(case.seed)]
+        ranks = [
+            subprocess.Popen(
+                [*command, "--steps", str(case.steps)], env={**os.environ, "RANK": str(r)}, stdout=subprocess.DEVNULL
+            )
+            for r in range(REPLICAS)
+        ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise UserError(f"ranks of {PEER} ended with {codes}; their own lines say why")
+        found = json.loads((Path(folder) / "curve.json").read_text())
+    return Outcome(case, [(int(s), float(loss)) for s, loss in found["curve"]], found["step_ms"], found["sent_mb"], 0.0)
+
+
+def peer_rank(folder: Path, seed: int, steps: int) -> None:
+    """One of its replicas. Its users clip the mean gradient, so it is clipped here, as `train` does."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=REPLICAS)
+    corpus, mesh = texts(), open_mesh(MeshConfig(), "cpu")
+    model = new_model(mesh, seed)
+    data = TokenData(corpus.train, context=CONTEXT, batch=REPLICAS, micro=1, seed=seed)
+    held_out = TokenData(corpus.val, context=CONTEXT, batch=VAL_ROWS).step(0)
+    # One bucket: with several, the hook's callbacks run in another order on each rank, and gloo ends the process.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1000)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer, schedule = adamw(model, lr=LR), warmup_cosine(LR, warmup=50, steps=steps)
+    curve, began = [], time.perf_counter()
+    for step in range(steps):
+        micro = data.step(step)[rank]
+        (CrossEntropy()(ddp, micro) / micro.num_counted).backward()  # DDP takes the mean over the replicas
+        clip_gradients(model.parameters(), CLIP)
+        set_lr(optimizer, schedule(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % EVERY == 0 and rank == 0:
+            curve.append((step + 1, round(loss_of(model, held_out), 5)))
+    if rank == 0:
+        sent = 2 * (REPLICAS - 1) / REPLICAS * 4 * state.total_numel_after_compression / max(1, steps)
+        found = {"curve": curve, "step_ms": 1e3 * (time.perf_counter() - began) / steps, "sent_mb": sent / 1e6}
+        (folder / "curve.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module, held_out: list[Micro]) -> float:
+    return sum(float(CrossEntropy()(model, m)) for m in held_out) / sum(m.num_counted for m in held_out)
+
+
 def all_cases(methods: Sequence[str], selectors: Sequence[str], seeds: int, steps: int) -> list[Case]:
     """Plain first: all others are compared with it."""
-    chosen = [(SELECTED, s) for s in selectors] + [(m, "uniform") for m in methods]
+    chosen = [(SELECTED, s) for s in selectors]
+    chosen += [(m, selector or "uniform") for m, _, selector in (text.partition("+") for text in methods)]
     rest = [Case(m, s, seed, steps) for m, s in dict.fromkeys(chosen) if m != "plain" for seed in range(seeds)]
     return [Case("plain", "uniform", seed, steps) for seed in range(seeds)] + rest
 
@@ -250,15 +318,20 @@ def record_outcome(done: Outcome, plain: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="*", default=METHODS, help="what follows reducer=")
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="what follows reducer=, +selector; or the peer")
     parser.add_argument("--selectors", nargs="*", default=(), choices=SELECTORS, help=f"with reducer={SELECTED}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, with one thread each")
     parser.add_argument("--most-seconds", type=float, default=1e6, help="stop then; what is finished is recorded")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.peer:
+        peer_rank(Path(args.peer), args.seeds, args.steps)
+        return
     for method in args.methods:
-        parse_compressor(method)
+        if method != PEER:
+            parse_compressor(method.partition("+")[0])
     texts()  # tokenised once, here
     have = final_losses()
     plain = {seed: loss for (case, seed, steps), loss in have.items() if case == "plain" and steps == args.steps}

@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.communication import BENCH, REPLICAS
-from benchmarks.communication_curves import CLIP, CONTEXT, LR, new_model
+from benchmarks.communication_curves import CLIP, CONTEXT, LR, PEER, new_model
 from benchmarks.results import newest, record
 from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
@@ -44,7 +44,7 @@ from shoestring.train.reducers.compressed import CompressedReducer
 from shoestring.train.step import Micro
 
 METHODS = ("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "arc-topk:0.04", "powersgd:4", "demo")
-PEER, AUTO = "torch PowerSGD hook", "auto"
+AUTO = "auto"
 SPEEDS = (10, 100, 1000)
 STEPS, WARMUP, LONGEST_S = 8, 2, 25.0
 BRIDGE, NAME = "shoebr", "shoe"
