@@ -84,13 +84,14 @@ def rows_of(target: Tensor, source: Tensor) -> list[Rows] | None:
     """The copy as rows; None where it is not made of whole units."""
     size = target.element_size()
     merged: list[tuple[int, int, int]] = []  # (length, stride of the source, of the target), innermost first
-    for length, *strides in reversed(list(zip(target.shape, source.stride(), target.stride(), strict=True))):
+    for length, a, b in reversed(list(zip(target.shape, source.stride(), target.stride(), strict=True))):
         if length == 1:
             continue
-        if merged and strides == [s * merged[-1][0] for s in merged[-1][1:]]:
-            merged[-1] = (merged[-1][0] * length, *merged[-1][1:])
+        num, *inner = merged[-1] if merged else (0, 0, 0)
+        if merged and [a, b] == [num * stride for stride in inner]:
+            merged[-1] = (num * length, inner[0], inner[1])
         else:
-            merged.append((length, *strides))
+            merged.append((length, a, b))
     if math.prod(target.shape) == 0:
         return []
     if not merged or merged[0][1:] != (1, 1) or math.prod(m[0] for m in merged[2:]) > MOST_RUNS:
@@ -120,10 +121,9 @@ def tiles_of(r: Rows) -> np.ndarray:
 
 
 def _tiles(r: Rows) -> np.ndarray:
-    row, unit = np.meshgrid(
-        np.arange(0, r.num_rows, TILE_ROWS), np.arange(0, r.row_bytes // UNIT, TILE_UNITS), indexing="ij"
-    )
-    row, unit = row.ravel().astype(np.int64), unit.ravel().astype(np.int64)
+    rows = np.arange(0, r.num_rows, TILE_ROWS, dtype=np.int64)
+    units = np.arange(0, r.row_bytes // UNIT, TILE_UNITS, dtype=np.int64)
+    row, unit = np.repeat(rows, len(units)), np.tile(units, len(rows))
     tiles = np.empty((len(row), 6), np.int64)
     tiles[:, 0] = r.source + row * r.source_pitch + unit * UNIT
     tiles[:, 1] = r.target + row * r.target_pitch + unit * UNIT

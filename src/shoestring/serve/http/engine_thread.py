@@ -379,9 +379,13 @@ class EngineThread:
         self._announced.put(step)
         self._inbox.put(("update", (), None))
 
+    def serves(self, target: WeightTarget) -> bool:
+        """Whether these are weights of the model itself, not of its draft model."""
+        return isinstance(self.engine, Engine) and target.model is self.engine.model
+
     def update_weights(self, target: WeightTarget, values: PreparedWeights, version: WeightsVersion) -> float:
         """Have the engine take over new weights; waits for it. The seconds for which the engine stood still."""
-        drains = self.on_update == "drain" and target.model is self.engine.model  # a draft model changes no text
+        drains = self.on_update == "drain" and self.serves(target)  # a draft model changes no text
         wait_s = self._update_wait_s if drains else 0.0
         update = WeightUpdate(target, values, version, self.engine.clock() + wait_s)
         self._updates.put(update)
@@ -477,7 +481,7 @@ class EngineThread:
         except UserError as error:
             update.error = error
         update.stall_s = engine.clock() - began
-        if update.target.model is engine.model:
+        if self.serves(update.target):
             self.metrics.note_weights(update.version, update.stall_s, taken=update.error is None)
         update.done.set()
 

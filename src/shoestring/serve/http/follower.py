@@ -95,7 +95,7 @@ class WeightFollower:
 
     def _take(self, pull: WeightPull, step: int) -> None:
         began = time.monotonic()
-        if self.target.model is self.engine_thread.engine.model:
+        if self.engine_thread.serves(self.target):
             self.engine_thread.announce_weights(step)  # draft models have one process
         values, version, num_bytes = pull.pull(step)
         prepared = self.target.prepare(values)
@@ -104,6 +104,6 @@ class WeightFollower:
         self.version = version
         log.info(
             "%s are now %s: %.1f MB pulled in %.2f s, taken over after %.2f s, engine stopped for %.0f ms",
-            "weights" if self.target.model is self.engine_thread.engine.model else "weights of the drafter",
+            "weights" if self.engine_thread.serves(self.target) else "weights of the drafter",
             *(version, num_bytes / 1e6, pulled - began, time.monotonic() - pulled, 1e3 * stall),
         )
