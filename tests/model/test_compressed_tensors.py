@@ -300,6 +300,8 @@ def test_other_refusals(tmp_path: Path) -> None:
         export_model(tmp_path / "dense", tmp_path / "out", "compressed-tensors")
     with pytest.raises(UserError, match="no packed layer"):
         export_model(tmp_path / "dense", tmp_path / "out", "packed")
+    with pytest.raises(UserError, match="a drafter made by shrink/drafter is a model of its own"):
+        export_model(tmp_path / "dense", tmp_path / "out", "speculators")
     with pytest.raises(UserError, match=r"--as 'onnx' is not possible"):
         export_model(tmp_path / "dense", tmp_path / "out", "onnx")
     save_model(tmp_path / "gpt2", quantized(GPT2, ("*", "int4:g8")))

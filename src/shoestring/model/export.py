@@ -60,6 +60,12 @@ def pick_layout(out: Path, layout: str | None) -> str:
     """What was asked for; a name that ends in .gguf asks for GGUF."""
     if layout is None:
         return GGUF if out.suffix == ".gguf" else "dense"
+    if layout == "speculators":
+        raise UserError(
+            "--as speculators is for heads that read the target's hidden states (EAGLE and its kin); a drafter made by "
+            "shrink/drafter is a model of its own: write it --as dense and give vLLM the folder as the model of "
+            "speculative_config"
+        )
     if layout not in READERS:
         raise UserError(f"--as {layout!r} is not possible: use {', '.join(READERS)}.{suggest(layout, list(READERS))}")
     if (layout == GGUF) != (out.suffix == ".gguf"):
