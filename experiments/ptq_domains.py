@@ -28,10 +28,11 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -261,27 +262,48 @@ def save(
 
 
 # -- tables --------------------------------------------------------------------------------------------------
+SHOWN = (
+    *("rtn@wiki", "gptq@wiki", "gptq+clip@wiki", "awq@wiki", "gptq+clip@mix", "awq@mix", "gptq+clip,act_order@mix"),
+    *("gptq+clip,token@mix", "gptq+clip,act_order,token@mix", "gptq+clip,act_order,token@own"),
+)
+
+
 def table() -> str:
-    """Perplexity by kind of text: rows are methods and calibration texts, best first within a format."""
+    """Perplexity by kind of text: rows are methods and calibration texts."""
+    return _table(None)
+
+
+def short() -> str:
+    """The rows that say what matters."""
+    return _table(SHOWN)
+
+
+def _table(shown: Sequence[str] | None) -> str:
+    """Best first within a format, by mean divergence."""
     lines = [n for n in newest(BENCH) if n["config"]["model"] == SMOLLM2]
     if not lines:
         return "Not measured yet."
     dense = next(n for n in lines if n["case"] == "dense")
-    rows = [["", "full precision", "", *_cells(dense), ""]]
+    rows = [["", "full precision", "", *_cells(dense), "", ""]]
     for label in FORMATS:
-        own = [n for n in lines if n["config"]["format"] == label]
+        own = [n for n in lines if n["config"]["format"] == label and (shown is None or n["case"] in shown)]
         for n in sorted(own, key=lambda n: n["value"]):
-            c = n["config"]
-            rows.append([label, c["method"], _calibration(c), *_cells(n), f"{n['value']:.4f}"])
-    header = ["format", "method", "calibration", *DOMAINS, "mean divergence"]
+            c, more = n["config"], f"{100 * _increase(n, dense):+.1f}%"
+            rows.append([label, c["method"], _calibration(c), *_cells(n), more, f"{n['value']:.3f}"])
+    header = ["format", "method", "calibration", *DOMAINS, "mean increase", "divergence"]
     c = dense["config"]
     said = (
         f"\n\nPerplexity of {SMOLLM2} (the file's Q4_1 weights, de-quantized) on {c['tokens'] // len(DOMAINS):,} "
         f"tokens of each kind, context {c['context']}; one run. Speeches and stories are in no calibration text. "
-        "Divergence: mean over the six kinds of the full model's prediction from the quantized one's, nats per token; "
-        "the order of the rows."
+        "Increase: geometric mean over the six kinds. Divergence: of the full model's prediction from the quantized "
+        "one's, mean over the six kinds in nats per token; it orders the rows."
     )
     return markdown(header, rows) + said + provenance(lines)
+
+
+def _increase(line: dict[str, Any], dense: dict[str, Any]) -> float:
+    ours, full = (n["quality"]["perplexity"] for n in (line, dense))
+    return math.exp(statistics.fmean(math.log(ours[kind] / full[kind]) for kind in DOMAINS)) - 1
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

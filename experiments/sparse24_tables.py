@@ -107,7 +107,8 @@ def table_of(lines: list[dict[str, Any]]) -> str:
         pairs = [(n, dense[n["config"]["seed"]]) for n in runs if n["config"]["seed"] in dense]
         spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
         against = gap_of(pairs) if pairs and case != "dense" else ""
-        flips = [_mean([n["quality"][key] for n in runs]) for key in ("flip_rate_peak", "flip_rate_at_5/6")]
+        kinds = (("flip_rate_peak", 4), ("flip_rate_at_5/6", 5))
+        flips = [_mean([n["quality"][key] for n in runs], digits) for key, digits in kinds]
         ends = [n["quality"]["train_loss_curve"][-1][1] for n in runs if "train_loss_curve" in n["quality"]]
         fitted = f"{statistics.mean(ends):.2f}" if ends else ""
         delivered = "2:4" if case.split(",")[0] in SPARSE else "dense"
@@ -119,10 +120,10 @@ def table_of(lines: list[dict[str, Any]]) -> str:
     return markdown(header, rows) + provenance(lines)
 
 
-def _mean(rates: list[float | None]) -> str:
+def _mean(rates: list[float | None], digits: int) -> str:
     """Empty where no layer has a mask."""
     known = [rate for rate in rates if rate is not None]
-    return f"{statistics.mean(known):.5f}" if known else ""
+    return f"{statistics.mean(known):.{digits}f}" if known else ""
 
 
 def gap_of(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:

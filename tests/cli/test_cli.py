@@ -17,7 +17,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from shoestring.cli.app import run_cli
-from shoestring.cli.terminal import chat_prompt
+from shoestring.cli.terminal import CompileLine, chat_prompt
 from shoestring.errors import Interrupted, UserError
 from shoestring.evals import model_row
 from shoestring.evals.perplexity import perplexity
@@ -107,6 +107,18 @@ def test_bad_commands(cli: Cli, argv: list[str], needle: str, tmp_path: Path, mo
     assert_one_line_error(result, needle)
     assert result.out == ""
     assert not list(tmp_path.iterdir())  # nothing half-written
+
+
+def test_compiled_kernels_are_counted_on_one_line() -> None:
+    out = io.StringIO()
+    line = CompileLine(out)
+    line.clear()
+    assert not out.getvalue()
+    for hit in (False, True, False):
+        line.listen(cache_hit=hit, src=None, times=None)
+    assert out.getvalue().endswith("the first time only: 2") and "\n" not in out.getvalue()
+    line.clear()
+    assert out.getvalue().endswith("\033[K")
 
 
 def test_bad_values_for_a_good_model(cli: Cli, model_folder: Path, tmp_path: Path) -> None:

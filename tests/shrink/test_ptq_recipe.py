@@ -36,7 +36,7 @@ SMALL = ["model=model", "calib_windows=6", "calib_context=32", "context=32", "ma
 def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
     argv = [*SMALL, "format=int3:g32", "calib=calib.txt", "text=test.txt"]
     out = cli(*argv, "run=gptq", "dense_out=dense")
-    assert "gptq by block: 3/3" in out and "21 layers at 3.75 bits per weight, embed as int8:g0" in out
+    assert "gptq+clip by block: 3/3" in out and "21 layers at 3.75 bits per weight, embed as int8:g0" in out
     before, after = read_jsonl(here / "gptq/evals.jsonl")
     assert before["format"] == "dense" and after["format"] == "int3:g32 + int8:g0" and after["bits_per_weight"] == 3.75
     cli(*argv, "run=rtn", "method=rtn")
@@ -45,7 +45,7 @@ def test_gptq_end_to_end(cli: Callable[..., str], here: Path) -> None:
 
     told = json.loads((here / "gptq/model/quantization.json").read_text())
     plain = json.loads((here / "rtn/model/quantization.json").read_text())
-    assert told["method"] == "gptq" and told["calibration_tokens"] == 6 * 32 and len(told["layers"]) == 22
+    assert told["method"] == "gptq+clip" and told["calibration_tokens"] == 6 * 32 and len(told["layers"]) == 22
     by_name = {layer["name"]: layer for layer in told["layers"]}
     for layer in plain["layers"][:6]:  # the first block sees the same inputs in both
         assert by_name[layer["name"]]["output_error"] < layer["output_error"]

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shoestring.errors import UserError
 
@@ -98,15 +98,50 @@ def find_skips(loaded: LoadedModel, skip: str, context: int) -> tuple[SkipPolicy
     return found.policy, found.draft
 
 
+class CompileLine:
+    """A line on a terminal that counts the kernels compiled so far; `clear` makes room for the text."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.count = out, 0
+
+    def listen(self, *, cache_hit: bool, **_: Any) -> None:
+        """Triton's listener: called for every kernel that is compiled or read from the disk."""
+        if not cache_hit:
+            self.count += 1
+            self.out.write(f"\rcompiling kernels for this GPU, the first time only: {self.count}")
+            self.out.flush()
+
+    def clear(self) -> None:
+        if self.count:
+            self.out.write("\r\033[K")
+            self.out.flush()
+            self.count = 0
+
+
+def watch_compilations(engine: Engine) -> CompileLine:
+    """The first use of a shape on a GPU compiles for seconds; on a terminal a line says so."""
+    line = CompileLine(sys.stderr)
+    if engine.runner.device.type == "cuda" and sys.stderr.isatty():
+        from shoestring.kernels.runtime.triton_backend import triton_refusal
+
+        if triton_refusal() is None:
+            import triton
+
+            triton.knobs.compilation.listener = line.listen
+    return line
+
+
 def stream_text(engine: Engine, tokens: list[int], sampling: Sampling, stats: bool, *, echo: str = "") -> str:
     """Print a completion as it comes, behind `echo` once the engine has taken the prompt; returns it."""
     import time
 
     pieces: list[str] = []
+    compiling = watch_compilations(engine)
     began, first = time.perf_counter(), 0.0
     before = engine.stats.num_new_tokens
     for piece in engine.stream(tokens, sampling):
         first = first or time.perf_counter() - began
+        compiling.clear()
         print("" if pieces else echo, piece, sep="", end="", flush=True)
         pieces.append(piece)
     print("" if pieces else echo, flush=True)

@@ -29,8 +29,8 @@ from shoestring.shrink.whole_model import EMBED, EMBED_HELP
 
 # PtqSettings that finished blocks, and the perplexity before, depend on.
 DECIDING = (
-    *("model", "format", "rules", "embed", "method", "calib", "calib_windows", "calib_context", "inputs", "act_order"),
-    *("damping", "objective", "dtype"),
+    *("model", "format", "rules", "embed", "method", "calib", "calib_windows", "calib_context", "inputs", "weigh"),
+    *("act_order", "damping", "objective", "dtype"),
     *("init", "train", "epochs", "train_batch", "lr_weight", "lr_scale", "lr_zero", "lr_norm", "loss"),
     *("held_out", "seed", "bits_budget", "candidates", "damage_windows", "damage_units"),
     *("text", "data", "context", "max_tokens"),
@@ -45,7 +45,7 @@ class PtqSettings:
     rules: str | None = option(None, "instead of format: glob=format;glob=format, the first that matches wins")
     embed: str = option(EMBED, EMBED_HELP)
     method: Literal["gptq", "gptq+clip", "gptq+cd", "gptq+clip+cd", "awq", "clip", "rtn", "blockwise"] = option(
-        "gptq", "how weights are chosen; blockwise trains them with their scales and zero points"
+        "gptq+clip", "how weights are chosen; blockwise trains them with their scales and zero points"
     )
     calib: str | None = option(
         None,
@@ -56,6 +56,11 @@ class PtqSettings:
     calib_context: int = option(512, "tokens in a window", least=1)
     inputs: Literal["auto", "quantized", "full"] = option(
         "auto", "what a block sees: outputs of quantized or of full blocks; auto: as published for the method"
+    )
+    weigh: Literal["auto", "token", "square"] = option(
+        "auto",
+        "what a token counts in the statistics: token, all alike; square, by the squares of its inputs, as published; "
+        "auto: token for gptq",
     )
     act_order: bool = option(False, "gptq: columns with large inputs first")
     damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean")
@@ -113,7 +118,8 @@ def check_settings(cfg: PtqSettings) -> None:
 
 
 def pick_calibration(cfg: PtqSettings, method: Method | Blockwise, onload_device: torch.device | None) -> Calibration:
-    found = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, onload_device=onload_device)
+    weigh = cfg.weigh if cfg.weigh != "auto" else "token" if isinstance(method, Gptq) else "square"
+    found = Calibration(memory_gb=cfg.memory_gb, folder=cfg.spill, onload_device=onload_device, weigh=weigh)
     if cfg.inputs != "auto":
         return replace(found, inputs=cfg.inputs)
     return found if isinstance(method, Blockwise) else replace(found, inputs=usual_inputs(method))
