@@ -26,6 +26,7 @@ if os.environ["RANK"] == "1":
     def hit(self: trainer._Meter, *args: object) -> None:
         count[0] += 1
         if count[0] == 4:
+            (folder / "killed").touch()
             os.kill(os.getpid(), number)
         add(self, *args)  # type: ignore[arg-type]
 
