@@ -134,30 +134,35 @@ def _listed(jobs: Sequence[Job], order: Sequence[int]) -> JobSchedule:
 
 def _earliest_first(jobs: Sequence[Job]) -> JobSchedule:
     """Always the job that can start first; of those the one whose receivers have most left to take."""
-    left = dict.fromkeys(range(len(jobs)))
     free: dict[str, float] = {}
     to_take: dict[str, float] = {}
-    for job in jobs:
+    users: dict[str, list[int]] = {}  # of each resource
+    for i, job in enumerate(jobs):
         for r in job.receivers:
             to_take[r] = to_take.get(r, 0.0) + job.least
+        for r in {*job.senders, *job.held}:
+            users.setdefault(r, []).append(i)
+
+    def offer(i: int) -> tuple[tuple[float, float, int], int, float]:
+        """What job i would do now: (start, -rest of its receivers, i), place of the sender, stop."""
+        stop, place = _choose(jobs[i], free)
+        rest = max((to_take[r] for r in jobs[i].receivers), default=0.0)
+        return (stop - jobs[i].costs[place], -rest, i), place, stop
+
+    left = {i: offer(i) for i in range(len(jobs))}
     order, sender = [], [0] * len(jobs)
     while left:
-        best: tuple[tuple[float, float, int], int, float] | None = None
-        for i in left:
-            stop, place = _choose(jobs[i], free)
-            rest = max((to_take[r] for r in jobs[i].receivers), default=0.0)
-            key = (stop - jobs[i].costs[place], -rest, i)
-            if best is None or key < best[0]:
-                best = key, place, stop
-        assert best is not None
-        (_, _, i), place, stop = best
+        (_, _, i), place, stop = min(left.values())
         del left[i]
         order.append(i)
         sender[i] = place
-        for r in (jobs[i].senders[place], *jobs[i].held):
+        used = (jobs[i].senders[place], *jobs[i].held)
+        for r in used:
             free[r] = stop
         for r in jobs[i].receivers:
             to_take[r] -= jobs[i].least
+        for other in {k for r in used for k in users[r] if k in left}:  # for all others nothing has changed
+            left[other] = offer(other)
     return simulate(jobs, order, sender)
 
 
