@@ -116,6 +116,7 @@ class Subject:
     original: dict[str, Tensor] = field(default_factory=dict)
     shared: list[BlockStep] = field(default_factory=list)
     valid: Tensor | None = None  # to choose between settings on
+    novels: Tensor | None = None  # another kind of text than all of the above
     told: dict[str, Any] = field(default_factory=dict)  # about the model, for its lines
     blocks: dict[Blocks, dict[str, Tensor]] = field(default_factory=dict)  # ours, after the block-wise stage
     mixes: dict[tuple[str, str], MixedBits] = field(default_factory=dict)  # by Format and other candidates
@@ -352,6 +353,8 @@ def evaluate(subject: Subject) -> dict[str, float]:
     found = {"perplexity": perplexity(model, subject.test, context=subject.context, batch=batch).value}
     if subject.valid is not None:
         found["valid"] = perplexity(model, subject.valid, context=subject.context, batch=batch).value
+    if subject.novels is not None:
+        found["novels"] = perplexity(model, subject.novels, context=512, batch=batch * subject.context // 512).value
     for path in subject.tasks:
         result = run_task(model, subject, path, limit=subject.items, batch_rows=batch * subject.context)
         found[f"accuracy_{path.stem}"] = round(result.accuracy, 4)

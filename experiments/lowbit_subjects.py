@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.smollm2 import need_smollm2
 from experiments.lowbit_methods import Subject
 from experiments.stories260k import BOS, StoryCodec, load_stories
 from experiments.trained_model import open_trained
-from shoestring.model import load_model
+from shoestring.model import Tokenizer, load_model
 from shoestring.serve.engine.sampling import Sampling
 from shoestring.shrink.blockwise import Blockwise
 from shoestring.shrink.calibrate import windows
@@ -75,7 +77,18 @@ def smollm2(args: argparse.Namespace, folder: Path) -> Subject:
         blockwise=Blockwise(batch=4),
         cache_folder=folder / "cache-smollm2",
         valid=valid[: min(1 << 16, args.tokens or len(valid))],
+        novels=novels(args.assets, tokenizer),
     )
+
+
+def novels(assets: Path, tokenizer: Tokenizer, most: int = 1 << 16) -> Tensor | None:
+    """Passages of novels (those of LAMBADA): a kind of text that no method sees before it is measured."""
+    path = assets / "eval/lambada_openai.jsonl"
+    if not path.is_file():
+        return None
+    passages = [json.loads(line) for line in path.read_text().splitlines()]
+    found = tokenizer.encode_batch([p["context"] + p["continuation"] + "\n\n" for p in passages], special=False)
+    return torch.tensor([i for passage in found for i in passage][:most])
 
 
 def kept(args: argparse.Namespace, folder: Path) -> Subject:

@@ -98,6 +98,12 @@ class Found:
         """One may have been measured twice, on two machines."""
         return len({n["config"]["seed"] for n in self.lines})
 
+    @property
+    def novels(self) -> str:
+        """Perplexity on another kind of text than that of calibration and training; empty where it was not measured."""
+        got = [n["quality"]["novels"] for n in self.lines if "novels" in n["quality"]]
+        return _number(statistics.mean(got)) if got else ""
+
     def accuracy(self, task: str) -> str:
         got = [n["quality"][task] for n in self.lines if task in n["quality"]]
         return f"{100 * statistics.mean(got):.1f}" if got else ""
@@ -359,11 +365,13 @@ def accuracies() -> str:
     best = {key: f for key, f in best_settings().items() if key[0] == SMOLLM2}
     tasks = sorted({k for f in best.values() for n in f.lines for k in n["quality"] if k.startswith("accuracy_")})
     labels = {"dense"} | {label for _, method, label in best if method in ("bitdistiller", "ours")}
+    off = any(f.novels for f in best.values())
     rows = [
         [
             label,
             _named(m, SMOLLM2),
             _shown(best[SMOLLM2, m, label]),
+            *([best[SMOLLM2, m, label].novels] if off else []),
             *(best[SMOLLM2, m, label].accuracy(t) for t in tasks),
         ]
         for label in sorted(labels, key=_order)
@@ -372,7 +380,13 @@ def accuracies() -> str:
     ]
     if not tasks:
         return "Not measured yet."
-    header = ["format", "method", "perplexity", *(t[9:].replace("_openai", "") + ", %" for t in tasks)]
+    header = [
+        "format",
+        "method",
+        "perplexity",
+        *(["on novels"] if off else []),
+        *(t[9:].replace("_openai", "") + ", %" for t in tasks),
+    ]
     items = max(n["config"]["items"] for f in best.values() for n in f.lines)
     return (
         markdown(header, rows)
