@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.processes import child_environment
 
-CASES = [["faults", "--kills", "1000"], ["fault_storage"]]
+CASES = [["faults", "--kills", "1000"], ["fault_storage"], ["fault_hosts"]]
 
 
 @pytest.mark.lab

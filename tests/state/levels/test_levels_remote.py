@@ -20,6 +20,7 @@ from shoestring.state.levels.checkpointer import LevelCheckpointer
 from shoestring.state.levels.events import Event, append_event, level_of, rates_from_events, read_events
 from shoestring.state.levels.retention import Keep
 from shoestring.state.levels.settings import CheckpointConfig, LevelsConfig
+from shoestring.state.levels.version import sum_of_names
 
 
 def test_an_operation_that_hangs_is_given_up_in_time() -> None:
@@ -76,6 +77,18 @@ def test_a_run_comes_back_from_remote_storage(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="damaged"):
         checkpointer(tmp_path / "third", settings).resume(run, parts)
     assert SETTINGS.keep_last == 3
+    # Shares of two hosts are a checkpoint when both are there.
+    values = {"private@life": "0a", "private@names_sum": sum_of_names({"a": ("F32", (4,))})}
+    for number in range(2):
+        folder = tmp_path / "far" / "hosts" / f"h{number}" / "step-00000009"
+        folder.mkdir(parents=True)
+        box = {"start": [2 * number], "stop": [2 * number + 2]}
+        tensors = {"a": {"dtype": "F32", "shape": [4], "boxes": [box]}}
+        (folder / "host.json").write_text(
+            json.dumps({"step": 9, "world_size": 2, "tensors": tensors, "values": values})
+        )
+        both = (9, ("hosts/h0/step-00000009", "hosts/h1/step-00000009"))
+        assert remote.remote_steps(url, 10)[-1] == (both if number else (4, ("step-00000004",)))
 
 
 def test_failures_are_counted_by_the_level_that_answered(tmp_path: Path) -> None:

@@ -350,7 +350,8 @@ class LevelCheckpointer:
                 steps = remote.remote_steps(url, timeout)
                 if not steps or (best is not None and steps[-1][0] <= best.step):
                     return False
-                remote.fetch(url, steps[-1][1], step_folder(self.folder, steps[-1][0]), timeout)
+                for folder in steps[-1][1]:
+                    remote.fetch(url, folder, self.folder, timeout)
                 return True
             except Exception as error:  # whatever a storage library raises
                 if best is None:

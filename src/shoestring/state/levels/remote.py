@@ -9,7 +9,9 @@ is complete. No torch here.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.errors import UserError
+from shoestring.state.boxes import Box
 from shoestring.state.checkpoint_files import HOST_MANIFEST, MANIFEST, is_sealed, replace_folder, sync
+from shoestring.state.levels.drain import HOSTS, NAMES_SUM
+from shoestring.state.levels.version import LIFE, HeldBox, HeldCopy, missing_of
 
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")  # of hosts and steps; anything else is not ours
 SLOWEST = 4e6  # bytes a second that a transfer must reach beyond its time-out
 
 
@@ -52,7 +58,9 @@ def connect(url: str, timeout_s: float) -> tuple[Any, str]:
     import fsspec
 
     # A connection that hung is not used again.
-    return within(timeout_s, f"connecting to {url}", lambda: fsspec.core.url_to_fs(url, skip_instance_cache=True))
+    make = partial(fsspec.core.url_to_fs, url, skip_instance_cache=True)
+    fs, base = within(timeout_s, f"connecting to {url}", make)
+    return fs, str(base).rstrip("/")
 
 
 def remote_path(base: str, folder: Path, checkpoints: Path) -> str:
@@ -77,39 +85,72 @@ def upload(folder: Path, checkpoints: str, url: str, timeout_s: float) -> int:
     return total
 
 
-def remote_steps(url: str, timeout_s: float) -> list[tuple[int, str]]:
-    """(step, path) of the complete checkpoints there, oldest first."""
+def remote_steps(url: str, timeout_s: float) -> list[tuple[int, tuple[str, ...]]]:
+    """(step, its folders below the URL) of the complete checkpoints there, oldest first.
+
+    One folder holds everything, or each host has uploaded its share and the shares together are everything.
+    """
     fs, base = connect(url, timeout_s)
-    if not within(timeout_s, f"looking at {base}", lambda: fs.exists(base)):
-        return []
-    found = []
-    for path in within(timeout_s, f"listing {base}", lambda: fs.ls(base, detail=False)):
-        name = str(path).rstrip("/").rsplit("/", 1)[-1]
-        step = name.removeprefix("step-")
-        if name.startswith("step-") and step.isdigit():
-            place = f"{base.rstrip('/')}/{name}"
-            if within(timeout_s, f"looking at {place}", partial(fs.exists, f"{place}/{MANIFEST}")):
-                found.append((int(step), place))
+
+    def names_in(place: str) -> list[str]:
+        if not within(timeout_s, f"looking at {place}", partial(fs.exists, place)):
+            return []
+        listed = within(timeout_s, f"listing {place}", partial(fs.ls, place, detail=False))
+        names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
+        return sorted(name for name in names if _NAME.fullmatch(name))
+
+    def steps_in(place: str) -> dict[int, str]:
+        return {int(name[5:]): name for name in names_in(place) if name.startswith("step-") and name[5:].isdigit()}
+
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for step, name in steps_in(base).items():
+        if within(timeout_s, f"looking at {name}", partial(fs.exists, f"{base}/{name}/{MANIFEST}")):
+            found.append((step, (name,)))
+    shares: dict[int, list[str]] = {}
+    for host in names_in(f"{base}/{HOSTS}"):
+        for step, name in steps_in(f"{base}/{HOSTS}/{host}").items():
+            shares.setdefault(step, []).append(f"{HOSTS}/{host}/{name}")
+    for step, folders in shares.items():
+        copies = []
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+                text = within(timeout_s, f"reading {folder}", partial(fs.cat_file, f"{base}/{folder}/{HOST_MANIFEST}"))
+                copies.append(_share(json.loads(text)))
+        if missing_of(copies) is None:
+            found.append((step, tuple(folders)))
     return sorted(found)
 
 
-def fetch(url: str, place: str, target: Path, timeout_s: float) -> Path:
-    """Download one complete checkpoint to `target`, which appears when everything is there. The reader verifies it."""
-    fs, _ = connect(url, timeout_s)
+def _share(manifest: dict[str, Any]) -> HeldCopy:
+    """What the host manifest says that its folder holds."""
+    boxes = tuple(
+        HeldBox(name, tensor["dtype"], tuple(tensor["shape"]), Box(tuple(box["start"]), tuple(box["stop"])))
+        for name, tensor in manifest["tensors"].items()
+        for box in tensor["boxes"]
+    )
+    values = manifest["values"]
+    return HeldCopy(manifest["step"], values[LIFE], 0, manifest["world_size"], "", values[NAMES_SUM], boxes)
+
+
+def fetch(url: str, folder: str, checkpoints: Path, timeout_s: float) -> Path:
+    """Download one folder of a checkpoint; it appears when everything is there. The reader verifies it."""
+    fs, base = connect(url, timeout_s)
+    place, target = f"{base}/{folder}", checkpoints / folder
+    listed_in = HOST_MANIFEST if folder.startswith(f"{HOSTS}/") else MANIFEST
     temp = target.parent / f".shoestring-fetch-{target.name}"
     _clear(temp)
     temp.mkdir(parents=True)
-    manifest = within(timeout_s, f"reading {place}/{MANIFEST}", lambda: fs.cat_file(f"{place}/{MANIFEST}"))
+    manifest = within(timeout_s, f"reading {place}/{listed_in}", partial(fs.cat_file, f"{place}/{listed_in}"))
     if not is_sealed(manifest):
-        raise UserError(f"{place}/{MANIFEST} is damaged; use another checkpoint")
+        raise UserError(f"{place}/{listed_in} is damaged; use another checkpoint")
     for name, info in json.loads(manifest)["parts"].items():
         if "/" in name or name.startswith("."):
-            raise UserError(f"{place}/{MANIFEST} names the part {name!r}; it is not used")
+            raise UserError(f"{place}/{listed_in} names the part {name!r}; it is not used")
         seconds = timeout_s + float(info["bytes"]) / SLOWEST
         within(seconds, f"fetching {place}/{name}", partial(fs.get_file, f"{place}/{name}", str(temp / name)))
         sync(temp / name)
-    (temp / MANIFEST).write_bytes(manifest)
-    sync(temp / MANIFEST)
+    (temp / listed_in).write_bytes(manifest)
+    sync(temp / listed_in)
     replace_folder(temp, target, target.parent / f".shoestring-old-{target.name}")
     return target
 
