@@ -4,10 +4,11 @@
     python -m benchmarks.decode --cases 8b smollm2     some of it
     python -m benchmarks.decode --peers none           ours only
 
-Shapes of Llama-3-8B and SmolLM2-135M with random weights, whose values do not affect the times. Nothing is recorded
-unless a small model in fp32 gives the same tokens through the graph path as through the plain one, and small models in
-bf16, dense and packed, compute logits as near to fp32 as the plain forward's. Batch 1: 128 tokens in, 256 out, greedy,
-tokens per second after the first. Batch 64: 64 such requests at once. Prefill: 8192 tokens in one step.
+Shapes of Llama-3-8B, Llama-3.2-1B and SmolLM2-135M with random weights, whose values do not affect the times. Nothing
+is recorded unless a small model in fp32 gives the same tokens through the graph path as through the plain one, and
+small models in bf16, dense and packed, compute logits as near to fp32 as the plain forward's. Batch 1: 128 tokens in,
+256 out, greedy, tokens per second after the first. Batch 64: 64 such requests at once. Prefill: 8192 tokens in one
+step.
 
 The bound is the bytes that a step must read (weights other than the embedding, keys and values so far) at the speed of
 a device-to-device copy, measured in the same run. MFU counts the products of the matrices and of causal attention
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import os
 import statistics
 import subprocess
 import sys
@@ -50,24 +52,33 @@ LLAMA_8B = ModelSpec(
     vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336,
     max_positions=8448, rope_theta=500000.0, tied=False,
 )  # fmt: skip
+LLAMA_1B = ModelSpec(
+    vocab_size=128256, d_model=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, d_ff=8192,
+    max_positions=8448, rope_theta=500000.0, tied=True,
+)  # fmt: skip
 SMOLLM2_135M = ModelSpec(
     vocab_size=49152, d_model=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, d_ff=1536,
     max_positions=8192, rope_theta=100000.0, tied=True,
 )  # fmt: skip
-MODELS = {"Llama 8B shape": LLAMA_8B, "SmolLM2-135M shape": SMOLLM2_135M}
+MODELS = {"Llama 8B shape": LLAMA_8B, "Llama 1B shape": LLAMA_1B, "SmolLM2-135M shape": SMOLLM2_135M}
 PROMPT, NEW = 128, 256
 
 # case -> (model, Format of the blocks, Format of the head, requests)
 CASES: dict[str, tuple[str, str, str, int]] = {
     "smollm2": ("SmolLM2-135M shape", "bf16", "bf16", 1),
     "smollm2-batch64": ("SmolLM2-135M shape", "bf16", "bf16", 64),
+    "1b": ("Llama 1B shape", "bf16", "bf16", 1),
+    "1b-batch4": ("Llama 1B shape", "bf16", "bf16", 4),
+    "1b-int4": ("Llama 1B shape", "int4:g128", "bf16", 1),
     "8b": ("Llama 8B shape", "bf16", "bf16", 1),
+    "8b-batch4": ("Llama 8B shape", "bf16", "bf16", 4),
     "8b-batch64": ("Llama 8B shape", "bf16", "bf16", 64),
     "8b-int4": ("Llama 8B shape", "int4:g128", "int8:g0", 1),
     "8b-int3": ("Llama 8B shape", "int3:g128", "int8:g0", 1),
     "8b-int2": ("Llama 8B shape", "int2:g64", "int8:g0", 1),
 }
-ALL = [*list(CASES)[:4], "prefill", *list(CASES)[4:]]  # of one model side by side: it is built once
+ALL = [*CASES, "prefill"]
+ALL.insert(ALL.index("8b-batch64") + 1, ALL.pop())  # cases of one model side by side: it is built once
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,17 @@ def decode_ours(model: Decoder, num: int, repeats: int) -> list[float]:
     return rates[1:]
 
 
+@contextmanager
+def one_kernel_steps(asked: str) -> Iterator[None]:
+    """Within the context new engines use the step in one kernel (kernels/step/row_step.py) wherever it runs ("1") or
+    never ("0")."""
+    os.environ["SHOESTRING_ROW_STEP"] = asked
+    try:
+        yield
+    finally:
+        del os.environ["SHOESTRING_ROW_STEP"]
+
+
 def prefill_ours(model: Decoder, length: int, repeats: int) -> list[float]:
     engine = Engine(model, max_requests=1, max_context=length + 1, chunk=length, prefix_cache=False)
     seconds = []
@@ -259,8 +281,12 @@ def run_case(name: str, bandwidth: float, repeats: int) -> None:
     bits_per_weight = bits / (spec.num_params(with_embeddings=False) - spec.d_model)
     config = {"model": shape, "batch": num, "context": PROMPT, "tokens": NEW, "blocks": blocks, "head": head}
     bound = bandwidth * num / step_bytes(model, num, PROMPT + NEW // 2)
-    rates = decode_ours(model, num, repeats)
-    note("shoestring", rates, bound, config, bits_per_weight=round(bits_per_weight, 3))
+    quality = {"bits_per_weight": round(bits_per_weight, 3)}
+    note("shoestring", decode_ours(model, num, repeats), bound, config, **quality)
+    if num == 1:  # the way that is not the default, too
+        for case, asked in (("shoestring, kernel by kernel", "0"), ("shoestring, one kernel", "1")):
+            with one_kernel_steps(asked):
+                note(case, decode_ours(model, num, repeats), bound, config, **quality)
 
 
 def run_prefill(length: int, repeats: int) -> None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from benchmarks import communication, drafter_tables, reshard
 from benchmarks.path_figure import path
 from benchmarks.results import newest, recorded
-from benchmarks.svg_plot import GREY, INK, Axis, Bar, Level, Marks, Panel, bar_plot, xy_plot
+from benchmarks.svg_plot import GREY, INK, Axis, Bar, Lane, Level, Marks, Panel, bar_plot, span_plot, xy_plot
 from shoestring.state.levels import simulate
 from shoestring.state.reshard.plan import make_plan
 
@@ -96,6 +96,34 @@ def decode_8b() -> str:
         notes="Random weights: speed only. The figure of perplexity against bits shows what fewer bits cost.",
         left=240,
         limit_name="limit by memory bandwidth (measured copy speed)",
+    )
+
+
+def decode_timeline() -> str:
+    """A layer of a decoding step as kernels, and as a part of one kernel."""
+    model, lanes, longest = "Llama 1B shape", [], 0.0
+    for n in newest("decode_timeline"):
+        c, layer = n["config"], n["quality"]["layer"]
+        if (c["model"], c["blocks"]) != (model, "bf16"):
+            continue
+        lanes.append(Lane(f"{n['case']}: a step takes {n['value']:,.0f} us, its bytes {n['baseline_value']:,.0f}"))
+        for name, *times in (part for part in layer if part[0] != "head"):
+            longest = max(longest, times[-1])
+            if len(times) == 2:
+                lanes.append(Lane(name.strip("_"), [(times[0], times[1], GREY)]))
+            else:
+                asked, there, multiplied, written = times
+                spans = [(asked, there, 1), (there, multiplied, 0), (multiplied, written, 2)]
+                lanes.append(Lane(name, spans))
+    ticks = list(range(0, int(longest) + 1, 5))
+    return span_plot(
+        "One layer of a decoding step",
+        f"{model}, bf16, one request, 256 tokens of context, {GPU}",
+        lanes,
+        Axis("microseconds from the layer's beginning", 0, longest, ticks),
+        [("a kernel runs (by the profiler)", GREY), ("waits for its input", 1), ("multiplies", 0), ("writes", 2)],
+        "One kernel: medians over the SMs that have a share. While an SM waits, the weights that it needs next arrive. "
+        "The profiler keeps kernels from overlapping as they do without it.",
     )
 
 

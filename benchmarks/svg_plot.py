@@ -82,6 +82,14 @@ class Bar:
     limit: float | None = None  # a tick on the bar's line: what would be possible
 
 
+@dataclass(frozen=True)
+class Lane:
+    """A row of `span_plot`: spans of (begin, end, colour)."""
+
+    label: str
+    spans: Sequence[tuple[float, float, int]] = ()
+
+
 def xy_plot(title: str, conditions: str, panels: Sequence[Panel], notes: str = "", height: int = 300) -> str:
     """Panels side by side under one legend."""
     named = {m.name: m for panel in panels for m in panel.marks if m.shown}
@@ -128,6 +136,31 @@ def bar_plot(
         body.append(f'<text class="label" x="{left + end + 8:.1f}" y="{y + 15}">{escape(bar.text)}</text>')
         y += 24
     return _picture(title, head + "".join(body), y + 12, notes)
+
+
+def span_plot(
+    title: str, conditions: str, lanes: Sequence[Lane], axis: Axis, legend: Sequence[tuple[str, int]], notes: str = ""
+) -> str:
+    """Spans of time, a lane below the other, over one axis; a lane without spans is a heading."""
+    keys = [(name, f'<rect class="f{color}" x="6" y="-10" width="18" height="11" rx="2"/>') for name, color in legend]
+    top, head = _head(title, conditions, keys)
+    left, right, y, body = 190, WIDTH - RIGHT, top + 6, []
+    for lane in lanes:
+        y += 0 if lane.spans else 8
+        side, x = ("end", left - 10) if lane.spans else ("start", 24)
+        body.append(f'<text class="label" x="{x}" y="{y + 14:.0f}" text-anchor="{side}">{escape(lane.label)}</text>')
+        for begin, end, color in lane.spans:
+            a, b = (axis.place(min(v, axis.high), left, right) for v in (begin, end))
+            told = f"{begin:,.1f} to {end:,.1f}"
+            rect = f'<rect class="f{color}" x="{a:.1f}" y="{y + 3:.0f}" width="{max(b - a, 0.7):.1f}" height="14"/>'
+            body.append(f"<g><title>{told}</title>{rect}</g>")
+        y += 20
+    for tick, name in axis.named():
+        at = axis.place(tick, left, right)
+        body.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top + 8:.0f}" y2="{y + 4:.0f}"/>')
+        body.append(f'<text x="{at:.1f}" y="{y + 18:.0f}" text-anchor="middle">{escape(name)}</text>')
+    body.append(f'<text x="{(left + right) / 2:.1f}" y="{y + 36:.0f}" text-anchor="middle">{escape(axis.label)}</text>')
+    return _picture(title, head + "".join(body), y + 40, notes)
 
 
 # -- parts ----------------------------------------------------------------------------------------------------

@@ -177,6 +177,28 @@ static void prefetch(const void*) {}
 static uint4 load_late(const void* p) { return check_tensor(p, 16), *(const uint4*)p; }
 static u16 load_late16(const void* p) { return *(const u16*)p; }
 static int load_late32(const void* p) { return *(const int*)p; }
+// Words that blocks of a running grid exchange: a store lands at once or later, in any order.
+struct Store { u64* to; u64 value; };
+static std::vector<Store> stores;
+static void land_store(size_t i) {
+    *stores[i].to = stores[i].value, progress++;
+    stores.erase(stores.begin() + i);
+}
+static void others_run() {
+    if (!stores.empty() && draw(64) == 0) land_store(draw(stores.size()));
+    let_others_run();
+}
+static uint2 load_now2(const void* p) { return *(const uint2*)p; }
+static uint4 load_now4(const void* p) { return *(const uint4*)p; }
+static void store_now2(void* p, u32 a, u32 b) {
+    if ((size_t)p % 8) fail("a word that is not aligned");
+    stores.push_back({(u64*)p, (u64)b << 32 | a});
+    if (draw(2)) land_store(stores.size() - 1);
+}
+static void store_now4(void* p, u32 a, u32 b, u32 c, u32 d) { store_now2(p, a, b), store_now2((u64*)p + 1, c, d); }
+static u32 add_to(u32* p, u32 v) { return *p += v, *p - v; }
+static void abandon() { fail("a word does not come"); }
+static u64 time_now() { return progress; }
 
 // ---- barriers in shared memory, and bulk copies, which land when somebody waits for them --------------------------
 struct Barrier { int count, pending, bytes, phase; };
@@ -213,12 +235,14 @@ static void bar_wait(u32 at, u32 parity) {
         else let_others_run();
     }
 }
-static void bulk_copy(u32 to, const void* from, u32 bytes, u64* barrier) {
-    const u32 bar = shared_address(barrier);
+static void bulk_copy_at(u32 to, const void* from, u32 bytes, u32 bar) {
     check_tensor(from, bytes), check_shared(to), check_shared(to + bytes - 16), barrier_at(bar);
     if (draw(2)) memcpy(smem + to, from, bytes);  // here already, though nobody may rely on it
     bulks.push_back({to, (const char*)from, bytes, bar, current->rank});
 }
+static u64 read_once() { return 0; }
+static void bulk_copy_by(u32 to, const void* from, u32 bytes, u32 bar, u64) { bulk_copy_at(to, from, bytes, bar); }
+static void bulk_copy(u32 to, const void* from, u32 bytes, u64* b) { bulk_copy_at(to, from, bytes, shared_address(b)); }
 static void barrier_init(u64* b) { bar_init(shared_address(b), 1); }
 static void barrier_expect(u64* b, u32 bytes) { bar_expect(shared_address(b), bytes); }
 static void barrier_wait(u64* b, u32 parity) { bar_wait(shared_address(b), parity); }
@@ -396,7 +420,7 @@ static void launch(const void* W, long w_bytes, const void* X, long x_bytes, int
                 if (round % (1 + (f->x / 32 + f->rank + cluster) % 3) == 0)  // warps run in every first to third round
                     current = f, swapcontext(&scheduler, &f->context);
             idle = progress == before ? idle + 1 : 0;
-            if (idle > 1000) fail("all threads wait for ever");
+            if (idle > 20000) fail("all threads wait for ever");
             order.erase(std::remove_if(order.begin(), order.end(), [](Fiber* f) { return f->done; }), order.end());
         }
         for (int r = 0; r < ranks; r++)

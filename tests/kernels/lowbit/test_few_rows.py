@@ -158,7 +158,7 @@ def run_on_cpu(
     macros = few_rows_macros(layout, BF16, row_class(rows), plan, norm, swiglu, experts=experts is not None)
     num, experts_S = experts or (1, None)
     slots = 1 if experts_S is None else len(experts_S)
-    parts = ("lowbit/decode", "lowbit/few_rows_x", "lowbit/few_rows")
+    parts = ("lowbit/decode", "lowbit/digits", "lowbit/few_rows_x", "lowbit/few_rows")
     library = emulated.library(folder, "few_on_cpu.h", *parts, macros=macros)
     y = torch.full((rows, out) if experts is None else (slots, rows, out), torch.nan, dtype=BF16)
 

@@ -1,5 +1,5 @@
 // y = [norm] x[M, K] w[N, K]^T [+ bias] [swiglu] [+ residual] for 1 to 16 rows, weights of 2, 3 or 4 bits, sm_90 and later.
-// (Compiled behind instructions.cu, decode.cu and few_rows_x.cu: assembly, decoding of weights, loading of x.)
+// (Compiled behind instructions.cu, decode.cu, digits.cu and few_rows_x.cu: assembly, decoding of weights, loading of x.)
 //
 // Weights are the A operand of the tensor cores (16 output rows), activations the B operand, so 8 columns of activations
 // cost one instruction. Each weight is read once from memory, and this should be the bottleneck. Measured: decoding is slower
@@ -178,17 +178,8 @@ extern "C" __global__ void BOUNDS lowbit_few_rows(
                 for (int n = 0; n < BYTE_CHAINS * MT * 4; n++) c[n / (MT * 4)][n / 4 % MT][n % 4] = n < MT * 4 ? 0x4b400000 : 0;
                 #pragma unroll
                 for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
-#if BITS == 4
-                    const u32 a[4] = {w[2 * i] & 0x0f0f0f0f, w[2 * i] & 0xf0f0f0f0, w[2 * i + 1] & 0x0f0f0f0f, w[2 * i + 1] & 0xf0f0f0f0};
-#else
-                    const u32 v = w[i] >> 4;
-                    u32 a[4] = {w[i] & 0x03030303, w[i] & 0x0c0c0c0c, v & 0x03030303, v & 0x0c0c0c0c};
-#if BITS == 3
-                    const u32 top = rotate(w[4 + i / 2], i % 2 * 4), next = rotate(w[4 + i / 2], i % 2 * 4 + 1);
-                    a[0] = field(top, 0x04040404, a[0]), a[1] = field(top, 0x10101010, a[1]);
-                    a[2] = field(next, 0x04040404, a[2]), a[3] = field(next, 0x10101010, a[3]);
-#endif
-#endif
+                    u32 a[4];
+                    code_bytes(a, w, i);
                     #pragma unroll
                     for (int m = 0; m < MT; m++) mma_bytes(c[i % BYTE_CHAINS][m], a, x[m][2 * i], x[m][2 * i + 1]);
                 }

@@ -229,7 +229,7 @@ def half_sm_launch(registers: int, plan: FewRowsPlan, shared: int, limits: Devic
 
 # -- the kernel ----------------------------------------------------------------------------------------------
 def few_rows_source() -> str:
-    return cuda_source("lowbit/decode", "lowbit/few_rows_x", "lowbit/few_rows")
+    return cuda_source("lowbit/decode", "lowbit/digits", "lowbit/few_rows_x", "lowbit/few_rows")
 
 
 def few_rows_macros(

@@ -1,5 +1,5 @@
 // How few_rows.cu loads all of x into shared memory (XREG): through registers, in fragment order, and on the way
-// normalised, summed by group, or split into 8-bit digits. Compiled between decode.cu and few_rows.cu; the macros of
+// normalised, summed by group, or split into 8-bit digits. Compiled between digits.cu and few_rows.cu; the macros of
 // few_rows.cu are here.
 #define THREADS (WARPS * 32)
 #define RW (WARPS / KW)
@@ -10,10 +10,7 @@
 #define CHAINS (MT * R == 1 ? 2 : 1)     // sums that a group is gathered in, so that mma need not wait for mma
 #define BYTE_CHAINS (HALF_SM_REGS && R * MT * NG == 1 ? 2 : 1)  // the same for INT8_MMA, where few warps have to hide it
 #define LOW (4 * MT)                     // INT8_MMA: the column of a row's low digit, less that of its high one
-#define BYTE_RS (BITS == 4 ? 16 : 4)     // as RS, where codes are bytes
 #define X_GROUP (INT8_MMA ? M * 128 + 16 : M * 64 + 16)  // XREG: bytes from 64 inputs (INT8_MMA), or 32, to the next; 16 against bank conflicts
-#define BY_STEP (BITS == 4)              // INT8_MMA: a word of a lane is 16 inputs, else every other 8 of 32
-#define SHIFTED 12582912.f               // 1.5 * 2^23: as bits, this plus a small integer is the float of the sum
 
 // A barrier of the warps that work, and one that the others wait at until those are done.
 INLINE void join_workers() {
@@ -27,49 +24,6 @@ INLINE float add_lanes(float v, const int lanes) {  // over `lanes` neighbours
     for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
     return v;
 }
-INLINE float max_abs(float a, float b) { return high_of(a, fabsf(b)); }
-INLINE float high_half_float(u32 bits) { return __uint_as_float(__byte_perm(bits, 0x4b000000u, 0x7432)) - 8388608.f; }
-
-#if INT8_MMA
-#define LOW_UNITS (HALF ? 256 : 128)     // units of the low digit in one of the high digit
-// What turns 128 inputs into digits, from the pair of their largest magnitudes.
-struct Digits {
-    float unit;  // what the high digit counts
-#if HALF
-    float by;
-    INLINE Digits(const u32 most) {
-        const float f = max_abs(widen(most & 0xffff), widen(most >> 16));
-        by = f > 0.f ? 32512.f / f : 0.f, unit = f * (256.f / 32512.f);
-    }
-    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {  // bytes of a, b, a, b
-        const u32 x[4] = {a & 0xffff, b & 0xffff, a >> 16, b >> 16};
-        u32 v[4];
-        #pragma unroll
-        for (int n = 0; n < 4; n++) v[n] = __float_as_uint(widen(x[n]) * by + SHIFTED);
-        low = __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
-        #pragma unroll
-        for (int n = 0; n < 4; n++) v[n] += 128;  // the low digit has a sign
-        high = __byte_perm(__byte_perm(v[0], v[1], 0x0051), __byte_perm(v[2], v[3], 0x0051), 0x5410);
-    }
-#else
-    // Two inputs an instruction: x times a power of two is below 64, and is n + l / 128 as integers n and l of up to 64 in
-    // size. 192 plus an integer of that size is a bf16 whose lower byte is the integer plus 64.
-    u32 by;
-    INLINE Digits(const u32 most) {
-        const u32 a = most >> 7 & 0xff, b = most >> 23, exponent = a > b ? a : b, at_least = exponent > 6 ? exponent : 6;
-        by = (259 - at_least) * 0x800080;
-        unit = __uint_as_float(exponent == 255 ? 0x7fffffff : (at_least - 5) << 23);  // infinite or not a number: neither is y
-    }
-    static INLINE u32 bytes(const u32 a, const u32 b) { return __byte_perm(a, b, 0x6240) + 0x40404040 ^ 0x80808080; }
-    INLINE void split(const u32 a, const u32 b, u32& high, u32& low) const {
-        const u32 base = 0x43404340, high_a = fma2(a, by, base), high_b = fma2(b, by, base);
-        const u32 rest_a = fma2(a, by, sub2(base, high_a)), rest_b = fma2(b, by, sub2(base, high_b));
-        high = bytes(high_a, high_b);
-        low = bytes(fma2(rest_a, 0x43004300, base), fma2(rest_b, 0x43004300, base));
-    }
-#endif
-};
-#endif
 
 #if XREG
 template <class Meanwhile>  // what is done while the first loads are on their way

@@ -55,6 +55,27 @@ INLINE int load_late32(const void* p) {
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+// Words that other blocks of the grid write while it runs: 8 bytes are written and read at once.
+INLINE uint2 load_now2(const void* p) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+INLINE uint4 load_now4(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+INLINE void store_now2(void* p, u32 a, u32 b) { asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
+INLINE void store_now4(void* p, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+INLINE u32 add_to(u32* p, u32 v) {  // returns what was there
+    u32 d; asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(d) : "l"(p), "r"(v) : "memory"); return d;
+}
+INLINE void others_run() {}  // in a loop that waits for another thread
+INLINE void abandon() { asm volatile("trap;"); }
+INLINE u64 time_now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }  // nanoseconds
 INLINE void load_x(u32* f, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
@@ -78,10 +99,18 @@ INLINE void barrier_expect(u64* b, u32 bytes) {
 INLINE void barrier_wait(u64* b, u32 parity) {
     asm volatile("{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra again;}" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
-INLINE void bulk_copy(u32 to, const void* from, u32 bytes, u64* b) {
+INLINE void bulk_copy_at(u32 to, const void* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
+INLINE u64 read_once() {  // a policy: what is read makes room in L2 first
+    u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p;
+}
+INLINE void bulk_copy_by(u32 to, const void* from, u32 bytes, u32 bar, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
+INLINE void bulk_copy(u32 to, const void* from, u32 bytes, u64* b) { bulk_copy_at(to, from, bytes, shared_address(b)); }
 INLINE void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
 INLINE void bar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 INLINE void bar_expect(u32 bar, u32 bytes) {

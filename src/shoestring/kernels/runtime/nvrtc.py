@@ -29,7 +29,7 @@ from shoestring.errors import UserError
 from shoestring.kernels.runtime.compiled_cache import cached_code
 
 NUM_REGISTERS, MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 4, 8, 9  # CU_FUNC_ATTRIBUTE_*
-CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
+COOPERATIVE, CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 2, 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 INVALID_CONTEXT = 201
 
 
@@ -204,8 +204,10 @@ class Kernel:
         *,
         cluster: int = 1,
         dependent: bool = True,
+        cooperative: bool = False,
     ) -> None:
-        """Run on the current stream; `args` are ctypes values; `dependent` may start while its predecessor drains."""
+        """Run on the current stream; `args` are ctypes values; `dependent` may start while its predecessor drains;
+        the blocks of a `cooperative` grid run all at once, or not yet."""
         if shared_bytes > self._shared:
             _check(
                 self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes),
@@ -213,7 +215,7 @@ class Kernel:
             )
             self._shared = shared_bytes
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
-        attributes = (_Attribute * 2)()
+        attributes = (_Attribute * 3)()
         count = 0
         if cluster > 1:
             attributes[count].id = CLUSTER_DIMENSION
@@ -221,6 +223,10 @@ class Kernel:
             count += 1
         if dependent:
             attributes[count].id = DEPENDENT_LAUNCH
+            attributes[count].value.flag = 1
+            count += 1
+        if cooperative:
+            attributes[count].id = COOPERATIVE
             attributes[count].value.flag = 1
             count += 1
         config = _LaunchConfig(

@@ -35,6 +35,7 @@ from shoestring.kernels.attention.paged_attention import paged_attention
 from shoestring.kernels.attention.rope_store import cos_sin_at, rope_store_
 from shoestring.kernels.gemv.add_norm import add_norm_
 from shoestring.kernels.gemv.embed_argmax import chosen_tokens, embed_rows
+from shoestring.kernels.step.row_step import RowStep, StepHead, StepLayer, choose_plan
 from shoestring.model.attention import rope_frequencies, soft_cap
 from shoestring.model.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, Support
 from shoestring.model.skip import BlockSkip, SkipSet, Sublayer
@@ -207,6 +208,17 @@ class _Layer:
             return None, None, 0.0
         return q.weight, k.weight, q.eps
 
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether kernels/step/row_step.py computes what the plan says, whatever the sizes and weights."""
+        plan, attn = self.plan, self.plan.attn
+        names = {"attn_norm", "mlp_norm"} | ({"q_norm", "k_norm"} if attn.qk_norm is not None else set())
+        normed = self.norms.keys() == names and all(norm.rms for norm in self.norms.values())
+        if not normed or self.norms["attn_norm"].eps != self.norms["mlp_norm"].eps or attn.qk_norm_over != "head":
+            return False
+        straight = attn.scale is None and attn.softcap is None and (attn.rope is None or attn.rope.dim is None)
+        return straight and not plan.parallel and plan.experts is None and plan.mlp.act == "swiglu"
+
 
 def unusable(model: nn.Module) -> str | None:
     """Why this forward cannot replace the model's own, whose plan it computes."""
@@ -251,6 +263,8 @@ class FusedDecoder:
         ]
         self.norm = _norm(model.norm)
         self.head = self._head(model)
+        # The step of one row as one kernel, for the KV cache of this number of moves; None: it does not run here.
+        self._row_step: tuple[KVCache, int, RowStep | None] | None = None
 
     @torch.no_grad()
     def rewrite_copies(self, model: Decoder) -> None:
@@ -356,6 +370,53 @@ class FusedDecoder:
                 else:
                     delta, done = self._normed(last(inner), None, post), False
         return _sum(x_TD, delta)
+
+    def row_logits(
+        self, tokens_T: Tensor, rows: RowPlacement, cache: KVCache, skip: SkipSet | None, last_T: Tensor
+    ) -> Tensor:
+        """As `logits` after `hidden`; a single row in one kernel, where that runs (kernels/step/row_step.py)."""
+        step = self._one_kernel(cache) if len(tokens_T) == 1 and rows.single and skip is None else None
+        if step is None:
+            return self.logits(self.hidden(tokens_T, rows, cache, skip, last_T))
+        out = step(self.embed.rows(tokens_T, last_T, self.dtype), rows.tables_LW, rows.tiles[0].tiles_L4)
+        return out if step.shape.vocab else self.logits(out)
+
+    def _one_kernel(self, cache: KVCache) -> RowStep | None:
+        if self._row_step is None or self._row_step[:2] != (cache, cache.num_moves):
+            self._row_step = cache, cache.num_moves, self._make_row_step(cache)
+        return self._row_step[2]
+
+    def _make_row_step(self, cache: KVCache) -> RowStep | None:
+        bent = self.positions is not None or self.embed_scale is not None or self.logit_softcap is not None
+        if self.device.type != "cuda" or bent or not all(layer.in_one_kernel for layer in self.layers):
+            return None
+        layers, layouts = [], set()
+        for index, layer in enumerate(self.layers):
+            assert not isinstance(layer.mlp, FusedExperts)  # by in_one_kernel
+            attn, norms, weights = layer.plan.attn, layer.norms, []
+            products = layer.qkv, layer.o, *layer.mlp
+            widths = layer.plan.d_model, attn.num_heads * attn.head_dim, layer.plan.d_model, layer.plan.mlp.d_ff
+            for product, width in zip(products, widths, strict=True):
+                weight, layout = product.streamed(width)
+                if weight is None:
+                    return None
+                weights.append(weight)
+                layouts.add(layout)
+            (qkv, o, up, down), (q_norm, k_norm, _) = weights, layer.head_norm
+            layers.append(
+                StepLayer(
+                    norms["attn_norm"].weight, qkv, products[0].bias, q_norm, k_norm, o, products[1].bias,
+                    norms["mlp_norm"].weight, up, products[2].bias, down, products[3].bias, *cache.stored(index),
+                    None if layer.rope is None else layer.rope.cos_sin, attn.window,
+                )
+            )  # fmt: skip
+        head, layout = StepHead(self.norm.weight, *self.head.rows_of_bytes_or_dense()), layouts.pop()
+        plan = None if layouts else choose_plan(layers, head, layout)  # one layout for all
+        if plan is None:
+            return None
+        first = self.layers[0]
+        eps = first.norms["attn_norm"].eps, first.head_norm[2], self.norm.eps
+        return RowStep(layers, head, *eps, layout=layout, plan=plan)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Logits [T, V] of rows of the residual stream, in compute dtype or fp32."""

@@ -398,8 +398,7 @@ class DecodeGraph(CapturedStep):
         tiles_N4 = self._numbers[self._own_at :].view(torch.int32).view(self.num_requests, 4)
         tiles = AttentionTiles(tiles_N4, self.rows_each, self.num_splits)
         rows = RowPlacement(position, slot, owner.tables(self.num_requests), (tiles,))
-        hidden = owner.fused.hidden(given, rows, owner.cache, self.skip, last)
-        logits = owner.map_logits(owner.fused.logits(hidden))
+        logits = owner.map_logits(owner.fused.row_logits(given, rows, owner.cache, self.skip, last))
         if self.kind == "logits":
             self.logits = logits
         else:

@@ -77,6 +77,22 @@ class MergedLinear:
         assert self._chunked and self.parts is not None and isinstance(self.format, IntAsym | FloatAsym)
         return self.parts["chunks"], self.parts.get("table"), self.format.layout(width)
 
+    def streamed(self, width: int) -> tuple[Tensor | None, ChunkLayout | None]:
+        """What the one-kernel step reads: a dense weight, or chunks of integers with their layout; None: neither."""
+        if self.weight is not None:
+            return self.weight, None
+        if not self._chunked or not isinstance(self.format, IntAsym):
+            return None, None
+        chunks, _, layout = self.chunked(width)
+        return chunks, layout
+
+    def rows_of_bytes_or_dense(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As a head of the one-kernel step: 8-bit codes with a scale and a zero for each row, or a dense weight; None:
+        neither."""
+        if self.bias is None and self._int8_rows and self.parts is not None:
+            return self.parts["codes"], *self._grid
+        return (self.weight if self.bias is None else None), None, None
+
     @property
     def _chunked(self) -> bool:
         # 2:4 weights have chunks too, of another kernel.

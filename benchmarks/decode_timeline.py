@@ -1,0 +1,278 @@
+"""Where the time of a decoding step goes, layer by layer, on one GPU.
+
+    python -m benchmarks.decode_timeline                       all models; about 2 minutes on an H200
+    python -m benchmarks.decode_timeline --cases 1b 8b-int4    some of them
+    python -m benchmarks.decode_timeline --variants            and other plans of the one-kernel step
+
+One request with 256 tokens of context, shapes with random weights, the step from the token to the logits as a CUDA
+graph. Two ways:
+
+    kernel by kernel   the kernels of a layer in the middle, by torch's profiler: when each began and ended. The
+                       profiler keeps launches from overlapping as much as they do without it, so the time of a step
+                       is taken without it.
+    one kernel         every SM writes the time when it asked for the input of a part of the layer, had
+                       it, had multiplied, and had written its outputs (kernels/step/row_step.py).
+
+The bytes of a layer at the speed of a copy, measured in the same run, are what the time is compared with. The logits of
+the two ways are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode import (
+    LLAMA_1B,
+    LLAMA_8B,
+    SMOLLM2_135M,
+    attempt,
+    build,
+    copy_bandwidth,
+    one_kernel_steps,
+    step_bytes,
+)
+from benchmarks.results import markdown, newest, provenance, record
+from shoestring.errors import as_command
+from shoestring.kernels.step import row_step
+from shoestring.kernels.step.row_step import PARTS, RowStep, RowStepPlan
+from shoestring.model import ModelSpec
+from shoestring.model.layer_plan import plan_decoder
+from shoestring.serve.engine.block_pool import BlockPool
+from shoestring.serve.engine.fused_decoder import AttentionTiles, FusedDecoder, RowPlacement
+from shoestring.serve.engine.kv_cache import KVCache
+
+BENCH = "decode_timeline"
+CONTEXT, PAGE = 256, 16
+CASES: dict[str, tuple[str, ModelSpec, str, str]] = {
+    "smollm2": ("SmolLM2-135M shape", SMOLLM2_135M, "bf16", "bf16"),
+    "1b": ("Llama 1B shape", LLAMA_1B, "bf16", "bf16"),
+    "8b": ("Llama 8B shape", LLAMA_8B, "bf16", "bf16"),
+    "smollm2-int4": ("SmolLM2-135M shape", SMOLLM2_135M, "int4:g64", "bf16"),
+    "1b-int4": ("Llama 1B shape", LLAMA_1B, "int4:g128", "bf16"),
+    "8b-int4": ("Llama 8B shape", LLAMA_8B, "int4:g128", "int8:g0"),
+    "8b-int2": ("Llama 8B shape", LLAMA_8B, "int2:g64", "int8:g0"),
+}
+VARIANTS = [
+    RowStepPlan(),
+    RowStepPlan(dependent=0, cooperative=1),
+    RowStepPlan(dependent=1, cooperative=1),
+    RowStepPlan(share_keys=64, short_keys=0),
+    RowStepPlan(watched=1 << 20),
+    RowStepPlan(watched=512),
+    RowStepPlan(spin=40),
+    RowStepPlan(early_keys=1),
+]
+WRONG = 0.08  # relative distance of two steps in bf16, with random weights
+
+
+class Step:
+    """A decoding step of one request at a fixed position."""
+
+    def __init__(self, spec: ModelSpec, blocks: str, head: str, device: str = "cuda") -> None:
+        self.model = build(spec, blocks, head, device)
+        self.fused = FusedDecoder(self.model)
+        pages = CONTEXT // PAGE + 1
+        self.cache = KVCache(plan_decoder(spec), BlockPool(pages, PAGE))
+        self.cache.reserve(spec.num_kv_heads, spec.head_dim, torch.bfloat16, self.fused.device)
+        for layer in range(spec.num_layers):
+            for stored in self.cache.stored(layer):
+                stored.normal_()
+        table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        tile = torch.tensor([[0, 0, CONTEXT, 1]], dtype=torch.int32, device=device)
+        at = torch.tensor([CONTEXT], device=device)
+        self.rows = RowPlacement(at, at, table, (AttentionTiles(tile, 1, 32),))
+        self.token = torch.tensor([5], device=device)
+
+    def kernels(self) -> Tensor:
+        return self.fused.logits(self.fused.hidden(self.token, self.rows, self.cache, None, self.token))
+
+    def one_kernel(self, plan: RowStepPlan | None = None, stamps: bool = False) -> RowStep | None:
+        with one_kernel_steps("1"):
+            made = self.fused._make_row_step(self.cache)
+        if made is None or (plan is None and not stamps):
+            return made
+        layers, head, norm = made._kept
+        return RowStep(layers, head, norm, *made._numbers[:3], layout=made.shape.layout, plan=plan, stamps=stamps)
+
+    def embedded(self) -> Tensor:
+        return self.fused.embed.rows(self.token, self.token, self.fused.dtype)
+
+    def row(self, step: RowStep) -> Tensor:
+        out = step(self.embedded(), self.rows.tables_LW, self.rows.tiles[0].tiles_L4)
+        return out if step.shape.vocab else self.fused.logits(out)
+
+
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def microseconds(graph: torch.cuda.CUDAGraph, repeats: int = 30) -> list[float]:
+    """Of single replays, one after the other."""
+    samples = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return samples[3:]
+
+
+def profiled(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float, float]]:
+    """(name, begin, end) of the kernels of a replay, in microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    found = [
+        (e.name, e.time_range.start, e.time_range.end)
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset"))
+    ]
+    found.sort(key=lambda e: e[1])
+    return found[len(found) * 2 // 3 :]
+
+
+def middle_layer(kernels: list[tuple[str, float, float]], num_layers: int) -> list[list[Any]]:
+    """[name, begin, end] of the kernels of a layer in the middle, from its beginning: a step is the embedding, the
+    layers and the head."""
+    each = (len(kernels) - 2) // num_layers
+    some = kernels[1 + num_layers // 2 * each :][:each]
+    return [[name.split("(")[0][:40], round(a - some[0][1], 2), round(b - some[0][1], 2)] for name, a, b in some]
+
+
+def busy_time(kernels: list[tuple[str, float, float]]) -> float:
+    """Microseconds in which at least one kernel ran."""
+    busy, until = 0.0, float("-inf")
+    for _, begin, end in kernels:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy
+
+
+def parts_of(times_PST: Tensor, num_layers: int) -> list[list[Any]]:
+    """[part, asked, input, multiplied, written] in microseconds from the layer's beginning: medians over the SMs with a
+    share and over the layers in the middle; the head's from its own beginning."""
+    times = times_PST[:-1].view(num_layers, len(PARTS), *times_PST.shape[1:]).double()[1:-1]
+    times[times == 0] = torch.nan
+    begin = times[:, 0, :, 0].nanmedian(dim=1).values
+    since = (times - begin[:, None, None, None]).nanmedian(dim=2).values.nanmedian(dim=0).values / 1e3
+    parts = [[name, *(round(v, 2) for v in row)] for name, row in zip(PARTS, since.tolist(), strict=True)]
+    head = times_PST[-1].double()
+    if head.any():
+        parts.append(["head", *(round(v, 2) for v in ((head - head[:, :1].min()).median(dim=0).values / 1e3).tolist())])
+    return parts
+
+
+def run_case(name: str, bandwidth: float, variants: bool) -> None:
+    label, spec, blocks, head = CASES[name]
+    step = Step(spec, blocks, head)
+    num_bytes = step_bytes(step.model, 1, CONTEXT)
+    least = num_bytes / bandwidth * 1e6
+    config = {"model": label, "batch": 1, "context": CONTEXT, "blocks": blocks, "head": head}
+
+    def note(case: str, samples: list[float], **quality: Any) -> None:
+        median = statistics.median(samples)
+        print(
+            f"{label}, {blocks}, {case}: {median:,.1f} us, {least / median:.0%} of the bound {least:,.1f}", flush=True
+        )
+        record(
+            bench=BENCH, case=case, metric="step_us", unit="us", samples=samples, baseline="bytes at the copy's speed",
+            baseline_value=least, ratio=least / median, config=config, quality=quality,
+        )  # fmt: skip
+
+    graph = captured(step.kernels)
+    samples = microseconds(graph)
+    kernels = profiled(graph)
+    layer = middle_layer(kernels, spec.num_layers)
+    note(
+        "kernel by kernel", samples, kernels=len(kernels), profiled_us=round(kernels[-1][2] - kernels[0][1], 1),
+        busy_us=round(busy_time(kernels), 1), layer=layer,
+    )  # fmt: skip
+    for kernel, begin, end in layer:
+        print(f"    {begin:8.2f} {end:8.2f} us  {kernel}", flush=True)
+    whole = step.one_kernel()
+    if whole is None:
+        return
+    want, got = step.kernels(), step.row(whole)
+    torch.cuda.synchronize()
+    distance = ((got - want).norm() / want.norm()).item()
+    print(f"    one kernel: distance {distance:.2e} from kernel by kernel", flush=True)
+    assert distance <= WRONG, "the one-kernel step is wrong"
+    samples = microseconds(captured(lambda: step.row(whole)))
+    stamped = step.one_kernel(stamps=True)
+    assert stamped is not None
+    for _ in range(3):
+        step.row(stamped)
+    torch.cuda.synchronize()
+    parts = parts_of(stamped.times().cpu(), spec.num_layers)
+    note("one kernel", samples, distance=distance, layer=parts)
+    for part in parts:
+        print(f"    {part[0]:10s}", *(f"{v:8.2f}" for v in part[1:]), flush=True)
+    if variants:
+        shape = whole.shape
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda plan: row_step._kernel(torch.cuda.current_device(), shape, plan, False), VARIANTS))
+        for plan in VARIANTS:
+            changed = {f.name: v for f in dataclasses.fields(plan) if (v := getattr(plan, f.name)) != f.default}
+            with attempt(f"{changed}"):
+                other = step.one_kernel(plan)
+                assert other is not None
+                took = statistics.median(microseconds(captured(lambda other=other: step.row(other))))
+                print(f"    {took:8.1f} us  {changed}", flush=True)
+
+
+def table() -> str:
+    """One row a model and its weights: a step kernel by kernel, in one kernel, and what its bytes need."""
+    found = {(n["config"]["model"], n["config"]["blocks"], n["case"]): n for n in newest(BENCH)}
+    rows = []
+    for label, _, blocks, _ in CASES.values():
+        many, one = (found.get((label, blocks, case)) for case in ("kernel by kernel", "one kernel"))
+        if many is not None:
+            rows.append(
+                [
+                    label,
+                    blocks,
+                    f"{many['quality']['kernels']}",
+                    f"{many['value']:,.0f}",
+                    f"{one['value']:,.0f}" if one else "",
+                    f"{many['baseline_value']:,.0f}",
+                    f"{max(n['ratio'] for n in (many, one) if n):.0%}",
+                ]
+            )
+    if not rows:
+        return "Not measured yet."
+    header = ["model", "weights", "kernels", "kernel by kernel, us", "one kernel, us", "its bytes, us", "reached"]
+    return markdown(header, rows) + provenance(list(found.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--variants", action="store_true", help="time other plans of the one-kernel step as well")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this bench needs a CUDA GPU")
+    bandwidth = copy_bandwidth()
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for name in args.cases:
+        with attempt(name), torch.no_grad():
+            run_case(name, bandwidth, args.variants)
+
+
+if __name__ == "__main__":
+    as_command(main)

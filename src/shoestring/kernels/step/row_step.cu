@@ -1,0 +1,852 @@
+// All layers of a decoder and its head for one row, in one kernel, on sm_90 and later: from the embedded token to logits.
+// Defined in kernels/step/row_step.py.
+//
+// Between two kernels the memory waits. Here it does not: every block stays on its multiprocessor, and every warp reads its
+// share of all weights of all layers, in order, through a ring in shared memory. A slot is filled again as soon as it was
+// used, with a piece of whatever product comes next, so that the weights of the next product arrive while the block still
+// waits for its input.
+//
+//  - a product's rows (outputs) are shared out over the blocks, the inputs of a row over `slices` warps of a block.
+//  - activations pass through memory, as words of two numbers and a tag that says which step and layer wrote them: who needs
+//    a word reads it until the tag is right. There is no barrier over the grid, no counter and no fence.
+//  - the residual stream stays in the registers of the threads that write it: products that add to it have equal shares.
+//  - attention: a block takes a key head, or with few keys a query head, and a share of the keys; the shares of a head are
+//    joined by the blocks that made them, each a part of the dims, in a fixed order. Old keys and values are asked for before
+//    q is there.
+//  - sums have a fixed order: the result does not depend on timing.
+//  - CHUNKED: weights of 2, 3 or 4 bits with integer grids in chunks of 16 rows by 128 inputs (kernels/lowbit/chunk_layout.py),
+//    against x in 8-bit digits as in lowbit/few_rows.cu. (Compiled behind lowbit/decode.cu and lowbit/digits.cu then.)
+//
+// A word is written again two layers later. Who writes it then has seen words that depend on all who read it before.
+//
+// Macros: D_MODEL D_FF HEADS GROUPS (key heads) DIM (of a head) VOCAB   PAGE positions to a block of keys   BLOCKS of the
+//   grid   WARPS   SLOTS of a warp's ring, SLOT bytes each   SLICE inputs of a row for a warp, at most   SPLITS shares of
+//   the keys, at most   SHARE_KEYS keys that are worth a share   SHORT_KEYS up to which a block takes one query head
+//   EARLY_KEYS 1: those few keys are asked for when the layer begins, too; they may be in L2 already
+//   HEAD 1: with the head, of dense weights; 2: of 8-bit codes with a scale (HEAD_SCALE16: bf16) and a zero for each row;
+//   0: the residual stream is the result   HEAD_NORM 0 or 1   NORM32, HEAD_NORM32 1: norm weights in fp32
+//   WATCHED inputs from which on one warp looks for them first   SPIN nanoseconds between two looks at a word
+//   STAMPS 1: write times
+#define THREADS (WARPS * 32)
+#define QKV ((HEADS + 2 * GROUPS) * DIM)
+#define ATTENDED (HEADS * DIM)
+#define SHARED (HEADS / GROUPS)          // query heads to a key head
+#define LANES (DIM / 8)                  // lanes of a key, 16 bytes each
+#define KEYS_OF (32 / LANES)             // keys that a warp takes at a time
+#define LEAST -1e30f
+#define GIVE_UP (1 << 22)                // reads of a word that does not come; a second or more
+
+enum Kind { Qkv, Output, Up, Down, Head };
+constexpr int inputs_of(int kind) { return kind == Output ? ATTENDED : kind == Down ? D_FF : D_MODEL; }
+constexpr int outputs_of(int kind) { return kind == Qkv ? QKV : kind == Up ? D_FF : kind == Head ? VOCAB : D_MODEL; }
+constexpr bool chunked(int kind) { return CHUNKED && kind != Head; }
+constexpr bool coded(int kind) { return HEAD == 2 && kind == Head; }  // bytes w = (code - zero) * scale
+constexpr int chunks_of(int kind) { return (inputs_of(kind) + 127) / 128; }
+constexpr int rows_of(int kind) { return chunked(kind) ? 16 : 2; }  // outputs that stay together
+constexpr int log_slices(int kind) {  // of the number of warps that share a row, or 16 rows
+    int log = 0;
+    if (chunked(kind))
+        while (2 << log <= WARPS && 2 << log <= chunks_of(kind)) log++;
+    else
+        while (inputs_of(kind) > (coded(kind) ? 1024 : SLICE) << log) log++;
+    return log;
+}
+// All parts of a step run through the same code, which has to stay in the instruction cache: kinds are numbers at run time.
+INLINE int slices_log(const int kind) {
+    return kind == Down ? log_slices(Down) : kind == Output ? log_slices(Output) : kind == Head ? log_slices(Head) : log_slices(Up);
+}
+static_assert(log_slices(Qkv) == log_slices(Up), "products of equal inputs");
+constexpr bool in_pairs(int kind) { return chunks_of(kind) % (2 << log_slices(kind)) == 0; }
+#define RUN (in_pairs(Output) && in_pairs(Up) && in_pairs(Down) ? 2 : 1)  // chunks of a piece
+constexpr int part_of(int kind) { return inputs_of(kind) >> log_slices(kind); }
+
+struct Layer {  // as row_step.py writes it
+    const u16 *weights[4], *biases[4];
+    const void *attn_norm, *mlp_norm, *q_norm, *k_norm;
+    u16 *keys, *values;
+    const float* turns;  // cosines and sines at every position; null: no rotation
+    u64 window;          // positions that the row sees; 0: all
+};
+
+// Words of a layer, in memory.
+#define QKV_AT 0
+#define ATTENDED_AT (QKV_AT + QKV / 2)
+#define MIDDLE_AT (ATTENDED_AT + ATTENDED / 2)
+#define GATED_AT (MIDDLE_AT + D_MODEL / 2)
+#define LAST_AT (GATED_AT + D_FF / 2)
+#define PARTS_AT (LAST_AT + D_MODEL / 2)                   // [HEADS][SPLITS][DIM] numbers in fp32, or of some heads together
+#define TOPS_AT (PARTS_AT + GROUPS * SPLITS * SHARED * DIM)  // [HEADS][SPLITS][2] peaks and totals
+#define WORDS (TOPS_AT + GROUPS * SPLITS * SHARED * 2)
+
+// Shared memory. Attention uses what products have for x and their sums.
+#define RINGS (WARPS * SLOTS * SLOT)
+constexpr int most(int a, int b) { return a > b ? a : b; }
+// The queries, which are written while other warps may still read a product's sums, are no longer than x.
+constexpr int WIDEST = most(D_FF, most(D_MODEL, ATTENDED));
+#if CHUNKED
+#define X_GROUP 144   // bytes of 64 inputs: their high digits, their low ones, and 16 against bank conflicts
+#define X_SUMS ((WIDEST + 127) / 128 * 2 * X_GROUP)  // behind them: what sums of digits by group are, and what a digit is worth
+constexpr int X_BYTES = most(X_SUMS + (WIDEST + 127) / 128 * NG * 16, 4 * (SHARED + 2) * DIM);
+#else
+constexpr int X_BYTES = most(2 * WIDEST, 4 * (SHARED + 2) * DIM);
+#endif
+
+INLINE float add_lanes(float v, const int lanes) {
+    #pragma unroll
+    for (int i = 1; i < lanes; i *= 2) v += __shfl_xor_sync(~0u, v, i);
+    return v;
+}
+INLINE void eight(float* f, const uint4 v) {
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) f[2 * i] = widen_low(w[i]), f[2 * i + 1] = widen_high(w[i]);
+}
+INLINE u32 await_word(const uint2* p, const u32 tag, uint2 v) {  // v is what was read last
+    for (int n = 0; v.y != tag; n++) {
+        if (n == GIVE_UP) abandon();
+        others_run();
+        if (SPIN) nap(SPIN);
+        v = load_now2(p);
+    }
+    return v.x;
+}
+INLINE uint2 await_words(const uint2* p, const u32 tag, uint4 v) {  // two neighbours, of which v is what was read last
+    for (int n = 0; v.y != tag || v.w != tag; n++) {
+        if (n == GIVE_UP) abandon();
+        others_run();
+        if (SPIN) nap(SPIN);
+        v = load_now4(p);
+    }
+    return make_uint2(v.x, v.z);
+}
+INLINE uint2 await_words(const uint2* p, const u32 tag) { return await_words(p, tag, load_now4(p)); }
+
+// ---- the stream of weights ------------------------------------------------------------------------------------------
+struct Share { int first, count; };  // outputs of this block
+INLINE Share share_of(const int kind) {
+    const u32 each = rows_of(kind), all = outputs_of(kind) / each;
+    const u32 first = blockIdx.x * all / BLOCKS, next = (blockIdx.x + 1) * all / BLOCKS;
+    return {(int)(first * each), (int)((next - first) * each)};
+}
+// What a warp reads next. A row is one output, or 16 with their chunks.
+struct Stream {
+    const Layer* layers;
+    const void* head;
+    int num_layers, warp, lane;
+    u32 ring, bars;       // of this warp, in shared memory
+    int slot, phase;      // of the ring: that of the next piece
+    int layer, kind;
+    int row, rows, apart, half;  // `half`: from there on rows of the second matrix
+    int chunk, chunks, bytes;
+    const char* next;
+    u64 policy, to_row, to_second;  // bytes from behind a row to the next, and to the second matrix
+    u32 to_chunk;
+
+    INLINE void enter() {  // this product, or the next that has rows for this warp
+        while (layer <= num_layers) {
+            const int log = slices_log(kind), slices = 1 << log, slice = warp & (slices - 1);
+            const Share mine = share_of(kind);
+            const int count = chunked(kind) ? mine.count / 16 : mine.count;
+            rows = kind == Up ? 2 * count : count, half = count, row = warp >> log, apart = WARPS >> log, chunk = 0;
+            u32 pitch = inputs_of(kind) * (coded(kind) ? 1 : 2), first = mine.first;
+            bytes = (int)pitch >> log, chunks = 1, to_chunk = 0;
+#if CHUNKED
+            if (chunked(kind)) {
+                const int all = chunks_of(kind);
+                bytes = RUN * CHUNK, pitch = all * CHUNK, first /= 16;
+                chunks = (all / RUN - slice + slices - 1) >> log, to_chunk = slices * bytes;
+            }
+#endif
+            next = kind == Head ? (const char*)head : (const char*)layers[layer].weights[kind & 3];
+            next += (u64)(first + row) * pitch + slice * bytes;
+            to_row = (u64)apart * pitch - chunks * to_chunk;
+            to_second = (u64)(D_FF / (chunked(kind) ? 16 : 1) - count) * pitch;
+            if (kind == Up && row >= half) next += to_second;
+            if (row < rows) return;
+            next_product();
+        }
+    }
+    INLINE void next_product() {
+        if (kind == Head) layer = num_layers + 1;
+        else if (kind == Down) layer++, kind = Qkv;
+        else kind++;
+        if (layer == num_layers && HEAD) kind = Head;
+        else if (layer == num_layers) layer++;
+    }
+    INLINE void ask(const int to) {  // for the next piece, into this slot
+        if (layer > num_layers) return;
+        if (lane == 0) {
+            bar_expect(bars + to * 8, bytes);
+            bulk_copy_by(ring + to * SLOT, next, bytes, bars + to * 8, policy);
+        }
+        next += to_chunk;
+        if (++chunk < chunks) return;
+        chunk = 0, next += to_row;
+        const bool was_first = row < half;
+        row += apart;
+        if (row >= rows) {
+            next_product();
+            enter();
+        } else if (was_first && row >= half) next += to_second;
+    }
+    INLINE u32 await() {  // the next piece: its place
+        bar_wait(bars + slot * 8, phase);
+        return slot * SLOT;
+    }
+    INLINE void reuse() {  // its slot
+        ask(slot);
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+};
+
+#if STAMPS
+#define STAMP(n) if (threadIdx.x == 0) stamps[n] = time_now()
+#else
+#define STAMP(n)
+#endif
+
+// What all parts of the kernel need.
+struct Step {
+    Stream stream;
+    char* ring;         // of this warp
+    u32* x_s;           // the input of a product, two numbers to a word
+    float* squares;     // [WARPS]
+    float* inputs;      // [WARPS] sums of x by slices, for 8-bit codes
+    float* part;        // sums of rows by slices
+    int warp, lane;
+    float eps;
+    const u16* head_scale;
+    const unsigned char* head_zero;
+    u64* stamps;        // of this block and product: asked, input here, multiplied, written
+};
+
+// ---- a product --------------------------------------------------------------------------------------------------------
+// Until words all over the input are here; so that the other warps do not read in vain, where there are many.
+INLINE void watch(const Step& s, const uint2* in, const u32 tag, const int width) {
+    if (width < WATCHED) return;
+    if (s.warp == 0) await_words(in + s.lane * (width / 4 - 1) / 31 * 2, tag);
+    __syncthreads();
+}
+INLINE float square_of(const u32 pair) { return widen_low(pair) * widen_low(pair) + widen_high(pair) * widen_high(pair); }
+
+// part[row * slices + slice] = the sums of all rows of this block's share, with x from words of this tag or `plain` numbers.
+constexpr int PART = CHUNKED ? part_of(Head) : most(most(part_of(Up), part_of(Output)), most(part_of(Down), part_of(Head)));
+INLINE void multiply_dense(Step& s, const int kind, const uint2* in, const u16* plain, const u32 tag, const void* norm,
+                           const int rows, u64* const stamps) {
+    constexpr bool bytes = CHUNKED && HEAD == 2;  // the head; else there are none
+    constexpr int each = bytes ? 16 : 8, pieces = (PART + 32 * each - 1) / (32 * each);  // of 16 bytes, of a lane
+    constexpr int norm_words = each / 2 * (1 + NORM32);
+    static_assert(PART * 16 / each <= SLOT, "slots are too small");
+    const int width = CHUNKED ? D_MODEL : inputs_of(kind), quads = width / 4, log = CHUNKED ? log_slices(Head) : slices_log(kind);
+    const int slices = 1 << log, part = width >> log, slice = s.warp & (slices - 1);
+    const bool normed = norm != nullptr;
+    u32 by[pieces][norm_words];  // weights of the norm, which no block writes
+    if (normed) {
+        #pragma unroll
+        for (int p = 0; p < pieces; p++)
+            #pragma unroll
+            for (int i = 0; i < norm_words; i += 4) {
+                uint4 v = make_uint4(0, 0, 0, 0);
+                const int at = (p * 32 + s.lane) * each;
+                if (at < part) v = *(const uint4*)((const char*)norm + (slice * part + at) * (2 + 2 * NORM32) + i * 4);
+                by[p][i] = v.x, by[p][i + 1] = v.y, by[p][i + 2] = v.z, by[p][i + 3] = v.w;
+            }
+    }
+    if (!plain) watch(s, in, tag, width);
+    float square = 0.f;
+    #pragma unroll 1
+    for (int e = threadIdx.x; e < quads; e += THREADS * 8) {
+        uint4 got[8];
+        #pragma unroll
+        for (int u = 0; u < 8; u++) {
+            const int q = e + u * THREADS;
+            if (q < quads && !plain) got[u] = load_now4(in + 2 * q);
+        }
+        #pragma unroll
+        for (int u = 0; u < 8; u++) {
+            const int q = e + u * THREADS;
+            if (q >= quads) continue;
+            const uint2 x = plain ? load_now2(plain + 4 * q) : await_words(in + 2 * q, tag, got[u]);
+            *(uint2*)(s.x_s + 2 * q) = x;
+            if (normed) square += square_of(x.x) + square_of(x.y);
+        }
+    }
+    if (normed) {
+        square = add_lanes(square, 32);
+        if (s.lane == 0) s.squares[s.warp] = square;
+    }
+    __syncthreads();
+    STAMP(1);
+    float x[pieces][each], inputs = 0.f;
+    #pragma unroll
+    for (int p = 0; p < pieces; p++) {
+        const int at = (p * 32 + s.lane) * each;
+        #pragma unroll
+        for (int i = 0; i < each; i++) x[p][i] = 0.f;
+        if (at >= part) continue;
+        #pragma unroll
+        for (int i = 0; i < each; i += 8) eight(x[p] + i, *(const uint4*)(s.x_s + (slice * part + at + i) / 2));
+        #pragma unroll
+        for (int i = 0; i < each; i++) {
+            const u32 word = by[p][i * norm_words / each];
+            if (normed) x[p][i] *= NORM32 ? __uint_as_float(word) : i % 2 ? widen_high(word) : widen_low(word);
+            if (bytes) inputs += x[p][i];
+        }
+    }
+    if (bytes) {
+        inputs = add_lanes(inputs, 32);
+        if (s.lane == 0 && s.warp < slices) s.inputs[slice] = inputs;
+    }
+    #pragma unroll 1
+    for (int row = s.warp >> log; row < rows; row += WARPS >> log) {
+        const char* const piece = s.ring + s.stream.await();
+        float sum[pieces];
+        #pragma unroll
+        for (int p = 0; p < pieces; p++) {
+            sum[p] = 0.f;
+            if ((p * 32 + s.lane) * each >= part) continue;
+            const uint4 got = *(const uint4*)(piece + (p * 32 + s.lane) * 16);
+            if constexpr (bytes) {
+                const u32 words[4] = {got.x, got.y, got.z, got.w};
+                #pragma unroll
+                for (int i = 0; i < 16; i++) {  // the byte in the mantissa of 2^23
+                    const float w = __uint_as_float(__byte_perm(words[i / 4], 0x4b000000u, 0x7440 + i % 4)) - 8388608.f;
+                    sum[p] += w * x[p][i];
+                }
+            } else {
+                float w[8];
+                eight(w, got);
+                #pragma unroll
+                for (int i = 0; i < 8; i++) sum[p] += w[i] * x[p][i];
+            }
+        }
+        #pragma unroll
+        for (int p = 1; p < pieces; p++) sum[0] += sum[p];
+        const float total = add_lanes(sum[0], 32);
+        __syncwarp();  // all have read the piece
+        s.stream.reuse();
+        if (s.lane == 0) s.part[row * slices + slice] = total;
+    }
+}
+
+#if CHUNKED
+// The same with chunks of codes: x by chunk as integers times a scale, in two digits of 8 bits, each a column of B.
+INLINE void multiply_chunks(Step& s, const int kind, const uint2* in, const u16* plain, const u32 tag, const void* norm,
+                            const int rows, u64* const stamps) {
+    constexpr int run = RUN, apart = BY_STEP ? 8 : 16;
+    static_assert(run * CHUNK <= SLOT, "slots are too small");
+    const int width = inputs_of(kind), chunks = chunks_of(kind), log = slices_log(kind), slices = 1 << log;
+    const bool normed = norm != nullptr;
+    char* const x_s = (char*)s.x_s;
+    float4* const sums = (float4*)(x_s + X_SUMS);  // of a group: the sum of its high digits, what one is worth, the same for low
+    if (!plain) watch(s, in, tag, width);
+    float square = 0.f;
+    auto first_input = [&](const int word) { return BY_STEP ? word * 16 : word / 2 * 32 + word % 2 * 8; };
+    uint4 got[2][2];  // 16 inputs
+    auto load = [&](const int word) {
+        #pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const int k = first_input(word) + n / 2 * apart + n % 2 * 4;
+            if (word < chunks * 8 && k < width && !plain) got[n / 2][n % 2] = load_now4(in + k / 2);
+        }
+    };
+    load(threadIdx.x);
+    #pragma unroll 1
+    for (int e0 = s.warp * 32; e0 < chunks * 8; e0 += THREADS) {
+        const int word = e0 + s.lane, k0 = first_input(word);
+        const bool inside = word < chunks * 8;
+        u32 x[2][4];
+        float by[16];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {  // 8 inputs
+            const int k = k0 + i * apart;
+            x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
+            #pragma unroll
+            for (int n = 0; n < 8; n++) by[i * 8 + n] = 0.f;
+            if (!inside || k >= width) continue;
+            if (normed)
+#if NORM32
+                #pragma unroll
+                for (int n = 0; n < 8; n++) by[i * 8 + n] = ((const float*)norm)[k + n];
+#else
+                eight(by + i * 8, *(const uint4*)((const u16*)norm + k));
+#endif
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int k = k0 + i * apart;
+            if (!inside || k >= width) continue;
+            #pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const uint2 two = plain ? load_now2(plain + k + n * 4) : await_words(in + k / 2 + n * 2, tag, got[i][n]);
+                x[i][n * 2] = two.x, x[i][n * 2 + 1] = two.y;
+            }
+        }
+        load(word + THREADS);
+        if (normed)
+            #pragma unroll
+            for (int n = 0; n < 8; n++) {
+                u32& pair = x[n / 4][n % 4];
+                square += square_of(pair);
+                pair = narrow2(widen_low(pair) * by[2 * n], widen_high(pair) * by[2 * n + 1]);
+            }
+        u32 top = 0;
+        #pragma unroll
+        for (int n = 0; n < 8; n++) top = max_abs2(top, x[n / 4][n % 4]);
+        #pragma unroll
+        for (int i = 1; i < 8; i *= 2) top = max_abs2(top, __shfl_xor_sync(~0u, top, i));
+        const Digits digits(top);
+        int sum_high = 0, sum_low = 0;
+        char* const to = x_s + word / 4 * X_GROUP + word % 4 * 4;
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            u32 high, low;
+            digits.split(x[0][c], x[1][c], high, low);
+            sum_low = __dp4a((int)low, 0x01010101, sum_low), sum_high = __dp4a((int)high, 0x01010101, sum_high);
+            if (inside) *(u32*)(to + c * 16) = high, *(u32*)(to + 64 + c * 16) = low;
+        }
+        int sum = sum_high * 65536 + sum_low;  // two numbers of 16 bits
+        #pragma unroll
+        for (int i = 1; i < GROUP / 16; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        if (inside && word % (GROUP / 16) == 0)
+            sums[word / (GROUP / 16)] = {(float)((sum + 0x8000) >> 16), digits.unit, (float)(short)sum, digits.unit * (1.f / LOW_UNITS)};
+    }
+    if (normed) {
+        square = add_lanes(square, 32);
+        if (s.lane == 0) s.squares[s.warp] = square;
+    }
+    __syncthreads();
+    STAMP(1);
+    const int slice = s.warp & (slices - 1), g = s.lane >> 2, t = s.lane & 3;
+    const char* const x_column = x_s + (g < 4 ? 0 : 64) + t * 16;
+    const float2* const of = (const float2*)sums + (t >> 1);  // lanes of odd t repeat those of even t
+    #pragma unroll 1
+    for (int tile = s.warp >> log; tile < rows / 16; tile += WARPS >> log) {
+        float acc[2] = {0.f, 0.f};
+        #pragma unroll 1
+        for (int c0 = slice * run; c0 < chunks; c0 += slices * run) {
+            u32 x[run][8], w[run][NW], grid[run][NG][2];
+            #pragma unroll
+            for (int n = 0; n < run * 2; n++) {
+                const uint4 v = *(const uint4*)(x_column + (c0 * 2 + n) * X_GROUP);
+                u32* const to = x[n / 2] + n % 2 * 4;
+                to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+            }
+            const char* const piece = s.ring + s.stream.await();
+            #pragma unroll
+            for (int n = 0; n < run; n++) {
+                load_words(w[n], piece + n * CHUNK, s.lane);
+                #pragma unroll
+                for (int q = 0; q < NG * 2; q++)
+                    grid[n][q / 2][q % 2] = *(const u32*)(piece + n * CHUNK + CODES + q / 2 * 64 + g * 4 + q % 2 * 32);
+            }
+            __syncwarp();  // all have read the piece
+            s.stream.reuse();
+            #pragma unroll
+            for (int nq = 0; nq < run * NG; nq++) {
+                const int n = nq / NG, q = nq % NG;
+                int sum[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+                #pragma unroll
+                for (int i = q * (4 / NG); i < (q + 1) * (4 / NG); i++) {  // 32 inputs
+                    u32 a[4];
+                    code_bytes(a, w[n], i);
+                    mma_bytes(sum, a, x[n][2 * i], x[n][2 * i + 1]);
+                }
+                const float2 digit = of[(c0 * NG + nq) * 2];
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float zero = high_half_float(grid[n][q][h]) * (h ? BYTE_RS : 1);
+                    acc[h] += scale_float(grid[n][q][h]) * digit.y * (__int_as_float(sum[2 * h]) - (zero * digit.x + SHIFTED));
+                }
+            }
+        }
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float both = acc[h] + __shfl_xor_sync(~0u, acc[h], 2);
+            if (t == 0) s.part[(tile * 16 + g + 8 * h) * slices + slice] = h ? both * (1.f / BYTE_RS) : both;
+        }
+    }
+}
+#endif
+
+// `in`: words with the tag `in_tag`, or `plain` numbers. `residual`: of this thread's two outputs; they become the sums.
+INLINE void product(Step& s, const int kind, const uint2* in, const u16* plain, const u32 in_tag, const void* norm,
+                    const u16* bias, uint2* out, const u32 tag, float* logits, float* residual) {
+    const int slices = 1 << slices_log(kind);
+    const bool adds = kind == Output || kind == Down;
+    const Share mine = share_of(kind);
+    const int t = threadIdx.x, rows = mine.count * (kind == Up ? 2 : 1);
+    u64* const stamps = s.stamps;
+    STAMP(0);
+    if (mine.count == 0) return;
+    float added[2][2] = {{0.f, 0.f}, {0.f, 0.f}};  // biases, of gate and up
+    if (bias && t * 2 < mine.count)
+        for (int n = 0; n < (kind == Up ? 2 : 1); n++) {
+            const u32 pair = *(const u32*)(bias + n * D_FF + mine.first + t * 2);
+            added[n][0] = widen_low(pair), added[n][1] = widen_high(pair);
+        }
+#if CHUNKED
+    if (kind != Head) multiply_chunks(s, kind, in, plain, in_tag, norm, rows, stamps);
+#endif
+#if !CHUNKED || HEAD
+    if (!chunked(kind)) multiply_dense(s, kind, in, plain, in_tag, norm, rows, stamps);
+#endif
+    __syncthreads();
+    STAMP(2);
+    float scale = 1.f;
+    if (norm) {  // norms are of the model's width
+        float all = 0.f;
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) all += s.squares[w];
+        scale = root(all / D_MODEL + s.eps);
+    }
+    auto total_of = [&](const int row) {
+        float all = 0.f;
+        #pragma unroll
+        for (int n = 0; n < WARPS; n++)
+            if (n < slices) all += s.part[row * slices + n];
+        return all * scale;
+    };
+    #pragma unroll 1
+    for (int e = t * 2; e < mine.count; e += THREADS * 2) {
+        float v[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            v[i] = total_of(e + i) + added[0][i];
+            if (kind == Up) v[i] = v[i] / (1.f + __expf(-v[i])) * (total_of(mine.count + e + i) + added[1][i]);
+            if (adds) v[i] += residual[i];
+        }
+        if (coded(kind)) {
+            float inputs = 0.f;
+            for (int n = 0; n < slices; n++) inputs += s.inputs[n];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = mine.first + e + i;
+                const u32 grid = s.head_scale[row];
+                v[i] = (v[i] - s.head_zero[row] * inputs * scale) * (HEAD_SCALE16 ? __uint_as_float(grid << 16) : half_float(grid));
+            }
+        }
+        if (kind == Head) logits[mine.first + e] = v[0], logits[mine.first + e + 1] = v[1];
+        else {
+            const u32 pair = narrow2(v[0], v[1]);
+            if (adds) residual[0] = widen_low(pair), residual[1] = widen_high(pair);
+            store_now2(out + (mine.first + e) / 2, pair, tag);
+        }
+    }
+    STAMP(3);
+}
+
+// ---- attention --------------------------------------------------------------------------------------------------------
+INLINE float norm_weight(const void* weights, const int i) {
+#if HEAD_NORM32
+    return ((const float*)weights)[i];
+#else
+    return widen(((const u16*)weights)[i]);
+#endif
+}
+// The keys of earlier steps that a block attends to, with H of the query heads that share a key head.
+template <int H> struct Keys {
+    int shares, head, group, share, first, count;
+    bool used;
+    INLINE Keys(const int position, const int window) {
+        const int begin = window ? max(position - window + 1, 0) : 0, all = position - begin;
+        constexpr int most_shares = BLOCKS / (HEADS / H) < SPLITS ? BLOCKS / (HEADS / H) : SPLITS;
+        shares = max(1, min(most_shares, (all + SHARE_KEYS - 1) / SHARE_KEYS));
+        head = blockIdx.x / shares * H, group = head / SHARED, share = blockIdx.x % shares, used = head < HEADS;
+        const int size = (all + shares - 1) / shares;
+        first = begin + share * size, count = used ? max(0, min(size, all - share * size)) : 0;
+    }
+    INLINE u64 place_of(const int* table, const int at) const {
+        return (((u64)table[at / PAGE] * PAGE + at % PAGE) * GROUPS + group) * DIM;
+    }
+};
+// They come from memory behind the weights that were asked for before; so they are asked for when the layer begins.
+template <int H> INLINE void ask_for_keys(const Layer& layer, const int* table, const int position) {
+    constexpr int lines = (DIM * 2 + 127) / 128;
+    const Keys<H> mine(position, (int)layer.window);
+    #pragma unroll 1
+    for (int e = threadIdx.x; e < mine.count * lines; e += THREADS) {
+        const u64 from = mine.place_of(table, mine.first + e / lines) + e % lines * 64;
+        prefetch(layer.keys + from), prefetch(layer.values + from);
+    }
+}
+// AHEAD: pieces of keys and values that a thread asks for before q is there.
+template <int H, int AHEAD> INLINE void attend(Step& s, const Layer& layer, uint2* words, const u32 tag, const int* table,
+                                               const int position, const bool live, const float scale, const float head_eps) {
+    u64* const stamps = s.stamps;
+    STAMP(0);
+    const Keys<H> own_keys(position, (int)layer.window);
+    const int shares = own_keys.shares, group = own_keys.group, share = own_keys.share, t = threadIdx.x;
+    const int first = own_keys.first, mine = own_keys.count;
+    if (!own_keys.used) return;
+    const bool stores = live && own_keys.head % SHARED == 0;  // the row's key and value
+    float* const q_s = (float*)s.x_s;             // [H][DIM], times the scale
+    float* const own_s = q_s + H * DIM;           // the row's key, then its value
+    float* const sums = own_s + 2 * DIM;          // [WARPS][H][DIM]
+    float* const tops = sums + WARPS * H * DIM;   // [WARPS][H][2]
+
+    // ---- the first keys and values, and what q and k are turned by ---------------------------------------------------
+    const int of_warp = s.lane / LANES, piece = s.lane % LANES;
+    auto place_of = [&](const int at) { return own_keys.place_of(table, at); };
+    uint4 keys[AHEAD], values[AHEAD];
+    auto key_at = [&](const int round, const int n) { return ((round * AHEAD + n) * WARPS + s.warp) * KEYS_OF + of_warp; };
+    auto fetch = [&](const int round) {
+        u64 from[AHEAD];  // all places first: they are loaded, too
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) from[n] = key_at(round, n) < mine ? place_of(first + key_at(round, n)) + piece * 8 : 0;
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            keys[n] = values[n] = make_uint4(0, 0, 0, 0);
+            if (key_at(round, n) < mine) keys[n] = load_late(layer.keys + from[n]), values[n] = load_late(layer.values + from[n]);
+        }
+    };
+    fetch(0);
+    constexpr int halves = (DIM / 4 + 31) / 32;  // words of half a head, of a lane
+    const float* const turns = layer.turns + (u64)position * DIM;
+    float cosine[halves][2], sine[halves][2];
+    #pragma unroll
+    for (int n = 0; n < halves; n++)
+        for (int i = 0; i < 2; i++) {
+            const int dim = (s.lane + 32 * n) * 2 + i;
+            cosine[n][i] = 1.f, sine[n][i] = 0.f;
+            if (layer.turns && dim < DIM / 2) cosine[n][i] = turns[dim], sine[n][i] = turns[DIM / 2 + dim];
+        }
+
+    // ---- q, and for the first share k and v --------------------------------------------------------------------------
+    const uint2* const qkv = words + QKV_AT;
+    #pragma unroll 1
+    for (int item = s.warp; item < (share ? H : H + 2); item += WARPS) {
+        const bool is_q = item < H, is_v = item == H + 1;
+        const uint2* const from = qkv + (is_q ? own_keys.head + item : HEADS + (is_v ? GROUPS : 0) + group) * (DIM / 2);
+        float a[halves][2], b[halves][2];
+        #pragma unroll
+        for (int n = 0; n < halves; n++) {
+            const int at = s.lane + 32 * n;
+            a[n][0] = a[n][1] = b[n][0] = b[n][1] = 0.f;
+            if (at >= DIM / 4) continue;
+            const uint2 first_left = load_now2(from + at), first_right = load_now2(from + DIM / 4 + at);
+            const u32 left = await_word(from + at, tag, first_left), right = await_word(from + DIM / 4 + at, tag, first_right);
+            a[n][0] = widen_low(left), a[n][1] = widen_high(left), b[n][0] = widen_low(right), b[n][1] = widen_high(right);
+        }
+#if HEAD_NORM
+        float square = 0.f;
+        #pragma unroll
+        for (int n = 0; n < halves; n++)
+            for (int i = 0; i < 2; i++) square += a[n][i] * a[n][i] + b[n][i] * b[n][i];
+        const float by = root(add_lanes(square, 32) / DIM + head_eps);
+#endif
+        const u64 own = stores ? place_of(position) : 0;
+        #pragma unroll
+        for (int n = 0; n < halves; n++) {
+            const int dim = (s.lane + 32 * n) * 2;
+            if (dim >= DIM / 2) continue;
+            u16 left[2], right[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float x = a[n][i], y = b[n][i];
+#if HEAD_NORM
+                const void* const w = is_q ? layer.q_norm : layer.k_norm;
+                if (!is_v) x *= by * norm_weight(w, dim + i), y *= by * norm_weight(w, DIM / 2 + dim + i);
+#endif
+                const float c = is_v ? 1.f : cosine[n][i], z = is_v ? 0.f : sine[n][i];
+                left[i] = narrow(x * c - y * z), right[i] = narrow(y * c + x * z);
+                float* const to = is_q ? q_s + item * DIM : own_s + (is_v ? DIM : 0);
+                to[dim + i] = widen(left[i]) * (is_q ? scale : 1.f);
+                to[DIM / 2 + dim + i] = widen(right[i]) * (is_q ? scale : 1.f);
+            }
+            if (!is_q && stores) {
+                u16* const to = (is_v ? layer.values : layer.keys) + own + dim;
+                *(u32*)to = left[0] | (u32)left[1] << 16, *(u32*)(to + DIM / 2) = right[0] | (u32)right[1] << 16;
+            }
+        }
+    }
+    __syncthreads();
+    STAMP(1);
+
+    // ---- softmax(q keys^T) values: LANES lanes keep a softmax of their own -------------------------------------------
+    float peak[H], total[H], acc[H][8];
+    const bool has_own = share == 0 && s.warp == 0 && of_warp == 0;
+    #pragma unroll
+    for (int h = 0; h < H; h++) {
+        float score = 0.f;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int dim = piece * 8 + i;
+            score += share == 0 ? q_s[h * DIM + dim] * own_s[dim] : 0.f;
+            acc[h][i] = has_own ? own_s[DIM + dim] : 0.f;
+        }
+        score = add_lanes(score, LANES);
+        peak[h] = has_own ? score : LEAST, total[h] = has_own ? 1.f : 0.f;
+    }
+    const int rounds = (mine + AHEAD * WARPS * KEYS_OF - 1) / (AHEAD * WARPS * KEYS_OF);
+    #pragma unroll 1
+    for (int round = 0; round < rounds; round++) {
+        uint4 keys_now[AHEAD], values_now[AHEAD];
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) keys_now[n] = keys[n], values_now[n] = values[n];
+        if (round + 1 < rounds) fetch(round + 1);
+        #pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            if (key_at(round, n) - of_warp >= mine) continue;  // none of the warp's
+            float k[8], v[8];
+            eight(k, keys_now[n]), eight(v, values_now[n]);
+            const bool inside = key_at(round, n) < mine;
+            #pragma unroll
+            for (int h = 0; h < H; h++) {
+                const float4 q0 = *(const float4*)(q_s + h * DIM + piece * 8), q1 = *(const float4*)(q_s + h * DIM + piece * 8 + 4);
+                float score = q0.x * k[0] + q0.y * k[1] + q0.z * k[2] + q0.w * k[3];
+                score += q1.x * k[4] + q1.y * k[5] + q1.z * k[6] + q1.w * k[7];
+                score = add_lanes(score, LANES);
+                const float top = inside ? max(peak[h], score) : peak[h], shrink = power2(peak[h] - top);
+                const float weight = inside ? power2(score - top) : 0.f;
+                peak[h] = top, total[h] = total[h] * shrink + weight;
+                #pragma unroll
+                for (int i = 0; i < 8; i++) acc[h][i] = acc[h][i] * shrink + weight * v[i];
+            }
+        }
+    }
+    #pragma unroll
+    for (int h = 0; h < H; h++) {
+        #pragma unroll
+        for (int other = LANES; other < 32; other *= 2) {
+            const float there = __shfl_xor_sync(~0u, peak[h], other), top = max(peak[h], there);
+            const float shrink = power2(peak[h] - top);
+            peak[h] = top, total[h] *= shrink;
+            total[h] += __shfl_xor_sync(~0u, total[h], other);
+            #pragma unroll
+            for (int i = 0; i < 8; i++) acc[h][i] *= shrink, acc[h][i] += __shfl_xor_sync(~0u, acc[h][i], other);
+        }
+        if (of_warp == 0) {
+            float* const to = sums + (s.warp * H + h) * DIM + piece * 8;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) to[i] = acc[h][i];
+            if (piece == 0) tops[(s.warp * H + h) * 2] = peak[h], tops[(s.warp * H + h) * 2 + 1] = total[h];
+        }
+    }
+    __syncthreads();
+    STAMP(2);
+
+    // ---- the warps' sums, then the shares' ---------------------------------------------------------------------------
+    uint2* const out = words + ATTENDED_AT + own_keys.head * (DIM / 2);
+    uint2* const parts = words + PARTS_AT + own_keys.head * (SPLITS * DIM);
+    uint2* const parts_tops = words + TOPS_AT + own_keys.head * (SPLITS * 2);
+    #pragma unroll 1
+    for (int e = t * 2; e < H * DIM; e += THREADS * 2) {
+        const int h = e / DIM;
+        float top = LEAST, all = 0.f, sum[2] = {0.f, 0.f};
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) top = max(top, tops[(w * H + h) * 2]);
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float by = power2(tops[(w * H + h) * 2] - top);
+            all += by * tops[(w * H + h) * 2 + 1];
+            for (int i = 0; i < 2; i++) sum[i] += by * sums[w * H * DIM + e + i];
+        }
+        if (shares == 1) store_now2(out + e / 2, narrow2(sum[0] / all, sum[1] / all), tag);
+        else {
+            store_now4(parts + share * (H * DIM) + e, __float_as_uint(sum[0]), tag, __float_as_uint(sum[1]), tag);
+            if (e % DIM == 0) store_now4(parts_tops + (share * H + h) * 2, __float_as_uint(top), tag, __float_as_uint(all), tag);
+        }
+    }
+    if (shares > 1)
+        #pragma unroll 1
+        for (int e = (share + t * shares) * 2; e < H * DIM; e += THREADS * shares * 2) {
+            const int h = e / DIM;
+            float top = LEAST, all = 0.f, sum[2] = {0.f, 0.f};
+            auto top_at = [&](const int n) { return parts_tops + (n * H + h) * 2; };
+            auto part_at = [&](const int n) { return parts + n * (H * DIM) + e; };
+            #pragma unroll 1
+            for (int n0 = 0; n0 < shares; n0 += 4) {  // in order, asked for together
+                uint4 some_tops[4], some[4];
+                #pragma unroll
+                for (int n = 0; n < 4; n++)
+                    if (n0 + n < shares) some_tops[n] = load_now4(top_at(n0 + n)), some[n] = load_now4(part_at(n0 + n));
+                #pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    if (n0 + n >= shares) continue;
+                    const uint2 there = await_words(top_at(n0 + n), tag, some_tops[n]);
+                    const uint2 got = await_words(part_at(n0 + n), tag, some[n]);
+                    const float peak_n = __uint_as_float(there.x), next = max(top, peak_n);
+                    const float old = power2(top - next), by = power2(peak_n - next);
+                    all = all * old + by * __uint_as_float(there.y), top = next;
+                    sum[0] = sum[0] * old + by * __uint_as_float(got.x), sum[1] = sum[1] * old + by * __uint_as_float(got.y);
+                }
+            }
+            store_now2(out + e / 2, narrow2(sum[0] / all, sum[1] / all), tag);
+        }
+    __syncthreads();  // x_s is written next
+    STAMP(3);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(
+    const Layer* __restrict__ layers, const void* __restrict__ head, const u16* __restrict__ head_scale,
+    const unsigned char* __restrict__ head_zero, const void* __restrict__ last_norm, const u16* x,
+    void* result, uint2* words, u32* state, const int* tables, const int* tiles, u64* stamps, float eps,
+    float head_eps, float last_eps, float scale, int num_layers, int table_stride) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Step s;
+    u64* const bars = (u64*)(smem + RINGS);
+    Layer* const layers_s = (Layer*)(bars + WARPS * SLOTS);
+    s.warp = warp, s.lane = lane, s.eps = eps, s.head_scale = head_scale, s.head_zero = head_zero;
+    s.x_s = (u32*)(layers_s + num_layers);
+    s.squares = (float*)((char*)s.x_s + X_BYTES);
+    s.inputs = s.squares + WARPS;
+    s.part = s.inputs + WARPS;
+    s.ring = smem + warp * SLOTS * SLOT;
+    for (int e = threadIdx.x; e < num_layers * (int)(sizeof(Layer) / 8); e += THREADS) ((u64*)layers_s)[e] = ((const u64*)layers)[e];
+    Stream& stream = s.stream;
+    stream.layers = layers_s, stream.head = head, stream.num_layers = num_layers, stream.warp = warp, stream.lane = lane;
+    stream.ring = shared_address(s.ring), stream.bars = shared_address(bars + warp * SLOTS);
+    stream.policy = read_once();
+    stream.slot = stream.phase = stream.layer = 0, stream.kind = Qkv;
+    if (lane == 0) {
+        for (int n = 0; n < SLOTS; n++) bar_init(stream.bars + n * 8, 1);
+        bar_init_done();
+    }
+    __syncthreads();
+    stream.enter();
+    for (int n = 0; n < SLOTS; n++) stream.ask(n);
+
+    grid_wait();
+    const u32 step = load_late32(state);
+    const int table_row = load_late32(tiles), position = load_late32(tiles + 2), live = load_late32(tiles + 3);
+    const int* const table = tables + (u64)table_row * table_stride;
+    float residual[2] = {0.f, 0.f};
+    const Share mine = share_of(Output);
+    static_assert(D_MODEL / BLOCKS + 16 <= THREADS * 2, "a thread has two outputs at most that it adds to");
+    if ((int)threadIdx.x * 2 < mine.count) {
+        const u32 pair = load_late32(x + mine.first + threadIdx.x * 2);
+        residual[0] = widen_low(pair), residual[1] = widen_high(pair);
+    }
+    const u32 first_tag = step * (num_layers + 1);
+    #pragma unroll 1
+    for (int l = 0, kind = Qkv; l < num_layers + (HEAD ? 1 : 0);) {
+        if (l == num_layers) kind = Head, s.eps = last_eps, launch_dependents();
+        const Layer& layer = layers_s[l < num_layers ? l : 0];
+        const u32 tag = first_tag + l + 1, in_tag = kind == Qkv || kind == Head ? tag - 1 : tag;
+        uint2* const here = words + (l & 1) * WORDS;
+        const uint2* const before = words + (l & 1 ^ 1) * WORDS;
+        const uint2* const in = kind == Output ? here + ATTENDED_AT : kind == Up ? here + MIDDLE_AT : kind == Down ? here + GATED_AT : before + LAST_AT;
+        uint2* const out = here + (kind == Qkv ? QKV_AT : kind == Output ? MIDDLE_AT : kind == Up ? GATED_AT : LAST_AT);
+        const void* const norm = kind == Qkv ? layer.attn_norm : kind == Up ? layer.mlp_norm : kind == Head ? last_norm : nullptr;
+        const u16* const bias = kind == Head ? nullptr : layer.biases[kind & 3];
+        auto stamp_at = [&](const int n) { s.stamps = stamps + ((u64)(l * 5 + n) * BLOCKS + blockIdx.x) * 4; };
+        stamp_at(kind == Head || kind == Qkv ? 0 : kind + 1);
+        const int at = live ? position : 0, seen = layer.window && (int)layer.window <= at ? (int)layer.window - 1 : at;
+        const bool by_head = HEADS <= BLOCKS && seen <= SHORT_KEYS;  // then a block takes one query head
+        if (kind == Qkv && by_head && EARLY_KEYS) ask_for_keys<1>(layer, table, at);
+        else if (kind == Qkv && !by_head) ask_for_keys<SHARED>(layer, table, at);
+        product(s, kind, in, kind == Qkv && l == 0 ? x : nullptr, in_tag, norm, bias, out, tag, (float*)result, residual);
+        stamp_at(1);
+        if (kind == Qkv && by_head) attend<1, 8>(s, layer, here, tag, table, at, live, scale, head_eps);
+        else if (kind == Qkv) attend<SHARED, 2>(s, layer, here, tag, table, at, live, scale, head_eps);
+        if (kind == Down || kind == Head) l++, kind = Qkv;
+        else kind++;
+    }
+#if !HEAD
+    launch_dependents();
+    if ((int)threadIdx.x * 2 < mine.count) ((u32*)result)[mine.first / 2 + threadIdx.x] = narrow2(residual[0], residual[1]);
+#endif
+    // The last block to end counts the step, for the tags of the next.
+    if (threadIdx.x == 0 && add_to(state + 1, 1) == BLOCKS - 1) state[1] = 0, state[0] = step + 1;
+}
