@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,8 +100,9 @@ class Step:
             made = self.fused._make_row_step(self.cache)
         if made is None or (plan is None and not stamps):
             return made
-        layers, head, norm = made._kept
-        return RowStep(layers, head, norm, *made._numbers[:3], layout=made.shape.layout, plan=plan, stamps=stamps)
+        eps, head_eps, last_eps, _ = made.numbers
+        layout, plan = made.shape.layout, plan or made.plan
+        return RowStep(made.layers, made.head, eps, head_eps, last_eps, layout=layout, plan=plan, stamps=stamps)
 
     def embedded(self) -> Tensor:
         return self.fused.embed.rows(self.token, self.token, self.fused.dtype)
@@ -213,7 +215,7 @@ def run_case(name: str, bandwidth: float, variants: bool) -> None:
     distance = ((got - want).norm() / want.norm()).item()
     print(f"    one kernel: distance {distance:.2e} from kernel by kernel", flush=True)
     assert distance <= WRONG, "the one-kernel step is wrong"
-    samples = microseconds(captured(lambda: step.row(whole)))
+    samples = microseconds(captured(functools.partial(step.row, whole)))
     stamped = step.one_kernel(stamps=True)
     assert stamped is not None
     for _ in range(3):
@@ -232,7 +234,7 @@ def run_case(name: str, bandwidth: float, variants: bool) -> None:
             with attempt(f"{changed}"):
                 other = step.one_kernel(plan)
                 assert other is not None
-                took = statistics.median(microseconds(captured(lambda other=other: step.row(other))))
+                took = statistics.median(microseconds(captured(functools.partial(step.row, other))))
                 print(f"    {took:8.1f} us  {changed}", flush=True)
 
 
