@@ -106,16 +106,19 @@ def shows_acceptance(service: Any) -> str:
 
 @pytest.mark.slow
 def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, tmp_path: Path) -> None:
-    with running(api_keys=("secret",)) as service:
+    with running(api_keys=("secret",), max_requests=8) as service:
         service.engine.drafter = DraftModel(service.engine.model)  # guesses well
         service.engine.eos_ids = set()
         browser.call("Page.navigate", url=service.url + "/")
         browser.wait_for("document.readyState === 'complete' && !!document.getElementById('model')")
         browser.wait_for("document.getElementById('model').textContent.includes('API key')")
-        browser.failures.clear()  # the 401s, which are right
+        assert browser.failures == [] and not browser.run("$('key-field').hidden")  # nothing was called in vain
         browser.run("$('key').value = 'secret'; $('max_tokens').value = 12; $('seed').value = 5")
         browser.wait_for("$('model').textContent.startsWith('tiny, context 4096')")
-        browser.run("$('text').value = 'Hello <b>you</b>'; $('ask').requestSubmit()")
+        browser.run("$('text').value = 'Hello <b>you</b>'; $('tokens').open = true; countTokens()")
+        browser.wait_for("$('pieces').textContent.includes('Hello <b>you</b>')")
+        assert browser.run("$('count').textContent").endswith(" of 4096")
+        browser.run("$('ask').requestSubmit()")
         browser.wait_for("document.querySelectorAll('.assistant:not(.writing)').length === 1")
         assert browser.run("document.querySelector('.user .body').innerHTML") == "Hello &lt;b&gt;you&lt;/b&gt;"
         assert browser.run("document.querySelector('.assistant .body').textContent.length") > 0
@@ -123,6 +126,13 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         assert "+ 12 tokens" in facts and "length" in facts and "tok/s" in facts
         browser.wait_for(shows_acceptance(service))
         browser.wait_for("$('kv-text').textContent === '0%' && $('kv').value === 0")
+
+        # The same question again: the seed decides, so the answer is the same, and the chat is no longer than before.
+        wrote = "document.querySelector('.assistant .body').textContent"
+        before = browser.run(wrote)
+        browser.run("document.querySelector('.again').click()")
+        browser.wait_for("document.querySelectorAll('.assistant:not(.writing)').length === 1 && !running")
+        assert browser.run(wrote) == before and browser.run("chat.length") == 2
 
         # A long answer is stopped in the middle, and the engine stops working on it.
         browser.run("$('max_tokens').value = 4000; $('text').value = 'More'; $('ask').requestSubmit()")
@@ -146,3 +156,56 @@ def test_the_playground_chats_streams_stops_and_shows_errors(browser: Browser, t
         assert browser.failures == []
         browser.run("$('stops').value = 'x'.repeat(9999); $('text').value = 'Hi'; $('ask').requestSubmit()")
         browser.wait_for("document.querySelector('.error .body')?.textContent.startsWith('stop must be')")
+
+
+HOSTILE = """# A **title**
+
+Text with `code <b>`, *stress* and [a link](https://example.org/x), [not one](javascript:alert(1)).
+
+```python
+print("<script>alert(1)</script>")
+```
+- one
+- two
+  - inner
+
+> quoted <img src=x onerror=alert(1)>
+
+1. first
+2. second
+
+```
+open to the end"""
+
+
+@pytest.mark.slow
+def test_markdown_is_rendered_and_never_parsed_as_html(browser: Browser) -> None:
+    with running(max_requests=1) as service:
+        browser.call("Page.navigate", url=service.url + "/")
+        browser.wait_for("document.readyState === 'complete' && typeof markdown === 'function'")
+        assert browser.run("$('key-field').hidden")
+        browser.run(f"window.box = document.createElement('div'); box.append(markdown({json.dumps(HOSTILE)}))")
+        html = browser.run("box.innerHTML")
+        assert "<h3>A <strong>title</strong></h3>" in html and "<code>code &lt;b&gt;</code>" in html
+        assert "<em>stress</em>" in html and 'href="https://example.org/x"' in html
+        assert browser.run("box.querySelectorAll('a, img, script').length") == 1  # the one good link
+        assert browser.run("box.querySelector('pre code').textContent") == 'print("<script>alert(1)</script>")'
+        assert browser.run("[...box.querySelectorAll('li')].map((e) => e.firstChild.textContent).join()").startswith(
+            "one,"
+        )
+        assert browser.run("box.querySelectorAll('ol li').length") == 2 and "quoted &lt;img" in html
+        assert browser.run("[...box.querySelectorAll('pre')].at(-1).textContent").endswith("open to the end")
+        # Nothing that a model may write takes long.
+        for text in ("*" * 30_000, "[" * 30_000, "`" * 30_000, "> " * 5_000, "- " * 5_000, "**a" * 9_000, "#" * 30_000):
+            browser.run(f"window.began = performance.now(); markdown({json.dumps(text)})")
+            took = browser.run("performance.now() - began")
+            assert took < 2000, (text[:4], took)
+        # A phone: settings are behind their button; and the theme is one of three.
+        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        assert browser.run("document.documentElement.scrollWidth") <= 390
+        assert browser.run("getComputedStyle(document.querySelector('aside')).display") == "none"
+        browser.run("$('settings').click()")
+        assert browser.run("getComputedStyle(document.querySelector('aside')).display") == "block"
+        browser.run("$('theme').click(); $('theme').click()")
+        assert browser.run("getComputedStyle(document.documentElement).colorScheme") == "dark"
+        assert browser.failures == []

@@ -80,7 +80,7 @@ log = logging.getLogger("shoestring.serve")
 
 WEB = Path(__file__).parent / "web"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/style.css")  # no key needed
+OPEN_PATHS = ("/", "/health", "/web/app.js", "/web/markdown.js", "/web/style.css")  # no key needed
 KEEP_ALIVE_S = 15.0  # an idle stream sends a comment this often
 LATE_S = 2.0  # the engine ends requests at their deadline, between two steps; this much later the event loop does
 CLIENT_LEFT = 499  # nginx's code; only in the log
@@ -353,7 +353,9 @@ class Api:
 
         def encode(body: TokenizeBody) -> bytes:
             ids = tokenize(body, self.tokenizer)
-            answer = {"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context}
+            answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": self.limits.max_context}
+            if body.return_token_strs:  # bytes of a character that others complete become replacement characters
+                answer["token_strs"] = [self._token_bytes(i).decode("utf-8", "replace") for i in ids]
             return written(answer).encode()
 
         async with self._body(request) as content:
@@ -441,8 +443,12 @@ class Api:
         return JSONResponse({"version": __version__})
 
     async def page(self) -> Response:
-        """The playground."""
-        return _file("index.html", {"Content-Security-Policy": PAGE_POLICY})
+        """The playground. It is told whether a key is needed, so that it makes no call that must fail."""
+        page = _file("index.html", {"Content-Security-Policy": PAGE_POLICY})
+        if self.settings.api_keys:
+            page.body = bytes(page.body).replace(b"<html ", b'<html data-key="required" ', 1)
+            page.headers["content-length"] = str(len(page.body))
+        return page
 
     async def page_part(self, name: str) -> Response:
         """The playground's script and style."""

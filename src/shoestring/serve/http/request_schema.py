@@ -398,6 +398,7 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: Any = Field(None, description="list of objects with `role` and `content`")
     add_special_tokens: bool = True
+    return_token_strs: bool = False
 
 
 class EmbeddingBody(BaseModel):

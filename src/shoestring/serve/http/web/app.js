@@ -15,6 +15,23 @@ for (const output of document.querySelectorAll("output")) {
 }
 $("key").value = sessionStorage.getItem("shoestring-key") || "";
 $("key").addEventListener("change", () => sessionStorage.setItem("shoestring-key", $("key").value));
+const needsKey = document.documentElement.dataset.key === "required"; // the server writes it into the page
+$("key-field").hidden = !needsKey;
+$("key-field").addEventListener("submit", (event) => event.preventDefault());
+const mayCall = () => !needsKey || $("key").value !== "";
+
+const THEMES = { auto: "light dark", light: "light", dark: "dark" };
+function setTheme(name) {
+  document.documentElement.style.colorScheme = THEMES[name];
+  $("theme").textContent = name;
+  localStorage.setItem("shoestring-theme", name);
+}
+setTheme(THEMES[localStorage.getItem("shoestring-theme")] ? localStorage.getItem("shoestring-theme") : "auto");
+$("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  setTheme(names[(names.indexOf($("theme").textContent) + 1) % names.length]);
+});
+$("settings").addEventListener("click", () => document.body.classList.toggle("with-settings"));
 
 function headers() {
   const key = $("key").value;
@@ -45,7 +62,7 @@ function settings() {
 function show(role, text) {
   const message = document.createElement("div");
   message.className = `message ${role}`;
-  for (const [part, content] of [["who", role], ["body", text], ["facts", ""]]) {
+  for (const [part, content] of [["who", role], ["body", text], ["rendered", ""], ["facts", ""], ["actions", ""]]) {
     const div = document.createElement("div");
     div.className = part;
     div.textContent = content; // never HTML: a model may write anything
@@ -56,8 +73,31 @@ function show(role, text) {
   return {
     root: message,
     body: message.querySelector(".body"),
+    rendered: message.querySelector(".rendered"),
     facts: message.querySelector(".facts"),
+    actions: message.querySelector(".actions"),
   };
+}
+
+function button(text, title, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = text;
+  made.title = title;
+  made.addEventListener("click", () => act(made));
+  return made;
+}
+
+// A whole answer is shown as Markdown; the text as it came, with drafted tokens in colour, is one click away.
+function render(answer) {
+  answer.rendered.replaceChildren(markdown(answer.body.textContent));
+  answer.root.classList.add("as-markdown");
+  answer.actions.append(
+    button("raw", "The text as it came", (made) => {
+      const rendered = answer.root.classList.toggle("as-markdown");
+      made.textContent = rendered ? "raw" : "formatted";
+    })
+  );
 }
 
 // Appends text to an element, coloured by who wrote it. Tokens tell how many characters are whose; text can
@@ -104,20 +144,27 @@ async function* events(response) {
   }
 }
 
-async function ask(text) {
+// What the model reads: of a chat all of it, with `text` as the next message; else the text alone.
+function promptOf(text, isChat) {
+  if (!isChat) return { prompt: text };
+  const system = $("system").value.trim();
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...chat];
+  return { messages: text === null ? messages : [...messages, { role: "user", content: text }] };
+}
+
+async function ask(text, again = false) {
   const isChat = $("mode").value === "chat";
   const body = settings();
-  let path;
-  if (isChat) {
-    chat.push({ role: "user", content: text });
-    const system = $("system").value.trim();
-    body.messages = system ? [{ role: "system", content: system }, ...chat] : [...chat];
-    path = "/v1/chat/completions";
+  if (again) {
+    if (isChat && chat.length && chat[chat.length - 1].role === "assistant") chat.pop();
+    $("messages").lastElementChild.remove();
   } else {
-    body.prompt = text;
-    path = "/v1/completions";
+    if (isChat) chat.push({ role: "user", content: text });
+    show("user", text);
   }
-  show("user", text);
+  for (const old of document.querySelectorAll(".again")) old.remove(); // only the last answer can be written again
+  Object.assign(body, promptOf(isChat ? null : text, isChat));
+  const path = isChat ? "/v1/chat/completions" : "/v1/completions";
   const answer = show("assistant", "");
   answer.root.classList.add("writing");
   running = new AbortController();
@@ -182,9 +229,57 @@ async function ask(text) {
     if (answer.root.classList.contains("error")) chat.pop(); // so that the next try is not two questions
     else chat.push({ role: "assistant", content: answer.body.textContent });
   }
+  if (!answer.root.classList.contains("error") && answer.body.textContent) render(answer);
+  const redo = button("regenerate", "Write this answer again", () => running || ask(text, true));
+  redo.className = "again";
+  if (!(isChat && answer.root.classList.contains("error"))) answer.actions.append(redo);
   running = null;
   setBusy(false);
+  countTokens();
 }
+
+// -- the tokens of the prompt -----------------------------------------------------------------------------
+
+let counting = null;
+function countSoon() {
+  clearTimeout(counting);
+  counting = setTimeout(countTokens, 400);
+}
+
+async function countTokens() {
+  clearTimeout(counting);
+  const text = $("text").value;
+  const isChat = $("mode").value === "chat";
+  if (!mayCall() || (!text && !(isChat && chat.length))) {
+    $("count").textContent = "";
+    $("pieces").replaceChildren();
+    return;
+  }
+  const wanted = $("tokens").open;
+  try {
+    const response = await fetch("/tokenize", {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...headers() },
+      body: JSON.stringify({ ...promptOf(text || null, isChat && known), return_token_strs: wanted }),
+    });
+    const told = await response.json();
+    if (!response.ok) throw new Error(told.error.message);
+    $("count").textContent = `${told.count} of ${told.max_model_len}`;
+    const spans = (told.token_strs || []).slice(0, 4000).map((piece, number) => {
+      const span = document.createElement("span");
+      span.textContent = piece;
+      span.title = String(told.tokens[number]);
+      return span;
+    });
+    $("pieces").replaceChildren(...spans);
+  } catch (error) {
+    $("count").textContent = error.message;
+  }
+}
+$("text").addEventListener("input", countSoon);
+$("system").addEventListener("input", countSoon);
+$("mode").addEventListener("change", countSoon);
+$("tokens").addEventListener("toggle", countTokens);
 
 function setBusy(busy) {
   $("send").disabled = busy;
@@ -210,12 +305,18 @@ $("clear").addEventListener("click", () => {
   if (running) running.abort();
   chat.length = 0;
   $("messages").replaceChildren();
+  countSoon();
 });
 
 // -- the server's state -----------------------------------------------------------------------------------
 
 let known = false;
 async function poll() {
+  if (!mayCall()) {
+    $("model").textContent = "this server asks for an API key: enter it here";
+    setTimeout(poll, 300);
+    return;
+  }
   try {
     const response = await fetch("/stats", { headers: headers() });
     const stats = await response.json();
