@@ -238,6 +238,27 @@ def quality_bits() -> str:
     )
 
 
+def ptq_domains() -> str:
+    """What methods without training lose on the kind of text they were calibrated on, and on others; int4:g64."""
+    domains = experiment("ptq_domains")
+    found = {n["case"]: n for n in newest(domains.BENCH) if n["config"]["format"] in ("dense", "int4:g64")}
+    bars, others = [], [kind for kind in domains.DOMAINS if kind != "wiki"]
+    for case in (c for c in domains.SHOWN if c in found):
+        name = domains.said(found[case]["config"])
+        for label, kinds, color in ((name, ["wiki"], 0), ("", others, 5)):
+            lost = domains.increase(found[case], found["dense"], kinds)
+            bars.append(Bar(label, lost, f"{100 * lost:+.1f}%", color))
+    return bar_plot(
+        "Calibration decides where a 4-bit model is good",
+        f"perplexity above full precision, {SMOLLM2}, int4:g64, 16,384 tokens of each kind, context 512, {GPU}",
+        bars,
+        [("WikiText-2", 0), ("mean of books, code, chat, speeches, stories", 5)],
+        "wiki: calibrated on WikiText-2 alone; mix: wiki, books, code and chat; own: text that the model wrote. 16,384 "
+        "calibration tokens, one run. Speeches and stories are in no calibration text.",
+        left=330,
+    )
+
+
 def afpq_grids() -> str:
     """Three-bit grids under plain rounding."""
     lowbit = experiment("lowbit_tables")
@@ -585,6 +606,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         lowbit_rows,
         decode_8b,
         quality_bits,
+        ptq_domains,
         speculation_batch,
         acceptance,
         cpu_speed,

@@ -288,7 +288,7 @@ def _table(shown: Sequence[str] | None) -> str:
     for label in FORMATS:
         own = [n for n in lines if n["config"]["format"] == label and (shown is None or n["case"] in shown)]
         for n in sorted(own, key=lambda n: n["value"]):
-            c, more = n["config"], f"{100 * _increase(n, dense):+.1f}%"
+            c, more = n["config"], f"{100 * increase(n, dense):+.1f}%"
             rows.append([label, c["method"], _calibration(c), *_cells(n), more, f"{n['value']:.3f}"])
     header = ["format", "method", "calibration", *DOMAINS, "mean increase", "divergence"]
     c = dense["config"]
@@ -301,9 +301,19 @@ def _table(shown: Sequence[str] | None) -> str:
     return markdown(header, rows) + said + provenance(lines)
 
 
-def _increase(line: dict[str, Any], dense: dict[str, Any]) -> float:
+def increase(line: dict[str, Any], dense: dict[str, Any], kinds: Sequence[str] = DOMAINS) -> float:
+    """Of perplexity, geometric mean over kinds of text."""
     ours, full = (n["quality"]["perplexity"] for n in (line, dense))
-    return math.exp(statistics.fmean(math.log(ours[kind] / full[kind]) for kind in DOMAINS)) - 1
+    return math.exp(statistics.fmean(math.log(ours[kind] / full[kind]) for kind in kinds)) - 1
+
+
+def said(config: dict[str, Any]) -> str:
+    """`GPTQ + clip, token weights, mix`"""
+    words = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "act_order": "act order", "token": "token weights"}
+    base, *options = config["method"].split(",")
+    base = " + ".join({"cd": "descent"}.get(part, words.get(part, part)) for part in base.split("+"))
+    calibration = [config["calibration"]] if config["calibration_tokens"] else []
+    return ", ".join([base, *(words.get(o, o) for o in options), *calibration])
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
