@@ -2,11 +2,16 @@
 
     python -m benchmarks.communication_links                 as root on Linux; about 10 minutes on two idle cores
     python -m benchmarks.communication_links --mbit 100 --methods plain int8
+    python -m benchmarks.communication_links --unshaped      without root: four processes on this machine's own network
 
 Each replica is a process in a network namespace of its own. A bridge joins them, and `tc tbf` limits what each may
 send. The model and the batch are those of communication_curves. `step_ms` is the median of up to 8 steps; bytes are
 what the interface of rank 0 sent per step, headers of TCP included. `auto` lines name what was chosen and what the
 probe cost. The peer is DDP with torch's PowerSGD hook.
+
+The trainer sends after the backward pass, so a step over a slow link takes what it takes without one, and the bytes
+over the speed. `--unshaped` measures the first part, and records `step_ms` for each speed as this sum (config `link`:
+computed); `auto` is told each speed there instead of measuring it. `--methods` may name a selector: topk:0.01+hyper.
 
 Where communication_curves has recorded losses, `time_to_loss` follows: steps to the loss that `plain` has at the end
 (1% more counts as reached), times the step time. Its ratio is against plain at the same speed.
@@ -22,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +44,16 @@ from shoestring.errors import UserError, as_command
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw
+from shoestring.train.reducers import auto
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer
 from shoestring.train.reducers.compressed import CompressedReducer
+from shoestring.train.reducers.network import LinkSpeed
 from shoestring.train.step import Micro
 
-METHODS = ("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "arc-topk:0.04", "powersgd:4", "demo")
+METHODS = (
+    *("plain", "bf16", "int8", "int4", "terngrad", "qsgd", "topk:0.01", "topk:0.04", "arc-topk:0.04", "powersgd:4"),
+    *("demo", "topk:0.01+hyper", "topk:0.04+hyper"),
+)
 AUTO = "auto"
 SPEEDS = (10, 100, 1000)
 STEPS, WARMUP, LONGEST_S = 8, 2, 25.0
@@ -95,19 +105,20 @@ def remove() -> None:
     subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 
-def on_replicas(mbit: int, methods: list[str]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Start a worker in each namespace; what rank 0 measured, and how the workers ended."""
-    with namespaces(mbit):
+def on_replicas(mbit: int | None, methods: list[str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Start a worker in each namespace (None: in this one); what rank 0 measured, and how the workers ended."""
+    with namespaces(mbit) if mbit else nullcontext():
         workers = []
         for r in range(REPLICAS):
             env = {
                 **os.environ,
-                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": str(REPLICAS), "RANK": str(r)},
-                **{"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": f"{NAME}v{r}", "OMP_NUM_THREADS": "1"},
+                **{"MASTER_ADDR": "10.77.0.1" if mbit else "127.0.0.1", "MASTER_PORT": "29511"},
+                **{"WORLD_SIZE": str(REPLICAS), "RANK": str(r), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"},
+                "GLOO_SOCKET_IFNAME": f"{NAME}v{r}" if mbit else "lo",
             }
             command = [sys.executable, "-m", "benchmarks.communication_links", "--worker", "--methods", *methods]
             out = subprocess.PIPE if r == 0 else None
-            inside = ["ip", "netns", "exec", f"{NAME}{r}"]
+            inside = ["ip", "netns", "exec", f"{NAME}{r}"] if mbit else []
             workers.append(subprocess.Popen([*inside, *command], env=env, stdout=out, text=True))
         said = workers[0].communicate()[0]
         codes = [w.wait() for w in workers]
@@ -138,13 +149,21 @@ def prepared(mesh: Mesh, method: str) -> tuple[Callable[[int], None], dict[str, 
         optimizer: torch.optim.Optimizer = adamw(model, lr=LR)
         reduce: Callable[[nn.Module], None] = lambda model: None  # noqa: E731
     else:
-        settings = ReducerConfig(method)
+        name, _, speed = method.partition("@")
+        if speed:
+            told = LinkSpeed(1e-4, float(speed) * 1e6 / 8)
+            auto.measure_link = lambda link, device: told
+        name, _, selector = name.partition("+")
+        settings = ReducerConfig(name, selector=selector or "uniform")  # type: ignore[arg-type]
         mesh.barrier()
         began = time.perf_counter()
         reducer = build_reducer(settings, model, mesh, clip=CLIP, seed=0)
         about["probe_ms"] = 1e3 * (time.perf_counter() - began)
         if isinstance(reducer, CompressedReducer):
             about["chosen"] = reducer.compressor.name
+            about["announced"] = reducer.compression.sent_bytes({n: p.shape for n, p in reducer.params.items()})
+        else:
+            about["announced"] = sum(2 * 4 * p.numel() * (REPLICAS - 1) // REPLICAS for p in model.parameters())
         optimizer = build_optimizer(settings, model, lr=LR, weight_decay=0.1)
         reduce = reducer
 
@@ -206,6 +225,38 @@ def measure(speeds: list[int], methods: list[str]) -> None:
     record_times_to_loss()
 
 
+def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
+    autos = [f"{AUTO}@{mbit}" for mbit in speeds if AUTO in methods]
+    found, codes = on_replicas(None, [*(m for m in methods if m != AUTO), *autos])
+    if any(codes):
+        raise UserError(f"workers ended with {codes}; their own lines say why")
+    # The counter of this machine's own network counts what all ranks send.
+    sent = {f["method"]: f.get("announced", f["sent"] / REPLICAS) for f in found}
+    own = {f["method"]: statistics.median(f["times"]) for f in found}
+    for mbit in speeds:
+        plain = own["plain"] + sent["plain"] * 8 / mbit / 1e6
+        for f in found:
+            if f["method"].partition("@")[2] not in ("", str(mbit)):
+                continue
+            link_s = sent[f["method"]] * 8 / mbit / 1e6
+            times = [1e3 * (t + link_s) for t in f["times"]]
+            took = statistics.median(times) / 1e3
+            record(
+                bench=BENCH, case=f["method"].replace("+", ", ").partition("@")[0], metric="step_ms", unit="ms",
+                samples=times, baseline="plain", baseline_value=1e3 * plain, ratio=plain / took,
+                quality={"sent_mb": round(sent[f["method"]] / 1e6, 4), "own_ms": round(1e3 * own[f["method"]], 2),
+                         "chosen": f.get("chosen", ""), "probe_ms": round(f.get("probe_ms", 0.0), 1)},
+                config={"method": f["method"].partition("+")[0].partition("@")[0], "selector": f["method"].partition("+")[2] or "uniform",
+                        "mbit": mbit, "replicas": REPLICAS, "model": "d128 L4", "link": "computed"},
+            )  # fmt: skip
+            print(
+                f"{mbit:5} Mbit/s {f['method']:22} {1e3 * took:8.1f} ms ({1e3 * own[f['method']]:.1f} without the "
+                f"link), {plain / took:.2f}x of plain",
+                flush=True,
+            )
+    record_times_to_loss()
+
+
 def record_times_to_loss() -> None:
     lines = newest(BENCH)
     curves = {(n["case"], n["config"]["seed"]): n["quality"]["curve"] for n in lines if n["metric"] == "final_loss"}
@@ -236,6 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=int, nargs="+", default=SPEEDS, help="speeds of the links")
     parser.add_argument("--methods", nargs="+", default=[*METHODS, AUTO, PEER], help="what follows reducer=, and peers")
+    parser.add_argument("--unshaped", action="store_true", help="no namespaces; the time of the links is computed")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -243,7 +295,7 @@ def main() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         return
-    measure(args.mbit, args.methods)
+    (measure_unshaped if args.unshaped else measure)(args.mbit, args.methods)
 
 
 if __name__ == "__main__":
