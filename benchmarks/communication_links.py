@@ -246,8 +246,9 @@ def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
                 samples=times, baseline="plain", baseline_value=1e3 * plain, ratio=plain / took,
                 quality={"sent_mb": round(sent[f["method"]] / 1e6, 4), "own_ms": round(1e3 * own[f["method"]], 2),
                          "chosen": f.get("chosen", ""), "probe_ms": round(f.get("probe_ms", 0.0), 1)},
-                config={"method": f["method"].partition("+")[0].partition("@")[0], "selector": f["method"].partition("+")[2] or "uniform",
-                        "mbit": mbit, "replicas": REPLICAS, "model": "d128 L4", "link": "computed"},
+                config={"method": f["method"].partition("+")[0].partition("@")[0],
+                        "selector": f["method"].partition("+")[2] or "uniform", "mbit": mbit, "replicas": REPLICAS,
+                        "model": "d128 L4", "link": "computed"},
             )  # fmt: skip
             print(
                 f"{mbit:5} Mbit/s {f['method']:22} {1e3 * took:8.1f} ms ({1e3 * own[f['method']]:.1f} without the "
