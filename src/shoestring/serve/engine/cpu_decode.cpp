@@ -8,7 +8,8 @@
 // the low halves belong to 16 inputs and the high halves to the next 16; at 8 bits both belong to the same 16.
 // Integer products are therefore accumulated with one row per lane, and no sum crosses lanes.
 //
-// The layer is that of cpu_decode.py's SUPPORT: RMSNorm, RoPE, SwiGLU, the same sizes and eps in all layers.
+// The layer is that of cpu_decode.py's COMPILED: RMSNorm before a sublayer, after it or both, RoPE on a part of each head
+// or none, windows, soft caps, gated layers; the same sizes and eps in all layers.
 // `multiply` uses Arm's dot products or x86's AVX2; elsewhere it is a loop.
 
 #include <algorithm>
@@ -42,17 +43,22 @@ struct Matrix {
 };
 
 struct Layer {
-  const float *attn_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm, k_norm may be null
+  const float *attn_norm, *q_norm, *k_norm, *mlp_norm, *attn_post_norm, *mlp_post_norm;  // each may be null
   Matrix qkv, out, gate_up, down;                       // gate_up: tiles of gate and up alternate
   float *keys, *values;                                 // [blocks][block_size][groups][head_dim]
+  int64_t rope, window;                                 // rope: which one, -1: none; window: positions, 0: all
 };
 
 struct Model {
   int64_t width, heads, groups, head_dim, hidden, num_layers, block_size;
-  const float *frequencies, *norm;
+  int64_t num_ropes, pairs;  // pairs: of dims that are rotated, from the first
+  int64_t act, norm_width;   // act: 0 SiLU, 1 GELU by tanh, 2 GELU; norm_width: q and k are normed over all heads
+  const float *frequencies;  // [num_ropes][pairs]
+  const float *table_scale;  // [num_ropes]: of cosines and sines
+  const float *norm;
   const Layer *layers;
   Matrix head;
-  float eps;
+  float eps, scale, softcap;  // scale: of the scores; softcap: 0: none
 };
 
 // -- threads ------------------------------------------------------------------------------------------------
@@ -276,9 +282,19 @@ inline float exponential(float x) {
   return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
 }
 
+float inverse_rms(const float *x, int64_t width, float eps) {
+  return 1 / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
+}
+
 void norm(const float *x, const float *weight, int64_t width, float eps, float *y) {
-  const float scale = 1 / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
+  const float scale = inverse_rms(x, width, eps);
   for (int64_t i = 0; i < width; ++i) y[i] = x[i] * scale * weight[i];
+}
+
+inline float activate(float x, int64_t act) {
+  if (act == 0) return x / (1 + exponential(-x));
+  if (act == 1) return x / (1 + exponential(-1.59576912f * (x + 0.044715f * x * x * x)));
+  return 0.5f * x * (1 + std::erf(x * 0.70710678f));
 }
 
 // Attention over one thread's positions: the sums of exp(score - top) and of values weighted with it.
@@ -291,21 +307,22 @@ struct Step {
   const int64_t position;
   Team &team;
   float *logits;
-  std::vector<float> x, qkv, hidden, cosine, sine;
+  std::vector<float> x, qkv, hidden, added, cosine, sine;  // added: a sublayer's result before the norm after it
   std::vector<Partial> partial;  // of each thread
   std::vector<int64_t> places;   // offset of each position up to this one in keys and in values
 
   Step(const Model &m, const float *embedding, int64_t position, const int64_t *blocks, Team &team, float *logits)
       : model(m), position(position), team(team), logits(logits), x(embedding, embedding + m.width),
-        qkv(m.layers->qkv.rows), hidden(m.hidden), cosine(m.head_dim / 2), sine(m.head_dim / 2),
+        qkv(m.layers->qkv.rows), hidden(m.hidden), added(m.width), cosine(m.num_ropes * m.pairs),
+        sine(m.num_ropes * m.pairs),
         partial(team.size, {std::vector<float>(m.heads), std::vector<float>(m.heads),
                             std::vector<float>(m.heads * m.head_dim)}),
         places(position + 1) {
     for (int64_t s = 0; s <= position; ++s)
       places[s] = (blocks[s / m.block_size] * m.block_size + s % m.block_size) * m.groups * m.head_dim;
-    for (int64_t i = 0; i < m.head_dim / 2; ++i) {
-      const float angle = static_cast<float>(position) * m.frequencies[i];
-      cosine[i] = std::cos(angle), sine[i] = std::sin(angle);
+    for (int64_t i = 0; i < m.num_ropes * m.pairs; ++i) {
+      const float angle = static_cast<float>(position) * m.frequencies[i], scale = m.table_scale[i / m.pairs];
+      cosine[i] = scale * std::cos(angle), sine[i] = scale * std::sin(angle);
     }
   }
 
@@ -320,42 +337,53 @@ struct Step {
     }
   }
 
-  // A head, normed where the model has head norms, then rotated to the position.
-  void rotate(const float *head, const float *weight, float *y) const {
-    const int64_t width = model.head_dim, half = width / 2;
-    if (weight) {
+  // Head h of `part`, `num` heads of queries or keys: normed where the model has such norms, then rotated to the position.
+  void rotate(const Layer &layer, const float *part, int64_t num, int64_t h, const float *weight, float *y) const {
+    const int64_t width = model.head_dim, half = model.pairs;
+    const float *head = part + h * width;
+    if (weight && model.norm_width) {
+      const float scale = inverse_rms(part, num * width, model.eps);
+      for (int64_t i = 0; i < width; ++i) y[i] = head[i] * scale * weight[h * width + i];
+      head = y;
+    } else if (weight) {
       norm(head, weight, width, model.eps, y);
       head = y;
     }
+    if (head != y) std::copy(head, head + width, y);
+    if (layer.rope < 0) return;
+    const float *c = cosine.data() + layer.rope * half, *s = sine.data() + layer.rope * half;
     for (int64_t i = 0; i < half; ++i) {
-      const float a = head[i], b = head[half + i];
-      y[i] = a * cosine[i] - b * sine[i];
-      y[half + i] = b * cosine[i] + a * sine[i];
+      const float a = y[i], b = y[half + i];
+      y[i] = a * c[i] - b * s[i];
+      y[half + i] = b * c[i] + a * s[i];
     }
   }
 
   // All query heads over this thread's share of the positions, in runs whose keys stay in the processor's cache.
   void attend(const Layer &layer, int rank, std::vector<float> &scratch) {
     const int64_t width = model.head_dim, heads = model.heads, groups = model.groups, each = heads / groups;
-    const int64_t begin = (position + 1) * rank / team.size, end = (position + 1) * (rank + 1) / team.size;
+    const int64_t first = layer.window && position >= layer.window ? position + 1 - layer.window : 0;
+    const int64_t seen = position + 1 - first;
+    const int64_t begin = first + seen * rank / team.size, end = first + seen * (rank + 1) / team.size;
     if (end > position)
       for (int64_t g = 0; g < groups; ++g) {
-        rotate(qkv.data() + (heads + g) * width, layer.k_norm, layer.keys + places[position] + g * width);
+        rotate(layer, qkv.data() + heads * width, groups, g, layer.k_norm, layer.keys + places[position] + g * width);
         for (int64_t i = 0; i < width; ++i)
           layer.values[places[position] + g * width + i] = qkv[(heads + groups + g) * width + i];
       }
     Partial &part = partial[rank];
     scratch.resize(heads * (width + end - begin));
     float *const queries = scratch.data(), *const scores = queries + heads * width - begin;
-    const float scale = 1 / std::sqrt(static_cast<float>(width));
-    for (int64_t h = 0; h < heads; ++h) rotate(qkv.data() + h * width, layer.q_norm, queries + h * width);
+    for (int64_t h = 0; h < heads; ++h) rotate(layer, qkv.data(), heads, h, layer.q_norm, queries + h * width);
     for (int64_t run = begin; run < end; run += RUN)
       for (int64_t h = 0; h < heads; ++h)
         for (int64_t s = run; s < std::min(end, run + RUN); ++s)
           scores[h * (end - begin) + s] =
-              scale * dot(queries + h * width, layer.keys + places[s] + h / each * width, width);
+              model.scale * dot(queries + h * width, layer.keys + places[s] + h / each * width, width);
     for (int64_t h = 0; h < heads; ++h) {
       float *score = scores + h * (end - begin), top = LEAST, sum = 0;
+      if (model.softcap != 0)
+        for (int64_t s = begin; s < end; ++s) score[s] = model.softcap * std::tanh(score[s] / model.softcap);
       for (int64_t s = begin; s < end; ++s) top = score[s] > top ? score[s] : top;
       for (int64_t s = begin; s < end; ++s) score[s] = exponential(score[s] - top);
       for (int64_t s = begin; s < end; ++s) sum += score[s];
@@ -392,13 +420,26 @@ struct Step {
   void operator()(int rank) {
     std::vector<float> normed(model.width), attended(model.heads * model.head_dim), scratch;
     Inputs in;
-    const auto add = [this](int64_t row, const float *y) {
-      for (int i = 0; i < ROWS; ++i) x[row + i] += y[i];
+    // What a sublayer reads.
+    const auto read = [&](const float *weight, int64_t group) {
+      if (weight) norm(x.data(), weight, model.width, model.eps, normed.data());
+      in.round(weight ? normed.data() : x.data(), model.width, group);
+    };
+    // x += m times the inputs, normed where `post` is given.
+    const auto add = [&](const Matrix &m, const float *post) {
+      multiply(m, in, rank, 1, [this, post](int64_t row, const float *y) {
+        for (int i = 0; i < ROWS; ++i) post ? added[row + i] = y[i] : x[row + i] += y[i];
+      });
+      team.meet();
+      if (!post) return;
+      const float scale = inverse_rms(added.data(), model.width, model.eps);
+      for (int64_t i = model.width * rank / team.size; i < model.width * (rank + 1) / team.size; ++i)
+        x[i] += added[i] * scale * post[i];
+      team.meet();
     };
     for (int64_t index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
-      norm(x.data(), layer.attn_norm, model.width, model.eps, normed.data());
-      in.round(normed.data(), model.width, layer.qkv.group);
+      read(layer.attn_norm, layer.qkv.group);
       multiply(layer.qkv, in, rank, 1, [this](int64_t row, const float *y) {
         for (int i = 0; i < ROWS; ++i) qkv[row + i] = y[i];
       });
@@ -407,17 +448,14 @@ struct Step {
       team.meet();
       combine(attended.data());
       in.round(attended.data(), layer.out.width, layer.out.group);
-      multiply(layer.out, in, rank, 1, add);
-      team.meet();
-      norm(x.data(), layer.mlp_norm, model.width, model.eps, normed.data());
-      in.round(normed.data(), model.width, layer.gate_up.group);
+      add(layer.out, layer.attn_post_norm);
+      read(layer.mlp_norm, layer.gate_up.group);
       multiply(layer.gate_up, in, rank, 2, [this](int64_t row, const float *y) {
-        for (int i = 0; i < ROWS; ++i) hidden[row + i] = y[i] / (1 + exponential(-y[i])) * y[ROWS + i];
+        for (int i = 0; i < ROWS; ++i) hidden[row + i] = activate(y[i], model.act) * y[ROWS + i];
       });
       team.meet();
       in.round(hidden.data(), model.hidden, layer.down.group);
-      multiply(layer.down, in, rank, 1, add);
-      team.meet();
+      add(layer.down, layer.mlp_post_norm);
     }
     norm(x.data(), model.norm, model.width, model.eps, normed.data());
     if (model.head.rows == 0) {

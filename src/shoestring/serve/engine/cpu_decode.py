@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,15 @@ from shoestring.kernels.lowbit.packing import unpack_bits
 from shoestring.kernels.lowbit.w4a8 import Operands, w4a8
 from shoestring.kernels.runtime.cpp import load_library
 from shoestring.kernels.runtime.triton_backend import fall_back
-from shoestring.model.attention import rope_frequencies
-from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, Support, features
-from shoestring.model.transformer import Block, Decoder, Mlp
+from shoestring.model.attention import rope_frequencies, soft_cap
+from shoestring.model.layer_plan import PLAIN, PLAIN_ROPE, DecoderPlan, LayerPlan, RopePlan, Support, features
+from shoestring.model.transformer import Block, Decoder, Mlp, Norm
 from shoestring.serve.engine.block_pool import RowSpan
 from shoestring.serve.engine.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("cpu_decode.cpp")
+ACTS = ("swiglu", "geglu_tanh", "geglu")  # as the source numbers them
+# What both executors compute.
 SUPPORT = Support(
     any_value="""
         d_model attn_norm.eps mlp_norm.eps final_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim
@@ -62,6 +64,27 @@ SUPPORT = Support(
         "order": (("attn", "mlp"),),
         "attn.window": (None,),
         "mlp.act": ("swiglu",),
+    },
+)
+
+
+RMS = ("rms", "rms_offset")
+# What the compiled step computes, with layers that differ in windows and rotations.
+COMPILED = Support(
+    any_value="""
+        d_model embed_scale logit_softcap final_norm.eps attn_norm attn_norm.eps attn_post_norm attn_post_norm.eps
+        mlp_norm mlp_norm.eps mlp_post_norm mlp_post_norm.eps attn.num_heads attn.num_kv_heads attn.head_dim
+        attn.qkv_bias attn.out_bias attn.qk_norm attn.qk_norm.eps attn.qk_norm_over attn.window attn.scale attn.softcap
+        attn.rope attn.rope.theta attn.rope.scaling attn.rope.dim mlp.d_ff mlp.bias
+    """,
+    only={
+        "experts": (None,),
+        "parallel": (False,),
+        **dict.fromkeys(("attn_norm.kind", "attn_post_norm.kind", "attn.qk_norm.kind"), RMS),
+        **dict.fromkeys(("mlp_norm.kind", "mlp_post_norm.kind", "final_norm.kind"), RMS),
+        "learned_positions": (False,),
+        "order": (("attn", "mlp"),),
+        "mlp.act": ACTS,
     },
 )
 
@@ -104,6 +127,10 @@ def _unsupported(plan: DecoderPlan) -> str | None:
         return reason
     if any(layer != plan.layers[0] for layer in plan.layers):
         return "layers that differ"
+    return _different_eps(plan)
+
+
+def _different_eps(plan: DecoderPlan) -> str | None:
     epsilons = {value for name, value in features(plan) if name.endswith(".eps")}
     return "norms with different eps" if len(epsilons) > 1 else None
 
@@ -235,21 +262,26 @@ class _CMatrix(ctypes.Structure):
     ]
 
 
+NORMS = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
+
+
 class _CLayer(ctypes.Structure):
     _fields_ = [
-        *((n, _address) for n in ("attn_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((n, _address) for n in NORMS),
         *((n, _CMatrix) for n in ("qkv", "out", "gate_up", "down")),
         *((n, _address) for n in ("keys", "values")),
+        *((n, _int) for n in ("rope", "window")),
     ]
 
 
 class _CModel(ctypes.Structure):
     _fields_ = [
         *((n, _int) for n in ("width", "heads", "groups", "head_dim", "hidden", "num_layers", "block_size")),
-        *((n, _address) for n in ("frequencies", "norm")),
+        *((n, _int) for n in ("num_ropes", "pairs", "act", "norm_width")),
+        *((n, _address) for n in ("frequencies", "table_scale", "norm")),
         ("layers", ctypes.POINTER(_CLayer)),
         ("head", _CMatrix),
-        ("eps", ctypes.c_float),
+        *((n, ctypes.c_float) for n in ("eps", "scale", "softcap")),
     ]
 
 
@@ -322,29 +354,37 @@ def _function() -> Any:
 class CompiledDecodeStep:
     @torch.no_grad()
     def __init__(self, model: Decoder) -> None:
-        layer, num_layers = model.plan.layers[0], len(model.plan.layers)  # all layers have this plan
-        attn, self._step = layer.attn, _function()
-        assert attn.rope is not None
+        plan, layer, num_layers = model.plan, model.plan.layers[0], len(model.plan.layers)
+        attn, self._step = layer.attn, _function()  # layers differ in windows and rotations only
+        self._embed_scale, self._softcap = plan.embed_scale, plan.logit_softcap
         self._embed, self._head = model.embed.effective_weight(torch.float32).detach(), model.head
         self._vocab = model.spec.vocab_size
         self._kept: list[Any] = []  # what the structures point to
-        self._layers = (_CLayer * num_layers)(*map(self._layer, model.blocks))
+        pairs = (next(iter(_ropes(plan)), RopePlan(1.0)).dim or attn.head_dim) // 2
+        ropes = [rope_frequencies(rope, attn.head_dim, context=model.context) for rope in model.ropes]
+        self._layers = (_CLayer * num_layers)(*map(self._layer, model.blocks, plan.layers))
         self._cache: tuple[KVCache, int] | None = None  # whose blocks the layers point to
         in_step = isinstance(model.head, Int8Linear) and model.head.packed
         self._model = _CModel(
             *(layer.d_model, attn.num_heads, attn.num_kv_heads, attn.head_dim, layer.mlp.d_ff, num_layers, 0),
-            *map(self._keep, (rope_frequencies(attn.rope, attn.head_dim), model.norm.weight)),
+            *(len(ropes), pairs, ACTS.index(layer.mlp.act), attn.qk_norm_over == "width"),
+            self._keep(torch.stack(ropes) if ropes else None),
+            self._keep(torch.tensor([rope.table_scale for rope in model.ropes])),
+            self._keep(model.norm.weight + model.norm.offset),
             self._layers,
             self._matrix(model.head) if in_step else _CMatrix(),
-            model.plan.final_norm.eps,
+            *(plan.final_norm.eps, attn.scale or attn.head_dim**-0.5, attn.softcap or 0.0),
         )
 
     @staticmethod
     def unsupported(plan: DecoderPlan) -> str | None:
         """Compiles at the first call."""
         layer = plan.layers[0]
-        if reason := _unsupported(plan):
+        if reason := COMPILED.missing(plan) or _different_eps(plan):
             return reason
+        same = {replace(p, attn=replace(p.attn, window=None, rope=None)) for p in plan.layers}
+        if len(same) > 1 or len({rope.dim for rope in _ropes(plan)}) > 1:
+            return "layers that differ"
         if layer.attn.head_dim % 16:  # floats are taken by 16
             return f"attn.head_dim={layer.attn.head_dim}"
         if max(layer.d_model, layer.mlp.d_ff) > 2**15:  # sums of 8-bit products are in 32 bits
@@ -362,17 +402,19 @@ class CompiledDecodeStep:
         self._kept.append(weight)
         return weight.matrix(layers[0].in_features)
 
-    def _layer(self, block: nn.Module) -> _CLayer:
+    def _layer(self, block: nn.Module, plan: LayerPlan) -> _CLayer:
         assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
-        assert isinstance(mlp, Mlp)  # by SUPPORT
-        norms = (block.attn_norm, attn.q_norm, attn.k_norm, block.mlp_norm)
+        assert isinstance(mlp, Mlp)  # by COMPILED
+        norms = {n: m for host in (block, attn) for n, m in host.named_children() if isinstance(m, Norm)}
         return _CLayer(
-            *(None if n is None else self._keep(n.weight) for n in norms),
+            *(self._keep(norms[n].weight + norms[n].offset) if n in norms else None for n in NORMS),
             self._matrix(attn.q, attn.k, attn.v),
             self._matrix(attn.o),
             self._matrix(mlp.gate, mlp.up, interleaved=True),
             self._matrix(mlp.down),
+            *(None, None),  # keys and values
+            *(-1 if block.rope_index is None else block.rope_index, plan.attn.window or 0),
         )
 
     def logits(self, token: int, span: RowSpan, cache: KVCache) -> Tensor:
@@ -387,7 +429,14 @@ class CompiledDecodeStep:
         blocks = (ctypes.c_int64 * num)(*span.blocks[:num])
         result = torch.empty(1, model.head.rows or model.width)
         row, threads = self._embed[token].contiguous(), torch.get_num_threads()
+        row = row if self._embed_scale is None else row * self._embed_scale
         self._step(ctypes.byref(model), row.data_ptr(), span.start, blocks, result.data_ptr(), threads)
         if model.head.rows:
-            return result[:, : self._vocab]
-        return F.linear(result, self._embed) if self._head is None else self._head(result)
+            logits = result[:, : self._vocab]
+        else:
+            logits = F.linear(result, self._embed) if self._head is None else self._head(result)
+        return logits if self._softcap is None else soft_cap(logits, self._softcap)
+
+
+def _ropes(plan: DecoderPlan) -> list[RopePlan]:
+    return [layer.attn.rope for layer in plan.layers if layer.attn.rope is not None]
