@@ -127,8 +127,9 @@ def _any_folder(folder: Path, config: dict[str, Any], each_layer: bool) -> list[
     facts: dict[str, Any] = {k: config[k] for k in ("model_type", "architectures") if k in config}
     facts |= {k: v for k, v in config.items() if type(v) is int}
     note = "Shoestring does not run this model; convert, pack and shrink work on its modules from Python."
-    if (kind := encoder_type(folder)) is not None:
-        note = f"An encoder: `shoestring run shrink/ptq` shrinks it{'' if kind in IMAGE_TYPES else ', `serve` embeds'}."
+    if (encoder := encoder_type(folder)) is not None:
+        served = "" if encoder in IMAGE_TYPES else ", `serve` embeds"
+        note = f"An encoder: `shoestring run shrink/ptq` shrinks it{served}."
     weights = replace(weights_table(stored, each_layer), note=note)
     return [_facts(f"Model {folder}", facts, stored, _on_disk(folder, files)), weights]
 

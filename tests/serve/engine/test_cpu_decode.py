@@ -39,6 +39,19 @@ SPECS = {
     "one group": replace(SPEC, num_kv_heads=1, mlp_bias=True, out_bias=True),
     "heads of 48": replace(SPEC, num_heads=2, num_kv_heads=2, head_dim=48),
 }
+# What only the compiled step computes.
+COMPILED = {
+    "gemma2": replace(
+        SPEC, model_type="gemma2", norm="rms_offset", norm_placement="both", act="geglu_tanh", scaled_embeddings=True,
+        sliding_window=5, full_layers=(1,), attn_scale=0.3, attn_softcap=4.0, logit_softcap=20.0,
+    ),
+    "gemma3": replace(
+        SPEC, model_type="gemma3_text", norm="rms_offset", norm_placement="both", act="geglu_tanh", qk_norm=True,
+        scaled_embeddings=True, sliding_window=5, full_layers=(1,), window_rope_theta=50.0,
+    ),
+    "olmo2": replace(SPEC, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_over="width"),
+    "smollm3": replace(SPEC, model_type="smollm3", no_rope_layers=(1,), act="geglu"),
+}  # fmt: skip
 STEPS = [TorchDecodeStep, pytest.param(CompiledDecodeStep, marks=needs_compiler)]
 HEAD = "int8:sym:g0"
 WITHOUT = "#undef __ARM_FEATURE_DOTPROD\n#undef __AVX2__\n"
@@ -150,12 +163,12 @@ def test_changed_weights_are_noticed_and_other_models_take_the_plain_forward() -
     assert again != first
 
 
-@pytest.mark.parametrize("changes", [{"sliding_window": 8}, {"act": "geglu"}, {"act": "gelu"}])
+@pytest.mark.parametrize("changes", [{"parallel_residual": True}, {"act": "gelu"}])
 def test_other_architectures_take_the_plain_forward_and_say_so_once(changes: dict[str, object]) -> None:
     assert executor_of(Decoder(SPEC)) is None  # layers that do not round their inputs: nothing to say
     model = served(replace(SPEC, **changes))  # type: ignore[arg-type]
     fall_back.cache_clear()
-    with pytest.warns(UserWarning, match="not computed in one step for (attn.window=8|mlp.act='ge)"):
+    with pytest.warns(UserWarning, match="not computed in one step for (parallel=True|mlp.act='gelu')"):
         assert executor_of(model) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -194,10 +207,11 @@ def difference(model: Decoder, monkeypatch: pytest.MonkeyPatch, threads: int = 2
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("name", "threads"), [*((n, t) for n in SPECS for t in (1, 2, 5)), *((n, 3) for n in COMPILED)]
+)
 def test_it_computes_products_of_rounded_inputs(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert difference(served(SPECS[name], head=HEAD), monkeypatch, threads) < 1e-4
+    assert difference(served({**SPECS, **COMPILED}[name], head=HEAD), monkeypatch, threads) < 1e-4
 
 
 @needs_compiler

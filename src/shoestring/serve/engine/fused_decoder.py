@@ -433,25 +433,28 @@ class FusedDecoder:
         plan, rope = layer.plan.attn, layer.rope
         if plan.qk_norm is not None and plan.qk_norm_over == "width":
             self._norm_width(qkv_TE, layer)
-        bent = {"scale": plan.scale, "softcap": plan.softcap}
         window, sizes = plan.window, (plan.num_heads, plan.num_kv_heads, plan.head_dim)
         whole = plan.softcap is None and (plan.rope is None or plan.rope.dim is None)  # all that one kernel computes
         # After dense products, which run long enough to hide launches, three kernels measured no slower than one.
         if whole and rows.single and layer.qkv.weight is None and decode_attention_usable(qkv_TE, *sizes):
             tiles_L4, cos_sin = rows.tiles[0].tiles_L4, None if rope is None else rope.cos_sin
-            norms, own = layer.head_norm, {"window": window, "scale": plan.scale}
-            return decode_attention_(qkv_TE, keys, values, rows.tables_LW, tiles_L4, cos_sin, *norms, **own).flatten(1)
+            return decode_attention_(
+                qkv_TE, keys, values, rows.tables_LW, tiles_L4, cos_sin, *layer.head_norm,
+                window=window, scale=plan.scale,
+            ).flatten(1)  # fmt: skip
         flat = keys.flatten(0, 1), values.flatten(0, 1)
         freq, table_scale = (None, 1.0) if rope is None else (rope.freq, rope.table_scale)
-        q_THD = rope_store_(qkv_TE, *flat, rows.slots_T, rows.positions_T, freq, *layer.head_norm, table_scale)
+        q_norm, k_norm, eps = layer.head_norm
+        q_THD = rope_store_(qkv_TE, *flat, rows.slots_T, rows.positions_T, freq, q_norm, k_norm, eps, table_scale)
         if rows.prompts is None:
             make = torch.zeros_like if rows.padded else torch.empty_like
             out_THD = make(q_THD, memory_format=torch.contiguous_format)
             for part in rows.tiles:
-                split = {"rows_per_tile": part.rows_per_tile, "num_splits": part.num_splits}
                 paged_attention(
-                    q_THD, keys, values, rows.tables_LW, part.tiles_L4, **split, window=window, **bent, out_THD=out_THD
-                )
+                    q_THD, keys, values, rows.tables_LW, part.tiles_L4,
+                    rows_per_tile=part.rows_per_tile, num_splits=part.num_splits,
+                    window=window, scale=plan.scale, softcap=plan.softcap, out_THD=out_THD,
+                )  # fmt: skip
             return out_THD.flatten(1)
         if plan.scale is not None:  # prompts attend with 1 / sqrt(head_dim)
             q_THD = q_THD * (plan.scale * plan.head_dim**0.5)
