@@ -234,25 +234,24 @@ def main() -> None:
         raise SystemExit("\n".join(failed))
 
 
+ON_GPU = ("fused", "fused int4")  # what is another program there
+
+
 def table() -> str:
     lines = newest("models")
     if not lines:
         return "Not measured yet."
-    return "\n\n".join(
-        _table([n for n in lines if n["device"] == d]) for d in dict.fromkeys(n["device"] for n in lines)
-    )
-
-
-def _table(lines: list[dict[str, Any]]) -> str:
-    """Of one device."""
-    paths = list(dict.fromkeys(line["config"]["path"] for line in lines))
-    told = {(line["config"]["model"], line["config"]["path"]): line for line in lines}
+    told = {(n["config"]["model"], n["config"]["path"], "CPU" in n["device"]): n for n in lines}
+    paths = list(dict.fromkeys(path for _, path, cpu in told if cpu))
     rows = []
     for name in dict.fromkeys(line["config"]["model"] for line in lines):
-        values = [told[name, path]["value"] if (name, path) in told else None for path in paths]
-        values.append(told[name, "prefill"]["baseline_value"])
+        cells = [told.get((name, path, True)) for path in paths] + [told.get((name, path, False)) for path in ON_GPU]
+        values = [None if line is None else line["value"] for line in cells]
+        values.append(told[name, "prefill", True]["baseline_value"])
         rows.append([ARCHITECTURES[name].title, *("" if value is None else f"{value:.0e}" for value in values)])
-    return markdown(["", *paths, "`transformers`, sdpa against eager"], rows) + provenance(lines)
+    header = ["", *paths, *(f"{path}, GPU" for path in ON_GPU), "`transformers`, sdpa against eager"]
+    shown = [n for n in lines if "CPU" in n["device"] or n["config"]["path"] in ON_GPU]
+    return markdown(header, rows) + provenance(shown)
 
 
 if __name__ == "__main__":

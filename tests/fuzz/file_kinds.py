@@ -32,6 +32,7 @@ from shoestring.model.gguf import load_gguf
 from shoestring.model.gguf_file import GgufFile, open_gguf
 from shoestring.model.gguf_names import ARCHITECTURES, place_of
 from shoestring.model.gguf_write import save_gguf
+from shoestring.model.gptq_awq import save_gptq_awq
 from shoestring.model.skip import SkipSet, StandIn, Sublayer
 from shoestring.model.spec import Experts
 from shoestring.model.verify import verify
@@ -106,6 +107,13 @@ def make_compressed(folder: Path) -> None:
     convert(model, [("*.mlp.*", parse_format("int4:g32")), ("*.attn.*", parse_format("int8:g32"))])
     pack(model)
     save_compressed_tensors(folder, model)
+
+
+def make_gptq(folder: Path) -> None:
+    model = random_model(QWEN2)
+    convert(model, [("blocks.*", parse_format("int4:g32"))])
+    pack(model)
+    save_gptq_awq(folder, model, method="gptq")
 
 
 def traversal(folder: Path, rng: random.Random) -> str:
@@ -657,6 +665,12 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "compressed-tensors",
         make_compressed,
+        (*on("config.json", "json", "json"), *on(SAFE, "bytes", "entry", head=6000), header, header),
+        use_model,
+    ),
+    Kind(
+        "GPTQ folder",
+        make_gptq,
         (*on("config.json", "json", "json"), *on(SAFE, "bytes", "entry", head=6000), header, header),
         use_model,
     ),

@@ -189,6 +189,9 @@ def test_models_without_such_layers(tmp_path: Path) -> None:
         ("gptq", {}, {"qzeros": torch.full((2, 8), -1)}, "understand differently"),
         ("gptq", {}, {"scales": None}, "scales' is missing"),
         ("awq", {}, {"qweight": torch.zeros(64, 7)}, "download it again"),
+        ("gptq", {}, {"qweight": torch.zeros(())}, "download it again"),
+        ("gptq", {}, {"scales": torch.zeros(0, 64)}, "download it again"),
+        ("gptq", {"group_size": "32"}, {}, "group_size='32'"),
     ],
 )
 def test_folders_that_are_not_read(

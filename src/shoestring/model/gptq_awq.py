@@ -211,13 +211,15 @@ class GptqAwqFiles:
         if missing := [n for n in ("qzeros", "scales") if f"{module}.{n}" not in stored]:
             raise UserError(f"{self.folder}: tensor {module + '.' + missing[0]!r} is missing; download it again")
         words, zeros, scales = (self._files.shape(f"{module}.{n}") for n in ("qweight", "qzeros", "scales"))
-        rows = scales[-1] if scales else 0
-        width = words[0] if self.method == AWQ else words[0] * 32 // bits
-        fits = len(words) == len(zeros) == len(scales) == 2 and rows > 0 and width > 0 and width % scales[0] == 0
-        packed = (width, rows // 8) if self.method == AWQ else (width * bits // 32, rows)
-        fits = fits and words == packed and zeros == (scales[0], rows * bits // 32)
-        fits = fits and width // scales[0] == (group or width)
-        if not fits or self._files.dtype(f"{module}.qweight") != "I32":
+        rows, width = 0, 0
+        if fits := all(len(shape) == 2 and 0 not in shape for shape in (words, zeros, scales)):
+            rows = scales[1]
+            width = words[0] if self.method == AWQ else words[0] * 32 // bits
+            packed = (width, rows // 8) if self.method == AWQ else (width * bits // 32, rows)
+            fits = words == packed and zeros == (scales[0], rows * bits // 32)
+            fits = fits and width % scales[0] == 0 and width // scales[0] == (group or width)
+        kinds = [self._files.dtype(f"{module}.{n}") for n in ("qweight", "qzeros", "scales")]
+        if not fits or kinds[:2] != ["I32", "I32"] or kinds[2] not in ("F16", "BF16", "F32"):
             raise UserError(
                 f"{self.folder}: {module!r} has words {list(words)}, zero points {list(zeros)} and scales "
                 f"{list(scales)}, which do not fit {bits} bits in groups of {group or 'a row'}; download it again"
@@ -229,8 +231,8 @@ class GptqAwqFiles:
                     f"{self.folder}: the columns of {module!r} are reordered (act-order), which cannot be read; "
                     f"{UNQUANTIZED}, or one that was quantized without desc_act"
                 )
-        kind = "bfloat16" if self._files.dtype(f"{module}.scales") == "BF16" else "float16"
-        self.formats[module] = IntAsym(bits=bits, group=group, scale_dtype=kind, symmetric=symmetric)
+        scale_dtype = "bfloat16" if kinds[2] == "BF16" else "float16"
+        self.formats[module] = IntAsym(bits=bits, group=group, scale_dtype=scale_dtype, symmetric=symmetric)
         self.shapes[module] = (rows, width)
 
     def _translated(self, name: str) -> tuple[str, str]:
