@@ -240,7 +240,7 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
     started: list[Served] = [server]
     try:
         run = tmp_path / "run"
-        more = [f"init_from={base / 'model'}", "steps=200", "lr=0.003", "mesh.dp=2", "save_every=0", f"run={run}"]
+        more = [f"init_from={base / 'model'}", "steps=500", "lr=0.003", "mesh.dp=2", "save_every=0", f"run={run}"]
         publish = [f"publish={address}", "publish_every=20"]
         training = subprocess.Popen(
             command("run", "train/dense", *common, *more, *publish, ranks=2, port=free_port()), env=ENV
@@ -250,7 +250,7 @@ def test_the_commands(tmp_path: Path, ranks: int, form: str) -> None:
         server = Served(served, address, tmp_path / "serve2.log", ranks=ranks)
         started.append(server)
         assert training.wait(240) == 0
-        wait_for(lambda: server.step() == 200, 60)
+        wait_for(lambda: server.step() == 500, 60)
         prompt = " ".join(words[:2])
         found = server.text(prompt)
         if form == "dense":
