@@ -176,6 +176,8 @@ def assign(
 def idle_rule(glob: str, matched: list[str], chosen: dict[str, Format], left: list[Left], names: list[str]) -> str:
     """The message for a rule that changes nothing."""
     if not matched:
+        if not names:
+            return f"Rule {glob!r} matches nothing: this model has no linear layer and no embedding."
         hint = suggest(glob, names) or f" There are: {', '.join(sorted({fold(n) for n in names})[:8])}."
         return f"Rule {glob!r} matches no linear layer and no embedding.{hint}"
     if all(n in chosen for n in matched):

@@ -83,7 +83,7 @@ def exportable(spec: ModelSpec, formats: dict[str, Format]) -> dict[str, IntAsym
     if not formats:
         raise UserError(
             "the model has no quantized layer to write as compressed-tensors: quantize it first, for example "
-            "`shoestring run shrink/ptq model=MODEL rules='*=int4:g128'`, or use --as dense"
+            "`shoestring quantize MODEL int4:g64` (groups that divide the layers' widths), or use --as dense"
         )
     found: dict[str, IntAsym] = {}
     for name, format in formats.items():
@@ -130,7 +130,7 @@ def check_dtype(dtype: torch.dtype | None, scale_dtypes: set[str]) -> torch.dtyp
         raise UserError(
             f"the scales are {names}, which {str(dtype).removeprefix('torch.')} would round, and readers cast them to "
             "the folder's dtype: leave --dtype out, use fp32, or quantize with scales of that dtype "
-            "(int4:g128:bfloat16)"
+            "(int4:g64:bfloat16)"
         )
     return dtype
 

@@ -95,7 +95,7 @@ class PtqSettings:
     spill: str | None = option(None, "folder for that file; none: the system's temporary folder")
     out: str | None = option(None, "folder for the packed model; none puts it into the run folder")
     dense_out: str | None = option(None, "also write the rounded weights as a dense Hugging Face folder")
-    text: str | None = option(None, "a text file: perplexity before and after")
+    text: str | None = option(None, "a text file: perplexity before and after; default: the last tenth of calib")
     data: str | None = option(None, "or a corpus: its validation split. A run is evaluated on its own by default")
     context: int = option(512, "tokens the model sees at once in the evaluation", least=2)
     max_tokens: int = option(16384, "tokens of the text to evaluate at most", least=2)

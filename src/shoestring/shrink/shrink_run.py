@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoestring.errors import UserError
-from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens
+from shoestring.evals.model_row import corpus_of_run, fitting_context, need_tokenizer, read_tokens, validation_split
 from shoestring.formats import Format, parse_format, unpack
 from shoestring.host.block_offload import fits_on_device
 from shoestring.mesh import Mesh
@@ -34,6 +34,7 @@ from shoestring.state.run_lock import LOCK, check_not_held, is_held
 from shoestring.train.shards import tokenize_corpus
 
 OWN = "own"  # as `calib`: what the model writes itself
+MIN_HELD_OUT = 128  # tokens that a perplexity of a held-out part needs
 MAX_TOKENS = 5_000_000  # of a calibration corpus: windows are spread over these
 
 
@@ -148,11 +149,18 @@ def offload_dtype(path: str | Path, compute: torch.dtype) -> torch.dtype:
 
 
 def calibration_windows(
-    loaded: LoadedModel, model: str, calib: str | None, num_windows: int, context: int, method: str
+    loaded: LoadedModel,
+    model: str,
+    calib: str | None,
+    num_windows: int,
+    context: int,
+    method: str,
+    *,
+    hold_out: bool = False,
 ) -> Tensor:
     """[windows, context] token ids of `calib`: a text or a corpus, several of them with commas between (as many windows
     of each), `own` for text that the model writes, or None for the corpus that the run `model` was trained on. `method`
-    is for the error message."""
+    is for the error message. `hold_out` leaves the last tenth of a single text file alone (`held_out_text`)."""
     source, max_mb = (calib, None) if calib is not None else corpus_of_run(Path(model))
     if source is None:
         raise UserError(
@@ -173,14 +181,40 @@ def calibration_windows(
                 raise UserError("calib=own is for shrink/ptq: give a text or a corpus here")
             found.append(own_windows(loaded.model, tokenizer, num, context))
         else:
-            found.append(windows(_calibration_tokens(one, tokenizer, max_mb, calib is None), num, context))
+            tokens = _calibration_tokens(one, tokenizer, max_mb, calib is None)
+            if hold_out and _is_text(one) and len(sources) == 1:
+                tokens = tokens[: _held_out_from(len(tokens), num, context)]
+            found.append(windows(tokens, num, context))
     return torch.cat(found)
 
 
+def held_out_text(loaded: LoadedModel, calib: str, num_windows: int, context: int) -> tuple[Tensor | None, str]:
+    """What calibration with `hold_out` has not seen, and its name: the last tenth of a text file, or the validation
+    split of a corpus. (None, "") where the text is too short for both."""
+    if calib == OWN or ("," in calib and not expand(calib).exists()):
+        return None, ""
+    tokenizer = need_tokenizer(loaded)
+    if not _is_text(calib):
+        found = validation_split(calib, tokenizer)
+        return (found, f"{calib} (validation)") if len(found) >= MIN_HELD_OUT else (None, "")
+    tokens = read_tokens(Path(calib), tokenizer)
+    rest = tokens[_held_out_from(len(tokens), num_windows, fitting_context("calib_context", context, loaded)) :]
+    return (rest, f"{Path(calib).name} (its last tenth, not calibrated on)") if len(rest) else (None, "")
+
+
+def _held_out_from(num_tokens: int, num_windows: int, context: int) -> int:
+    """Where the last tenth of a text begins; its end, where the windows need it all or a tenth says too little."""
+    start = num_tokens - num_tokens // 10
+    return start if start >= num_windows * context and num_tokens - start >= MIN_HELD_OUT else num_tokens
+
+
+def _is_text(source: str) -> bool:
+    return Path(source).is_file() and Path(source).suffix in (".txt", ".md", "")
+
+
 def _calibration_tokens(source: str, tokenizer: Tokenizer, max_mb: float | None, of_run: bool) -> Tensor:
-    path = Path(source)
-    if path.is_file() and path.suffix in (".txt", ".md", ""):
-        return read_tokens(path, tokenizer)
+    if _is_text(source):
+        return read_tokens(Path(source), tokenizer)
     options: dict[str, Any] = {"max_bytes": None if max_mb is None else int(max_mb * 1e6)}
     options |= {"key": "data" if of_run else "calib", "progress": RunLog(None).progress}
     return tokenize_corpus(source, tokenizer=tokenizer, **options).train.head(MAX_TOKENS).to(torch.int64)

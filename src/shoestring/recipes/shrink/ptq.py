@@ -50,6 +50,7 @@ from shoestring.shrink.quantize import ENDS, plan
 from shoestring.shrink.shrink_run import (
     calibration_windows,
     error_sections,
+    held_out_text,
     load_where_it_fits,
     read_rules,
     report_before_after,
@@ -81,12 +82,14 @@ def main(cfg: Config) -> Path:
     else:
         rules = with_embedding(rules, cfg.embed, loaded.model)
         plan(loaded.model, rules)
+    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
     calib_NT = None
     if cfg.method != "rtn" or candidates or cfg.calib is not None:
         calib = (cfg.calib, cfg.calib_windows, cfg.calib_context, cfg.method)
-        calib_NT = calibration_windows(loaded, cfg.model, *calib)
+        calib_NT = calibration_windows(loaded, cfg.model, *calib, hold_out=tokens is None)
+        if tokens is None and cfg.calib is not None:
+            tokens, text = held_out_text(loaded, cfg.calib, cfg.calib_windows, cfg.calib_context)
     calibration = stages.pick_calibration(cfg, method, onload_device)
-    tokens, text = text_tokens(loaded, cfg.model, text=cfg.text, data=cfg.data)
 
     folder = open_run_folder("shrink/ptq", to_json(cfg))
     files, num_blocks = BlockFiles(folder / "blocks"), len(loaded.model.blocks)
@@ -98,6 +101,8 @@ def main(cfg: Config) -> Path:
         log = RunLog(folder)
         log.save_config(config_record("shrink/ptq", cfg, resume=None, run=str(folder)))
         log.truncate_after(0)
+        if tokens is None:
+            log.say("no perplexity: give text=FILE, or a calibration text with some tokens to spare")
 
         def evaluate(label: str, changed: bool = False) -> None:
             """Once per run: a resumed one has the row."""
