@@ -14,7 +14,7 @@ GPU, shape of Llama-3-8B in bf16, random weights:
                     directions at once; against the slower of the two directions, measured alone
     int4_publish    what a trainer does for a packed server: encode int4 on the GPU and copy it to the host, against
                     copying bf16
-    two_processes   eight layers from one process to another that shares the GPU: CUDA IPC against gloo
+    two_processes   two layers from one process to another that shares the GPU: CUDA IPC against gloo
     swap_stall      16 requests decode while new weights arrive: time for which the engine stands still, new weights
                     waiting on the GPU or in host memory
 Every case is checked for equal bytes before it is timed.
@@ -421,10 +421,12 @@ def _process(rank: int, port: int, spec: ModelSpec, num_layers: int, repeats: in
     for name, make in ways.items():
         mover = Resharder(transport=make())
         samples = []
-        for _ in range(1 + repeats):  # the first one plans
+        for _ in range(1 + (1 if name == "gloo" else repeats)):  # the first one plans and connects
             dist.barrier()
             samples.append(timed(lambda: mover.reshard(given, src=src, dst=second)))  # noqa: B023
         took[name] = samples[1:]
+        if rank == 1:
+            print(f"  {name}: {', '.join(f'{s:.3f}' for s in samples)} s", flush=True)
     dist.barrier()
     if rank == 1:
         name = next(iter(ways))
@@ -510,7 +512,7 @@ def main() -> None:
     packed = "int4:g64" if args.small else "int4:g128"
     parts: dict[str, Callable[[], None]] = {
         "repartition": lambda: measure_repartition(spec, 11),
-        "two processes": lambda: measure_processes(spec, 2 if args.small else 8, 3),
+        "two processes": lambda: measure_processes(spec, 2, 3),
         "bf16 swap": lambda: measure_swap(spec, "bf16", 16, 64),
         "int4 swap": lambda: measure_swap(spec, packed, 16, 64),
         "host staged": lambda: measure_host_staged(spec, 5, bucket),
