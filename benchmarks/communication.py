@@ -2,8 +2,8 @@
 
     python -m benchmarks.communication            two minutes on an H200, 40 GB of its memory; --small on a CPU
 
-Other parts of the same claim: communication_links (step times over shaped links), communication_curves (losses),
-communication_selectors. Their lines are in the same results file, and the tables are laid out here.
+Other parts of the same claim: communication_links (step times over slow links) and communication_curves (losses). Their
+lines are in the same results file, and the tables are laid out here.
 
 For the gradients of Llama-3.2-1B in fp32:
     encode_gbps     the least traffic of encode and decode (read the gradient, write the code, and back) over their
@@ -16,6 +16,7 @@ For the gradients of Llama-3.2-1B in fp32:
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -180,6 +181,91 @@ def codes() -> str:
         rows.append([f"`{case}`", speed, *work, pays])
     header = ["method", "encode + decode (of a copy)", "work per step", "fewer bytes", "pays below"]
     return markdown(header, rows) + (provenance(lines) if lines else "")
+
+
+T_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}  # of Student's distribution, by the number of pairs
+
+
+def mean_and_bound(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95% confidence interval."""
+    if len(values) < 2:
+        return statistics.mean(values), math.nan
+    bound = T_95.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), bound
+
+
+def final_losses() -> dict[str, dict[int, dict[str, Any]]]:
+    """Lines by case and seed."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for n in newest(BENCH):
+        if n["metric"] == "final_loss":
+            found.setdefault(n["case"], {})[n["config"]["seed"]] = n
+    return found
+
+
+def losses() -> str:
+    """Losses after equal steps, all layers alike or chosen by a selector."""
+    cases = final_losses()
+    rows, used = [], []
+    for case, seeds in cases.items():
+        lines = list(seeds.values())
+        used += lines
+        worse, bound = mean_and_bound([100 * (n["value"] / n["baseline_value"] - 1) for n in lines])
+        sent = statistics.mean(n["quality"]["sent_mb"] for n in lines)
+        loss = statistics.mean(n["value"] for n in lines)
+        than_plain = "" if case == "plain" else f"{worse:+.1f}% ± {bound:.1f}"
+        rows.append([f"`{case}`", f"{sent:.2f}", f"{loss:.3f}", than_plain, str(len(lines))])
+    header = ["method", "MB a step", "loss", "against plain, pairs of seeds", "seeds"]
+    return markdown(header, rows) + (provenance(used) if used else "")
+
+
+def selectors() -> str:
+    """Selectors at equal bytes, with the paired difference to `hyper`."""
+    wanted = "topk:0.01"
+    cases = {k: v for k, v in final_losses().items() if k.partition(",")[0] == wanted}
+    learned = cases.get(f"{wanted}, hyper", {})
+    rows, used = [], []
+    for case, seeds in cases.items():
+        lines = list(seeds.values())
+        used += lines
+        pairs = [n["value"] - learned[seed]["value"] for seed, n in seeds.items() if seed in learned]
+        more, bound = mean_and_bound(pairs) if pairs else (math.nan, math.nan)
+        name = case.partition(", ")[2] or "uniform"
+        above = "" if name == "hyper" else f"{more:+.3f} ± {bound:.3f}"
+        rows.append(
+            [
+                f"`{name}`",
+                f"{statistics.mean(n['value'] for n in lines):.3f}",
+                above,
+                f"{statistics.mean(n['quality']['sent_mb'] for n in lines):.4f}",
+                f"{statistics.mean(n['quality']['selector_ms'] for n in lines):.1f} ms",
+                str(len(lines)),
+            ]
+        )
+    header = ["`selector=`", "loss", "above `hyper` (95%)", "MB a step", "selector, per step", "seeds"]
+    return markdown(header, rows) + (provenance(used) if used else "")
+
+
+def links() -> str:
+    """Steps and times to the loss of plain, by the speed of the links."""
+    lines = [n for n in newest(BENCH) if n["metric"] in ("step_ms", "time_to_loss")]
+    speeds = sorted({n["config"]["mbit"] for n in lines})
+    steps = {(n["case"], n["config"]["mbit"]): n for n in lines if n["metric"] == "step_ms"}
+    to_loss: dict[tuple[str, int], list[float]] = {}
+    for n in lines:
+        if n["metric"] == "time_to_loss":
+            to_loss.setdefault((n["case"], n["config"]["mbit"]), []).append(n["ratio"])
+    rows = []
+    for case in dict.fromkeys(case for case, _ in steps):
+        cells = []
+        for mbit in speeds:
+            step, ratios = steps.get((case, mbit)), to_loss.get((case, mbit), [])
+            chosen = step["quality"].get("chosen") if step and case == "auto" else ""
+            reached = f", {statistics.median(ratios):.1f}x" if ratios else ""
+            cells.append(f"{step['value']:,.0f} ms{reached}{f' ({chosen})' if chosen else ''}" if step else "")
+        rows.append([f"`{case}`", *cells])
+    header = ["method", *(f"{mbit:,} Mbit/s" for mbit in speeds)]
+    return markdown(header, rows) + (provenance(list(steps.values())) if steps else "")
 
 
 def main() -> None:

@@ -39,9 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.communication import BENCH, REPLICAS
 from benchmarks.communication_curves import CLIP, CONTEXT, LR, PEER, new_model
-from benchmarks.results import newest, record
+from benchmarks.results import RESULTS, newest, record
 from shoestring.errors import UserError, as_command
+from shoestring.evals.result_line import result_line
 from shoestring.mesh import Mesh, MeshConfig, open_mesh
+from shoestring.runlog import append_jsonl
 from shoestring.train.objectives import CrossEntropy
 from shoestring.train.optim import adamw
 from shoestring.train.reducers import auto
@@ -259,25 +261,27 @@ def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
 
 
 def record_times_to_loss() -> None:
+    """From the lines of both benches; what follows from them has the device and the commit of the step time."""
     lines = newest(BENCH)
     curves = {(n["case"], n["config"]["seed"]): n["quality"]["curve"] for n in lines if n["metric"] == "final_loss"}
-    steps_ms = {(n["case"], n["config"]["mbit"]): n["value"] for n in lines if n["metric"] == "step_ms"}
+    timed = {(n["case"], n["config"]["mbit"]): n for n in lines if n["metric"] == "step_ms"}
     for (case, seed), curve in curves.items():
         plain = curves.get(("plain", seed))
         if plain is None:
             continue
         wanted = REACHED * plain[-1][1]
         mine, theirs = steps_to(curve, wanted), steps_to(plain, wanted)
-        for (timed, mbit), ms in steps_ms.items():
-            if timed != case or ("plain", mbit) not in steps_ms or mine is None or theirs is None:
+        for (name, mbit), step in timed.items():
+            if name != case or ("plain", mbit) not in timed or mine is None or theirs is None:
                 continue
-            whole = theirs * steps_ms["plain", mbit] / 1e3
-            record(
-                bench=BENCH, case=case, metric="time_to_loss", unit="s", samples=[mine * ms / 1e3], baseline="plain",
-                baseline_value=whole, ratio=whole / (mine * ms / 1e3),
+            took, whole = mine * step["value"] / 1e3, theirs * timed["plain", mbit]["value"] / 1e3
+            config = {**step["config"], "replicas": REPLICAS, "seed": seed}
+            line = result_line(
+                bench=BENCH, case=case, metric="time_to_loss", unit="s", samples=[took], baseline="plain",
+                baseline_value=whole, ratio=whole / took, config=config,
                 quality={"steps": mine, "loss": round(wanted, 4)},
-                config={"method": case, "selector": "uniform", "mbit": mbit, "replicas": REPLICAS, "seed": seed},
             )  # fmt: skip
+            append_jsonl(RESULTS / f"{BENCH}.jsonl", {**line, **{k: step[k] for k in ("device", "versions", "commit")}})
 
 
 def steps_to(curve: list[list[float]], wanted: float) -> int | None:
@@ -289,12 +293,16 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, nargs="+", default=SPEEDS, help="speeds of the links")
     parser.add_argument("--methods", nargs="+", default=[*METHODS, AUTO, PEER], help="what follows reducer=, and peers")
     parser.add_argument("--unshaped", action="store_true", help="no namespaces; the time of the links is computed")
+    parser.add_argument("--times", action="store_true", help="measure nothing; time_to_loss from what is recorded")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args.methods)
         if dist.is_initialized():
             dist.destroy_process_group()
+        return
+    if args.times:
+        record_times_to_loss()
         return
     (measure_unshaped if args.unshaped else measure)(args.mbit, args.methods)
 

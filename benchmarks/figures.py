@@ -526,6 +526,21 @@ def gradient_traffic() -> str:
     )
 
 
+def break_even() -> str:
+    """Below which link speed each method takes less time than the plain sum."""
+    lines = [n for n in newest("communication") if n["metric"] == "exchange_ms" and n["case"] != "plain"]
+    lines = [n for n in lines if n["config"]["model"] == "llama-3.2-1b"]
+    rows = sorted(((n["quality"]["break_even_mbit"] / 1e3, n) for n in lines), key=lambda row: -row[0])
+    bars = [Bar(n["case"], speed, f"{speed:,.0f} Gbit/s, {n['value']:.0f} ms of work") for speed, n in rows]
+    return bar_plot(
+        "Link speed below which a method is faster than the plain sum",
+        "gradients of Llama-3.2-1B, 4 replicas with one H200 each",
+        bars,
+        notes="The sum is not hidden behind the backward pass here; where it is, the speeds are lower.",
+        left=160,
+    )
+
+
 # -- resharding -------------------------------------------------------------------------------------------------
 
 
@@ -618,6 +633,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         skipping_quality,
         ttft_load,
         gradient_traffic,
+        break_even,
         reshard_plans,
         checkpoint_levels,
         export_sizes,

@@ -85,7 +85,7 @@ class Buckets:
 def _cut(params: Mapping[str, nn.Parameter]) -> list[list[str]]:
     buckets: list[list[str]] = [[]]
     size = 0
-    for name, param in reversed(params.items()):
+    for name, param in reversed(list(params.items())):
         if buckets[-1] and size + param.numel() * 4 > BUCKET_BYTES:
             buckets.append([])
             size = 0
