@@ -10,8 +10,8 @@ what the interface of rank 0 sent per step, headers of TCP included. `auto` line
 probe cost. The peer is DDP with torch's PowerSGD hook.
 
 The trainer sends after the backward pass, so a step over a slow link takes what it takes without one, and the bytes
-over the speed. `--unshaped` measures the first part, and records `step_ms` for each speed as this sum (config `link`:
-computed); `auto` is told each speed there instead of measuring it. `--methods` may name a selector: topk:0.01+hyper.
+over the speed. `--unshaped` measures the first part as processor time, which other users of the machine hardly change,
+and records `step_ms` for each speed as this sum (config `link`: computed); `auto` is told each speed there instead of measuring it. `--methods` may name a selector: topk:0.01+hyper.
 
 Where communication_curves has recorded losses, `time_to_loss` follows: steps to the loss that `plain` has at the end
 (1% more counts as reached), times the step time. Its ratio is against plain at the same speed.
@@ -49,7 +49,8 @@ from shoestring.train.optim import adamw
 from shoestring.train.reducers import auto
 from shoestring.train.reducers.build import ReducerConfig, build_optimizer, build_reducer
 from shoestring.train.reducers.compressed import CompressedReducer
-from shoestring.train.reducers.network import LinkSpeed
+from shoestring.train.reducers.network import LinkSpeed, largest
+from shoestring.train.reducers.rounds import Link
 from shoestring.train.step import Micro
 
 METHODS = (
@@ -183,19 +184,26 @@ def work(methods: list[str]) -> None:
     mesh = open_mesh(MeshConfig(replica=REPLICAS, timeout_s=300), "cpu")
     for method in methods:
         step, about = prepared(mesh, method)
-        times, sent, began = [], [], time.perf_counter()
+        times, work, sent, began = [], [], [], time.perf_counter()
         for number in range(WARMUP + STEPS):
             mesh.barrier()
-            before, at = sent_by_interface(), time.perf_counter()
+            before, at, worked = sent_by_interface(), time.perf_counter(), time.process_time()
             step(number)
             times.append(time.perf_counter() - at)
+            work.append(largest(Link(dist.group.WORLD), time.process_time() - worked, mesh.device))
             mesh.barrier()
             sent.append(sent_by_interface() - before)
             # All ranks must stop together.
             if mesh.any(number >= WARMUP and time.perf_counter() - began > LONGEST_S):
                 break
         if mesh.is_main:
-            line = {"method": method, "times": times[WARMUP:], "sent": statistics.median(sent[WARMUP:]), **about}
+            line = {
+                "method": method,
+                "times": times[WARMUP:],
+                "work": work[WARMUP:],
+                "sent": statistics.median(sent[WARMUP:]),
+                **about,
+            }
             print(json.dumps(line), flush=True)
     mesh.close()
 
@@ -234,14 +242,14 @@ def measure_unshaped(speeds: list[int], methods: list[str]) -> None:
         raise UserError(f"workers ended with {codes}; their own lines say why")
     # The counter of this machine's own network counts what all ranks send.
     sent = {f["method"]: f.get("announced", f["sent"] / REPLICAS) for f in found}
-    own = {f["method"]: statistics.median(f["times"]) for f in found}
+    own = {f["method"]: statistics.median(f["work"]) for f in found}
     for mbit in speeds:
         plain = own["plain"] + sent["plain"] * 8 / mbit / 1e6
         for f in found:
             if f["method"].partition("@")[2] not in ("", str(mbit)):
                 continue
             link_s = sent[f["method"]] * 8 / mbit / 1e6
-            times = [1e3 * (t + link_s) for t in f["times"]]
+            times = [1e3 * (t + link_s) for t in f["work"]]
             took = statistics.median(times) / 1e3
             record(
                 bench=BENCH, case=f["method"].replace("+", ", ").partition("@")[0], metric="step_ms", unit="ms",
