@@ -11,7 +11,8 @@ probe cost. The peer is DDP with torch's PowerSGD hook.
 
 The trainer sends after the backward pass, so a step over a slow link takes what it takes without one, and the bytes
 over the speed. `--unshaped` measures the first part as processor time, which other users of the machine hardly change,
-and records `step_ms` for each speed as this sum (config `link`: computed); `auto` is told each speed there instead of measuring it. `--methods` may name a selector: topk:0.01+hyper.
+and records `step_ms` for each speed as this sum (config `link`: computed); `auto` is told each speed there instead of
+measuring it. `--methods` may name a selector: topk:0.01+hyper.
 
 Where communication_curves has recorded losses, `time_to_loss` follows: steps to the loss that `plain` has at the end
 (1% more counts as reached), times the step time. Its ratio is against plain at the same speed.
