@@ -10,6 +10,7 @@ from naive_decoding import LookupDrafter, naive
 from shoestring.formats import convert, pack, parse_format
 from shoestring.model import Decoder
 from shoestring.model.skip import SkipSet, Sublayer
+from shoestring.model.spec import Experts
 from shoestring.serve import Engine, NgramDrafter, Sampling
 from shoestring.serve.engine.embedding import embedding_parts
 from shoestring.serve.engine.logit_rules import prompt_logprob_parts
@@ -24,6 +25,8 @@ SKIP = SkipSet([Sublayer(1, "attn"), Sublayer(0, "mlp")])
 def whole_model(name: str) -> Decoder:
     if name == "qwen":  # a vocabulary that is cut, too; the others' 29 cannot be
         return tiny_decoder(vocab_size=30, qk_norm=True, tied=False, qkv_bias=True)
+    if name == "experts":
+        return tiny_decoder(experts=Experts(4, 2, 16, shared_d_ff=16), qk_norm=True, qk_norm_over="width")
     model = tiny_decoder(d_ff=32, vocab_size=30 if name == "packed" else 29)
     if name == "packed":  # with a tied head, whose rows are cut as codes
         convert(model, [("embed", parse_format("int8:g0")), ("blocks.*", parse_format("int4:g8"))])
@@ -33,7 +36,7 @@ def whole_model(name: str) -> Decoder:
 
 ranks = open_ranks("cpu")
 assert ranks is not None
-for name in ("llama", "qwen", "packed"):
+for name in ("llama", "qwen", "packed", "experts"):
     whole = whole_model(name)
     model = ranks.share(whole_model(name))
     if not ranks.first:
@@ -47,7 +50,7 @@ for name in ("llama", "qwen", "packed"):
         {"drafter": NgramDrafter()},  # lengths by measured speed: the first rank's clock alone decides
         {"draft_skip": SKIP, "num_drafts": 2},
     ]
-    for options in cases:
+    for options in cases[:1] if name == "experts" else cases:
         engine = Engine(model, ranks=ranks, **options)
         got = [c.token_ids for c in engine.generate(PROMPTS, SAMPLINGS)]
         assert got == want, (name, options)

@@ -50,8 +50,9 @@ def test_a_wrong_number_of_processes_is_said_as_it_was_given() -> None:
 
 @pytest.mark.ranks
 def test_two_ranks_write_the_text_of_one(run_ranks: Callable[..., str]) -> None:
-    """Dense, with a cut vocabulary, and packed; chunks, preemption, drafters, skip sets, prompt scores."""
-    assert run_ranks(2, Path(__file__).with_name("ranks_serving.py"), timeout=120).count("same tokens") == 3
+    """Dense, with a cut vocabulary, packed, and experts with norms over all heads; chunks, preemption, drafters, skip
+    sets, prompt scores."""
+    assert run_ranks(2, Path(__file__).with_name("ranks_serving.py"), timeout=120).count("same tokens") == 4
 
 
 FAULT = """
