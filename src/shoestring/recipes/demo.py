@@ -100,6 +100,7 @@ class Demo:
     dtype: torch.dtype
     models: dict[str, LoadedModel] = field(default_factory=dict)  # the small one, by format
     tokens: Tensor | None = None  # its validation text
+    text: str = ""  # what that is
     rows: list[dict[str, Any]] = field(default_factory=list)
     samples: list[tuple[str, str]] = field(default_factory=list)
 
@@ -108,7 +109,7 @@ class Demo:
 
     def evaluate(self, loaded: LoadedModel, label: str, reference: Tensor | None = None) -> None:
         """Perplexity, size and speed: on the small model's validation text, or a quick look with `reference`."""
-        tokens, text, context = self.tokens, f"{self.cfg.data} (validation)", CONTEXT
+        tokens, text, context = self.tokens, self.text, CONTEXT
         max_tokens, quick = self.cfg.eval_tokens, dict[str, int]()
         if reference is not None:
             tokens, text, context = reference, "Python reference", 512
@@ -151,7 +152,10 @@ def train_small(demo: Demo) -> None:
     steps: dict[str, Any] = {"steps": cfg.steps, "warmup": min(30, cfg.steps // 4), "lr": 2e-3, "eval_every": 50}
     dense.main(dense.Config(**corpus, **steps, d_model=cfg.d_model, device=cfg.device, run=str(run)))
     demo.models["dense"] = demo.load(run)
-    demo.tokens, _ = text_tokens(demo.models["dense"], str(run))
+    demo.tokens, demo.text = text_tokens(demo.models["dense"], str(run))
+    if demo.tokens is None:  # too few documents for a validation split
+        tokenizer = need_tokenizer(demo.models["dense"])
+        demo.tokens, demo.text = torch.tensor(tokenizer.encode(python_reference())), "Python reference"
 
 
 def shrink_small(demo: Demo) -> None:
