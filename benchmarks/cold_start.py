@@ -26,8 +26,15 @@ from typing import Any
 from benchmarks.results import markdown, newest, provenance, record
 
 BENCH = "cold_start"
-SHAPE = {"d_model": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "d_ff": 3072}
-SMALL = {"d_model": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "d_ff": 128}
+SHAPE: dict[str, Any] = {
+    "d_model": 1024,
+    "num_layers": 24,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "d_ff": 3072,
+}
+SMALL: dict[str, Any] = {"d_model": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "d_ff": 128}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 TOKENS = 60
 

@@ -49,8 +49,8 @@ class PtqSettings:
     )
     calib: str | None = option(
         None,
-        "calibration text or corpus, several with commas between, or own: what the model writes itself; a run is "
-        "calibrated on its own training text by default, not for rtn",
+        "calibration text or corpus, several with commas between, or own: what the model writes itself; none: a run's "
+        "own training text, else own; not for rtn",
     )
     calib_windows: int = option(32, "windows of calibration text", least=1)
     calib_context: int = option(512, "tokens in a window", least=1)
@@ -62,7 +62,7 @@ class PtqSettings:
         "what a token counts in the statistics: token, all alike; square, by the squares of its inputs, as published; "
         "auto: token for gptq",
     )
-    act_order: bool = option(False, "gptq: columns with large inputs first")
+    act_order: bool = option(True, "gptq: columns with large inputs first")
     damping: float = option(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean")
     objective: Literal["group", "row"] = option("group", "clip: output error of each group or of the whole row")
     init: Literal["awq", "clip", "gptq", "gptq+clip", "rtn"] = option(

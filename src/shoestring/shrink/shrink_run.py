@@ -159,14 +159,18 @@ def calibration_windows(
     hold_out: bool = False,
 ) -> Tensor:
     """[windows, context] token ids of `calib`: a text or a corpus, several of them with commas between (as many windows
-    of each), `own` for text that the model writes, or None for the corpus that the run `model` was trained on. `method`
-    is for the error message. `hold_out` leaves the last tenth of a single text file alone (`held_out_text`)."""
+    of each), or `own` for text that the model writes. None: the corpus that the run `model` was trained on, else `own`.
+    `method` is for the error message. `hold_out` leaves the last tenth of a single text file alone (`held_out_text`).
+    """
     source, max_mb = (calib, None) if calib is not None else corpus_of_run(Path(model))
     if source is None:
-        raise UserError(
-            f"method={method} needs a calibration text: give calib=FILE or a corpus, several with commas between, or "
-            "calib=own for what the model writes itself; not the text that is evaluated"
-        )
+        if not _can_write(loaded):
+            raise UserError(
+                f"method={method} needs a calibration text: give calib=FILE or a corpus, several with commas between; "
+                "not the text that is evaluated"
+            )
+        print(f"no calib= was given: the model writes {num_windows} windows of text itself (calib={OWN})", flush=True)
+        source = calib = OWN
     tokenizer, context = need_tokenizer(loaded), fitting_context("calib_context", context, loaded)
     sources = [source] if calib is None or expand(source).exists() else source.split(",")
     if len(sources) > num_windows:
@@ -177,8 +181,8 @@ def calibration_windows(
     for i, one in enumerate(sources):
         num = num_windows // len(sources) + (i < num_windows % len(sources))
         if calib is not None and one == OWN:
-            if loaded.model.device.type == "meta":
-                raise UserError("calib=own is for shrink/ptq: give a text or a corpus here")
+            if not _can_write(loaded):
+                raise UserError("calib=own needs the whole model on its device: give a text or a corpus here")
             found.append(own_windows(loaded.model, tokenizer, num, context))
         else:
             tokens = _calibration_tokens(one, tokenizer, max_mb, calib is None)
@@ -210,6 +214,12 @@ def _held_out_from(num_tokens: int, num_windows: int, context: int) -> int:
 
 def _is_text(source: str) -> bool:
     return Path(source).is_file() and Path(source).suffix in (".txt", ".md", "")
+
+
+def _can_write(loaded: LoadedModel) -> bool:
+    """Whether the model is where it computes: not without weights, and not streamed from host memory."""
+    model = loaded.model
+    return model.device.type == "cuda" or (model.device.type == "cpu" and model.compute_dtype == torch.float32)
 
 
 def _calibration_tokens(source: str, tokenizer: Tokenizer, max_mb: float | None, of_run: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Shrink a model to 2, 3, 4 or 8 bits, guided by a calibration text: GPTQ, AWQ, clip search, block-wise training.
 
-Run:     shoestring run shrink/ptq model=DIR format=nf3 calib=wiki.txt,novel.txt,code.py text=other.txt
-         shoestring run shrink/ptq model=DIR format=int4:g64 calib=own        on text that the model writes itself
+Run:     shoestring run shrink/ptq model=DIR format=int4:g64 text=some.txt    calibrated on text that the model writes
+         shoestring run shrink/ptq model=DIR format=nf3 calib=wiki.txt,novel.txt,code.py text=other.txt
          shoestring run shrink/ptq model=RUN format=int2
          shoestring run shrink/ptq model=DIR "rules=*.mlp.*=nf3;*=int4" method=awq calib=FOLDER memory_gb=8
          shoestring run shrink/ptq model=DIR format=int2 method=blockwise calib=some.txt calib_windows=128
@@ -15,10 +15,10 @@ Needs:   memory for the model in fp32 (CPU) or bf16 (GPU) plus one block's activ
          the model as it is stored
 Time:    SmolLM2-135M, nf3, 8 windows of 512 on one CPU core: gptq 4 minutes, clip and awq 1 to 2 and one for the
          statistics, blockwise 16; more windows cost gptq half a minute for every four. Evaluating comes on top
-Expect:  SmolLM2-135M, int4 in groups of 64, six kinds of text: perplexity 25% higher rounded (rtn), 14% with awq, 10%
-         with gptq+clip, both calibrated on 16,384 tokens of a mix; nf3 on WikiText-2: 27.0 before, 31.5 with blockwise
-         on 4,096 tokens (docs/methods/ptq.md, blockwise.md). For still less loss at 3 bits or fewer, train end to end
-         after shrinking
+Expect:  SmolLM2-135M, int4 in groups of 64, six kinds of text: perplexity 25% higher rounded (rtn), 14% with awq
+         on a mix of texts, 8.7% with gptq+clip on 16,384 tokens that the model wrote; nf3 on WikiText-2: 27.0 before,
+         31.5 with blockwise on 4,096 tokens (docs/methods/ptq.md, blockwise.md). For still less loss at 3 bits or
+         fewer, train end to end after shrinking
 Leaves:  a run folder with the packed model/ (or out=), errors per layer in model/quantization.json and
          report.html, perplexity before and after
 """
