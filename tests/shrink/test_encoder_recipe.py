@@ -65,6 +65,7 @@ def test_a_bert_from_the_command_line(
     assert len(told["layers"]) == 12 and all(layer["output_error"] is not None for layer in told["layers"])
 
     assert "is an encoder: leave it out" in run("text=test.txt", fails=True)
+    assert "is an encoder: `shoestring run shrink/ptq method=rtn" in cli("run", "shrink/rtn", "model=bert", fails=True)
     monkeypatch.setattr(encoder_stages, "MIN_SIMILARITY", 1.1)  # nothing reaches it
     said = run("method=rtn", "run=bad", fails=True)
     assert "the shrunk model is broken: its outputs have a similarity of" in said

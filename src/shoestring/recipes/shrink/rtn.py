@@ -23,8 +23,10 @@ from shoestring.evals.model_row import evaluate_row, text_tokens
 from shoestring.formats import Dense, Format, convert, pack, unpack
 from shoestring.formats.convert import assign, check_fits, format_hosts, tied_names, weight_modules
 from shoestring.model import Decoder, load_model, save_model
+from shoestring.model.encoder import encoder_type
 from shoestring.model.folder import described
 from shoestring.model.save import round_rest
+from shoestring.paths import find_model
 from shoestring.runlog import RunLog, check_outputs, check_run_folder, open_run_folder
 from shoestring.shrink.quality_gate import (
     FORCE_HELP,
@@ -68,6 +70,8 @@ def main(cfg: Config) -> Path:
     settings = to_json(cfg)
     check_outputs(settings, "out", "dense_out")
     check_run_folder(settings)
+    if encoder_type(find_model(cfg.model)) is not None:
+        raise UserError(f"{cfg.model} is an encoder: `shoestring run shrink/ptq method=rtn calib=...` rounds it")
     device = pick_device(cfg.device)
     if (shape := described(cfg.model)) is not None:
         check_source(shape, with_embedding(rules, cfg.embed, shape), cfg.model)
