@@ -138,9 +138,9 @@ def test_a_resumed_run_is_not_touched_before_all_is_checked(
 def test_without_a_text_the_last_tenth_of_the_calibration_text_is_measured(cli: Callable[..., str], here: Path) -> None:
     long = (here / "calib.txt").read_text() * 6
     (here / "long.txt").write_text(long)
-    said = cli("model=model", "calib=long.txt", "calib_windows=2", "calib_context=16", "format=int4:g32", "run=held",
+    said = cli("model=model", "calib=long.txt", "calib_windows=2", "calib_context=16", "format=int4:g32", "run=tenth",
                "context=16", "max_tokens=64")  # fmt: skip
-    rows = read_jsonl(here / "held/evals.jsonl")
+    rows = read_jsonl(here / "tenth/evals.jsonl")
     assert [row["text"] for row in rows] == ["long.txt (its last tenth, not calibrated on)"] * 2
     assert all(row["perplexity"] > 1 for row in rows) and "no perplexity" not in said
     (here / "brief.txt").write_text(long[:400])
